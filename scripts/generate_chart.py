@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ctxcache.settings.knobs import KNOBS, Kind, Knob
+from ctxcache.settings.knobs import KNOBS, Knob, KnobKind
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "ctxcache"
@@ -208,15 +208,15 @@ def _property(value: Value) -> dict[str, Any]:
 
 
 def _setting(knob: Knob) -> dict[str, Any]:
-    kinds: dict[Kind, Any] = {
-        Kind.SIZE: ["integer", "string"],
-        Kind.SHARE: "number",
-        Kind.SECONDS: "number",
-        Kind.COUNT: "integer",
-        Kind.SWITCH: "boolean",
-        Kind.SHARES: ["object", "string"],
-        Kind.IDENTITIES: ["array", "string"],
-        Kind.DIRECTORIES: "array",
+    kinds: dict[KnobKind, Any] = {
+        KnobKind.SIZE: ["integer", "string"],
+        KnobKind.SHARE: "number",
+        KnobKind.SECONDS: "number",
+        KnobKind.COUNT: "integer",
+        KnobKind.SWITCH: "boolean",
+        KnobKind.SHARES: ["object", "string"],
+        KnobKind.IDENTITIES: ["array", "string"],
+        KnobKind.DIRECTORIES: "array",
     }
     found: dict[str, Any] = {"description": knob.help, "type": kinds.get(knob.kind, "string")}
     if knob.choices:

@@ -27,7 +27,7 @@ from ctxcache.core.placement.shares import Share  # noqa: E402
 from ctxcache.errors import CacheError  # noqa: E402
 from ctxcache.format.model import ModelSpec  # noqa: E402
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec  # noqa: E402
-from ctxcache.identity.grants import Grant  # noqa: E402
+from ctxcache.identity.grants import ArenaGrant  # noqa: E402
 from ctxcache.identity.tokens import Token, digest_of, new_secret  # noqa: E402
 from ctxcache.observe import moment  # noqa: E402
 from ctxcache.server.server import Server  # noqa: E402
@@ -73,7 +73,9 @@ def main() -> None:
 async def _run(directory: Path, out: Path) -> None:
     secrets = {tenant: new_secret() for tenant in TENANTS}
     hashes = directory / "hashes"
-    lines = [Token(tenant, digest_of(secret), Grant(tenant)).line() for tenant, secret in secrets.items()]
+    lines = [
+        Token(tenant, digest_of(secret), ArenaGrant(tenant)).line() for tenant, secret in secrets.items()
+    ]
     hashes.touch(0o600)
     hashes.write_text("\n".join(lines) + "\n")
     settings = Settings(

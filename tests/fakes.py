@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from ctxcache.errors import TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
-from ctxcache.storage.tiers.base import Range, Refusal
+from ctxcache.storage.tiers.base import Range, TierRefusal
 
 NANOSECONDS = 1_000_000_000
 EPOCH_NS = 1_700_000_000 * NANOSECONDS
@@ -93,10 +93,10 @@ class MemoryTier:
         return self._capacities_bytes
 
     @property
-    def refusals(self) -> dict[int, Refusal]:
+    def refusals(self) -> dict[int, TierRefusal]:
         """See Tier."""
-        fenced = dict.fromkeys(self._fenced, Refusal("a failed sync", is_final=True))
-        return fenced | dict.fromkeys(self._lost, Refusal("it is gone", is_final=False, is_lost=True))
+        fenced = dict.fromkeys(self._fenced, TierRefusal("a failed sync", is_final=True))
+        return fenced | dict.fromkeys(self._lost, TierRefusal("it is gone", is_final=False, is_lost=True))
 
     @property
     def faults_left(self) -> int:

@@ -14,8 +14,8 @@ from ctxcache.wire.framed_socket import (
     PIECE_TIMEOUT_S,
     FramedSocket,
     FrameError,
-    Kind,
     Part,
+    SocketFrameKind,
 )
 
 
@@ -54,7 +54,7 @@ def receive_slowly(
     """Send a frame in these parts, and receive it from a peer that takes so long for each."""
     sender, receiver = pair
     data = [bytes(size) for size in part_sizes]
-    sender.send(Kind.CHUNK, b"", [memoryview(b"".join(data))])
+    sender.send(SocketFrameKind.CHUNK, b"", [memoryview(b"".join(data))])
     assert receiver.receive() is not None
     peer = SlowPeer(receiver._socket, seconds)
     monkeypatch.setattr(receiver, "_socket", peer)

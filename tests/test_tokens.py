@@ -8,14 +8,14 @@ import pytest
 from server_process import write_secret
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.identity.grants import Grant, Role
+from ctxcache.identity.grants import ArenaGrant, Role
 from ctxcache.identity.tokens import Token, digest_of, new_secret, read_tokens
 
 
 def test_a_token_is_found_by_all_of_its_text(tmp_path: Path) -> None:
     """Its line holds nothing that it could be made from."""
     secret, other = new_secret(), new_secret()
-    token = Token("ci", digest_of(secret), Grant("a", Role.OPERATOR, has_shared_memory=True))
+    token = Token("ci", digest_of(secret), ArenaGrant("a", Role.OPERATOR, has_shared_memory=True))
     write_secret(tmp_path / "hashes", f"# tokens\n\n{token.line()}\n")
     found = read_tokens(tmp_path / "hashes")
 

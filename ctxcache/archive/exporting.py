@@ -17,8 +17,18 @@ import numpy.typing as npt
 
 from ctxcache.archive.contents import STRETCH, TOTALS, ArchivedModel, ArchivedSession, Origin
 from ctxcache.archive.files import Source, refusals_of_file
-from ctxcache.archive.frames import END, MADE, MODEL, ROWS, SESSION, VOID, FrameReader, FrameWriter, write_all
-from ctxcache.archive.outcomes import ENDS_ALL, Outcome, Status, Step
+from ctxcache.archive.frames import (
+    END,
+    MADE,
+    MODEL,
+    ROWS,
+    SESSION,
+    VOID,
+    ArchiveFrameReader,
+    FrameWriter,
+    write_all,
+)
+from ctxcache.archive.outcomes import ENDS_ALL, ArchiveOutcome, ArchiveStatus, Step
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import (
@@ -50,7 +60,7 @@ def receive(pieces: Iterable[bytes], fd: int, path: str) -> int:
     with refusals_of_file(path):
         os.fsync(fd)
         os.lseek(fd, 0, os.SEEK_SET)
-    for _ in FrameReader(Source(fd, path, size_bytes)).frames():
+    for _ in ArchiveFrameReader(Source(fd, path, size_bytes)).frames():
         pass
     return size_bytes
 
@@ -68,18 +78,18 @@ class Exporter:
         """Models of the file and their numbers, by name and fingerprint."""
         self._room = np.empty(0, np.uint8)
 
-    def export(self, names: Iterable[str]) -> Iterator[Outcome]:
+    def export(self, names: Iterable[str]) -> Iterator[ArchiveOutcome]:
         """Write sessions and the end of the file; what became of each. Raises what ends all."""
         self._writer.write(MADE, Origin(f"ctxcache {version('ctxcache')}").encode())
         session_count = token_count = 0
         for name in names:
             outcome = self._one(name)
-            session_count += outcome.status is Status.EXPORTED
+            session_count += outcome.status is ArchiveStatus.EXPORTED
             token_count += outcome.token_count
             yield outcome
         self._writer.write(END, TOTALS.pack(session_count, token_count))
 
-    def _one(self, name: str) -> Outcome:
+    def _one(self, name: str) -> ArchiveOutcome:
         failure: CacheError = SessionNotFound(session=name)
         for _ in range(ATTEMPTS):
             try:
@@ -95,9 +105,13 @@ class Exporter:
                 failure = error
                 break
             else:
-                return Outcome(name, name, Status.EXPORTED, described.token_count, described.size_bytes)
+                return ArchiveOutcome(
+                    name, name, ArchiveStatus.EXPORTED, described.token_count, described.size_bytes
+                )
         is_fine = self._skips_gone and isinstance(failure, SessionNotFound)
-        return Outcome(name, name, Status.SKIPPED if is_fine else Status.FAILED, error=failure)
+        return ArchiveOutcome(
+            name, name, ArchiveStatus.SKIPPED if is_fine else ArchiveStatus.FAILED, error=failure
+        )
 
     def _model(self, session: SessionInfo) -> tuple[int, ArchivedModel]:
         """The session's model and its number in the file, which has it from now on."""

@@ -42,7 +42,7 @@ DESCRIPTION_LIMIT_BYTES = 4 << 20
 """Of every other frame: 65,536 streams of a model and of a session, and their texts, fit."""
 
 
-class Frame(NamedTuple):
+class ArchiveFrame(NamedTuple):
     """One verified frame. `number` counts from 0.
 
     `begin` is the byte of the file at which the frame begins.
@@ -119,7 +119,7 @@ def write_all(fd: int, path: str, part: bytes | memoryview) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-class FrameReader:
+class ArchiveFrameReader:
     """The frames of a file from where its descriptor stands. Not thread-safe.
 
     Everything raises FileDamaged and FileUnusable; the constructor FormatTooNew too.
@@ -149,7 +149,7 @@ class FrameReader:
         """Whether what was read is gone."""
         return self._source.size_bytes is None
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[ArchiveFrame]:
         """Iterate over the frames up to END, behind which the file must end.
 
         A payload is valid until the next frame is asked for.
@@ -163,7 +163,7 @@ class FrameReader:
             payload = self._verified(number, begin, head, whole)
             if tag == END and self._fill(memoryview(bytearray(1))):
                 raise self.damage(f"it goes on behind its end at byte {self.at_bytes - 1}")
-            yield Frame(number, begin, tag, payload)
+            yield ArchiveFrame(number, begin, tag, payload)
             if tag == END:
                 return
             number += 1

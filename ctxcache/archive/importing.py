@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ctxcache.archive.contents import ArchivedSession
-from ctxcache.archive.outcomes import ENDS_ALL, OnConflict, Outcome, Status, Step, Wishes
+from ctxcache.archive.outcomes import ENDS_ALL, ArchiveOutcome, ArchiveStatus, ImportWishes, OnConflict, Step
 from ctxcache.archive.reader import Rows, SessionInFile
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability, SessionInfo
@@ -44,12 +44,12 @@ def present(client: Client, session_id: str) -> SessionInfo | None:
 class Importer:
     """Imports sessions as they come. `begin_time_ns`: when they were exported. Not thread-safe."""
 
-    def __init__(self, client: Client, wishes: Wishes, begin_time_ns: int, step: Step) -> None:
+    def __init__(self, client: Client, wishes: ImportWishes, begin_time_ns: int, step: Step) -> None:
         self._client, self._wishes, self._step = client, wishes, step
         self._begin_time_ns = begin_time_ns
         self._tenant = wishes.tenant
 
-    def take(self, sessions: Iterator[SessionInFile]) -> Iterator[Outcome]:
+    def take(self, sessions: Iterator[SessionInFile]) -> Iterator[ArchiveOutcome]:
         """Import what is wanted; what became of each, an error that ends all among them."""
         try:
             for one in sessions:
@@ -67,7 +67,7 @@ class Importer:
                 if isinstance(outcome.error, ENDS_ALL):
                     return
         except ENDS_ALL as error:
-            yield Outcome("", "", Status.FAILED, error=error)
+            yield ArchiveOutcome("", "", ArchiveStatus.FAILED, error=error)
 
     def _check_tenant(self, described: ArchivedSession) -> None:
         """Two tenants may have sessions of one name: all that is imported is of one tenant."""
@@ -77,7 +77,7 @@ class Importer:
             problem = f"it has sessions of {self._tenant} and of {tenant}: --from-tenant says whose"
             raise FileUnusable(path="the archive", problem=problem)
 
-    def _one(self, one: SessionInFile) -> Outcome:
+    def _one(self, one: SessionInFile) -> ArchiveOutcome:
         described, target = one.described, self._wishes.target(one.described.session_id)
         source, name = f"sessions/{described.session_id}", f"sessions/{target}"
         try:
@@ -85,11 +85,15 @@ class Importer:
             if before is not None and self._wishes.on_conflict is not OnConflict.REPLACE:
                 error = SessionAlreadyExists(session=name)
                 is_fine = self._wishes.on_conflict is OnConflict.SKIP
-                return Outcome(source, name, Status.SKIPPED if is_fine else Status.FAILED, error=error)
+                return ArchiveOutcome(
+                    source, name, ArchiveStatus.SKIPPED if is_fine else ArchiveStatus.FAILED, error=error
+                )
             self._bring(one, target, before)
         except CacheError as error:
-            return Outcome(source, name, Status.FAILED, error=error)
-        return Outcome(source, name, Status.IMPORTED, described.token_count, described.size_bytes)
+            return ArchiveOutcome(source, name, ArchiveStatus.FAILED, error=error)
+        return ArchiveOutcome(
+            source, name, ArchiveStatus.IMPORTED, described.token_count, described.size_bytes
+        )
 
     def _bring(self, one: SessionInFile, target: str, before: SessionInfo | None) -> None:
         described = one.described

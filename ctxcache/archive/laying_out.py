@@ -20,8 +20,8 @@ from pathlib import Path
 
 from ctxcache.archive.contents import STRETCH, ArchivedSession
 from ctxcache.archive.files import Source
-from ctxcache.archive.frames import ROWS, FrameReader
-from ctxcache.archive.reader import Contents, Rows, Stretch, split, survey
+from ctxcache.archive.frames import ROWS, ArchiveFrameReader
+from ctxcache.archive.reader import ArchiveContents, Rows, Stretch, split, survey
 from ctxcache.core import ranges
 from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable
 from ctxcache.format.header import SegmentHeader, header_checksum
@@ -185,7 +185,7 @@ def lay_out(
     return _restored(contents, plan)
 
 
-def _survey(source: Source, step: Step) -> Contents:
+def _survey(source: Source, step: Step) -> ArchiveContents:
     size_bytes, done_bytes = source.size_bytes or 0, 0
 
     def told(count: int) -> None:
@@ -197,7 +197,7 @@ def _survey(source: Source, step: Step) -> Contents:
     return survey(source, told)
 
 
-def _plan(contents: Contents, now_ns: int) -> _Plan:
+def _plan(contents: ArchiveContents, now_ns: int) -> _Plan:
     plan = _Plan()
     layouts: dict[tuple[StreamSpec, ...], SegmentLayout] = {}
     for session, stretches in contents.sessions:
@@ -207,7 +207,7 @@ def _plan(contents: Contents, now_ns: int) -> _Plan:
     return plan
 
 
-def _restored(contents: Contents, plan: _Plan) -> Restored:
+def _restored(contents: ArchiveContents, plan: _Plan) -> Restored:
     return Restored(
         session_count=len(plan.sessions),
         token_count=sum(ranges.count(session.live) for session in plan.sessions),
@@ -220,7 +220,7 @@ def _restored(contents: Contents, plan: _Plan) -> Restored:
     )
 
 
-def _crash_count(contents: Contents) -> int:
+def _crash_count(contents: ArchiveContents) -> int:
     """At least that of the store it comes from: generations begin with it."""
     highest = max((session.generation for session, _ in contents.sessions), default=0)
     return max(contents.origin.crash_count, highest >> records.GENERATION_BITS)
@@ -284,7 +284,7 @@ def _write(
     source: Source, file_id: bytes, plan: _Plan, slots: Mapping[int, Slot], fds: Sequence[int], step: Step
 ) -> Iterator[SegmentRecord]:
     os.lseek(source.fd, 0, os.SEEK_SET)
-    reader = FrameReader(source)
+    reader = ArchiveFrameReader(source)
     if reader.file_id != file_id:
         raise reader.damage("another archive took its place while it was read")
     for frame in reader.frames():
@@ -330,7 +330,7 @@ def _check(directories: Sequence[Path], record: SegmentRecord) -> None:
         raise CorruptSegment(segment_id=record.segment_id, problem=problem)
 
 
-def _records(contents: Contents, plan: _Plan) -> Iterator[Entry]:
+def _records(contents: ArchiveContents, plan: _Plan) -> Iterator[Entry]:
     for model in contents.models:
         record = ModelRecord(model.tenant, model.spec, model.create_time_ns, model.probe)
         yield records.model_key(model.tenant, model.spec.model_id), records.encode_model(record)

@@ -26,7 +26,7 @@ ENDS_ALL = (
 """Errors after which the next session would fare no better."""
 
 
-class Status(enum.StrEnum):
+class ArchiveStatus(enum.StrEnum):
     """How it went."""
 
     EXPORTED = "exported"
@@ -42,12 +42,12 @@ class Status(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ArchiveOutcome:
     """What became of one session. `target` is its name where it went; counts are of what is there."""
 
     session: str
     target: str
-    status: Status
+    status: ArchiveStatus
     token_count: int = 0
     size_bytes: int = 0
     error: CacheError | None = None
@@ -62,7 +62,7 @@ class OnConflict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ImportWishes:
     """What to import and how. `names` maps ids in the file to new ids.
 
     `only` those ids, all where it is empty.

@@ -22,7 +22,17 @@ from ctxcache.archive.contents import (
     decode_session,
 )
 from ctxcache.archive.files import Source
-from ctxcache.archive.frames import END, MADE, MODEL, ROWS, SAME, SESSION, VOID, Frame, FrameReader
+from ctxcache.archive.frames import (
+    END,
+    MADE,
+    MODEL,
+    ROWS,
+    SAME,
+    SESSION,
+    VOID,
+    ArchiveFrame,
+    ArchiveFrameReader,
+)
 from ctxcache.core import ranges
 from ctxcache.errors import FileDamaged
 from ctxcache.format.streams import Stream, StreamSpec
@@ -97,7 +107,7 @@ class ArchiveReader:
     """Reads a file from its begin. Everything raises FileDamaged, FormatTooNew, FileUnusable."""
 
     def __init__(self, source: Source) -> None:
-        self._reader = FrameReader(source)
+        self._reader = ArchiveFrameReader(source)
         self._frames = self._reader.frames()
         self._kept: dict[int, _Kept] = {}
         """By frame number; empty for a pipe, which cannot be read again."""
@@ -151,7 +161,7 @@ class ArchiveReader:
                 names.add(name)
                 token_count += described.token_count
 
-    def _add_model(self, frame: Frame) -> None:
+    def _add_model(self, frame: ArchiveFrame) -> None:
         if len(self.models) >= MODEL_LIMIT:
             raise self._damage("it has too many models")
         try:
@@ -159,7 +169,7 @@ class ArchiveReader:
         except ValueError as error:
             raise self._damage(f"the model at byte {frame.begin}: {error}") from error
 
-    def _begin(self, frame: Frame) -> SessionInFile:
+    def _begin(self, frame: ArchiveFrame) -> SessionInFile:
         if frame.tag != SESSION:
             raise self._damage(f"a session is expected at byte {frame.begin}, not {frame.tag!r}")
         try:
@@ -190,7 +200,7 @@ class ArchiveReader:
             yield stretch, frame.payload[STRETCH.size :] if is_new else None
             at = stretch.end
 
-    def _stretch(self, described: ArchivedSession, frame: Frame) -> Stretch | None:
+    def _stretch(self, described: ArchivedSession, frame: ArchiveFrame) -> Stretch | None:
         """The stretch that a frame says; None where it says none."""
         if len(frame.payload) < STRETCH.size:
             return None
@@ -224,7 +234,7 @@ class ArchiveReader:
 
 
 @dataclass(slots=True)
-class Contents:
+class ArchiveContents:
     """What is whole in an archive, all of it verified.
 
     Sessions in the file's order, with where their rows are.
@@ -237,13 +247,13 @@ class Contents:
     sessions: list[tuple[ArchivedSession, list[Stretch]]] = field(default_factory=list)
 
 
-def survey(source: Source, step: Callable[[int], None]) -> Contents:
+def survey(source: Source, step: Callable[[int], None]) -> ArchiveContents:
     """Verify all of a file and say what is in it. `step` hears how many bytes more have been read.
 
     Raises as ArchiveReader does.
     """
     reader = ArchiveReader(source)
-    contents = Contents(reader.origin, reader.file_id, reader.begin_time_ns, reader.models)
+    contents = ArchiveContents(reader.origin, reader.file_id, reader.begin_time_ns, reader.models)
     at_bytes = 0
     for one in reader.sessions():
         stretches = []

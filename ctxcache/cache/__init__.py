@@ -43,8 +43,7 @@ from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.spans import NO_SPANS, Spans
 from ctxcache.storage.metadata.base import MetadataStore
-from ctxcache.storage.tiers.base import Devices as DeviceTier
-from ctxcache.storage.tiers.base import MappedTier
+from ctxcache.storage.tiers.base import DeviceTier, MappedTier
 
 
 class Cache:

@@ -37,7 +37,7 @@ from ctxcache.errors import (
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
-from ctxcache.format.sums import Place, Sums, Tally, covers
+from ctxcache.format.sums import SumPlace, Sums, Tally, covers
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Room:
     tally: Tally
     """To be fed what is put there."""
 
-    def places(self, stream: Stream, token_begin: int, token_end: int) -> list[Place] | None:
+    def places(self, stream: Stream, token_begin: int, token_end: int) -> list[SumPlace] | None:
         """Where rows of one stream belong, in token order; None unless all of them have room here."""
         first = bisect_right(self.runs, token_begin, key=lambda item: item[0].token_begin) - 1
         found: list[tuple[memoryview, int, int, bool]] = []
@@ -187,7 +187,7 @@ class Room:
             found.append((view[rows], begin, end, begin == run.token_begin))
             if end == token_end:
                 return [
-                    Place(view, self.tally.grow(stream, begin, end, is_first=is_first))
+                    SumPlace(view, self.tally.grow(stream, begin, end, is_first=is_first))
                     for view, begin, end, is_first in found
                 ]
         return None

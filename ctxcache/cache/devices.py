@@ -18,7 +18,7 @@ from ctxcache.cache.state import State
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
-from ctxcache.storage.tiers.base import Devices as Tier
+from ctxcache.storage.tiers.base import DeviceTier as Tier
 
 SEGMENTS_PER_TURN = 256
 """Of sessions that are reckoned before others have their turn: a few milliseconds."""

@@ -458,7 +458,7 @@ def _segment_record(segment: Segment) -> SegmentRecord:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Due:
+class DueFlush:
     """A session to be written now; `is_tail_left`: without what still grows."""
 
     session: Session
@@ -466,7 +466,7 @@ class Due:
     size_bytes: int
 
 
-Attempt = Callable[[Callable[[Due], Awaitable[None]], Due], Awaitable[bool]]
+Attempt = Callable[[Callable[[DueFlush], Awaitable[None]], DueFlush], Awaitable[bool]]
 """Does a step with something and says whether it went well; raises nothing."""
 
 
@@ -486,7 +486,7 @@ class WriteBehind:
         """Write all that is due, as far as the allowance goes; returns whether all went well."""
         self._state.is_pressed.clear()
         self._allowance.bytes_per_s = self._ledger.watermarks.write_behind_bytes_per_s
-        taken: list[Due] = []
+        taken: list[DueFlush] = []
         failure_count = 0
         due = self._due()
         try:
@@ -501,14 +501,14 @@ class WriteBehind:
                 self._ledger.put_back(item.session)
         return not failure_count
 
-    async def write(self, due: Due) -> None:
+    async def write(self, due: DueFlush) -> None:
         """Flush a session. Raises CapacityExceeded, TierFailure, SessionNotFound."""
         try:
             await self._flushing.flush(due.session, is_tail_left=due.is_tail_left)
         finally:
             self._under_way_bytes -= due.size_bytes
 
-    async def _due(self) -> AsyncGenerator[Due]:
+    async def _due(self) -> AsyncGenerator[DueFlush]:
         begun_ns = self._state.clock.monotonic_ns()
         for session in self._ledger.changed():
             await self._look()
@@ -540,19 +540,19 @@ class WriteBehind:
     def _spares(self, session: Session) -> bool:
         return self._staging.spares(session, self._under_way_bytes)
 
-    def _take(self, session: Session, *, is_tail_left: bool) -> Due:
+    def _take(self, session: Session, *, is_tail_left: bool) -> DueFlush:
         self._ledger.taken(session)
         segments = self._ledger.unwritten_segments(session)
         tail = session.growing_tail if is_tail_left else None
         size_bytes = sum(s.size_bytes for s in segments if s is not tail)
         self._under_way_bytes += size_bytes
         self._allowance.spend(size_bytes)
-        return Due(session, is_tail_left, size_bytes)
+        return DueFlush(session, is_tail_left, size_bytes)
 
 
-async def _some(due: AsyncGenerator[Due]) -> list[Due]:
+async def _some(due: AsyncGenerator[DueFlush]) -> list[DueFlush]:
     """The next few."""
-    batch: list[Due] = []
+    batch: list[DueFlush] = []
     async for item in due:
         batch.append(item)
         if len(batch) == PARALLEL_FLUSHES:

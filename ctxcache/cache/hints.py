@@ -117,7 +117,7 @@ class Action(enum.Enum):
     RELEASE = "release"
 
 
-class Outcome(enum.Enum):
+class HintVerdict(enum.Enum):
     """What came of a hint."""
 
     ACCEPTED = "accepted"
@@ -144,10 +144,10 @@ class Hint:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HintAnswer:
     """What came of a hint. `until_ns`, monotonic: when what was granted ends; None for what does not last."""
 
-    outcome: Outcome
+    outcome: HintVerdict
     reason: str = ""
     granted_bytes: int = 0
     until_ns: int | None = None
@@ -166,7 +166,7 @@ class Hints:
         """Give up what was deferred for long enough."""
         self.deferred.expire_due(self._state.clock.monotonic_ns())
 
-    async def carry_out(self, hint: Hint, deadline_s: float) -> Answer:
+    async def carry_out(self, hint: Hint, deadline_s: float) -> HintAnswer:
         """Do what one hint asks for, as far as it goes; a promotion until then, on the event loop's clock."""
         try:
             session = self._ledger.find(hint.tenant, hint.session_id)
@@ -174,15 +174,15 @@ class Hints:
             self._state.journal.did(Call.HINT, session, **_facts(hint))
             return await self._do(hint, session, deadline_s)
         except SessionNotFound as error:
-            return Answer(Outcome.MISSING, error.reason)
+            return HintAnswer(HintVerdict.MISSING, error.reason)
         except CacheError as error:
-            return Answer(Outcome.REJECTED, error.reason)
+            return HintAnswer(HintVerdict.REJECTED, error.reason)
 
-    async def _do(self, hint: Hint, session: Session, deadline_s: float) -> Answer:
+    async def _do(self, hint: Hint, session: Session, deadline_s: float) -> HintAnswer:
         is_whole = hint.begin == 0 and hint.end in (None, session.token_count)
         is_prefix = hint.begin == 0 and hint.action in (Action.SHARE, Action.PREFETCH)
         if not is_whole and not is_prefix:
-            return Answer(Outcome.REJECTED, RANGE_NOT_SUPPORTED)
+            return HintAnswer(HintVerdict.REJECTED, RANGE_NOT_SUPPORTED)
         match hint.action:
             case Action.SHARE:
                 return await self._share(hint, session)
@@ -192,7 +192,7 @@ class Hints:
                 return await self._demote(session)
         return self._note(hint, session)
 
-    def _note(self, hint: Hint, session: Session) -> Answer:
+    def _note(self, hint: Hint, session: Session) -> HintAnswer:
         """What moves nothing now."""
         match hint.action:
             case Action.EXPECT:
@@ -201,21 +201,21 @@ class Hints:
                 self._release(session)
             case _:
                 return self._keep(hint, session)
-        return Answer(Outcome.ACCEPTED)
+        return HintAnswer(HintVerdict.ACCEPTED)
 
-    def _keep(self, hint: Hint, session: Session) -> Answer:
+    def _keep(self, hint: Hint, session: Session) -> HintAnswer:
         retaining = self._ledger.placement.retaining
         ask = retaining.pin if hint.action is Action.PIN else retaining.retain
         until_s = (self._state.clock.monotonic_ns() + hint.ttl_ns) / SECOND_NS
         grant = ask(session.uid, hint.budget_bytes or session.size_bytes, until_s, hint.priority)
         if grant is None:
-            return Answer(Outcome.REJECTED, BUDGET_EXHAUSTED)
+            return HintAnswer(HintVerdict.REJECTED, BUDGET_EXHAUSTED)
         until_ns = int(grant.until_s * SECOND_NS)
         if grant.until_s < until_s:
-            return Answer(Outcome.CLIPPED, TTL_LIMIT, grant.size_bytes, until_ns)
-        return Answer(Outcome.ACCEPTED, granted_bytes=grant.size_bytes, until_ns=until_ns)
+            return HintAnswer(HintVerdict.CLIPPED, TTL_LIMIT, grant.size_bytes, until_ns)
+        return HintAnswer(HintVerdict.ACCEPTED, granted_bytes=grant.size_bytes, until_ns=until_ns)
 
-    async def _share(self, hint: Hint, session: Session) -> Answer:
+    async def _share(self, hint: Hint, session: Session) -> HintAnswer:
         while True:
             if session.is_writing:
                 raise WriteInProgress(session=session.name)
@@ -228,25 +228,25 @@ class Hints:
         shared = session.segments_of(ranges.select(session.live, 0, end))
         # As a fork would do.
         self._ledger.closed(shared)
-        return Answer(Outcome.ACCEPTED, granted_bytes=len(shared) * session.layout.size_bytes)
+        return HintAnswer(HintVerdict.ACCEPTED, granted_bytes=len(shared) * session.layout.size_bytes)
 
-    async def _prefetch(self, hint: Hint, session: Session, deadline_s: float) -> Answer:
+    async def _prefetch(self, hint: Hint, session: Session, deadline_s: float) -> HintAnswer:
         wanted_bytes = _missing_bytes(session, hint.end)
         if not wanted_bytes:
-            return Answer(Outcome.ACCEPTED)
+            return HintAnswer(HintVerdict.ACCEPTED)
         budget_bytes = wanted_bytes if hint.budget_bytes is None else min(hint.budget_bytes, wanted_bytes)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline_s):
                 await self._prefetching.promote_ahead(session, budget_bytes)
         came_bytes = max(wanted_bytes - _missing_bytes(session, hint.end), 0)
         if came_bytes >= wanted_bytes:
-            return Answer(Outcome.ACCEPTED, granted_bytes=came_bytes)
+            return HintAnswer(HintVerdict.ACCEPTED, granted_bytes=came_bytes)
         if budget_bytes < wanted_bytes and came_bytes > budget_bytes - session.layout.size_bytes:
-            outcome = Outcome.CLIPPED if came_bytes else Outcome.REJECTED
-            return Answer(outcome, BUDGET_EXHAUSTED, came_bytes)
+            outcome = HintVerdict.CLIPPED if came_bytes else HintVerdict.REJECTED
+            return HintAnswer(outcome, BUDGET_EXHAUSTED, came_bytes)
         return self._defer(hint, session, came_bytes)
 
-    def _defer(self, hint: Hint, session: Session, came_bytes: int) -> Answer:
+    def _defer(self, hint: Hint, session: Session, came_bytes: int) -> HintAnswer:
         """There was no room for all of it, or somebody uses it."""
         reason = NO_ROOM if session.is_idle else IN_USE
         now_ns = self._state.clock.monotonic_ns()
@@ -259,23 +259,23 @@ class Hints:
             except TooManyRequests as error:
                 reason = error.reason
             else:
-                return Answer(Outcome.DEFERRED, reason, came_bytes, until_ns)
-        return Answer(Outcome.CLIPPED if came_bytes else Outcome.REJECTED, reason, came_bytes)
+                return HintAnswer(HintVerdict.DEFERRED, reason, came_bytes, until_ns)
+        return HintAnswer(HintVerdict.CLIPPED if came_bytes else HintVerdict.REJECTED, reason, came_bytes)
 
     def _has_place(self, session: Session) -> bool:
         """Whether all of it could be in DRAM; what could not would keep everyone behind it waiting."""
         filled_bytes = self._ledger.watermarks.filled_bytes(self._ledger.memory.capacity_bytes)
         return session.size_bytes <= filled_bytes
 
-    async def _demote(self, session: Session) -> Answer:
+    async def _demote(self, session: Session) -> HintAnswer:
         self.deferred.discard(session.uid)
         before_bytes = session.amounts().memory_bytes
         await self._flushing.demote(session)
         left_bytes = session.amounts().memory_bytes
         given_bytes = max(before_bytes - left_bytes, 0)
         if not left_bytes:
-            return Answer(Outcome.ACCEPTED, granted_bytes=given_bytes)
-        return Answer(Outcome.CLIPPED if given_bytes else Outcome.REJECTED, IN_USE, given_bytes)
+            return HintAnswer(HintVerdict.ACCEPTED, granted_bytes=given_bytes)
+        return HintAnswer(HintVerdict.CLIPPED if given_bytes else HintVerdict.REJECTED, IN_USE, given_bytes)
 
     def _expect(self, hint: Hint, session: Session) -> None:
         if hint.return_in_ns is None:

@@ -161,7 +161,7 @@ class Promotions:
 SESSIONS_AT_A_TIME = 2
 
 
-class Outcome(enum.Enum):
+class PromotionOutcome(enum.Enum):
     """How a promotion ahead of need ended."""
 
     DONE = enum.auto()
@@ -183,7 +183,7 @@ class Prefetching:
         Raises the first failure at the end; who failed is left aside until its next hint or rest.
         """
         self._state.is_prefetch_wanted.clear()
-        under_way: dict[asyncio.Task[Outcome], Session] = {}
+        under_way: dict[asyncio.Task[PromotionOutcome], Session] = {}
         is_going_on, failure = True, None
         try:
             while True:
@@ -225,20 +225,20 @@ class Prefetching:
             self._placement.coming(session)
         return session
 
-    def _begin(self, session: Session) -> "asyncio.Task[Outcome]":
+    def _begin(self, session: Session) -> "asyncio.Task[PromotionOutcome]":
         missing = [segment for segment in session.shown if not segment.memory]
         return asyncio.get_running_loop().create_task(self._promote(session, missing))
 
-    def _end(self, task: "asyncio.Task[Outcome]", session: Session) -> bool:
+    def _end(self, task: "asyncio.Task[PromotionOutcome]", session: Session) -> bool:
         """Whether whoever comes next may have more luck."""
         has_failed = task.exception() is not None
         self._placement.came(session, is_set_aside=has_failed)
-        if has_failed or task.result() is Outcome.NO_ROOM:
+        if has_failed or task.result() is PromotionOutcome.NO_ROOM:
             return False
         # Some of it may have had to leave meanwhile, for what is needed sooner.
-        return task.result() is Outcome.NOT_WANTED or self._placement.is_in_memory(session)
+        return task.result() is PromotionOutcome.NOT_WANTED or self._placement.is_in_memory(session)
 
-    async def _promote(self, session: Session, segments: Iterable[Segment]) -> Outcome:
+    async def _promote(self, session: Session, segments: Iterable[Segment]) -> PromotionOutcome:
         try:
             async with self._turns:
                 return await self._promote_in_turn(session, deque(segments))
@@ -248,16 +248,16 @@ class Prefetching:
                 await self._mending.quarantine({segment})
             raise
 
-    async def _promote_in_turn(self, session: Session, segments: deque[Segment]) -> Outcome:
+    async def _promote_in_turn(self, session: Session, segments: deque[Segment]) -> PromotionOutcome:
         while segments:
             await self._promotions.wait_for_others()
             if not session.is_idle:
-                return Outcome.NOT_WANTED
+                return PromotionOutcome.NOT_WANTED
             has_room = await self._promotions.promote_ahead(
                 segments,
                 may_give=lambda uid: not self._placement.is_needed_soon(uid, session.uid),
                 is_wanted=lambda: session.is_idle,
             )
             if not has_room:
-                return Outcome.NO_ROOM
-        return Outcome.DONE
+                return PromotionOutcome.NO_ROOM
+        return PromotionOutcome.DONE

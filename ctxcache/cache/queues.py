@@ -307,7 +307,7 @@ LAYOUTS_LIMIT = 256
 """Layouts whose runs of layers are kept ready."""
 
 
-class LayerPlace(enum.Enum):
+class LayerWhere(enum.Enum):
     """Where a layer's state is; all that are stored lie together."""
 
     DRAM = "dram"
@@ -333,11 +333,11 @@ class Readiness:
     missing_bytes: int
     ready_in_s: float
 
-    def place(self, run: LayerRun) -> LayerPlace:
+    def place(self, run: LayerRun) -> LayerWhere:
         """Where a run of layers lies."""
         if not run.is_stored:
-            return LayerPlace.MISSING
-        return LayerPlace.SSD if self.missing_bytes else LayerPlace.DRAM
+            return LayerWhere.MISSING
+        return LayerWhere.SSD if self.missing_bytes else LayerWhere.DRAM
 
 
 def missing_bytes(session: Session) -> int:

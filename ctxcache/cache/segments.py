@@ -25,7 +25,7 @@ from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
 from ctxcache.format.sums import Sums, covers, difference, settled
 from ctxcache.runtime.threads import started_pool
-from ctxcache.storage.tiers.base import MappedTier, Range, Refusal, Tier
+from ctxcache.storage.tiers.base import MappedTier, Range, Tier, TierRefusal
 
 PIECE_BYTES = 1 << 20
 """Whole chunks up to this size, or one larger chunk, are moved by one device operation."""
@@ -66,7 +66,7 @@ class SegmentIO:
         self._sealers.shutdown()
 
     @property
-    def refusals(self) -> Mapping[int, Refusal]:
+    def refusals(self) -> Mapping[int, TierRefusal]:
         """SSD paths that take no writes now, each with why."""
         return self._ssd.refusals
 

@@ -49,7 +49,7 @@ One session at least.
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Lookup:
     """What a lookup found: `reason` is empty for a hit."""
 
     session_id: str
@@ -369,14 +369,14 @@ class Sessions:
                 raise
             await asyncio.sleep(0)
 
-    def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Found:
+    def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Lookup:
         """What could be restored of a session, without side effects. Never raises."""
         try:
             session = self._ledger.find(tenant, session_id)
             session.check_fingerprint(fingerprint)
         except CacheError as error:
             self._state.journal.missed(LOOKUP, tenant, session_id, error)
-            return Found(session_id, reason=error.reason)
+            return Lookup(session_id, reason=error.reason)
         lost = Event.DEVICE_LOST if session.withheld else None
         reason = "" if session.live else lost.name if lost else "EMPTY"
         in_dram = session.memory_token_count
@@ -387,7 +387,7 @@ class Sessions:
             tokens=session.token_count,
             dram_tokens=in_dram,
         )
-        return Found(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
+        return Lookup(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
 
     # -- checks and parts ----------------------------------------------------------------------------
 

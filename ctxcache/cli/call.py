@@ -1,4 +1,4 @@
-"""Commands that ask a server. Such a command takes a `Call` first.
+"""Commands that ask a server. Such a command takes a `CliCall` first.
 
 `online` gives a command the options --target, --output and --timeout in place of that parameter. `watched`
 adds --watch, which runs the command again and again; `of_tenant` adds --tenant.
@@ -46,7 +46,7 @@ IntervalOption = Annotated[
 WATCHING = (option("watch", WatchOption), option("interval", IntervalOption))
 
 
-class Call(Shared):
+class CliCall(Shared):
     """The shared options of a command that asks a server, and what it does with them."""
 
     @contextmanager
@@ -76,28 +76,28 @@ class Call(Shared):
 P = ParamSpec("P")
 
 
-def call_of(context: typer.Context, given: dict[str, Any]) -> Call:
+def call_of(context: typer.Context, given: dict[str, Any]) -> CliCall:
     """Take the shared options out of what a command was given, see `shared_of`."""
     shared = shared_of(context, given)
-    return Call(**{field.name: getattr(shared, field.name) for field in fields(shared)})
+    return CliCall(**{field.name: getattr(shared, field.name) for field in fields(shared)})
 
 
-def online(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+def online(function: Callable[Concatenate[CliCall, P], None]) -> Callable[..., None]:
     """Give a command the shared options in place of its first parameter."""
     return _with_options(function, ())
 
 
-def watched(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+def watched(function: Callable[Concatenate[CliCall, P], None]) -> Callable[..., None]:
     """As `online`, and --watch, with which the command is run again and again."""
     return _with_options(_repeated(function), WATCHING)
 
 
-def of_tenant(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+def of_tenant(function: Callable[Concatenate[CliCall, P], None]) -> Callable[..., None]:
     """As `online`, and --tenant."""
     return _with_options(function, (option(TENANT, TenantOption),))
 
 
-def watched_of_tenant(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+def watched_of_tenant(function: Callable[Concatenate[CliCall, P], None]) -> Callable[..., None]:
     """As `watched`, and --tenant."""
     return _with_options(_repeated(function), (option(TENANT, TenantOption), *WATCHING))
 
@@ -110,9 +110,9 @@ def _tls(credentials: Credentials) -> ClientTls | None:
     return ClientTls(ca, credentials.certificate, credentials.key)
 
 
-def _repeated(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+def _repeated(function: Callable[Concatenate[CliCall, P], None]) -> Callable[..., None]:
     @functools.wraps(function)
-    def command(call: Call, /, *arguments: P.args, **given: P.kwargs) -> None:
+    def command(call: CliCall, /, *arguments: P.args, **given: P.kwargs) -> None:
         is_watched, interval_s = given.pop("watch", None), given.pop("interval", None)
         if not is_watched:
             if interval_s is not None:
@@ -132,7 +132,7 @@ def _repeated(function: Callable[Concatenate[Call, P], None]) -> Callable[..., N
 
 
 def _with_options(
-    function: Callable[Concatenate[Call, P], None], more: Sequence[inspect.Parameter]
+    function: Callable[Concatenate[CliCall, P], None], more: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
     bound: Callable[..., None] = function
     own = list(inspect.signature(function).parameters.values())[1:]

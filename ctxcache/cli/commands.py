@@ -27,7 +27,7 @@ from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.cli.failures import UsageFailure, asked_output
 
 
-class Listed(NamedTuple):
+class CommandLine(NamedTuple):
     """A command of ours before it is imported.
 
     Its module in `ctxcache.cli`, and its help's first sentence.
@@ -38,48 +38,50 @@ class Listed(NamedTuple):
 
 
 COMMANDS = {
-    "session": Listed("sessions", "Look at sessions and change them."),
-    "model": Listed("sessions", "Look at registered models."),
-    "tier": Listed("operations", "Look at tiers, and take SSD paths out of use."),
-    "lease": Listed("operations", "Look at leases, which keep bytes in memory, and end them."),
-    "quota": Listed("operations", "Look at tenants' shares and change them."),
-    "hint": Listed("sessions", "Give hints, and look at engines' queues."),
-    "trace": Listed("trace", "Record what a store is asked, and ask it of another."),
-    "fault": Listed("operations", "Inject faults into a server for tests."),
-    "config": Listed("config", "Look at settings, and change them."),
-    "token": Listed("tokens", "Make tokens for clients."),
-    "serve": Listed("serve", "Run the server until SIGTERM or Ctrl-C."),
-    "rebuild": Listed(
+    "session": CommandLine("sessions", "Look at sessions and change them."),
+    "model": CommandLine("sessions", "Look at registered models."),
+    "tier": CommandLine("operations", "Look at tiers, and take SSD paths out of use."),
+    "lease": CommandLine("operations", "Look at leases, which keep bytes in memory, and end them."),
+    "quota": CommandLine("operations", "Look at tenants' shares and change them."),
+    "hint": CommandLine("sessions", "Give hints, and look at engines' queues."),
+    "trace": CommandLine("trace", "Record what a store is asked, and ask it of another."),
+    "fault": CommandLine("operations", "Inject faults into a server for tests."),
+    "config": CommandLine("config", "Look at settings, and change them."),
+    "token": CommandLine("tokens", "Make tokens for clients."),
+    "serve": CommandLine("serve", "Run the server until SIGTERM or Ctrl-C."),
+    "rebuild": CommandLine(
         "rebuild",
         "Make damaged or deleted metadata anew from the SSD directories, while no server runs.",
     ),
-    "verify": Listed(
+    "verify": CommandLine(
         "verify",
         "Verify every record and every segment, in memory as on SSD; sessions end before what is bad.",
     ),
-    "doctor": Listed(
+    "doctor": CommandLine(
         "doctor.command",
         "Say what this machine offers a server, what is used instead of what is missing, and what to do.",
     ),
-    "simulate": Listed(
+    "simulate": CommandLine(
         "simulate",
         "Replay a trace of sessions through placement policies on a virtual clock, and say what each keeps.",
     ),
-    "top": Listed(
+    "top": CommandLine(
         "top",
         "Show what goes on: tiers, hit rates, calls and how long they take, who is busy, what needs a look.",
     ),
-    "drain": Listed("operations", "Take no more work, and write everything: before a node goes."),
-    "export": Listed("transfers", "Write sessions to a file that `import` reads, for this store or another."),
-    "import": Listed("transfers", "Bring in sessions that `export` wrote: each whole, or not at all."),
-    "stats": Listed("stats", "Show what the server holds and has done since it started."),
-    "tenants": Listed("stats", "Show what each tenant has, and what is its share."),
-    "why-miss": Listed(
+    "drain": CommandLine("operations", "Take no more work, and write everything: before a node goes."),
+    "export": CommandLine(
+        "transfers", "Write sessions to a file that `import` reads, for this store or another."
+    ),
+    "import": CommandLine("transfers", "Bring in sessions that `export` wrote: each whole, or not at all."),
+    "stats": CommandLine("stats", "Show what the server holds and has done since it started."),
+    "tenants": CommandLine("stats", "Show what each tenant has, and what is its share."),
+    "why-miss": CommandLine(
         "stats",
         "Say why a session is not there, or has less than was stored; or what a request missed, and why.",
     ),
-    "version": Listed("stats", "Show the version of this program, and of the server."),
-    "health": Listed(
+    "version": CommandLine("stats", "Show the version of this program, and of the server."),
+    "health": CommandLine(
         "stats", "Say whether the server takes work, as probes ask it; exits with 6 where it does not."
     ),
 }

@@ -9,7 +9,7 @@ from itertools import islice
 
 import typer
 
-from ctxcache.cli.call import Call
+from ctxcache.cli.call import CliCall
 from ctxcache.cli.options import Credentials
 from ctxcache.client import Client
 from ctxcache.errors import CacheError
@@ -47,7 +47,7 @@ def _matching(context: typer.Context, incomplete: str, names: Callable[[Client],
     given = context.find_root().params
     # Their variables, where options are not given, are among the parameters.
     names_of = ("token_file", "tls_ca", "tls_client_certificate", "tls_client_key")
-    call = Call(credentials=Credentials(*map(given.get, names_of)), timeout_s=TIMEOUT_S)
+    call = CliCall(credentials=Credentials(*map(given.get, names_of)), timeout_s=TIMEOUT_S)
     target = given.get("target") or os.environ.get("CTXCACHE_TARGET")
     try:
         with call.but(target, None, None).client() as client:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ctxcache.cli.call import Call, online
+from ctxcache.cli.call import CliCall, online
 from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
 from ctxcache.cli.options import shared_of
@@ -61,7 +61,7 @@ def reference() -> None:
 
 @settings_app.command("running", epilog=examples("ctxcache config running --output yaml"))
 @online
-def running(call: Call) -> None:
+def running(call: CliCall) -> None:
     """Show the settings that a running server has; those marked live change while it runs."""
     with call.client() as client:
         settings = client.settings()
@@ -75,7 +75,7 @@ def running(call: Call) -> None:
 
 @settings_app.command("reload", epilog=examples("ctxcache config reload"))
 @online
-def reload(call: Call) -> None:
+def reload(call: CliCall) -> None:
     """Have a running server read its settings again, all or nothing, and say what has changed."""
     with call.client() as client:
         found = client.reload_settings()

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import Call, online, watched
+from ctxcache.cli.call import CliCall, online, watched
 from ctxcache.cli.completion import ssd_paths, tenant_names
 from ctxcache.cli.examples import examples
 from ctxcache.cli.tables import drain_line
@@ -28,7 +28,7 @@ app.add_typer(quotas, name="quota")
 
 @quotas.command("list", epilog=examples("ctxcache quota list", "ctxcache quota list --output json"))
 @watched
-def list_quotas(call: Call) -> None:
+def list_quotas(call: CliCall) -> None:
     """Show what each tenant has, and what is its share."""
     with call.client() as client:
         call.show_list("tenants", client.list_tenants(), None)
@@ -37,7 +37,7 @@ def list_quotas(call: Call) -> None:
 @quotas.command("set", epilog=examples("ctxcache quota set default --share 0.25 --limit 0.75"))
 @online
 def set_quota(
-    call: Call,
+    call: CliCall,
     tenant: Annotated[
         str,
         typer.Argument(
@@ -71,7 +71,7 @@ Path = Annotated[
 
 @tiers.command("list", epilog=examples("ctxcache tier list", "ctxcache tier list --output yaml"))
 @watched
-def list_tiers(call: Call) -> None:
+def list_tiers(call: CliCall) -> None:
     """List the arena and every SSD path: how full, how fragmented, and whether it takes writes."""
     with call.client() as client:
         call.show_list("paths", client.stats().tiers, None)
@@ -79,7 +79,7 @@ def list_tiers(call: Call) -> None:
 
 @tiers.command("show", epilog=examples("ctxcache tier show /ssd"))
 @watched
-def show_tier(call: Call, path: Path) -> None:
+def show_tier(call: CliCall, path: Path) -> None:
     """Show one place."""
     with call.client() as client:
         tiers = list(client.stats().tiers)
@@ -93,7 +93,7 @@ def show_tier(call: Call, path: Path) -> None:
 
 @tiers.command("rest", epilog=examples("ctxcache tier rest /ssd"))
 @online
-def rest_path(call: Call, path: Path) -> None:
+def rest_path(call: CliCall, path: Path) -> None:
     """Write nothing more to an SSD path; what lies there is read as before. A restart takes it back."""
     with call.client() as client:
         call.show(client.update_path(path, resting=True))
@@ -101,7 +101,7 @@ def rest_path(call: Call, path: Path) -> None:
 
 @tiers.command("open", epilog=examples("ctxcache tier open /ssd"))
 @online
-def open_path(call: Call, path: Path) -> None:
+def open_path(call: CliCall, path: Path) -> None:
     """Write to an SSD path again that was taken out of use."""
     with call.client() as client:
         call.show(client.update_path(path, resting=False))
@@ -117,7 +117,7 @@ Id = Annotated[int, typer.Argument(metavar="LEASE", help="Its number.", min=1, s
 )
 @watched
 def list_leases(
-    call: Call,
+    call: CliCall,
     tenant: Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Only this one's.")] = "",
     older_than: Annotated[
         float, typer.Option("--older-than", metavar="SECONDS", min=0, help="Only those held for longer.")
@@ -133,7 +133,7 @@ def list_leases(
 
 @leases.command("show", epilog=examples("ctxcache lease show 17"))
 @watched
-def show_lease(call: Call, lease: Id) -> None:
+def show_lease(call: CliCall, lease: Id) -> None:
     """Show one lease."""
     with call.client() as client:
         found = next((one for one in client.list_leases() if one.lease_id == lease), None)
@@ -144,7 +144,7 @@ def show_lease(call: Call, lease: Id) -> None:
 
 @leases.command("revoke", epilog=examples("ctxcache lease revoke 17"))
 @online
-def revoke_lease(call: Call, lease: Id) -> None:
+def revoke_lease(call: CliCall, lease: Id) -> None:
     """End a lease that its reader does not give back.
 
     A local client is cut off, and loses all its leases and reservations: only so it knows in time that what
@@ -159,7 +159,7 @@ faults = typer.Typer(no_args_is_help=True, help="Inject faults into a server for
 app.add_typer(faults, name="fault")
 
 
-class Kind(enum.StrEnum):
+class FaultWord(enum.StrEnum):
     """What can go wrong."""
 
     READ_DELAY = "read-delay"
@@ -172,17 +172,17 @@ class Kind(enum.StrEnum):
     @property
     def injected(self) -> InjectedFaultKind:
         """What the server is asked for."""
-        names = {Kind.BIT_FLIP: "SSD_READ_BIT_FLIP", Kind.COMMIT_DELAY: "COMMIT_DELAY"}
+        names = {FaultWord.BIT_FLIP: "SSD_READ_BIT_FLIP", FaultWord.COMMIT_DELAY: "COMMIT_DELAY"}
         return InjectedFaultKind[names.get(self, f"SSD_{self.name}")]
 
 
-DELAYS = (Kind.READ_DELAY, Kind.WRITE_DELAY, Kind.COMMIT_DELAY)
-ERRORS = (Kind.READ_ERROR, Kind.WRITE_ERROR)
+DELAYS = (FaultWord.READ_DELAY, FaultWord.WRITE_DELAY, FaultWord.COMMIT_DELAY)
+ERRORS = (FaultWord.READ_ERROR, FaultWord.WRITE_ERROR)
 
 
 @faults.command("list", epilog=examples("ctxcache fault list"))
 @watched
-def list_faults(call: Call) -> None:
+def list_faults(call: CliCall) -> None:
     """List the faults that may strike yet."""
     with call.client() as client:
         call.show_list("faults", client.list_faults(), None)
@@ -198,8 +198,8 @@ def list_faults(call: Call) -> None:
 )
 @online
 def inject(
-    call: Call,
-    kind: Annotated[Kind, typer.Argument(help="What goes wrong.", show_default=False)],
+    call: CliCall,
+    kind: Annotated[FaultWord, typer.Argument(help="What goes wrong.", show_default=False)],
     delay: Annotated[
         str | None,
         typer.Option("--delay", metavar="TIME", help="Of delays: how much longer it takes, 10s at most."),
@@ -246,7 +246,7 @@ def inject(
 
 @faults.command("clear", epilog=examples("ctxcache fault clear"))
 @online
-def clear(call: Call) -> None:
+def clear(call: CliCall) -> None:
     """Let no fault strike any more. A path that was fenced stays so until a restart."""
     with call.client() as client:
         count = client.clear_faults()
@@ -266,7 +266,7 @@ def _error_number(name: str) -> int:
 )
 @online
 def drain(
-    call: Call,
+    call: CliCall,
     *,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until no client is left and all is on SSD.")
@@ -299,5 +299,5 @@ def _report(status: DrainStatus) -> None:
         sys.stderr.flush()
 
 
-def _show(call: Call, status: DrainStatus) -> None:
+def _show(call: CliCall, status: DrainStatus) -> None:
     call.show_facts(document(status), drain_line(status))

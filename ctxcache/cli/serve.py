@@ -34,7 +34,7 @@ from ctxcache.server.server import Server
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TierFile:
     """A file of a tier. `io_mode` is `memory`, `direct` or `buffered`; `reason` says why, and which pages."""
 
     path: str
@@ -57,8 +57,8 @@ class Ready:
     data_directory: str
     control_socket: str
     metrics_address: str
-    arena: Place
-    ssd: tuple[Place, ...]
+    arena: TierFile
+    ssd: tuple[TierFile, ...]
     session_count: int
 
     def json_line(self) -> str:
@@ -168,9 +168,9 @@ def _facts(server: Server) -> Ready:
         data_directory=str(storage.directory.path.absolute()),
         control_socket=server.control_socket,
         metrics_address=server.metrics_address,
-        arena=Place(arena.paths[0], arena.capacities_bytes[0], "memory", arena.pages_reason),
+        arena=TierFile(arena.paths[0], arena.capacities_bytes[0], "memory", arena.pages_reason),
         ssd=tuple(
-            Place(mode.path, size_bytes, "direct" if mode.is_direct else "buffered", mode.reason)
+            TierFile(mode.path, size_bytes, "direct" if mode.is_direct else "buffered", mode.reason)
             for mode, size_bytes in zip(ssd.io_modes, ssd.capacities_bytes, strict=True)
         ),
         session_count=server.session_count,

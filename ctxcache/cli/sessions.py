@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import Call, of_tenant, watched, watched_of_tenant
+from ctxcache.cli.call import CliCall, of_tenant, watched, watched_of_tenant
 from ctxcache.cli.completion import model_names, session_names
 from ctxcache.cli.documents import Output
 from ctxcache.cli.examples import examples
@@ -60,7 +60,7 @@ IfGeneration = Annotated[
 )
 @watched_of_tenant
 def list_sessions(
-    call: Call,
+    call: CliCall,
     model: Annotated[
         str,
         typer.Option("--model", metavar="MODEL", help="Only this model's.", autocompletion=model_names),
@@ -100,7 +100,7 @@ def list_sessions(
 
 @sessions.command("show", epilog=examples("ctxcache session show chat-17"))
 @watched_of_tenant
-def show_session(call: Call, name: Name) -> None:
+def show_session(call: CliCall, name: Name) -> None:
     """Show one session."""
     with call.client() as client:
         call.show(client.get_session(session_name(name)))
@@ -116,7 +116,7 @@ def show_session(call: Call, name: Name) -> None:
 )
 @of_tenant
 def truncate_session(
-    call: Call,
+    call: CliCall,
     name: Name,
     *,
     keep_recent: Annotated[
@@ -159,7 +159,7 @@ def truncate_session(
 @sessions.command("fork", epilog=examples("ctxcache session fork chat-17 --as chat-18 --tokens 8"))
 @of_tenant
 def fork_session(
-    call: Call,
+    call: CliCall,
     name: Name,
     as_: Annotated[
         str, typer.Option("--as", metavar="ID", help="Id of the new session; unset, the server's choice.")
@@ -182,7 +182,7 @@ def fork_session(
 
 @sessions.command("pin", epilog=examples("ctxcache session pin chat-17"))
 @of_tenant
-def pin_session(call: Call, name: Name) -> None:
+def pin_session(call: CliCall, name: Name) -> None:
     """Hold a session against eviction. It expires all the same."""
     with call.client() as client:
         call.show(client.update_session(session_name(name), is_pinned=True))
@@ -190,7 +190,7 @@ def pin_session(call: Call, name: Name) -> None:
 
 @sessions.command("unpin", epilog=examples("ctxcache session unpin chat-17"))
 @of_tenant
-def unpin_session(call: Call, name: Name) -> None:
+def unpin_session(call: CliCall, name: Name) -> None:
     """Let a session be evicted again."""
     with call.client() as client:
         call.show(client.update_session(session_name(name), is_pinned=False))
@@ -198,7 +198,7 @@ def unpin_session(call: Call, name: Name) -> None:
 
 @sessions.command("touch", epilog=examples("ctxcache session touch chat-17"))
 @of_tenant
-def touch_session(call: Call, name: Name) -> None:
+def touch_session(call: CliCall, name: Name) -> None:
     """Count an access: a sliding expiry begins anew, and the session is the last to leave."""
     with call.client() as client:
         call.show(client.update_session(session_name(name)))
@@ -206,7 +206,7 @@ def touch_session(call: Call, name: Name) -> None:
 
 @sessions.command("evict", epilog=examples("ctxcache session evict chat-17"))
 @of_tenant
-def evict_session(call: Call, name: Name) -> None:
+def evict_session(call: CliCall, name: Name) -> None:
     """Give up a session as if its room were needed: it is gone, pinned or not, and `why-miss` says so."""
     target = session_name(name)
     with call.client() as client:
@@ -223,7 +223,7 @@ def evict_session(call: Call, name: Name) -> None:
 )
 @of_tenant
 def expire_session(
-    call: Call,
+    call: CliCall,
     name: Name,
     now: Annotated[bool, typer.Option("--now", help="At once.")] = False,  # noqa: FBT002  a flag
     ttl: Annotated[
@@ -246,7 +246,7 @@ def expire_session(
 
 @sessions.command("flush", epilog=examples("ctxcache session flush chat-17"))
 @of_tenant
-def flush_session(call: Call, name: Name) -> None:
+def flush_session(call: CliCall, name: Name) -> None:
     """Make every token of a session durable on disk."""
     with call.client() as client:
         call.show(client.flush_session(session_name(name)))
@@ -254,7 +254,7 @@ def flush_session(call: Call, name: Name) -> None:
 
 @sessions.command("demote", epilog=examples("ctxcache session demote chat-17"))
 @of_tenant
-def demote_session(call: Call, name: Name) -> None:
+def demote_session(call: CliCall, name: Name) -> None:
     """Make a session durable and take it out of memory; the next reader brings it back."""
     with call.client() as client:
         call.show(client.demote_session(session_name(name)))
@@ -263,7 +263,7 @@ def demote_session(call: Call, name: Name) -> None:
 @sessions.command("delete", epilog=examples("ctxcache session delete chat-17 --yes"))
 @of_tenant
 def delete_sessions(
-    call: Call,
+    call: CliCall,
     names: Annotated[
         list[str], typer.Argument(metavar="NAME...", help="IDs or sessions/IDs.", show_default=False)
     ],
@@ -295,7 +295,7 @@ ModelName = Annotated[
 
 @models.command("list", epilog=examples("ctxcache model list", "ctxcache model list --output yaml"))
 @watched_of_tenant
-def list_models(call: Call) -> None:
+def list_models(call: CliCall) -> None:
     """List models by name."""
     with call.client() as client:
         call.show_list("models", client.list_models(), None)
@@ -303,7 +303,7 @@ def list_models(call: Call) -> None:
 
 @models.command("show", epilog=examples("ctxcache model show llama"))
 @watched_of_tenant
-def show_model(call: Call, name: ModelName) -> None:
+def show_model(call: CliCall, name: ModelName) -> None:
     """Show one model."""
     with call.client() as client:
         call.show(client.get_model(model_name(name)))
@@ -311,7 +311,7 @@ def show_model(call: Call, name: ModelName) -> None:
 
 @models.command("delete", epilog=examples("ctxcache model delete llama"))
 @of_tenant
-def delete_model(call: Call, name: ModelName) -> None:
+def delete_model(call: CliCall, name: ModelName) -> None:
     """Forget a model that no session is of."""
     target = model_name(name)
     with call.client() as client:
@@ -323,7 +323,7 @@ hints = typer.Typer(no_args_is_help=True, help="Give hints, and look at engines'
 app.add_typer(hints, name="hint")
 
 
-class Hint(enum.StrEnum):
+class HintWord(enum.StrEnum):
     """What can be said of a session."""
 
     SHARE = "share"
@@ -335,7 +335,7 @@ class Hint(enum.StrEnum):
     EXPECT = "expect"
 
 
-TTL_KINDS = (Hint.PIN, Hint.RETAIN)
+TTL_KINDS = (HintWord.PIN, HintWord.RETAIN)
 
 
 @hints.command(
@@ -348,8 +348,8 @@ TTL_KINDS = (Hint.PIN, Hint.RETAIN)
 )
 @of_tenant
 def send_hint(
-    call: Call,
-    kind: Annotated[Hint, typer.Argument(help="What to say.", show_default=False)],
+    call: CliCall,
+    kind: Annotated[HintWord, typer.Argument(help="What to say.", show_default=False)],
     name: Name,
     ttl: Annotated[
         str | None, typer.Option("--ttl", metavar="TIME", help="For how long; `expect`: when it returns.")
@@ -368,20 +368,22 @@ def send_hint(
 
 @hints.command("queues", epilog=examples("ctxcache hint queues"))
 @watched
-def list_queues(call: Call) -> None:
+def list_queues(call: CliCall) -> None:
     """List the engines that say what waits."""
     with call.client() as client:
         call.show_list("engines", client.list_engines(), None)
 
 
-def _send(client: Client, kind: Hint, name: str, span: timedelta | None, tokens: int | None) -> HintResult:
+def _send(
+    client: Client, kind: HintWord, name: str, span: timedelta | None, tokens: int | None
+) -> HintResult:
     sent = {
-        Hint.SHARE: lambda: client.share(name, token_count=tokens),
-        Hint.PREFETCH: lambda: client.prefetch(name, token_count=tokens, ttl=span),
-        Hint.DEMOTE: lambda: client.demote(name),
-        Hint.PIN: lambda: client.pin(name, ttl=span or timedelta()),
-        Hint.RETAIN: lambda: client.retain(name, ttl=span or timedelta()),
-        Hint.RELEASE: lambda: client.release(name),
-        Hint.EXPECT: lambda: client.expect(name, span),
+        HintWord.SHARE: lambda: client.share(name, token_count=tokens),
+        HintWord.PREFETCH: lambda: client.prefetch(name, token_count=tokens, ttl=span),
+        HintWord.DEMOTE: lambda: client.demote(name),
+        HintWord.PIN: lambda: client.pin(name, ttl=span or timedelta()),
+        HintWord.RETAIN: lambda: client.retain(name, ttl=span or timedelta()),
+        HintWord.RELEASE: lambda: client.release(name),
+        HintWord.EXPECT: lambda: client.expect(name, span),
     }
     return sent[kind]()

@@ -13,7 +13,7 @@ import typer
 from ctxcache.cli.options import CONTEXT, OutputOption
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.settings.config import Settings, Source, load_with_sources
-from ctxcache.settings.knobs import KNOBS, Kind, Knob
+from ctxcache.settings.knobs import KNOBS, Knob, KnobKind
 
 _CONFIG = Annotated[
     Path | None,
@@ -66,10 +66,10 @@ def _annotation(knob: Knob, *, is_hidden: bool) -> object:
         hidden=is_hidden,
     )
     # A list's text is one value per occurrence; every other option is given once.
-    return Annotated[list[str] | None if knob.kind is Kind.DIRECTORIES else str | None, shown]
+    return Annotated[list[str] | None if knob.kind is KnobKind.DIRECTORIES else str | None, shown]
 
 
 def _help(knob: Knob) -> str:
-    of = f" [{knob.unit}]" if knob.kind is Kind.SHARE and knob.unit else ""
+    of = f" [{knob.unit}]" if knob.kind is KnobKind.SHARE and knob.unit else ""
     words = f" One of: {', '.join(knob.choices)}." if knob.choices else ""
     return f"{knob.help}{words}{of}"

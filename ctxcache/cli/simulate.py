@@ -23,12 +23,12 @@ from ctxcache.cli.simulate_options import Options
 from ctxcache.cli.units import human_size
 from ctxcache.simulate.census import Census
 from ctxcache.simulate.load import Load
-from ctxcache.simulate.study import ALL_POLICIES, Outcome, study
-from ctxcache.simulate.sweeps import SWEEPS, Row, Sweep, play, prepare
+from ctxcache.simulate.study import ALL_POLICIES, StudyOutcome, study
+from ctxcache.simulate.sweeps import SWEEPS, Sweep, SweepRow, play, prepare
 from ctxcache.simulate.trace import PacedTrace, Trace
 
 SUFFIXES = (".png", ".svg")
-Draw = Callable[[Sweep, Sequence[Row], Census], None]
+Draw = Callable[[Sweep, Sequence[SweepRow], Census], None]
 _NEEDS_PLOT = "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[plot]'\n"
 TITLES = (
     "policy",
@@ -90,7 +90,7 @@ def simulate(options: Options) -> None:
         _show(outcomes, are_costs=options.costs)
 
 
-def _show(outcomes: Sequence[Outcome], *, are_costs: bool) -> None:
+def _show(outcomes: Sequence[StudyOutcome], *, are_costs: bool) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in COST_TITLES if are_costs else TITLES:
         table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
@@ -99,7 +99,7 @@ def _show(outcomes: Sequence[Outcome], *, are_costs: bool) -> None:
     Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
 
 
-def _cells(outcome: Outcome) -> tuple[str, ...]:
+def _cells(outcome: StudyOutcome) -> tuple[str, ...]:
     figures = outcome.tally.figures()
     rates = (figures[name] for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
     in_time = f"{figures['prefetch_in_time_share']:.1%}" if outcome.tally.prefetches else "-"
@@ -114,7 +114,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _cost_cells(outcome: Outcome) -> tuple[str, ...]:
+def _cost_cells(outcome: StudyOutcome) -> tuple[str, ...]:
     figures, costs = outcome.tally.figures(), outcome.tally.costs(outcome.load)
     return (
         outcome.policy,
@@ -132,7 +132,7 @@ def _cost_cells(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _capacity(outcome: Outcome) -> str:
+def _capacity(outcome: StudyOutcome) -> str:
     sizes = f"{human_size(outcome.load.dram_bytes)} + {human_size(outcome.load.ssd_bytes)}"
     return sizes if outcome.multiple is None else f"{outcome.multiple:g}x ({sizes})"
 
@@ -200,7 +200,7 @@ def _drawer(path: Path | None) -> Draw | None:
     return lambda sweep, rows, census: plot(sweep, rows, census, path)
 
 
-def _show_sweep(sweep: Sweep, rows: Sequence[Row], census: Census) -> None:
+def _show_sweep(sweep: Sweep, rows: Sequence[SweepRow], census: Census) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in (sweep.x_title, "series"):
         table.add_column(title)
@@ -225,7 +225,7 @@ def _show_sweep(sweep: Sweep, rows: Sequence[Row], census: Census) -> None:
     console.print(census.sentence())
 
 
-def _sweep_cells(row: Row) -> tuple[str, ...]:
+def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
     rates = (row.number(name) for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
     load, known = row.run.load, row.run.paper.get("all_hit_rate", row.run.paper.get("hit_rate"))
     return (

@@ -14,9 +14,9 @@ import typer
 from ctxcache.cli.units import parse_duration_s
 from ctxcache.settings.config import parse_size
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
-from ctxcache.simulate.load import MODELS, Hint, Lie, Load, Overflow
+from ctxcache.simulate.load import MODELS, Lie, Load, Overflow, TraceHint
 from ctxcache.simulate.study import Capacity
-from ctxcache.simulate.trace import Pace
+from ctxcache.simulate.trace import ArrivalPace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,14 +285,14 @@ class Options:
             **{name: value for name, value in said.items() if value is not None},
         )
 
-    def pace(self) -> Pace | None:
+    def pace(self) -> ArrivalPace | None:
         """How sessions of a trace without arrivals come; None where that was not said."""
         if self.session_rate is None:
             return None
         if not math.isfinite(self.session_rate):
             raise typer.BadParameter(f"{self.session_rate} is no rate", param_hint="--session-rate")
         try:
-            return Pace(self.session_rate, parse_duration_s(self.think))
+            return ArrivalPace(self.session_rate, parse_duration_s(self.think))
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--think") from error
 
@@ -307,9 +307,9 @@ class Options:
             raise typer.BadParameter(problem, param_hint="--overflow") from error
 
 
-def _hints(names: str) -> frozenset[Hint]:
+def _hints(names: str) -> frozenset[TraceHint]:
     try:
-        return frozenset(Hint(name) for name in names.split(",") if names)
+        return frozenset(TraceHint(name) for name in names.split(",") if names)
     except ValueError as error:
         raise typer.BadParameter(f"{error}; there are ends, returns", param_hint="--hints") from error
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import Call, of_tenant, online, watched
+from ctxcache.cli.call import CliCall, of_tenant, online, watched
 from ctxcache.cli.completion import session_names
 from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
@@ -17,7 +17,7 @@ app = typer.Typer()
 
 @app.command("stats", epilog=examples("ctxcache stats", "ctxcache stats --output json"))
 @watched
-def stats(call: Call) -> None:
+def stats(call: CliCall) -> None:
     """Show what the server holds and has done since it started."""
     with call.client() as client:
         call.show(client.stats())
@@ -25,7 +25,7 @@ def stats(call: Call) -> None:
 
 @app.command("tenants", epilog=examples("ctxcache tenants"))
 @watched
-def tenants(call: Call) -> None:
+def tenants(call: CliCall) -> None:
     """Show what each tenant has, and what is its share."""
     with call.client() as client:
         call.show_list("tenants", client.list_tenants(), None)
@@ -40,7 +40,7 @@ def tenants(call: Call) -> None:
 )
 @of_tenant
 def why_miss(
-    call: Call,
+    call: CliCall,
     name: Annotated[
         str,
         typer.Argument(
@@ -70,7 +70,7 @@ def why_miss(
 @app.command("version", epilog=examples("ctxcache version", "ctxcache version --server"))
 @online
 def version(
-    call: Call,
+    call: CliCall,
     *,
     server: Annotated[bool, typer.Option("--server", help="The server's as well, which is asked.")] = False,
 ) -> None:
@@ -87,7 +87,7 @@ def version(
 
 @app.command("health", epilog=examples("ctxcache health", "ctxcache health --timeout 2 --output json"))
 @online
-def health(call: Call) -> None:
+def health(call: CliCall) -> None:
     """Say whether the server takes work, as probes ask it; exits with 6 where it does not.
 
     It asks without a token, and finds a server that drains, or opens, not serving.

@@ -11,7 +11,7 @@ import typer
 
 from ctxcache.cli.examples import examples
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.identity.grants import Grant, Role, is_tenant
+from ctxcache.identity.grants import ArenaGrant, Role, is_tenant
 from ctxcache.identity.tokens import Token, digest_of, new_secret, read_tokens
 
 app = typer.Typer()
@@ -55,7 +55,7 @@ def new(
     if not name.isprintable() or " " in name or not name or name.startswith("#"):
         raise typer.BadParameter(f"{name!r} is not one word", param_hint="NAME")
     secret = new_secret()
-    grant = Grant(tenant, role, shared_memory or write_in_place, write_in_place)
+    grant = ArenaGrant(tenant, role, shared_memory or write_in_place, write_in_place)
     _add(file, Token(name, digest_of(secret), grant))
     typer.echo(secret)
 

@@ -25,7 +25,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ctxcache.cli.call import Call, online
+from ctxcache.cli.call import CliCall, online
 from ctxcache.cli.documents import Output
 from ctxcache.cli.examples import examples
 from ctxcache.cli.failures import sentence
@@ -407,7 +407,7 @@ def _nothing(text: str) -> Text:
 @app.command("top", epilog=examples("ctxcache top --once", "ctxcache top --once --output json"))
 @online
 def top(
-    call: Call,
+    call: CliCall,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="How often to look.")
     ] = 2.0,
@@ -438,7 +438,7 @@ def _look(client: Client) -> Look:
     return Look(client.stats(), client.activity())
 
 
-def _document(call: Call, look: Look) -> None:
+def _document(call: CliCall, look: Look) -> None:
     call.show_facts({"stats": document(look.stats), "activity": document(look.activity)}, "")
 
 

@@ -14,12 +14,12 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import Call, online
+from ctxcache.cli.call import CliCall, online
 from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
 from ctxcache.cli.units import human_duration, parse_span, parsed
 from ctxcache.recordings.reading import contents
-from ctxcache.recordings.writing import Written, created, write
+from ctxcache.recordings.writing import RecordedFile, created, write
 from ctxcache.simulate.trace import Trace
 
 app = typer.Typer()
@@ -41,7 +41,7 @@ NewFileArgument = Annotated[
 )
 @online
 def record(
-    call: Call,
+    call: CliCall,
     file: NewFileArgument,
     duration: Annotated[
         str, typer.Option("--duration", metavar="TIME", help="Until then, or Ctrl-C.")
@@ -52,7 +52,7 @@ def record(
     What is read too slowly is lost, counted, and noted in the file; the server never waits.
     """
     span = parsed(parse_span, duration, "--duration")
-    written = Written()
+    written = RecordedFile()
     _check_name(file)
     with call.client() as client, closing(client.record(span)) as parts:
         # A recording that was refused leaves no file.
@@ -72,7 +72,7 @@ def record(
 
 @traces.command("convert", epilog=examples("ctxcache trace convert calls.jsonl turns.jsonl"))
 @online
-def convert(call: Call, file: FileArgument, trace: NewFileArgument) -> None:
+def convert(call: CliCall, file: FileArgument, trace: NewFileArgument) -> None:
     """Make a trace for `ctxcache simulate` out of a recording, which takes recordings, too.
 
     It says with which options simulate has that store's sizes.
@@ -107,7 +107,7 @@ def _check_name(path: Path) -> None:
         raise typer.BadParameter(f"{path}: its name does not end in .jsonl or .jsonl.gz", param_hint="NEW")
 
 
-def _report(written: Written) -> None:
+def _report(written: RecordedFile) -> None:
     """Tell a person who waits at a terminal."""
     if sys.stderr.isatty():
         lost = f", {written.lost_count} lost" if written.lost_count else ""

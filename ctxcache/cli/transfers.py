@@ -33,9 +33,9 @@ from ctxcache.archive.files import destination, source
 from ctxcache.archive.frames import FILE_ID_BYTES, FrameWriter
 from ctxcache.archive.importing import Importer, present
 from ctxcache.archive.laying_out import Restored, lay_out, look
-from ctxcache.archive.outcomes import OnConflict, Outcome, Status, Wishes
+from ctxcache.archive.outcomes import ArchiveOutcome, ArchiveStatus, ImportWishes, OnConflict
 from ctxcache.archive.reader import ArchiveReader, survey
-from ctxcache.cli.call import Call, call_of, online
+from ctxcache.cli.call import CliCall, call_of, online
 from ctxcache.cli.completion import session_names
 from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
@@ -97,16 +97,18 @@ def bar() -> Iterator[Bar]:
         yield Bar(bars)
 
 
-def show_outcomes(call: Call, path: str, outcomes: Sequence[Outcome], *, to_stderr: bool = False) -> None:
+def show_outcomes(
+    call: CliCall, path: str, outcomes: Sequence[ArchiveOutcome], *, to_stderr: bool = False
+) -> None:
     """Print what became of each session."""
     sessions: list[Plain] = [_plain(one) for one in outcomes if one.session]
     text = "\n".join([*(_line(one) for one in outcomes if one.session), _sum(path, outcomes)])
     call.show_facts({"file": path, "sessions": sessions}, text, to_stderr=to_stderr)
 
 
-def raise_first(outcomes: Sequence[Outcome]) -> None:
+def raise_first(outcomes: Sequence[ArchiveOutcome]) -> None:
     """Raise the first failure, as one of so many."""
-    failed = [one for one in outcomes if one.status is Status.FAILED]
+    failed = [one for one in outcomes if one.status is ArchiveStatus.FAILED]
     if not failed:
         return
     # The file's own failure, if there is one: no session's line reports it.
@@ -114,7 +116,7 @@ def raise_first(outcomes: Sequence[Outcome]) -> None:
     error = first.error
     if error is None or len(outcomes) == 1 or not first.session:
         raise error or CacheError()
-    untried = sum(one.status is Status.UNTRIED for one in outcomes)
+    untried = sum(one.status is ArchiveStatus.UNTRIED for one in outcomes)
     rest = f", {untried} were not tried" if untried else ""
     told = f"{len(failed)} of {len(outcomes)} sessions failed{rest}; {first.session}"
     raise type(error)(f"{told}: {error}")
@@ -131,7 +133,7 @@ def no_terminal(stream_name: str) -> typer.BadParameter:
     return typer.BadParameter(f"{stream_name} is a terminal: give a file, or a pipe")
 
 
-def _plain(one: Outcome) -> Plain:
+def _plain(one: ArchiveOutcome) -> Plain:
     return {
         "session": one.session,
         "target": one.target,
@@ -143,14 +145,14 @@ def _plain(one: Outcome) -> Plain:
     }
 
 
-def _line(one: Outcome) -> str:
+def _line(one: ArchiveOutcome) -> str:
     name = one.session if one.target == one.session else f"{one.session} as {one.target}"
     if one.error:
         return f"{one.status:9} {name}: {' '.join(str(one.error).split())} ({one.error.reason})"
     return f"{one.status:9} {name}: {one.token_count} tokens, {human_size(one.size_bytes)}"
 
 
-def _sum(path: str, outcomes: Sequence[Outcome]) -> str:
+def _sum(path: str, outcomes: Sequence[ArchiveOutcome]) -> str:
     counts: dict[str, int] = {}
     for one in outcomes:
         if one.session:
@@ -170,7 +172,7 @@ def _sum(path: str, outcomes: Sequence[Outcome]) -> str:
 )
 @online
 def export(
-    call: Call,
+    call: CliCall,
     names: Annotated[
         list[str] | None,
         typer.Argument(
@@ -223,17 +225,17 @@ def _wanted(client: Client, names: list[str], progress: Bar) -> list[str]:
 
 def _export(
     client: Client, names: list[str], to: str, progress: Bar, *, is_forced: bool, skips_gone: bool
-) -> list[Outcome]:
+) -> list[ArchiveOutcome]:
     with destination(to, is_forced=is_forced) as fd:
         writer = FrameWriter(fd, to, secrets.token_bytes(FILE_ID_BYTES), time.time_ns())
         outcomes = list(Exporter(client, writer, progress.step, skips_gone=skips_gone).export(names))
-        if outcomes and all(one.status is Status.FAILED for one in outcomes):
+        if outcomes and all(one.status is ArchiveStatus.FAILED for one in outcomes):
             # A file without any of them would be in the way of the next attempt.
             raise_first(outcomes)
     return outcomes
 
 
-def _export_store(call: Call, to: str, rate: int, *, is_forced: bool) -> None:
+def _export_store(call: CliCall, to: str, rate: int, *, is_forced: bool) -> None:
     began_s = time.monotonic()
     with call.client() as client, bar() as progress, destination(to, is_forced=is_forced) as fd:
         progress.begin("exporting", None)
@@ -286,7 +288,7 @@ SHOWN_SETTINGS = ("data_directory", "ssd_directories", "ssd_size_bytes")
 
 
 def import_sessions(
-    call: Call,
+    call: CliCall,
     settings: dict[str, Any],
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="From where; - for standard input.", show_default=False)
@@ -325,7 +327,7 @@ def import_sessions(
 
     A file is verified before anything of it is sent; from a pipe, sessions come in as they are verified.
     """
-    wishes = Wishes(
+    wishes = ImportWishes(
         on_conflict=on_conflict,
         names=dict(_pair(text) for text in rename or ()),
         only=frozenset(name.removeprefix("sessions/") for name in only or ()),
@@ -336,7 +338,7 @@ def import_sessions(
     if file == PIPE and (check or new_store):
         raise typer.BadParameter(f"--{'check' if check else 'new-store'} needs a file")
     if new_store:
-        if wishes != Wishes():
+        if wishes != ImportWishes():
             raise typer.BadParameter("--new-store takes all of the file as it is")
         _import_store(call, file, settings, is_check=check)
         return
@@ -345,7 +347,7 @@ def import_sessions(
         raise typer.BadParameter(f"--{option} goes with --new-store")
     if file == PIPE and sys.stdin.isatty():
         raise no_terminal("standard input")
-    outcomes: list[Outcome] = []
+    outcomes: list[ArchiveOutcome] = []
     try:
         with bar() as progress:
             found = [] if file == PIPE else _survey(file, wishes, progress)
@@ -362,13 +364,14 @@ def import_sessions(
     tried = {one.session for one in outcomes}
     rest = (one for one in found if f"sessions/{one.session_id}" not in tried)
     outcomes += [
-        replace(_listed(one, wishes), status=Status.UNTRIED, token_count=0, size_bytes=0) for one in rest
+        replace(_listed(one, wishes), status=ArchiveStatus.UNTRIED, token_count=0, size_bytes=0)
+        for one in rest
     ]
     show_outcomes(call, file, outcomes)
     raise_first(outcomes)
 
 
-def _survey(file: str, wishes: Wishes, progress: Bar) -> list[ArchivedSession]:
+def _survey(file: str, wishes: ImportWishes, progress: Bar) -> list[ArchivedSession]:
     """What of a file is wanted. Raises FileDamaged, FormatTooNew, FileUnusable, BadParameter."""
     with source(file) as opened:
         progress.begin("verifying", opened.size_bytes)
@@ -391,9 +394,9 @@ def _import(
     client: Client,
     file: str,
     found: list[ArchivedSession],
-    wishes: Wishes,
+    wishes: ImportWishes,
     progress: Bar,
-    outcomes: list[Outcome],
+    outcomes: list[ArchiveOutcome],
 ) -> None:
     if wishes.on_conflict is OnConflict.FAIL:
         for target in (wishes.target(one.session_id) for one in found):
@@ -405,7 +408,7 @@ def _import(
         outcomes.extend(Importer(client, wishes, reader.begin_time_ns, progress.step).take(reader.sessions()))
 
 
-def _import_store(call: Call, file: str, given: dict[str, Any], *, is_check: bool) -> None:
+def _import_store(call: CliCall, file: str, given: dict[str, Any], *, is_check: bool) -> None:
     settings = load_settings(given)
     keep_private()
     with source(file) as opened, bar() as progress:
@@ -448,9 +451,9 @@ def _new_store_text(found: Restored, place: str | None) -> str:
     return "\n".join(lines)
 
 
-def _listed(one: ArchivedSession, wishes: Wishes) -> Outcome:
+def _listed(one: ArchivedSession, wishes: ImportWishes) -> ArchiveOutcome:
     source, target = f"sessions/{one.session_id}", f"sessions/{wishes.target(one.session_id)}"
-    return Outcome(source, target, Status.WHOLE, one.token_count, one.size_bytes)
+    return ArchiveOutcome(source, target, ArchiveStatus.WHOLE, one.token_count, one.size_bytes)
 
 
 def _pair(text: str) -> tuple[str, str]:

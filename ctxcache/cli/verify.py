@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from ctxcache.cli.call import Call, online
+from ctxcache.cli.call import CliCall, online
 from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
 from ctxcache.cli.exit_codes import ExitCode
@@ -61,7 +61,7 @@ class Sum:
 )
 @online
 def verify(
-    call: Call,
+    call: CliCall,
     rate_limit: Annotated[
         str, typer.Option("--rate-limit", metavar="SIZE", help="Most bytes a second, such as 100MiB.")
     ] = "0",
@@ -101,7 +101,7 @@ def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> Iter
             yield from_wire(VerifyProgress, verify_message(report))
 
 
-def _follow(reports: Iterable[VerifyProgress], call: Call) -> dict[str, Plain]:
+def _follow(reports: Iterable[VerifyProgress], call: CliCall) -> dict[str, Plain]:
     bad: list[Plain] = []
     lost_count = 0
     sums: dict[tuple[str, str], Sum] = {}

@@ -5,7 +5,7 @@ from ctxcache.client.decode_batch import DecodeBatch
 from ctxcache.client.engine_queue import EngineQueue
 from ctxcache.client.models import CallerModel
 from ctxcache.client.queue_outbox import QueuedJob
-from ctxcache.client.rows import Piece, SessionRows
+from ctxcache.client.rows import RowPiece, SessionRows
 from ctxcache.client.types import (
     Durability,
     SessionInfo,
@@ -25,8 +25,8 @@ __all__ = [
     "DecodeBatch",
     "Durability",
     "EngineQueue",
-    "Piece",
     "QueuedJob",
+    "RowPiece",
     "SessionInfo",
     "SessionRows",
     "SessionWriter",

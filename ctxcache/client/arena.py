@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client.ssd_files import SsdFiles
+from ctxcache.client.ssd_files import SsdReader
 from ctxcache.runtime.memory import Populate
 from ctxcache.v1 import arena_pb2
 
@@ -38,7 +38,7 @@ class MappedArena:
         self._opened = opened
         self._lock = threading.Lock()
         self._writable: Bytes | None = None
-        self._ssd_files: SsdFiles | None = None
+        self._ssd_files: SsdReader | None = None
         self._populating = [_populate(readable, arena, is_for_writing=False)]
 
     @property
@@ -55,11 +55,11 @@ class MappedArena:
                     self._populating.append(_populate(self._writable, self._arena, is_for_writing=True))
             return self._writable
 
-    def ssd_files(self) -> SsdFiles:
+    def ssd_files(self) -> SsdReader:
         """The files of the same server's SSD tier, opened on first use."""
         with self._lock:
             if self._ssd_files is None:
-                self._ssd_files = SsdFiles([(file.path, file.size_bytes) for file in self._arena.ssd_files])
+                self._ssd_files = SsdReader([(file.path, file.size_bytes) for file in self._arena.ssd_files])
             return self._ssd_files
 
 

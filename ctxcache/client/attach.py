@@ -50,7 +50,7 @@ class BoundedMemo(Generic[K, V]):
 
 
 @dataclass(frozen=True, slots=True)
-class Attachment:
+class ArenaAttachment:
     """The arena, and the way on which to acquire parts of it. `layouts`: of sessions used on it, by their uid."""
 
     arena: MappedArena
@@ -68,10 +68,10 @@ class LocalAccess:
         self._wire = wire
         self._way = way
         self._lock = threading.Lock()
-        self._attachment: Attachment | None = None
+        self._attachment: ArenaAttachment | None = None
         self._is_remote = False
 
-    def attach(self) -> Attachment | None:
+    def attach(self) -> ArenaAttachment | None:
         """Return the arena and a way that lives; None when the server is not on this host.
 
         Raises Unavailable, DeadlineExceeded, TooManyRequests, Draining.
@@ -96,7 +96,7 @@ class LocalAccess:
                 self._attachment.stream.close()
                 self._attachment = None
 
-    def _connect(self) -> Attachment | None:
+    def _connect(self) -> ArenaAttachment | None:
         for _ in range(_ATTEMPTS):
             arena = self._get_arena()
             if self._way != "grpc" and (found := self._by_socket(arena)) is not None:
@@ -105,10 +105,10 @@ class LocalAccess:
             if mapped is None:
                 return None
             if (stream := self._open(mapped)) is not None:
-                return Attachment(mapped, stream)
+                return ArenaAttachment(mapped, stream)
         raise Unavailable(target=self._wire.target, problem="the server changes while we connect")
 
-    def _by_socket(self, arena: arena_pb2.Arena) -> Attachment | None:
+    def _by_socket(self, arena: arena_pb2.Arena) -> ArenaAttachment | None:
         if not arena.control_socket:
             return None
         token = "" if self._wire.token is None else self._wire.token.read()
@@ -126,7 +126,7 @@ class LocalAccess:
         if mapped is None:
             control.stream.close()
             return None
-        return Attachment(mapped, control.stream)
+        return ArenaAttachment(mapped, control.stream)
 
     def _map(self, control: Control, arena: arena_pb2.Arena) -> MappedArena | None:
         # On another host's word the path may lead to a server of this one; or ours was replaced just now.

@@ -16,7 +16,7 @@ from ctxcache.errors import InvalidConfiguration
 from ctxcache.runtime.files import check_secret
 
 
-class TokenFile:
+class OwnTokenFile:
     """The token in a file. Thread-safe."""
 
     def __init__(self, path: str | Path) -> None:
@@ -50,7 +50,7 @@ class TokenFile:
 class AuthorizedChannel(grpc.Channel):
     """A channel that adds the token to the metadata of every call made on it."""
 
-    def __init__(self, channel: grpc.Channel, token: TokenFile) -> None:
+    def __init__(self, channel: grpc.Channel, token: OwnTokenFile) -> None:
         self._channel = channel
         self._token = token
 

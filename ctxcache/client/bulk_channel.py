@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, TooManyRequests, Unavailable
 from ctxcache.v1 import bulk_pb2
-from ctxcache.wire.framed_socket import VERSION, FramedSocket, FrameError, Kind
+from ctxcache.wire.framed_socket import VERSION, FramedSocket, FrameError, SocketFrameKind
 from ctxcache.wire.status import from_encoded_status
 
 CONNECT_TIMEOUT_S = 5.0
@@ -136,12 +136,12 @@ class BulkChannel:
         framed = Connection(self._open(ticket))
         try:
             hello = bulk_pb2.BulkHello(ticket=ticket.ticket, version=VERSION)
-            framed.send(Kind.HELLO, hello.SerializeToString())
+            framed.send(SocketFrameKind.HELLO, hello.SerializeToString())
             answer = framed.receive() if framed.wait(self._wire.timeout_s) else None
         except BaseException:
             framed.close()
             raise
-        if answer is None or answer.kind is not Kind.WELCOME:
+        if answer is None or answer.kind is not SocketFrameKind.WELCOME:
             framed.close()
             refusal = from_encoded_status(answer.message, self.target) if answer else "no answer"
             raise FrameError(f"the bulk channel: {refusal}")

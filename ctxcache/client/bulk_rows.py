@@ -21,7 +21,7 @@ from ctxcache.client.convert import (
     stream_to_wire,
 )
 from ctxcache.client.row_transport import Landing, OpenRead, RowTransport
-from ctxcache.client.rows import Piece
+from ctxcache.client.rows import RowPiece
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, Unavailable
@@ -35,7 +35,7 @@ from ctxcache.v1.session_pb2 import (
     ReadHeader,
     ReadSessionRequest,
 )
-from ctxcache.wire.framed_socket import PIECE_BYTES, ConnectionEnded, Frame, Kind, Part
+from ctxcache.wire.framed_socket import PIECE_BYTES, ConnectionEnded, Part, SocketFrame, SocketFrameKind
 from ctxcache.wire.status import from_encoded_status
 
 CHUNK_BYTES = 2 << 20
@@ -96,16 +96,16 @@ class BulkRead:
 
     def __init__(self, talk: "_Talk", request: ReadSessionRequest) -> None:
         self._talk = talk
-        talk.send(Kind.READ, request.SerializeToString())
-        self.header = ReadHeader.FromString(talk.receive(Kind.READ_HEADER).message)
+        talk.send(SocketFrameKind.READ, request.SerializeToString())
+        self.header = ReadHeader.FromString(talk.receive(SocketFrameKind.READ_HEADER).message)
 
-    def next(self, landing: Landing) -> Piece | None:
+    def next(self, landing: Landing) -> RowPiece | None:
         """See OpenRead."""
         if self._talk.is_over:
             return None
         with self._talk.failing():
-            frame = self._talk.receive(Kind.CHUNK, Kind.END)
-            if frame.kind is Kind.END:
+            frame = self._talk.receive(SocketFrameKind.CHUNK, SocketFrameKind.END)
+            if frame.kind is SocketFrameKind.END:
                 self._talk.end()
                 return None
             return self._land(frame, landing)
@@ -114,7 +114,7 @@ class BulkRead:
         """See OpenRead."""
         self._talk.abandon()
 
-    def _land(self, frame: Frame, landing: Landing) -> Piece:
+    def _land(self, frame: SocketFrame, landing: Landing) -> RowPiece:
         chunk = BulkChunk.FromString(frame.message)
         stream = stream_from_wire(chunk.stream)
         parts = list(map(Part, chunk.part_sizes, chunk.checksums))
@@ -127,7 +127,7 @@ class BulkRead:
         # In a place of its caller's they are the caller's.
         if place is None:
             rows.flags.writeable = False
-        return Piece(stream, chunk.token_begin, rows)
+        return RowPiece(stream, chunk.token_begin, rows)
 
 
 class _Talk:
@@ -153,7 +153,7 @@ class _Talk:
             self.abandon()
             raise
 
-    def send(self, kind: Kind, message: bytes = b"", data: memoryview | None = None) -> None:
+    def send(self, kind: SocketFrameKind, message: bytes = b"", data: memoryview | None = None) -> None:
         """Send a frame. Raises FrameError, DeadlineExceeded."""
         self._check_time()
         self._connection.send(kind, message, () if data is None else (data,))
@@ -162,7 +162,7 @@ class _Talk:
         """Whether the server has something to say already."""
         return self._connection.wait(0)
 
-    def receive(self, *kinds: Kind) -> Frame:
+    def receive(self, *kinds: SocketFrameKind) -> SocketFrame:
         """Receive a frame of one of these kinds. Raises the server's error, FrameError, DeadlineExceeded."""
         if not self._connection.wait(self._deadline - time.monotonic()):
             self._check_time()
@@ -170,7 +170,7 @@ class _Talk:
         if frame is None:
             raise ConnectionEnded("the server ended the connection")
         self.is_repeatable = False
-        if frame.kind is Kind.ERROR:
+        if frame.kind is SocketFrameKind.ERROR:
             self.end()
             raise from_encoded_status(frame.message, self._channel.target)
         if frame.kind not in kinds:
@@ -206,14 +206,14 @@ class _Talk:
 def _append(
     talk: _Talk, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability
 ) -> SessionInfo:
-    talk.send(Kind.APPEND, header.SerializeToString())
+    talk.send(SocketFrameKind.APPEND, header.SerializeToString())
     if _send_rows(talk, rows, header.write_offset):
         token_count = header.write_offset + len(next(iter(rows.values())))
         commit = AppendCommit(token_count=token_count, durability=durability_to_wire(durability))
         talk.is_repeatable = False
-        talk.send(Kind.COMMIT, commit.SerializeToString())
-    talk.send(Kind.FINISH)
-    answer = AppendSessionResponse.FromString(talk.receive(Kind.APPENDED).message)
+        talk.send(SocketFrameKind.COMMIT, commit.SerializeToString())
+    talk.send(SocketFrameKind.FINISH)
+    answer = AppendSessionResponse.FromString(talk.receive(SocketFrameKind.APPENDED).message)
     talk.end()
     return session_from_wire(answer.session)
 
@@ -224,7 +224,7 @@ def _send_rows(talk: _Talk, rows: Mapping[Stream, Bytes], write_offset: int) -> 
         for message, data in _chunks(stream, view, write_offset):
             if talk.has_answer():
                 return False
-            talk.send(Kind.CHUNK, message, data)
+            talk.send(SocketFrameKind.CHUNK, message, data)
     return True
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import ranges_to_wire, streams_from_wire, token_range
 from ctxcache.client.row_transport import OpenRead, RowTransport
-from ctxcache.client.rows import Piece
+from ctxcache.client.rows import RowPiece
 from ctxcache.errors import CacheError, ChecksumMismatch, SessionNotFound, Unavailable
 from ctxcache.format.streams import Stream
 from ctxcache.v1.session_pb2 import ReadSessionRequest
@@ -51,7 +51,7 @@ class ChunkStream:
         """Have the rows of a stream that has not begun to arrive put into `out`, [T, row_bytes]."""
         self._places[stream] = out
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[RowPiece]:
         try:
             yield from self._drain()
         except Unavailable:
@@ -68,7 +68,7 @@ class ChunkStream:
                 self._read.next(self._land)
         self._read.close()
 
-    def _resume(self, *, recheck: bool) -> Iterator[Piece]:
+    def _resume(self, *, recheck: bool) -> Iterator[RowPiece]:
         for request in self._missing_requests():
             request.recheck = recheck
             self._read.close()
@@ -97,11 +97,11 @@ class ChunkStream:
     def _open(self, request: ReadSessionRequest) -> OpenRead:
         return self._transport.read(request, size_bytes=self._size_bytes)
 
-    def _drain(self) -> Iterator[Piece]:
+    def _drain(self) -> Iterator[RowPiece]:
         while (piece := self._read.next(self._land)) is not None:
             rows = piece.rows.reshape(-1, self._row_sizes[piece.stream])
             self._advance(piece.token_begin + len(rows))
-            yield Piece(piece.stream, piece.token_begin, rows)
+            yield RowPiece(piece.stream, piece.token_begin, rows)
 
     def _land(self, stream: Stream, token_begin: int, size_bytes: int) -> Bytes | None:
         if not self._missing or stream != self._missing[0] or token_begin != self._next_token:

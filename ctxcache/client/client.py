@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.admin import AdminCalls
-from ctxcache.client.attach import Attachment, BoundedMemo, LocalAccess, Way
-from ctxcache.client.authorized import TokenFile
+from ctxcache.client.attach import ArenaAttachment, BoundedMemo, LocalAccess, Way
+from ctxcache.client.authorized import OwnTokenFile
 from ctxcache.client.bulk_channel import BulkChannel
 from ctxcache.client.bulk_rows import BulkRows
 from ctxcache.client.convert import ranges_to_wire, token_range
@@ -28,7 +28,7 @@ from ctxcache.client.row_transport import RowTransport
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.sessions import SessionCalls
 from ctxcache.client.shapes import check_append
-from ctxcache.client.ssd_files import SsdFiles
+from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.streamed_rows import BufferedWriter, StreamedRows, append_by_stream
 from ctxcache.client.tls import ClientTls
 from ctxcache.client.types import Durability, SessionInfo
@@ -83,7 +83,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         _check_one_of("access", access, get_args(Access))
         _check_one_of("verify", verify, get_args(Verify))
         super().__init__(
-            Wire(target, timeout_s, tls, None if token_file is None else TokenFile(token_file), tenant)
+            Wire(target, timeout_s, tls, None if token_file is None else OwnTokenFile(token_file), tenant)
         )
         self._access = access
         self._bulk = BulkChannel(self._wire)
@@ -198,7 +198,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         token_count = snapshot.token_count if end is None else end
         return StreamedRows(self._transport, request, sizes, size_bytes=token_count * sum(sizes.values()))
 
-    def ssd_files(self) -> SsdFiles | None:
+    def ssd_files(self) -> SsdReader | None:
         """The files of the server's SSD tier as this process can read them; None where the server is elsewhere.
 
         Raises Unavailable, DeadlineExceeded.
@@ -238,7 +238,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     def _specs(self, snapshot: SessionInfo, model: CallerModel) -> Mapping[Stream, StreamSpec]:
         return self._layouts.get_or_make(snapshot.uid, lambda: model.specs(snapshot.streams()))
 
-    def _attach(self) -> Attachment | None:
+    def _attach(self) -> ArenaAttachment | None:
         attachment = None if self._access in ("remote", "bulk", "grpc") else self._local.attach()
         if attachment is None and self._is_only_local:
             raise Unavailable(target=self._wire.target, problem="its arena cannot be opened here")

@@ -18,7 +18,7 @@ from ctxcache.client.socket_access import SocketAccess
 from ctxcache.client.wire import ANSWER_LIMIT_BYTES
 from ctxcache.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from ctxcache.v1.arena_pb2 import Arena, ControlHello, ControlWelcome
-from ctxcache.wire.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
+from ctxcache.wire.frames import PROTOCOL_VERSION, Frame, FrameKind, FrameReader, encode_frame
 from ctxcache.wire.status import from_status
 
 _PEER_CREDENTIALS = struct.Struct("3i")
@@ -79,10 +79,10 @@ def _greet(connection: socket.socket, target: str, timeout_s: float, token: str)
 
 
 def _welcomed(frame: Frame, fds: list[int], target: str) -> ControlWelcome:
-    if frame.kind == Kind.END:
+    if frame.kind == FrameKind.END:
         raise from_status(status_pb2.Status.FromString(frame.message), target)
     welcome = ControlWelcome.FromString(frame.message)
-    is_understood = frame.kind == Kind.HELLO and welcome.protocol_version == PROTOCOL_VERSION
+    is_understood = frame.kind == FrameKind.HELLO and welcome.protocol_version == PROTOCOL_VERSION
     if not is_understood or len(fds) != 1 + welcome.arena.may_write:
         raise Unavailable(target=target, problem="its control socket answers with another greeting")
     return welcome
@@ -93,7 +93,7 @@ def _first_frame(
 ) -> Frame:
     # Refused before the hello: why is there to be read all the same.
     with suppress(BrokenPipeError, ConnectionResetError):
-        connection.sendall(encode_frame(Kind.HELLO, hello.SerializeToString()))
+        connection.sendall(encode_frame(FrameKind.HELLO, hello.SerializeToString()))
     while (frame := reader.next()) is None:
         connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
         data, received, _, _ = socket.recv_fds(connection, _READ_BYTES, 4)

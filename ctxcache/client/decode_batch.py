@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.arena import Bytes
-from ctxcache.client.attach import Attachment
+from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import durability_to_wire
-from ctxcache.client.hold import Moment
+from ctxcache.client.hold import ClockPair
 from ctxcache.client.models import CallerModel
 from ctxcache.client.shapes import check_complete, view_rows
 from ctxcache.client.slots import Chunk, SlotLayout
@@ -50,7 +50,7 @@ class DecodeBatch:
 
     def __init__(
         self,
-        attachment: Attachment,
+        attachment: ArenaAttachment,
         arena: Bytes,
         model: CallerModel,
         sessions: Sequence[SessionInfo],
@@ -86,7 +86,7 @@ class DecodeBatch:
             self._columns[stream] = slice(begin, begin + spec.row_bytes)
             begin += spec.row_bytes
         self._places: dict[int, Numbers] = {}
-        sent = Moment.now()
+        sent = ClockPair.now()
         self._take_reservations(self._stream.call(self._reserves()), sent)
 
     @property
@@ -131,7 +131,7 @@ class DecodeBatch:
             keep_open=not is_last,
             checksums=[rows_checksum(self._tokens[lane].data) for lane in self._lanes.tolist()],
         )
-        sent = Moment.now()
+        sent = ClockPair.now()
         try:
             first, *others = self._stream.call(
                 [Operation(commit_many=commit), *(self._reserves() if is_last else ())]
@@ -245,7 +245,7 @@ class DecodeBatch:
             for lane in self._lanes.tolist()
         ]
 
-    def _take_reservations(self, results: Sequence[OperationResult], sent: Moment) -> None:
+    def _take_reservations(self, results: Sequence[OperationResult], sent: ClockPair) -> None:
         deadlines_ns = []
         for lane, result in zip(self._lanes.tolist(), results, strict=True):
             if result.HasField("error"):

@@ -18,9 +18,9 @@ import numpy as np
 from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import session_from_wire
 from ctxcache.client.hold import Hold
-from ctxcache.client.rows import Piece, SessionRows
+from ctxcache.client.rows import RowPiece, SessionRows
 from ctxcache.client.slots import SlotLayout, spans_of_segments
-from ctxcache.client.ssd_files import SsdFiles, aligned, is_aligned
+from ctxcache.client.ssd_files import SsdReader, aligned, is_aligned
 from ctxcache.client.ssd_slot import SsdSlot
 from ctxcache.client.verifier import Verifier, identity_of
 from ctxcache.errors import CorruptSegment, InvalidArgument
@@ -30,7 +30,7 @@ from ctxcache.format.streams import Stream
 from ctxcache.v1.arena_pb2 import Lease
 
 
-class Run(NamedTuple):
+class FileRun(NamedTuple):
     """Consecutive live rows of one segment. `slot`: where on SSD; None: in the arena, whose slot begins at `offset_bytes`."""
 
     slot: SsdSlot | None
@@ -49,7 +49,7 @@ class Run(NamedTuple):
         """Whether it has all the rows of a chunk on SSD."""
         return self.slot is not None and (self.row_begin, self.row_end) == (0, self.slot.token_count)
 
-    def cut(self, begin: int, end: int) -> "Run":
+    def cut(self, begin: int, end: int) -> "FileRun":
         """The part of it that is tokens [begin, end)."""
         low, high = max(begin, self.token_begin), min(end, self.token_end)
         row = self.row_begin - self.token_begin
@@ -64,7 +64,7 @@ class FiledRows(SessionRows):
     def __init__(
         self,
         arena: Bytes,
-        files: SsdFiles,
+        files: SsdReader,
         layout: SlotLayout,
         hold: Hold,
         lease: Lease,
@@ -91,13 +91,13 @@ class FiledRows(SessionRows):
         """Bytes of one row. Raises KeyError(stream)."""
         return self._layout.row_bytes(stream)
 
-    def runs(self, begin: int, end: int) -> list[Run]:
+    def runs(self, begin: int, end: int) -> list[FileRun]:
         """Where tokens [begin, end) lie, in order."""
         first = bisect_right(self._runs, begin, key=lambda run: run.token_end)
         last = bisect_left(self._runs, end, key=lambda run: run.token_begin)
         return [run.cut(begin, end) for run in self._runs[first:last]]
 
-    def copy(self, stream: Stream, run: Run, into: Bytes) -> None:
+    def copy(self, stream: Stream, run: FileRun, into: Bytes) -> None:
         """Copy a run's rows into [n, row_bytes], contiguous, and verify those that come from a file.
 
         Straight into it where it begins on a page, and is a whole chunk of whole pages. Raises
@@ -149,10 +149,10 @@ class FiledRows(SessionRows):
         """See SessionRows; a copy."""
         return [self.array(stream)]
 
-    def chunks(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[RowPiece]:
         """See SessionRows; copies."""
         for stream in self.streams:
-            yield Piece(stream, self.begin, self.array(stream))
+            yield RowPiece(stream, self.begin, self.array(stream))
 
     def check(self) -> None:
         """Raise LeaseNotFound when the lease has ended."""
@@ -162,7 +162,7 @@ class FiledRows(SessionRows):
         """Release the lease, without waiting for the answer."""
         self._hold.release_soon()
 
-    def _all_runs(self, lease: Lease) -> list[Run]:
+    def _all_runs(self, lease: Lease) -> list[FileRun]:
         # What leaves a gap, or is no range, is refused as it is in the arena.
         spans_of_segments(lease.segments, self.begin, self.end)
         runs = []
@@ -183,10 +183,12 @@ class FiledRows(SessionRows):
                     raise CorruptSegment(
                         segment_id=segment.segment_id, problem="has fewer rows than it should"
                     )
-                runs.append(Run(slot, segment.offset_bytes, rows.row_begin, rows.row_end, rows.token_begin))
+                runs.append(
+                    FileRun(slot, segment.offset_bytes, rows.row_begin, rows.row_end, rows.token_begin)
+                )
         return runs
 
-    def _view(self, stream: Stream, run: Run) -> Bytes:
+    def _view(self, stream: Stream, run: FileRun) -> Bytes:
         chunk = self._layout.chunks[stream]
         begin = run.offset_bytes + chunk.offset_bytes + run.row_begin * chunk.row_bytes
         size_bytes = (run.row_end - run.row_begin) * chunk.row_bytes

@@ -13,7 +13,7 @@ import numpy as np
 from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import durability_to_wire, session_from_wire, stream_from_wire
 from ctxcache.client.row_transport import Landing
-from ctxcache.client.rows import Piece
+from ctxcache.client.rows import RowPiece
 from ctxcache.client.tracing import trace_metadata
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import ReadMessage, Wire
@@ -80,7 +80,7 @@ class GrpcRead:
             self.close()
             raise
 
-    def next(self, landing: Landing) -> Piece | None:
+    def next(self, landing: Landing) -> RowPiece | None:
         """See OpenRead."""
         message = self._receive()
         if message is None:
@@ -93,7 +93,7 @@ class GrpcRead:
         rows = np.frombuffer(chunk.data, np.uint8)
         if place is not None:
             np.copyto(place.reshape(-1), rows)
-        return Piece(chunk.stream, chunk.token_begin, rows if place is None else place)
+        return RowPiece(chunk.stream, chunk.token_begin, rows if place is None else place)
 
     def close(self) -> None:
         """See OpenRead. From any thread."""

@@ -15,14 +15,14 @@ from ctxcache.v1.arena_pb2 import Operation, OperationResult
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ClockPair:
     """One instant on both clocks: what the server's times are compared with, and what never jumps."""
 
     wall_ns: int
     monotonic_ns: int
 
     @classmethod
-    def now(cls) -> "Moment":
+    def now(cls) -> "ClockPair":
         """Read both clocks."""
         return cls(time.time_ns(), time.monotonic_ns())
 
@@ -31,7 +31,7 @@ class Moment:
 
         The earlier of what then and now say: somebody may have set the wall clock in between.
         """
-        now = Moment.now()
+        now = ClockPair.now()
         ahead_ns = max(self.wall_ns - self.monotonic_ns, now.wall_ns - now.monotonic_ns)
         return expire_time.ToNanoseconds() - ahead_ns
 
@@ -70,7 +70,7 @@ class Hold:
         self.stream.carry_out(self.release_operation)
 
 
-def acquire(stream: AccessStream, operation: Operation) -> tuple[Moment, OperationResult]:
+def acquire(stream: AccessStream, operation: Operation) -> tuple[ClockPair, OperationResult]:
     """Carry out an acquiring operation, and say when it was sent. Raises the operation's error."""
-    sent = Moment.now()
+    sent = ClockPair.now()
     return sent, stream.carry_out(operation)

@@ -12,11 +12,11 @@ import numpy as np
 
 from ctxcache.client.access import AccessStream
 from ctxcache.client.arena import Bytes
-from ctxcache.client.attach import Attachment
+from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import session_from_wire
 from ctxcache.client.filed_rows import FiledRows
 from ctxcache.client.hold import Hold, acquire
-from ctxcache.client.rows import Piece, SessionRows
+from ctxcache.client.rows import RowPiece, SessionRows
 from ctxcache.client.slots import Chunk, SlotLayout, SlotRows, spans_of_runs, spans_of_segments
 from ctxcache.client.verifier import Verifier
 from ctxcache.errors import InvalidArgument, LeaseNotFound
@@ -54,12 +54,12 @@ class LeasedRows(SessionRows):
         """Return a stream's rows as views [runs, rows, row_bytes], fewer and larger ones than `pieces`."""
         return self._slots.views(self._open(stream))
 
-    def chunks(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[RowPiece]:
         """Iterate over views of all rows, stream by stream in layer order."""
         for stream in self.streams:
             token_begin = self.begin
             for rows in self.pieces(stream):
-                yield Piece(stream, token_begin, rows)
+                yield RowPiece(stream, token_begin, rows)
                 token_begin += len(rows)
         self.check()
 
@@ -119,7 +119,7 @@ class LeasedRows(SessionRows):
 
 
 def lease_rows(
-    attachment: Attachment, request: AcquireLease, streams: Sequence[Stream], *, is_verified: bool
+    attachment: ArenaAttachment, request: AcquireLease, streams: Sequence[Stream], *, is_verified: bool
 ) -> LeasedRows | FiledRows:
     """Acquire a lease on what a read asks for, and return the rows under it; no streams means all.
 

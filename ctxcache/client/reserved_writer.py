@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from ctxcache.client.arena import Bytes
-from ctxcache.client.attach import Attachment
+from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import durability_to_wire, session_from_wire
 from ctxcache.client.hold import Hold, acquire
 from ctxcache.client.slots import SlotLayout, SlotRows, spans_of_runs
@@ -137,7 +137,7 @@ class ReservedWriter(SessionWriter):
 
 
 def reserve(
-    attachment: Attachment,
+    attachment: ArenaAttachment,
     arena: Bytes,
     session: SessionInfo,
     request: Reserve,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ctxcache.client.arena import Bytes
-from ctxcache.client.rows import Piece
+from ctxcache.client.rows import RowPiece
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.streams import Stream
 from ctxcache.v1.session_pb2 import AppendHeader, ReadHeader, ReadSessionRequest
@@ -25,7 +25,7 @@ class OpenRead(Protocol):
 
     header: ReadHeader
 
-    def next(self, landing: Landing) -> Piece | None:
+    def next(self, landing: Landing) -> RowPiece | None:
         """Return the next rows, verified; None at the end. Raises ChecksumMismatch, Unavailable, the server's."""
 
     def close(self) -> None:

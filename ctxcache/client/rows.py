@@ -17,7 +17,7 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Stream
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """Consecutive rows of one stream: `rows` [n, row_bytes], the first of them of token `token_begin`."""
 
     stream: Stream
@@ -57,7 +57,7 @@ class SessionRows(ABC):
         """
 
     @abstractmethod
-    def chunks(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[RowPiece]:
         """Iterate over all rows, stream by stream in layer order, as they become available.
 
         A remote read keeps none of them and can be iterated once. Raises as `pieces` does.

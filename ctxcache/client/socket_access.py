@@ -19,7 +19,7 @@ from ctxcache.client.access import AccessStream, again, as_break, releases
 from ctxcache.client.tracing import trace_parent
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument, Unavailable
 from ctxcache.v1.arena_pb2 import AccessRequest, AccessResponse, Operation
-from ctxcache.wire.frames import Frame, FrameReader, Kind, encode_frame
+from ctxcache.wire.frames import Frame, FrameKind, FrameReader, encode_frame
 from ctxcache.wire.status import from_status
 
 UNREAD_LIMIT = 64
@@ -109,7 +109,7 @@ class SocketAccess(AccessStream):
                 else:
                     self._unread_count += 1
             try:
-                self._send_all(encode_frame(Kind.ACCESS, request.SerializeToString()), deadline_s)
+                self._send_all(encode_frame(FrameKind.ACCESS, request.SerializeToString()), deadline_s)
             except BaseException:
                 # Whatever it is, a signal's too: half a frame may be out.
                 self._break(Unavailable(target=self.target, problem="a request was interrupted"))
@@ -183,7 +183,7 @@ class SocketAccess(AccessStream):
 
     def _take(self, frame: Frame) -> AccessResponse | None:
         """Hand an answer to whom it is for; returns one that came too late."""
-        if frame.kind != Kind.ACCESS:
+        if frame.kind != FrameKind.ACCESS:
             self._break(_why_ended(frame, self.target))
             return None
         response = AccessResponse.FromString(frame.message)
@@ -261,7 +261,7 @@ class SocketAccess(AccessStream):
 
 
 def _why_ended(frame: Frame, target: str) -> CacheError:
-    status = status_pb2.Status.FromString(frame.message) if frame.kind == Kind.END else None
+    status = status_pb2.Status.FromString(frame.message) if frame.kind == FrameKind.END else None
     if status is None or not status.code:
         return Unavailable(target=target, problem="the server ended the control socket")
     return from_status(status, target)

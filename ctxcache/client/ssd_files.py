@@ -35,7 +35,7 @@ class _File:
     raw: IO[bytes]
 
 
-class SsdFiles:
+class SsdReader:
     """All of them or none: `is_open`, and if not `problem` says why."""
 
     def __init__(self, files: Sequence[tuple[str, int]]) -> None:

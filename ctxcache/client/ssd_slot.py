@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ctxcache.client.slots import SlotLayout
-from ctxcache.client.ssd_files import SsdFiles, aligned
+from ctxcache.client.ssd_files import SsdReader, aligned
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
 from ctxcache.format.identity import SegmentIdentity
@@ -38,7 +38,7 @@ class SsdSlot:
 
     def __init__(
         self,
-        files: SsdFiles,
+        files: SsdReader,
         layout: SlotLayout,
         identity: SegmentIdentity,
         location: SegmentLocation,

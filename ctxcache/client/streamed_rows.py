@@ -14,7 +14,7 @@ from ctxcache.client.arena import Bytes
 from ctxcache.client.chunk_stream import ChunkStream
 from ctxcache.client.convert import session_from_wire
 from ctxcache.client.row_transport import RowTransport
-from ctxcache.client.rows import Piece, SessionRows
+from ctxcache.client.rows import RowPiece, SessionRows
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import InvalidArgument
@@ -41,7 +41,7 @@ class StreamedRows(SessionRows):
         self.session = session_from_wire(self._source.header.session)
         self.streams = self._source.streams
         self.begin, self.end = self._source.begin, self._source.end
-        self._kept: dict[Stream, list[Piece]] = {stream: [] for stream in self.streams}
+        self._kept: dict[Stream, list[RowPiece]] = {stream: [] for stream in self.streams}
         self._kept_counts = dict.fromkeys(self.streams, 0)
         self._is_handed_out = False
         self._placed: set[Stream] = set()
@@ -57,7 +57,7 @@ class StreamedRows(SessionRows):
         self._wait_for(stream)
         return [piece.rows for piece in self._kept[stream]]
 
-    def chunks(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[RowPiece]:
         """Iterate over what is kept, then over what arrives; that is not kept, so only once."""
         self._check_not_handed_out()
         self._check_not_placed(self.streams)

@@ -12,7 +12,7 @@ import grpc
 import grpc.experimental
 from grpc_health.v1 import health_pb2
 
-from ctxcache.client.authorized import AuthorizedChannel, TokenFile
+from ctxcache.client.authorized import AuthorizedChannel, OwnTokenFile
 from ctxcache.client.tls import ClientTls, tls_problem
 from ctxcache.client.tracing import trace_metadata
 from ctxcache.errors import CacheError, TlsFailed, Unavailable
@@ -116,7 +116,7 @@ class Wire:
         target: str,
         timeout_s: float,
         tls: ClientTls | None = None,
-        token: TokenFile | None = None,
+        token: OwnTokenFile | None = None,
         tenant: str = "",
     ) -> None:
         """`tenant`: whose sessions an operator's calls are about; empty for its own."""

@@ -114,7 +114,7 @@ class _Piece(NamedTuple):
     value: int
 
 
-class Place(NamedTuple):
+class SumPlace(NamedTuple):
     """Where rows of one segment belong, and what is to be fed them before anything of them is verified."""
 
     view: memoryview

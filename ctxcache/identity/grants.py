@@ -25,7 +25,7 @@ class Role(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class ArenaGrant:
     """What a caller is let in as.
 
     `has_shared_memory`: it may map the arena, where all tenants' bytes lie, to read. `writes_in_place`: to
@@ -48,7 +48,7 @@ class Rule:
     """A subject and its grant. `*` in the subject stands for a part; `$1` in the tenant is the first one."""
 
     subject: str
-    grant: Grant
+    grant: ArenaGrant
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no subject could be, or no tenant be called."""
@@ -60,7 +60,7 @@ class Rule:
         if any(int(number) > self.subject.count("*") for number in re.findall(r"\$(\d)", self.grant.tenant)):
             raise ValueError(f"{self.grant.tenant!r} names more parts than {self.subject!r} has")
 
-    def apply(self, subject: str) -> Grant | None:
+    def apply(self, subject: str) -> ArenaGrant | None:
         """What the subject is let in as; None where the rule does not speak of it."""
         match = self._pattern().fullmatch(subject)
         if match is None:
@@ -85,7 +85,7 @@ def is_tenant(name: str) -> bool:
     return _TENANT.fullmatch(name) is not None
 
 
-def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, Grant] | None:
+def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, ArenaGrant] | None:
     """The first rule's grant that speaks of any of the subjects, with that subject.
 
     What cannot be printed is nobody.
@@ -100,7 +100,7 @@ def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, Grant] | 
 
 def parse_grant(
     tenant: str, *, role: str = Role.USER, shared_memory: object = False, write_in_place: object = False
-) -> Grant:
+) -> ArenaGrant:
     """A grant as configuration says it; to write in place is to read too. Raises ValueError."""
     if role not in list(Role):
         raise ValueError(f"{role!r} is neither {' nor '.join(Role)}")
@@ -108,10 +108,10 @@ def parse_grant(
         if not isinstance(value, bool):
             problem = f"{name}: {value!r} is neither true nor false"
             raise ValueError(problem)  # noqa: TRY004  a setting's value
-    return Grant(tenant, Role(role), bool(shared_memory or write_in_place), bool(write_in_place))
+    return ArenaGrant(tenant, Role(role), bool(shared_memory or write_in_place), bool(write_in_place))
 
 
-def parse_words(tenant: str, words: Iterable[str]) -> Grant:
+def parse_words(tenant: str, words: Iterable[str]) -> ArenaGrant:
     """A grant as one line says it: `TENANT`, then `ROLE`, `shared-memory` or `write-in-place`.
 
     Raises ValueError.

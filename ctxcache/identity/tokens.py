@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.identity.grants import Grant, is_tenant, parse_words
+from ctxcache.identity.grants import ArenaGrant, is_tenant, parse_words
 from ctxcache.runtime.files import check_secret, secret_refusal
 
 PREFIX = "ctxcache_"
@@ -30,7 +30,7 @@ class Token:
 
     name: str
     digest: bytes
-    grant: Grant
+    grant: ArenaGrant
 
     def line(self) -> str:
         """Its line in the file."""

@@ -28,7 +28,7 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldCondition:
     """A condition that holds, with what it found."""
 
     alert: str
@@ -39,13 +39,13 @@ class Holding:
     unit: str
 
 
-def holding(now: Moment, ring: Ring) -> Iterator[Holding]:
+def holding(now: Moment, ring: Ring) -> Iterator[HeldCondition]:
     """Those that hold, the critical ones first."""
     for severity in (CRITICAL, WARNING):
         for each in CONDITIONS:
             found = each.look(now, ring) if each.severity == severity else 0
             if found > each.bound:
-                yield Holding(each.alert, severity, each.summary, found, each.bound, each.unit)
+                yield HeldCondition(each.alert, severity, each.summary, found, each.bound, each.unit)
 
 
 def _gauge(name: str) -> Callable[[Moment, Ring], float]:

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Kind(enum.Enum):
+class MetricKind(enum.Enum):
     """What its values are: ever growing, going up and down, or a distribution."""
 
     COUNTER = "counter"
@@ -20,7 +20,7 @@ class Metric:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: tuple[str, ...]
     unit: str
     meaning: str
@@ -38,14 +38,14 @@ class Group:
 
 def counter(name: str, unit: str, meaning: str, when_bad: str, *labels: str) -> Metric:
     """A metric that only grows while the server runs."""
-    return Metric(f"ctxcache_{name}_total", Kind.COUNTER, labels, unit, meaning, when_bad)
+    return Metric(f"ctxcache_{name}_total", MetricKind.COUNTER, labels, unit, meaning, when_bad)
 
 
 def gauge(name: str, unit: str, meaning: str, when_bad: str, *labels: str) -> Metric:
     """A metric that is what it is at the moment."""
-    return Metric(f"ctxcache_{name}", Kind.GAUGE, labels, unit, meaning, when_bad)
+    return Metric(f"ctxcache_{name}", MetricKind.GAUGE, labels, unit, meaning, when_bad)
 
 
 def histogram(name: str, unit: str, meaning: str, when_bad: str, *labels: str) -> Metric:
     """A distribution: `_bucket`, `_sum` and `_count`."""
-    return Metric(f"ctxcache_{name}", Kind.HISTOGRAM, labels, unit, meaning, when_bad)
+    return Metric(f"ctxcache_{name}", MetricKind.HISTOGRAM, labels, unit, meaning, when_bad)

@@ -23,7 +23,7 @@ from prometheus_client.core import (
 )
 
 from ctxcache.core.observations import Histogram
-from ctxcache.observe.metric import Kind, Metric
+from ctxcache.observe.metric import Metric, MetricKind
 
 
 class Distribution(NamedTuple):
@@ -57,13 +57,13 @@ def families(metrics: Iterable[Metric], samples: Iterable[Sample]) -> Iterator[F
 
 
 def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         family = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
         for sample in samples:
             assert isinstance(sample.value, Distribution)  # noqa: S101  # as the table says
             family.add_metric(sample.labels, _cumulative(sample.value), sample.value.total)
         return family
-    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     made = make(metric.name, metric.meaning, labels=metric.labels)
     for sample in samples:
         assert not isinstance(sample.value, Distribution)  # noqa: S101  # as the table says

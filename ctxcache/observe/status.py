@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ctxcache.cache import Cache
 from ctxcache.core.ledger.session import Session
-from ctxcache.observe.conditions import Holding, holding
+from ctxcache.observe.conditions import HeldCondition, holding
 from ctxcache.observe.moment import MINUTES, Moment, Ring, quantile
 
 SHOWN = 20
@@ -21,7 +21,7 @@ SLICE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class SessionLine:
     """A session. `heat`: accesses, half as much for every ten minutes since."""
 
     tenant: str
@@ -36,11 +36,11 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Sessions:
+class SessionList:
     """Those used most these minutes, and those that take most."""
 
-    hottest: tuple[Listed, ...]
-    largest: tuple[Listed, ...]
+    hottest: tuple[SessionLine, ...]
+    largest: tuple[SessionLine, ...]
     seen_count: int
 
 
@@ -54,7 +54,7 @@ class Engine:
     is_lost: bool
 
 
-async def listed_sessions(cache: Cache) -> Sessions:
+async def listed_sessions(cache: Cache) -> SessionList:
     """Look through the sessions, taking turns with everybody else."""
     now_ns = cache.state.clock.now_ns()
     hottest: list[tuple[float, int, Session]] = []
@@ -66,7 +66,7 @@ async def listed_sessions(cache: Cache) -> Sessions:
             _keep(largest, (session.size_bytes, i, session))
             _keep(hottest, (session.heat_at(now_ns), i, session))
         await asyncio.sleep(0)
-    return Sessions(_listed(hottest, now_ns), _listed(largest, now_ns), len(sessions))
+    return SessionList(_listed(hottest, now_ns), _listed(largest, now_ns), len(sessions))
 
 
 def _keep(kept: list[tuple[float, int, Session]], found: tuple[float, int, Session]) -> None:
@@ -76,14 +76,14 @@ def _keep(kept: list[tuple[float, int, Session]], found: tuple[float, int, Sessi
         heapq.heapreplace(kept, found)
 
 
-def _listed(kept: Iterable[tuple[float, int, Session]], now_ns: int) -> tuple[Listed, ...]:
+def _listed(kept: Iterable[tuple[float, int, Session]], now_ns: int) -> tuple[SessionLine, ...]:
     found = (session for size, _, session in sorted(kept, key=lambda k: (-k[0], k[1])) if size > 0)
     return tuple(_facts(session, now_ns) for session in found if not session.is_gone)
 
 
-def _facts(session: Session, now_ns: int) -> Listed:
+def _facts(session: Session, now_ns: int) -> SessionLine:
     amounts = session.amounts()
-    return Listed(
+    return SessionLine(
         session.tenant,
         session.session_id,
         session.model_id,
@@ -146,7 +146,7 @@ class Hits:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class StatusBound:
     """How much there is of what may be; `limit` 0: no bound."""
 
     name: str
@@ -155,7 +155,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class BacklogStatus:
     """What SSD has not yet."""
 
     dirty_bytes: int
@@ -189,7 +189,7 @@ class Status:
     start_time_s: float
     up_s: float
     is_ready: bool
-    conditions: tuple[Holding, ...]
+    conditions: tuple[HeldCondition, ...]
     session_count: int
     model_count: int
     loop_lag_p99_s: float
@@ -200,14 +200,14 @@ class Status:
     regretted_token_count: int
     paths: tuple[Path, ...]
     watermarks_bytes: Mapping[str, int]
-    backlog: Backlog
-    running: tuple[Bound, ...]
+    backlog: BacklogStatus
+    running: tuple[StatusBound, ...]
     engine_count: int
     job_count: int
     engines: tuple[Engine, ...] | None
     tenants: tuple[Tenant, ...]
     tenant_count: int
-    sessions: Sessions | None
+    sessions: SessionList | None
     settings: Mapping[str, str]
 
 
@@ -218,7 +218,7 @@ def status_of(
     now_s: float,
     promotion_count: int,
     settings: Mapping[str, str],
-    sessions: Sessions | None,
+    sessions: SessionList | None,
     engines: tuple[Engine, ...] | None,
 ) -> Status:
     """What is so now. `settings`: those that differ from their default."""
@@ -295,9 +295,9 @@ def _paths(now: Moment) -> list[Path]:
     ]
 
 
-def _backlog(now: Moment) -> Backlog:
+def _backlog(now: Moment) -> BacklogStatus:
     marks = "ctxcache_watermark_bytes"
-    return Backlog(
+    return BacklogStatus(
         int(now.one("ctxcache_dirty_bytes")),
         int(now.one("ctxcache_claimed_bytes")),
         int(now.one(marks, "dirty")),
@@ -309,26 +309,26 @@ def _backlog(now: Moment) -> Backlog:
     )
 
 
-def _running(now: Moment, promotion_count: int) -> tuple[Bound, ...]:
-    def calls(name: str, sort: str) -> Bound:
-        return Bound(name, now.one("ctxcache_rpcs", sort), now.one("ctxcache_rpc_limit", sort))
+def _running(now: Moment, promotion_count: int) -> tuple[StatusBound, ...]:
+    def calls(name: str, sort: str) -> StatusBound:
+        return StatusBound(name, now.one("ctxcache_rpcs", sort), now.one("ctxcache_rpc_limit", sort))
 
-    def pinned(name: str, by: str) -> Bound:
+    def pinned(name: str, by: str) -> StatusBound:
         share = now.one("ctxcache_pinned_bytes", by), now.one("ctxcache_pinned_limit_bytes", by)
-        return Bound(name, *share)
+        return StatusBound(name, *share)
 
     return (
         calls("Calls", "calls"),
         calls("Streams of rows", "streams"),
         calls("Local clients", "local_clients"),
-        Bound("Leases", now.one("ctxcache_leases"), 0),
+        StatusBound("Leases", now.one("ctxcache_leases"), 0),
         pinned("Held by leases", "leases"),
-        Bound("Reservations", now.one("ctxcache_reservations"), 0),
+        StatusBound("Reservations", now.one("ctxcache_reservations"), 0),
         pinned("Held by reservations", "reservations"),
-        Bound("Waiting for room", sum(now.of("ctxcache_pin_waiters").values()), 0),
-        Bound("Promotions", promotion_count, 0),
-        Bound("Promoted ahead, not read yet", now.one("ctxcache_prefetch_waiting_segments"), 0),
-        Bound("Oldest lease, s", now.one("ctxcache_oldest_lease_seconds"), 300),
+        StatusBound("Waiting for room", sum(now.of("ctxcache_pin_waiters").values()), 0),
+        StatusBound("Promotions", promotion_count, 0),
+        StatusBound("Promoted ahead, not read yet", now.one("ctxcache_prefetch_waiting_segments"), 0),
+        StatusBound("Oldest lease, s", now.one("ctxcache_oldest_lease_seconds"), 300),
     )
 
 

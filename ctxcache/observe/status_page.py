@@ -7,9 +7,18 @@ words are tooltips.
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ctxcache.observe.conditions import CRITICAL, Holding
+from ctxcache.observe.conditions import CRITICAL, HeldCondition
 from ctxcache.observe.moment import MINUTES
-from ctxcache.observe.status import Backlog, Bound, Engine, Hits, Listed, Path, Status, Tenant
+from ctxcache.observe.status import (
+    BacklogStatus,
+    Engine,
+    Hits,
+    Path,
+    SessionLine,
+    Status,
+    StatusBound,
+    Tenant,
+)
 
 
 class Html(str):
@@ -312,7 +321,7 @@ def _conditions(status: Status) -> Html:
     )
 
 
-def _found(each: Holding) -> str:
+def _found(each: HeldCondition) -> str:
     if not each.unit:
         return ""
     write = {"s": time_text, "of": share_text}.get(each.unit.split()[0], count_text)
@@ -452,7 +461,7 @@ def _path(path: Path, status: Status) -> Html:
     return joined(_row(name, share_text(used), bar), element("p", more, *state, class_="quiet small"))
 
 
-def _backlog(backlog: Backlog) -> Html:
+def _backlog(backlog: BacklogStatus) -> Html:
     limit = backlog.limit_bytes or 1
     bar = meter(
         [
@@ -483,8 +492,8 @@ def _backlog(backlog: Backlog) -> Html:
     )
 
 
-def _running(running: Sequence[Bound]) -> Html:
-    def value(bound: Bound) -> str:
+def _running(running: Sequence[StatusBound]) -> Html:
+    def value(bound: StatusBound) -> str:
         write = size_text if bound.name.startswith("Held") else count_text
         return write(bound.value) + (f" of {write(bound.limit)}" if bound.limit else "")
 
@@ -542,12 +551,12 @@ def _sessions(status: Status) -> list[Html]:
     ]
 
 
-def _session_table(sessions: Sequence[Listed]) -> Html:
+def _session_table(sessions: Sequence[SessionLine]) -> Html:
     if not sessions:
         return _nothing("None yet.")
     most = max(max(each.dram_bytes, each.ssd_bytes) for each in sessions) or 1
 
-    def row(each: Listed) -> Sequence[object]:
+    def row(each: SessionLine) -> Sequence[object]:
         bars = joined(
             meter([(each.dram_bytes / most, "dram")], label=f"DRAM {size_text(each.dram_bytes)}"),
             meter([(each.ssd_bytes / most, "ssd")], label=f"SSD {size_text(each.ssd_bytes)}"),

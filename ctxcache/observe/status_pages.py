@@ -18,7 +18,7 @@ from time import monotonic
 from ctxcache.observe.endpoint import Answer, Page
 from ctxcache.observe.exposition import Exposition, Sources
 from ctxcache.observe.moment import Recording
-from ctxcache.observe.status import Engine, Sessions, Status, listed_engines, listed_sessions, status_of
+from ctxcache.observe.status import Engine, SessionList, Status, listed_engines, listed_sessions, status_of
 from ctxcache.observe.status_page import page
 
 FRESH_S = 1.0
@@ -32,7 +32,7 @@ class StatusPages:
         self._sources, self._recording = sources, recording
         self._turn = asyncio.Lock()
         self._made: dict[bool, tuple[float, Status]] = {}
-        self._sessions: tuple[float, Sessions] | None = None
+        self._sessions: tuple[float, SessionList] | None = None
 
     def pages(self) -> Mapping[str, Page]:
         """By path."""
@@ -65,7 +65,7 @@ class StatusPages:
 
     async def _make(self, *, with_names: bool) -> Status:
         cache = self._sources.cache
-        sessions: Sessions | None = None
+        sessions: SessionList | None = None
         engines: tuple[Engine, ...] | None = None
         if with_names:
             if self._sessions is None or monotonic() - self._sessions[0] > SCAN_S:

@@ -5,7 +5,7 @@ stay, tiers, moves, tenants), then those of the process that keeps it (calls, le
 loop, memory).
 """
 
-from ctxcache.observe.metric import Group, Kind, Metric, counter, gauge, histogram
+from ctxcache.observe.metric import Group, Metric, MetricKind, counter, gauge, histogram
 
 WELL = Group(
     "Is it well?",
@@ -213,16 +213,18 @@ PROCESS = Group(
     (
         Metric(
             "process_resident_memory_bytes",
-            Kind.GAUGE,
+            MetricKind.GAUGE,
             (),
             "bytes",
             "Memory of the process, the arena's touched pages included.",
             "Near the container's limit: it is about to be killed; a smaller arena, or a larger limit.",
         ),
-        Metric("process_virtual_memory_bytes", Kind.GAUGE, (), "bytes", "Address space.", "For scale only."),
+        Metric(
+            "process_virtual_memory_bytes", MetricKind.GAUGE, (), "bytes", "Address space.", "For scale only."
+        ),
         Metric(
             "process_cpu_seconds_total",
-            Kind.COUNTER,
+            MetricKind.COUNTER,
             (),
             "seconds",
             "CPU time. One core is what the event loop can use.",
@@ -230,16 +232,18 @@ PROCESS = Group(
         ),
         Metric(
             "process_open_fds",
-            Kind.GAUGE,
+            MetricKind.GAUGE,
             (),
             "files",
             "Open file descriptors.",
             "Near `process_max_fds`: new connections wait.",
         ),
-        Metric("process_max_fds", Kind.GAUGE, (), "files", "The limit of them.", "Raise it where needed."),
+        Metric(
+            "process_max_fds", MetricKind.GAUGE, (), "files", "The limit of them.", "Raise it where needed."
+        ),
         Metric(
             "process_start_time_seconds",
-            Kind.GAUGE,
+            MetricKind.GAUGE,
             (),
             "unix time",
             "When the process began.",

@@ -37,7 +37,7 @@ class Before:
 
 
 @dataclass(slots=True)
-class Contents:
+class RecordingContents:
     """What a recording has."""
 
     store: Mapping[str, object]
@@ -76,7 +76,7 @@ class Contents:
         return ("--inclusive", *(part for option in said.items() if option[1] for part in option))
 
 
-def contents(path: Path) -> Contents:
+def contents(path: Path) -> RecordingContents:
     """Read all of it once. Raises InvalidTrace."""
     rows = rows_of(path)
     header = next(rows, None)
@@ -84,7 +84,7 @@ def contents(path: Path) -> Contents:
         raise InvalidTrace.at(path, 1, None, "no recording")
     check_header(header)
     store = header.values.get("store")
-    found = Contents(store if isinstance(store, dict) else {})
+    found = RecordingContents(store if isinstance(store, dict) else {})
     known: set[str] = set()
     for row in rows:
         call = called(row)
@@ -110,7 +110,7 @@ def calls(path: Path) -> Iterator[Called]:
             yield call
 
 
-def _count(found: Contents, call: Called, known: set[str]) -> None:
+def _count(found: RecordingContents, call: Called, known: set[str]) -> None:
     found.call_count += 1
     found.elapsed_s = max(found.elapsed_s, call.at_s)
     if call.kind == "append":

@@ -30,7 +30,7 @@ CALL_FIELDS = tuple(
 
 
 @dataclass(slots=True)
-class Written:
+class RecordedFile:
     """What is in a file by now."""
 
     call_count: int = 0
@@ -64,7 +64,7 @@ class Lines:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self.written = Written()
+        self.written = RecordedFile()
 
     def write(self, part: RecordingPart) -> None:
         """Write all of a part."""
@@ -119,7 +119,7 @@ def created(path: Path) -> Iterator[TextIO]:
             yield text
 
 
-def write(parts: Iterable[RecordingPart], file: TextIO) -> Iterator[Written]:
+def write(parts: Iterable[RecordingPart], file: TextIO) -> Iterator[RecordedFile]:
     """Write every part; yields after each, and ends the recording whatever ends the parts."""
     lines = Lines(file)
     try:

@@ -52,7 +52,7 @@ from ctxcache.server.reload import Reloaded, Reloading
 from ctxcache.server.upkeep import Lessons, Upkeep
 from ctxcache.service.admin import About, AdminService, Controls
 from ctxcache.service.admission import Admission, Admissions, Connections, Doors, RpcTimes
-from ctxcache.service.bulk import BulkChannel, BulkService
+from ctxcache.service.bulk import BulkListener, BulkService
 from ctxcache.service.callers import Identification, identified_by
 from ctxcache.service.control_socket import ControlSocket
 from ctxcache.service.edge import Edge
@@ -131,7 +131,7 @@ class Server:
         self._metrics_tls = load_tls(
             settings.metrics_tls_certificate, settings.metrics_tls_key, None, prefix="metrics_"
         )
-        self._bulk = BulkChannel(
+        self._bulk = BulkListener(
             cache,
             self._admissions.streams,
             identification,

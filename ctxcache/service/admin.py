@@ -35,7 +35,7 @@ from ctxcache.storage.injection.faults import (
     FaultKind,
     Faults,
 )
-from ctxcache.storage.tiers.base import Refusal, Tier
+from ctxcache.storage.tiers.base import Tier, TierRefusal
 from ctxcache.v1 import admin_pb2, admin_pb2_grpc, faults_pb2, operations_pb2, recording_pb2, session_pb2
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ RECORD_DEFAULT_NS = 3600 * 10**9
 RECORD_LIMIT_NS = 7 * 86400 * 10**9
 
 
-class Changes(Protocol):
+class ReloadedSettings(Protocol):
     """What reading settings again came to."""
 
     @property
@@ -101,7 +101,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         cache: Cache,
         about: About,
         settings: Callable[[], Iterable[tuple[str, str, bool]]],
-        reload: Callable[[], Changes],
+        reload: Callable[[], ReloadedSettings],
         controls: Controls,
     ) -> None:
         """`settings`: each one's name, value as JSON, and whether it changes while the server runs."""
@@ -663,7 +663,7 @@ def _tier(
         )
 
 
-def _state(refusal: Refusal | None) -> admin_pb2.PathState.ValueType:
+def _state(refusal: TierRefusal | None) -> admin_pb2.PathState.ValueType:
     if refusal is None:
         return admin_pb2.PATH_STATE_OPEN
     return admin_pb2.PathState.Value(f"PATH_STATE_{refusal.state.upper()}")

@@ -46,7 +46,7 @@ class BulkPlaces:
     unix_path: str = ""
 
 
-class BulkChannel:
+class BulkListener:
     """Listens and serves. Use `open`, then `drain`."""
 
     def __init__(
@@ -259,7 +259,7 @@ def _end(ended: asyncio.Future[None]) -> None:
 class BulkService(bulk_pb2_grpc.BulkServiceServicer):
     """See proto/ctxcache/v1/bulk.proto."""
 
-    def __init__(self, channel: BulkChannel, clock: Clock) -> None:
+    def __init__(self, channel: BulkListener, clock: Clock) -> None:
         self._channel = channel
         self._clock = clock
 

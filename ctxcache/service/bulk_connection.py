@@ -55,7 +55,15 @@ from ctxcache.service.rows import (
     read_request,
 )
 from ctxcache.v1 import bulk_pb2, session_pb2
-from ctxcache.wire.framed_socket import PARTS_LIMIT, VERSION, Frame, FramedSocket, FrameError, Kind, Part
+from ctxcache.wire.framed_socket import (
+    PARTS_LIMIT,
+    VERSION,
+    FramedSocket,
+    FrameError,
+    Part,
+    SocketFrame,
+    SocketFrameKind,
+)
 from ctxcache.wire.status import to_status
 
 log = logging.getLogger(__name__)
@@ -300,11 +308,11 @@ class BulkConnection:
         self.is_known = True
         welcome = bulk_pb2.BulkWelcome(version=VERSION)
         welcome.idle_timeout.FromSeconds(IDLE_TIMEOUT_S)
-        self._framed.send(Kind.WELCOME, welcome.SerializeToString())
+        self._framed.send(SocketFrameKind.WELCOME, welcome.SerializeToString())
         return caller
 
-    def _check_hello(self, frame: Frame) -> Caller:
-        if frame.kind is not Kind.HELLO:
+    def _check_hello(self, frame: SocketFrame) -> Caller:
+        if frame.kind is not SocketFrameKind.HELLO:
             raise InvalidArgument(field="hello", problem="the first frame must be HELLO")
         hello = _parse(bulk_pb2.BulkHello, frame)
         caller = self._await(self._transfers.let_in(hello.ticket, self._properties, self._entered))
@@ -312,15 +320,15 @@ class BulkConnection:
             raise InvalidArgument(field="version", problem=f"{hello.version} is not {VERSION}")
         return caller
 
-    def _next_request(self) -> Frame | None:
+    def _next_request(self) -> SocketFrame | None:
         self.is_busy = False
         if self.is_draining or not self._framed.wait(IDLE_TIMEOUT_S):
             return None
         self.is_busy = True
         return self._framed.receive()
 
-    def _answer(self, frame: Frame, caller: Caller) -> None:
-        self._is_unfinished = frame.kind is Kind.APPEND
+    def _answer(self, frame: SocketFrame, caller: Caller) -> None:
+        self._is_unfinished = frame.kind is SocketFrameKind.APPEND
         try:
             self._carry_out(frame, caller)
         except CacheError as error:
@@ -335,16 +343,16 @@ class BulkConnection:
                 raise
             self._skip()
 
-    def _carry_out(self, frame: Frame, caller: Caller) -> None:
-        if frame.kind is Kind.READ:
+    def _carry_out(self, frame: SocketFrame, caller: Caller) -> None:
+        if frame.kind is SocketFrameKind.READ:
             self._read(_parse(session_pb2.ReadSessionRequest, frame), caller)
-        elif frame.kind is Kind.APPEND:
+        elif frame.kind is SocketFrameKind.APPEND:
             self._append(_parse(session_pb2.AppendHeader, frame), caller)
         else:
             raise InvalidArgument(field="frame", problem=f"{frame.kind.name} is no request")
 
     def _refuse(self, error: CacheError) -> None:
-        self._framed.send(Kind.ERROR, to_status(error).SerializeToString())
+        self._framed.send(SocketFrameKind.ERROR, to_status(error).SerializeToString())
 
     def _skip(self) -> None:
         """After an append failed: pass over what the peer had on its way, up to FINISH."""
@@ -359,16 +367,16 @@ class BulkConnection:
     def _read(self, request: session_pb2.ReadSessionRequest, caller: Caller) -> None:
         transfer = self._await(self._transfers.read(request, caller))
         with self._closing(transfer.close):
-            self._framed.send(Kind.READ_HEADER, transfer.header.SerializeToString())
+            self._framed.send(SocketFrameKind.READ_HEADER, transfer.header.SerializeToString())
             renewed = time.monotonic()
             for stream in transfer.streams:
                 for message in _messages(self._parts(transfer, stream)):
                     data = [part.data for part in message.parts]
-                    self._framed.send(Kind.CHUNK, message.encode(stream), data)
+                    self._framed.send(SocketFrameKind.CHUNK, message.encode(stream), data)
                     if time.monotonic() - renewed > RENEW_INTERVAL_S:
                         self._await(transfer.renew())
                         renewed = time.monotonic()
-        self._framed.send(Kind.END)
+        self._framed.send(SocketFrameKind.END)
 
     def _parts(self, transfer: ReadTransfer, stream: Stream) -> Iterator["_Part"]:
         for lent in transfer.pieces:
@@ -402,30 +410,30 @@ class BulkConnection:
                     self._await(transfer.take_back())
                     room = None
                 frame = self._next_part(silent_since + SILENCE_TIMEOUT_S)
-                if frame.kind is Kind.FINISH:
+                if frame.kind is SocketFrameKind.FINISH:
                     break
                 if time.monotonic() - renewed > RENEW_INTERVAL_S:
                     room, renewed = None, time.monotonic()
-                if frame.kind is Kind.CHUNK:
+                if frame.kind is SocketFrameKind.CHUNK:
                     room = self._receive(transfer, room, frame)
-                elif frame.kind is Kind.COMMIT:
+                elif frame.kind is SocketFrameKind.COMMIT:
                     room = None
                     self._await(transfer.commit(_parse(session_pb2.AppendCommit, frame)))
                 else:
                     raise InvalidArgument(field="frame", problem=f"{frame.kind.name} is not expected here")
             answer = self._await(transfer.finish())
-        self._framed.send(Kind.APPENDED, answer.SerializeToString())
+        self._framed.send(SocketFrameKind.APPENDED, answer.SerializeToString())
 
-    def _next_part(self, deadline: float) -> Frame:
+    def _next_part(self, deadline: float) -> SocketFrame:
         if not self._framed.wait(deadline - time.monotonic()):
             raise FrameError("the writer is silent")
         frame = self._framed.receive()
         if frame is None:
             raise FrameError("the connection ended before the append did")
-        self._is_unfinished = frame.kind is not Kind.FINISH
+        self._is_unfinished = frame.kind is not SocketFrameKind.FINISH
         return frame
 
-    def _receive(self, transfer: AppendTransfer, room: Room | None, frame: Frame) -> Room:
+    def _receive(self, transfer: AppendTransfer, room: Room | None, frame: SocketFrame) -> Room:
         chunk = _parse(bulk_pb2.BulkChunk, frame)
         stream = validate.stream(chunk.stream, "chunk.stream")
         end = transfer.append.check(stream, chunk.token_begin, frame.data_bytes)
@@ -518,7 +526,7 @@ def _parts_of(chunk: bulk_pb2.BulkChunk, data_bytes: int) -> list[Part]:
     return [Part(*part) for part in zip(sizes, chunk.checksums, strict=True)]
 
 
-def _parse(message_class: type[M], frame: Frame) -> M:
+def _parse(message_class: type[M], frame: SocketFrame) -> M:
     try:
         return message_class.FromString(frame.message)
     except DecodeError as error:

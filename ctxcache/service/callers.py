@@ -32,7 +32,7 @@ from ctxcache.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from ctxcache.identity.grants import Grant, Role, Rule, find, is_tenant
+from ctxcache.identity.grants import ArenaGrant, Role, Rule, find, is_tenant
 from ctxcache.identity.tokens import Token, Tokens, read_tokens
 from ctxcache.runtime import spans
 
@@ -73,7 +73,7 @@ WATCH_INTERVAL_S = 1.0
 REFUSALS_INTERVAL_S = 1.0
 """Between two lines of the audit log about callers that were refused."""
 SPIFFE = b"spiffe://"
-EVERYTHING = Grant(DEFAULT_TENANT, Role.OPERATOR, has_shared_memory=True, writes_in_place=True)
+EVERYTHING = ArenaGrant(DEFAULT_TENANT, Role.OPERATOR, has_shared_memory=True, writes_in_place=True)
 """What everybody is let in as where callers are not told apart, and always the server's own user."""
 log = logging.getLogger(__name__)
 audit_log = logging.getLogger("ctxcache.audit")
@@ -87,7 +87,7 @@ class Caller:
     """Somebody who was let in. `subject`: as whom, for logs and refusals."""
 
     subject: str
-    grant: Grant
+    grant: ArenaGrant
     acts_for: bool = False
     """An operator that names a tenant other than its own; each call is audited."""
     is_revoked: bool = False

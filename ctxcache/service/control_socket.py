@@ -28,10 +28,17 @@ from ctxcache.runtime.sockets import bound
 from ctxcache.service.admission import Admission
 from ctxcache.service.callers import Caller, Identification
 from ctxcache.service.edge import known_error
-from ctxcache.service.fairness import Slice, Turns
+from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.service.local_client import LOOK_INTERVAL_S, LocalClient
 from ctxcache.v1 import arena_pb2
-from ctxcache.wire.frames import MESSAGE_LIMIT_BYTES, PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
+from ctxcache.wire.frames import (
+    MESSAGE_LIMIT_BYTES,
+    PROTOCOL_VERSION,
+    Frame,
+    FrameKind,
+    FrameReader,
+    encode_frame,
+)
 from ctxcache.wire.status import to_status
 
 log = logging.getLogger(__name__)
@@ -173,7 +180,7 @@ class _Connection(asyncio.Protocol):
 
         An end without an END is a client that died: whatever it asked for is cancelled.
         """
-        return self._frames.is_last(Kind.END)
+        return self._frames.is_last(FrameKind.END)
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
@@ -216,7 +223,7 @@ class _Connection(asyncio.Protocol):
         if self._client is not None:
             self._client.end(is_abandoned=error is not None)
         status = b"" if error is None else to_status(error).SerializeToString()
-        self._transport.write(encode_frame(Kind.END, status))
+        self._transport.write(encode_frame(FrameKind.END, status))
         self._transport.close()
 
     def _let_go(self) -> None:
@@ -242,7 +249,7 @@ class _Connection(asyncio.Protocol):
                     break
                 self._take(frame)
                 if frames.held_bytes:
-                    part = part or Slice(self._control.turns)
+                    part = part or LoopSlice(self._control.turns)
                     if part.is_over and self._is_ready():
                         self._finish_later(part.rest())
             if self._control.admission.is_draining and self._is_ready():
@@ -268,10 +275,10 @@ class _Connection(asyncio.Protocol):
     def _take(self, frame: Frame) -> None:
         client, caller = self._client, self._caller
         if client is None or caller is None:
-            if frame.kind != Kind.HELLO:
+            if frame.kind != FrameKind.HELLO:
                 raise _bad("frame", f"of kind {frame.kind} cannot come here")
             self._greet(_read(arena_pb2.ControlHello.FromString, frame.message))
-        elif frame.kind == Kind.ACCESS:
+        elif frame.kind == FrameKind.ACCESS:
             request = _read(arena_pb2.AccessRequest.FromString, frame.message)
             if caller.is_revoked:
                 caller.check()
@@ -280,7 +287,7 @@ class _Connection(asyncio.Protocol):
                 self._finish_later(client.carry_out(request))
             else:
                 self._answer(response)
-        elif frame.kind == Kind.END:
+        elif frame.kind == FrameKind.END:
             self._end(None)
         else:
             raise _bad("frame", f"of kind {frame.kind} cannot come here")
@@ -308,7 +315,7 @@ class _Connection(asyncio.Protocol):
         # By itself and first: a descriptor comes with the byte that it was sent with.
         raw = socket.socket(fileno=self._transport.get_extra_info("socket").fileno())
         try:
-            message = encode_frame(Kind.HELLO, self._control.welcome(may_write=may_write))
+            message = encode_frame(FrameKind.HELLO, self._control.welcome(may_write=may_write))
             fds = [self._control.read_fd]
             if may_write and hello.asks_to_write and self._control.write_fd is not None:
                 fds.append(self._control.write_fd)
@@ -347,7 +354,7 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self, response: bytes) -> None:
         assert self._transport is not None  # noqa: S101  # frames come after it was made
-        self._transport.write(encode_frame(Kind.ACCESS, response))
+        self._transport.write(encode_frame(FrameKind.ACCESS, response))
 
 
 def _read(parse: Callable[[bytes], M], message: bytes) -> M:

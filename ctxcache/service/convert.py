@@ -16,10 +16,10 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.cache.appends import Reservation, Run
-from ctxcache.cache.hints import Action, Answer, Hint, Outcome
+from ctxcache.cache.hints import Action, Hint, HintAnswer, HintVerdict
 from ctxcache.cache.leases import Lease
 from ctxcache.cache.models import Registered
-from ctxcache.cache.queues import Change, LayerPlace, LayerRun, Readiness
+from ctxcache.cache.queues import Change, LayerRun, LayerWhere, Readiness
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, SessionView
 from ctxcache.core.placement.schedule import PRIORITY_LIMIT, Job
@@ -475,11 +475,11 @@ class Page(EncodedAnswer):
 
 
 _OUTCOMES = {
-    Outcome.ACCEPTED: hints_pb2.HINT_OUTCOME_ACCEPTED,
-    Outcome.CLIPPED: hints_pb2.HINT_OUTCOME_CLIPPED,
-    Outcome.DEFERRED: hints_pb2.HINT_OUTCOME_DEFERRED,
-    Outcome.REJECTED: hints_pb2.HINT_OUTCOME_REJECTED,
-    Outcome.MISSING: hints_pb2.HINT_OUTCOME_MISSING,
+    HintVerdict.ACCEPTED: hints_pb2.HINT_OUTCOME_ACCEPTED,
+    HintVerdict.CLIPPED: hints_pb2.HINT_OUTCOME_CLIPPED,
+    HintVerdict.DEFERRED: hints_pb2.HINT_OUTCOME_DEFERRED,
+    HintVerdict.REJECTED: hints_pb2.HINT_OUTCOME_REJECTED,
+    HintVerdict.MISSING: hints_pb2.HINT_OUTCOME_MISSING,
 }
 _CHANGES = {
     Change.PROMOTED: hints_pb2.SESSION_CHANGE_PROMOTED,
@@ -488,9 +488,9 @@ _CHANGES = {
     Change.EXPIRED: hints_pb2.SESSION_CHANGE_EXPIRED,
 }
 _STATES = {
-    LayerPlace.DRAM: hints_pb2.LAYER_STATE_DRAM,
-    LayerPlace.SSD: hints_pb2.LAYER_STATE_SSD,
-    LayerPlace.MISSING: hints_pb2.LAYER_STATE_MISSING,
+    LayerWhere.DRAM: hints_pb2.LAYER_STATE_DRAM,
+    LayerWhere.SSD: hints_pb2.LAYER_STATE_SSD,
+    LayerWhere.MISSING: hints_pb2.LAYER_STATE_MISSING,
 }
 
 
@@ -667,7 +667,7 @@ def _return_in_ns(message: hints_pb2.ExpectHint) -> int | None:
             raise InvalidArgument(field="expect.expected", problem="is required")
 
 
-def hint_result(action_id: str, answer: Answer, *, wall_offset_ns: int) -> hints_pb2.HintResult:
+def hint_result(action_id: str, answer: HintAnswer, *, wall_offset_ns: int) -> hints_pb2.HintResult:
     """What came of a hint; `wall_offset_ns` leads from the monotonic to the wall clock."""
     result = hints_pb2.HintResult(
         action_id=action_id,

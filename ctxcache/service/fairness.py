@@ -140,7 +140,7 @@ class Turns:
         self._is_taken = False
 
 
-class Slice:
+class LoopSlice:
     """The time that one caller's work may take of the loop before it has to rest. Begins when it is made."""
 
     def __init__(self, turns: Turns) -> None:

@@ -9,7 +9,7 @@ from ctxcache.service import convert
 from ctxcache.service.admission import Admission
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer
-from ctxcache.service.fairness import Slice, Turns
+from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.service.queue_stream import Scheduling
 from ctxcache.v1 import hints_pb2, hints_pb2_grpc
 
@@ -36,7 +36,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
         self, request: hints_pb2.HintRequest, context: Context
     ) -> bytes:
         """See the proto."""
-        answer, part = EncodedAnswer(), Slice(self._turns)
+        answer, part = EncodedAnswer(), LoopSlice(self._turns)
         asked = await part.work(convert.hints(request, current().tenant))
         answer.add(hints_pb2.HintResponse(message_id=request.message_id))
         deadline_s = asyncio.get_running_loop().time() + hints.PATIENCE_S

@@ -38,7 +38,7 @@ from ctxcache.service import convert, validate
 from ctxcache.service.admission import OK, Admission
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer
-from ctxcache.service.fairness import Slice, Turns
+from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc
 
 OPERATIONS_LIMIT = 1024
@@ -130,7 +130,7 @@ class LocalClient:
             await self._do(request.operations[0], response.results.add())
             return response.SerializeToString()
         validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
-        part, answer = Slice(self._turns), EncodedAnswer()
+        part, answer = LoopSlice(self._turns), EncodedAnswer()
         answer.add(response)
         for operation in request.operations:
             if part.is_over:
@@ -227,10 +227,10 @@ class LocalClient:
         self._grant(request, lease, message)
         if request.is_brief:
             return
-        part: Slice | None = None
+        part: LoopSlice | None = None
         for begin in range(0, len(lease.pieces), PIECES_PER_PAUSE):
             if begin:
-                part = part or Slice(self._turns)
+                part = part or LoopSlice(self._turns)
                 if part.is_over:
                     await part.rest()
             convert.fill_segments(message, lease, begin, begin + PIECES_PER_PAUSE)
@@ -329,7 +329,7 @@ class LocalClient:
     async def _commit_many(
         self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations
     ) -> None:
-        part = Slice(self._turns)
+        part = LoopSlice(self._turns)
         count = validate.within(len(request.reservation_ids), 1, COMMITS_LIMIT, "reservation_ids")
         if len(request.token_counts) != count:
             raise InvalidArgument(field="token_counts", problem=f"{count} expected")

@@ -5,7 +5,7 @@ from ctxcache.cache.models import Registered
 from ctxcache.service import convert, validate
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import Page, entry
-from ctxcache.service.fairness import Slice, Turns
+from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.v1 import model_pb2, model_pb2_grpc
 
 MODELS_FIELD = model_pb2.ListModelsResponse.MODELS_FIELD_NUMBER
@@ -27,7 +27,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.RegisterModelRequest, context: Context
     ) -> bytes:
         """See the proto."""
-        part = Slice(self._turns)
+        part = LoopSlice(self._turns)
         spec = await part.work(convert.model_spec(request.model))
         probe = convert.model_probe(request.model)
         return await self._answer(await self._models.register(current().tenant, spec, probe, pace=part))
@@ -42,7 +42,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.ListModelsRequest, context: Context
     ) -> bytes:
         """See the proto."""
-        page, part = Page(request.page_size), Slice(self._turns)
+        page, part = Page(request.page_size), LoopSlice(self._turns)
         after = validate.page_token(request.page_token)
         for record in self._models.list(current().tenant, after=after, limit=page.limit + 1):
             listed = entry(MODELS_FIELD, await self._encoded(record, part))
@@ -54,10 +54,10 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         return page.encoded()
 
     async def _answer(self, record: Registered) -> bytes:
-        encoded = await self._encoded(record, Slice(self._turns))
+        encoded = await self._encoded(record, LoopSlice(self._turns))
         return encoded if record.probe is None else encoded + convert.encoded_probe(record.probe)
 
-    async def _encoded(self, record: Registered, part: Slice) -> bytes:
+    async def _encoded(self, record: Registered, part: LoopSlice) -> bytes:
         """The message about a model, without its probe. It never changes, and takes milliseconds to make."""
         key = record.tenant, record.spec.model_id
         known, encoded = self._messages.get(key, (None, b""))

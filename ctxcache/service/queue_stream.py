@@ -14,7 +14,7 @@ from ctxcache.cache.queues import Queue, readiness_of
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
 from ctxcache.service import convert
 from ctxcache.service.admission import Admission
-from ctxcache.service.fairness import Slice, Turns
+from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.v1 import hints_pb2
 
 HELLO_TIMEOUT_S = 10.0
@@ -112,7 +112,7 @@ class Scheduling:
         answer = response.acknowledgement
         answer.sequence = request.sequence
         try:
-            deltas = await Slice(self._turns).work(self._deltas(request))
+            deltas = await LoopSlice(self._turns).work(self._deltas(request))
             self._queues.check(queue, stream)
             gone = deltas.gone
             if deltas.is_whole:
@@ -123,7 +123,7 @@ class Scheduling:
                 raise
             convert.fill_error(answer.error, error)
         else:
-            part = Slice(self._turns)
+            part = LoopSlice(self._turns)
             for job_id, is_started in gone.items():
                 self._queues.gone(queue, job_id, is_started=is_started)
                 await self._rest(part, queue, stream)
@@ -134,7 +134,7 @@ class Scheduling:
         answer.job_count = self._queues.job_count(queue)
         return response
 
-    async def _rest(self, part: Slice, queue: Queue, stream: asyncio.Event) -> None:
+    async def _rest(self, part: LoopSlice, queue: Queue, stream: asyncio.Event) -> None:
         if part.is_over:
             await part.rest()
             self._queues.check(queue, stream)
@@ -168,7 +168,7 @@ class Scheduling:
     def _events(self, queue: Queue) -> hints_pb2.SessionEvents | None:
         """What happened, or None where nobody wants to know it any more."""
         events = hints_pb2.SessionEvents()
-        run_count, part = 0, Slice(self._turns)
+        run_count, part = 0, LoopSlice(self._turns)
         while len(events.events) < EVENTS_PER_MESSAGE and run_count < RUNS_PER_MESSAGE:
             news = queue.take_news()
             if news is None:

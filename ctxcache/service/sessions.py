@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from ctxcache.cache import Cache
-from ctxcache.cache.sessions import Found
+from ctxcache.cache.sessions import Lookup
 from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.session import SessionView
 from ctxcache.core.ranges import Range, Ranges, normalise
@@ -21,7 +21,7 @@ from ctxcache.runtime.clock import Clock
 from ctxcache.service import convert, validate
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer, Page
-from ctxcache.service.fairness import Slice, Turns
+from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.service.rows import Append, begin_append, chunk_message, packed, read_header, read_request
 from ctxcache.v1 import model_pb2, session_pb2, session_pb2_grpc
 
@@ -80,7 +80,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.ListSessionsRequest, context: Context
     ) -> bytes:
         """See the proto."""
-        page, part = Page(request.page_size), Slice(self._turns)
+        page, part = Page(request.page_size), LoopSlice(self._turns)
         listed = self._sessions.list(
             current().tenant,
             after=validate.page_token(request.page_token),
@@ -126,7 +126,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                     tenant, session_id, generation, recent_count=recent, sink_count=sinks
                 )
             case "drop":
-                dropped, furthest = await Slice(self._turns).work(_dropped(request.drop))
+                dropped, furthest = await LoopSlice(self._turns).work(_dropped(request.drop))
                 return await self._sessions.drop(tenant, session_id, generation, dropped, furthest)
             case "keep_first":
                 return await self._sessions.keep_first(tenant, session_id, generation, request.keep_first)
@@ -144,7 +144,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             _generation(request),
             token_count=request.token_count if request.HasField("token_count") else None,
             expiration=self._future(self._expiration(request)),
-            pace=Slice(self._turns),
+            pace=LoopSlice(self._turns),
         )
         return convert.session_message(view, self._clock)
 
@@ -169,7 +169,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         """See the proto."""
         validate.within(len(request.queries), 1, LOOKUP_LIMIT, "queries")
         asked: list[tuple[str, bytes]] = []
-        part = Slice(self._turns)
+        part = LoopSlice(self._turns)
         for i, query in enumerate(request.queries):
             if part.is_over:
                 await part.rest()
@@ -294,7 +294,7 @@ def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, tuple[Ranges
     return normalise(found), lowest if lowest[0] < 0 else furthest
 
 
-def _result(found: Found, clock: Clock) -> session_pb2.LookupResult:
+def _result(found: Lookup, clock: Clock) -> session_pb2.LookupResult:
     name = f"sessions/{found.session_id}"
     miss = session_pb2.LOOKUP_STATE_MISS
     if found.view is None:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.trace import TraceTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Census:
         return text + (f", SSD scaled as if at {self.as_if_bytes / 1e12:.3g} TB" if self.as_if_bytes else "")
 
 
-def count(turns: Iterable[Turn], ttl_s: float) -> Census:
+def count(turns: Iterable[TraceTurn], ttl_s: float) -> Census:
     """Read the whole trace."""
     recent: deque[tuple[float, bytes]] = deque()
     recent_turns: Counter[bytes] = Counter()

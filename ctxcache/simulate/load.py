@@ -16,7 +16,7 @@ import math
 import zlib
 from dataclasses import dataclass, field, replace
 
-from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.trace import TraceTurn
 
 
 class Lie(enum.Enum):
@@ -35,13 +35,13 @@ class Liar:
     share: float
     kinds: frozenset[Lie]
 
-    def tells(self, kind: Lie, turn: Turn) -> bool:
+    def tells(self, kind: Lie, turn: TraceTurn) -> bool:
         """Whether it lies in this way at this turn."""
         if not self.share or kind not in self.kinds:
             return False
         return zlib.crc32(b"%s at %d" % (turn.session, int(turn.arrival_s * 1000))) < self.share * 2**32
 
-    def order(self, turn: Turn, order: int) -> float | None:
+    def order(self, turn: TraceTurn, order: int) -> float | None:
         """The place that a job of that place is given; None where nothing is said of it."""
         if self.tells(Lie.MISSING, turn):
             return None
@@ -49,7 +49,7 @@ class Liar:
             return float(zlib.crc32(b"place " + turn.session) % (2 * order))
         return float(order)
 
-    def return_s(self, turn: Turn, now_s: float, next_s: float) -> float:
+    def return_s(self, turn: TraceTurn, now_s: float, next_s: float) -> float:
         """When a session is said to return: ten times too late or too early."""
         if not self.tells(Lie.HINT, turn):
             return next_s
@@ -84,7 +84,7 @@ class Prices:
 GIB = 1 << 30
 
 
-class Hint(enum.Enum):
+class TraceHint(enum.Enum):
     """What a client says when a turn is over, taken from the trace itself."""
 
     ENDS = "ends"
@@ -134,7 +134,7 @@ class Load:
     is_timed: bool = False
     layer_count: int | None = None
     resident_layer_count: int | None = None
-    hints: frozenset[Hint] = frozenset()
+    hints: frozenset[TraceHint] = frozenset()
     wrong_hint_share: float = 0.0
     lies: frozenset[Lie] = frozenset({Lie.ORDER, Lie.HINT})
     warm_up_count: int = 0

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ctxcache.simulate.census import Census
-from ctxcache.simulate.sweeps import Panel, Row, Sweep
+from ctxcache.simulate.sweeps import Panel, Sweep, SweepRow
 
 # Okabe and Ito's, told apart by any eye; a series that is known has the same one in every picture.
 _COLORS = {
@@ -46,7 +46,7 @@ _HEIGHT, _LEGEND_WIDTH = 4.6, 1.9
 _BARS_WIDTH = 0.82
 
 
-def plot(sweep: Sweep, rows: Sequence[Row], census: Census, path: Path) -> None:
+def plot(sweep: Sweep, rows: Sequence[SweepRow], census: Census, path: Path) -> None:
     """Draw every panel of the sweep, one under the other."""
     with mpl.rc_context(_STYLE):
         count = len(sweep.panels)
@@ -70,7 +70,7 @@ def plot(sweep: Sweep, rows: Sequence[Row], census: Census, path: Path) -> None:
         )
 
 
-def _panel_width(sweep: Sweep, rows: Sequence[Row]) -> float:
+def _panel_width(sweep: Sweep, rows: Sequence[SweepRow]) -> float:
     return 6.2 if sweep.is_lines else min(max(4.6, 1.0 + 0.42 * len(rows)), 9.5)
 
 
@@ -79,7 +79,7 @@ def _colors(series: Sequence[str]) -> dict[str, str]:
     return {name: _COLORS.get(name) or next(spare) for name in series}
 
 
-def _bars(axes: Axes, panel: Panel, rows: Sequence[Row], colors: dict[str, str]) -> None:
+def _bars(axes: Axes, panel: Panel, rows: Sequence[SweepRow], colors: dict[str, str]) -> None:
     """One group per place along the axis, one bar per series, DRAM's part solid and SSD's pale."""
     groups = list(dict.fromkeys(row.run.x for row in rows))
     width = _BARS_WIDTH / len(colors)
@@ -116,7 +116,7 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[Row], colors: dict[str, str])
     axes.tick_params(axis="x", length=0)
 
 
-def _lines(axes: Axes, panel: Panel, rows: Sequence[Row], colors: dict[str, str]) -> None:
+def _lines(axes: Axes, panel: Panel, rows: Sequence[SweepRow], colors: dict[str, str]) -> None:
     for (series, color), marker in zip(colors.items(), _MARKERS * len(colors), strict=False):
         ours = [row for row in rows if row.run.series == series]
         xs = [float(row.run.x) for row in ours]
@@ -176,7 +176,7 @@ def _finish(axes: Axes, panel: Panel, sweep: Sweep) -> None:
         axes.set_ylim(bottom=0)
 
 
-def _legend(figure: Figure, sweep: Sweep, rows: Sequence[Row], colors: dict[str, str]) -> None:
+def _legend(figure: Figure, sweep: Sweep, rows: Sequence[SweepRow], colors: dict[str, str]) -> None:
     """Name every series, what pale means, and whose the hollow marks are."""
     marks: list[Patch | Line2D] = []
     for (series, color), marker in zip(colors.items(), _MARKERS * len(colors), strict=False):

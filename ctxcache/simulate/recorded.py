@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ctxcache.simulate.rows import Row, Turn
+from ctxcache.simulate.rows import Row, TraceTurn
 
 FORMAT, VERSION = "ctxcache-recording", 1
 FIELDS = ("format", "version", "store")
@@ -101,9 +101,9 @@ def called(row: Row) -> Called | None:
     )
 
 
-def turns(rows: Iterable[Row]) -> Iterator[Turn]:
+def turns(rows: Iterable[Row]) -> Iterator[TraceTurn]:
     """Every turn, in order of arrival, from the lines behind the first. Raises InvalidTrace."""
-    found = Turns()
+    found = RecordedTurns()
     for row in rows:
         call = called(row)
         if call is not None:
@@ -120,12 +120,12 @@ class _Turn:
     end_tokens: int = 0
     has_appended: bool = False
 
-    def turn(self) -> Turn:
+    def turn(self) -> TraceTurn:
         """As it is now."""
         end_tokens = self.end_tokens if self.has_appended else self.history_tokens
         history_tokens = min(self.history_tokens, end_tokens)
         new_tokens = end_tokens - history_tokens
-        return Turn(self.session.encode(), self.arrival_s, new_tokens, 0, history_tokens, self.number)
+        return TraceTurn(self.session.encode(), self.arrival_s, new_tokens, 0, history_tokens, self.number)
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class _Talk:
         return self.turn.has_appended or (call.kind == "read" and is_quiet)
 
 
-class Turns:
+class RecordedTurns:
     """Hears calls and keeps the turns."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Turns:
                 talk.tokens, talk.turn_count, talk.turn = 0, 0, None
         talk.heard_s = call.at_s
 
-    def all(self) -> Iterator[Turn]:
+    def all(self) -> Iterator[TraceTurn]:
         """Those with anything in them."""
         for turn in map(_Turn.turn, self._turns):
             if turn.input_tokens or turn.history_tokens:

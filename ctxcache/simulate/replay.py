@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from ctxcache.core.placement.policy import Facts, Policy, Tier
+from ctxcache.core.placement.policy import Facts, Level, Policy
 from ctxcache.core.placement.schedule import Job, Schedule
-from ctxcache.simulate.load import NEVER_S, Hint, Liar, Lie, Load, Overflow
+from ctxcache.simulate.load import NEVER_S, Liar, Lie, Load, Overflow, TraceHint
 from ctxcache.simulate.store import Fetch, Layers, MakePolicy, Store
-from ctxcache.simulate.tally import Tally
-from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.tally import HitTally
+from ctxcache.simulate.trace import TraceTurn
 
 ENGINE = "engine"
 JOBS_PER_LOOK = 1024
@@ -111,7 +111,7 @@ class _Live:
     counted_bytes: int = 0
     next_s: float = NEVER_S
     is_busy: bool = False
-    waiting: deque[tuple[Turn, float]] = field(default_factory=deque)
+    waiting: deque[tuple[TraceTurn, float]] = field(default_factory=deque)
 
 
 class Replay:
@@ -130,7 +130,7 @@ class Replay:
         self._next_arrivals_s = next_arrivals_s
         self._live: dict[bytes, _Live] = {}
         self._idle: OrderedDict[bytes, float] = OrderedDict()
-        self._queue: deque[tuple[Turn, float, float]] = deque()
+        self._queue: deque[tuple[TraceTurn, float, float]] = deque()
         self._free_slots = load.slot_count or 0
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._event_count = 0
@@ -138,11 +138,11 @@ class Replay:
         self._started_count = 0
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> HitTally:
         """What was counted since the end of the warm-up."""
         return self.store.tally
 
-    def run(self, turns: Iterable[Turn], step: Callable[[int], None] = lambda _: None) -> Tally:
+    def run(self, turns: Iterable[TraceTurn], step: Callable[[int], None] = lambda _: None) -> HitTally:
         """Play all turns to their ends. `step` hears how many have arrived, now and then."""
         index = 0
         for index, turn in enumerate(turns, 1):
@@ -183,7 +183,7 @@ class Replay:
         self._event_count += 1
         heappush(self._events, (due_s, self._event_count, event))
 
-    def _arrive(self, turn: Turn, next_s: float) -> None:
+    def _arrive(self, turn: TraceTurn, next_s: float) -> None:
         live = self._live.get(turn.session)
         if live is None:
             live = self._live[turn.session] = _Live()
@@ -195,7 +195,7 @@ class Replay:
         live.is_busy = True
         self._enqueue(turn, next_s, turn.arrival_s)
 
-    def _enqueue(self, turn: Turn, next_s: float, now_s: float) -> None:
+    def _enqueue(self, turn: TraceTurn, next_s: float, now_s: float) -> None:
         if self._load.slot_count is None:
             self._play(turn, next_s, now_s)
             return
@@ -207,7 +207,7 @@ class Replay:
             self.waiting.put(turn.session, order, now_s)
         self._serve(now_s)
 
-    def _play(self, turn: Turn, next_s: float, now_s: float) -> None:
+    def _play(self, turn: TraceTurn, next_s: float, now_s: float) -> None:
         """Begin a turn that waits for nothing, and end it when its time is over."""
         busy_s = self._start(turn, now_s, now_s)
         if self._load.is_timed:
@@ -223,17 +223,17 @@ class Replay:
             self._at(end_s, lambda due_s, turn=turn, next_s=next_s: self._end(turn, next_s, due_s))  # type: ignore[misc]
         self._prefetch(now_s)
 
-    def _end(self, turn: Turn, next_s: float, now_s: float) -> None:
+    def _end(self, turn: TraceTurn, next_s: float, now_s: float) -> None:
         self._free_slots += 1
         self._finish(turn, next_s, now_s)
         self._serve(now_s)
 
-    def _start(self, turn: Turn, since_s: float, now_s: float) -> float:
+    def _start(self, turn: TraceTurn, since_s: float, now_s: float) -> float:
         """Look up, promote and count a turn that came at `since_s`; returns how long it takes."""
         uid, load, store = turn.session, self._load, self.store
         # Turns that are served, not those that arrived: where they wait, the queue is as warm as the store.
         if self._started_count == load.warm_up_count:
-            store.tally = Tally(begin_s=now_s, end_s=now_s)
+            store.tally = HitTally(begin_s=now_s, end_s=now_s)
         self._started_count += 1
         live = self._live[uid]
         is_later = live.turn_count > 0 if turn.number is None else turn.number > 1
@@ -259,21 +259,21 @@ class Replay:
         tally.ttft.add(now_s - since_s + first_token_s)
         if is_later:
             tally.later_ttft.add(first_token_s)
-            self._count(uid, live.history_tokens, tier, is_at_hand=tier is Tier.MEMORY and not fetch.ready_s)
+            self._count(uid, live.history_tokens, tier, is_at_hand=tier is Level.MEMORY and not fetch.ready_s)
         if self._takes_time and self._next_arrivals_s is not None:
             self._needs(live, load.stored_bytes(live.history_tokens + live.input_tokens + turn.output_tokens))
         return first_token_s + turn.output_tokens / load.decode_tokens_per_s
 
-    def _first_token_s(self, tier: Tier | None, fetch: Fetch, copy_s: float, prefill_s: float) -> float:
+    def _first_token_s(self, tier: Level | None, fetch: Fetch, copy_s: float, prefill_s: float) -> float:
         """When the first token comes, from the turn's start on."""
         load = self._load
         if load.layer_count is None:
             return fetch.whole_s + copy_s + prefill_s
         resident = load.layer_count if load.resident_layer_count is None else load.resident_layer_count
-        layers = Layers(load.layer_count, 0 if tier is Tier.BELOW else resident, copy_s, prefill_s)
+        layers = Layers(load.layer_count, 0 if tier is Level.BELOW else resident, copy_s, prefill_s)
         return layers.first_token_s(fetch)
 
-    def _fit(self, turn: Turn, live: _Live) -> None:
+    def _fit(self, turn: TraceTurn, live: _Live) -> None:
         """Set what the context window holds of the prompt: its end."""
         history_tokens = live.size_tokens
         if turn.history_tokens is not None:
@@ -289,7 +289,7 @@ class Replay:
             live.history_tokens -= live.cut_tokens
             live.input_tokens -= cut_tokens - live.cut_tokens
 
-    def _count(self, uid: bytes, history_tokens: int, tier: Tier | None, *, is_at_hand: bool) -> None:
+    def _count(self, uid: bytes, history_tokens: int, tier: Level | None, *, is_at_hand: bool) -> None:
         """Count a later turn by where its history was."""
         tally = self.tally
         tally.later_turns += 1
@@ -302,7 +302,7 @@ class Replay:
         tally.dram_hits += is_at_hand
         tally.ssd_hits += not is_at_hand
 
-    def _finish(self, turn: Turn, next_s: float, now_s: float) -> None:
+    def _finish(self, turn: TraceTurn, next_s: float, now_s: float) -> None:
         uid, load, store = turn.session, self._load, self.store
         live = self._live[uid]
         size_tokens = live.history_tokens + live.input_tokens + turn.output_tokens
@@ -345,13 +345,13 @@ class Replay:
         live.counted_bytes = size_bytes
         self.peak_live_bytes = max(self.peak_live_bytes, self._live_bytes)
 
-    def _hint(self, turn: Turn, next_s: float, now_s: float) -> None:
+    def _hint(self, turn: TraceTurn, next_s: float, now_s: float) -> None:
         """Say what the load's clients say; a lie ends what goes on, or has another time."""
         hints = self._load.hints
         ends = (next_s == NEVER_S) is not self._liar.tells(Lie.HINT, turn)
-        if ends and Hint.ENDS in hints:
+        if ends and TraceHint.ENDS in hints:
             self.store.tiers.policy.expected(turn.session, None)
-        elif next_s < NEVER_S and Hint.RETURNS in hints:
+        elif next_s < NEVER_S and TraceHint.RETURNS in hints:
             self.store.tiers.policy.expected(turn.session, self._liar.return_s(turn, now_s, next_s))
 
     def _prefetch(self, now_s: float) -> None:

@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple, NoReturn
 from ctxcache.errors import FileUnusable, InvalidArgument
 
 
-class Turn(NamedTuple):
+class TraceTurn(NamedTuple):
     """One request. `history_tokens` and `number` are None where the trace does not say."""
 
     session: bytes

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ctxcache.core.placement.policy import Capacities, Facts, Leaving, Policy, Tier, is_worth_writing
+from ctxcache.core.placement.policy import Candidate, Capacities, Facts, Level, Policy, is_worth_writing
 from ctxcache.simulate.load import Load
-from ctxcache.simulate.tally import Tally
+from ctxcache.simulate.tally import HitTally
 
 
 class Fetch(NamedTuple):
@@ -103,13 +103,13 @@ class Move:
     act: Act
     uid: bytes
     size_bytes: int
-    tier: Tier
+    tier: Level
 
 
 @dataclass(slots=True)
 class _Held:
     size_bytes: int
-    tier: Tier
+    tier: Level
     pin_count: int = 0
     is_written: bool = True
     """Off: DRAM alone has it, of a ledger in which SSD has what DRAM has."""
@@ -125,27 +125,27 @@ class Tiers:
         if not 0 <= buffer_bytes <= capacities.memory_bytes:
             raise ValueError(f"a buffer of {buffer_bytes} B in {capacities.memory_bytes} B of DRAM")
         self.policy = policy
-        self._limits = {Tier.MEMORY: capacities.memory_bytes, Tier.BELOW: capacities.below_bytes}
+        self._limits = {Level.MEMORY: capacities.memory_bytes, Level.BELOW: capacities.below_bytes}
         self._buffer_bytes = buffer_bytes
-        self._used = dict.fromkeys(Tier, 0)
+        self._used = dict.fromkeys(Level, 0)
         self._held: dict[bytes, _Held] = {}
         self._in_turn: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def used_bytes(self, tier: Tier) -> int:
+    def used_bytes(self, tier: Level) -> int:
         """Bytes of sessions that lie in the tier."""
         return self._used[tier]
 
-    def tier(self, uid: bytes) -> Tier | None:
+    def tier(self, uid: bytes) -> Level | None:
         """Where the session lies; None where it does not."""
         held = self._held.get(uid)
         return held.tier if held else None
 
     def is_on_ssd(self, uid: bytes) -> bool:
         """Whether SSD has all of the session, whichever tier it lies in."""
-        return self.tier(uid) is Tier.BELOW
+        return self.tier(uid) is Level.BELOW
 
     def pin(self, uid: bytes) -> None:
         """Keep a held session where it is, once more; raises KeyError for one that is not held."""
@@ -161,7 +161,7 @@ class Tiers:
         self._in_turn.add(uid)
         self.policy.arrived(uid, now_s)
         self.policy.withdrawn(uid)
-        if self.tier(uid) is Tier.BELOW:
+        if self.tier(uid) is Level.BELOW:
             self._promote(uid, moves, lambda _: True)
         return moves
 
@@ -176,7 +176,7 @@ class Tiers:
         else:
             self._resize(uid, held, facts.size_bytes, moves)
         self._in_turn.discard(uid)
-        self._make_room(Tier.MEMORY, self._buffer_bytes, moves, lambda _: True)
+        self._make_room(Level.MEMORY, self._buffer_bytes, moves, lambda _: True)
         return moves
 
     def ended(self, uid: bytes) -> list[Move]:
@@ -206,7 +206,7 @@ class Tiers:
         self._in_turn.discard(uid)
         return moves
 
-    def _free_bytes(self, tier: Tier) -> int:
+    def _free_bytes(self, tier: Level) -> int:
         return self._limits[tier] - self._used[tier]
 
     def _may_move(self, uid: bytes) -> bool:
@@ -214,7 +214,7 @@ class Tiers:
         return held is not None and not held.pin_count and uid not in self._in_turn
 
     def _admit(self, uid: bytes, size_bytes: int, moves: list[Move]) -> None:
-        for tier in Tier:
+        for tier in Level:
             if self._make_room(tier, size_bytes, moves, lambda _: True):
                 self._held[uid] = _Held(size_bytes, tier)
                 self._used[tier] += size_bytes
@@ -222,7 +222,7 @@ class Tiers:
                 moves.append(Move(Act.ADMIT, uid, size_bytes, tier))
                 return
         self.policy.evicted(uid)
-        moves.append(Move(Act.REFUSE, uid, size_bytes, Tier.MEMORY))
+        moves.append(Move(Act.REFUSE, uid, size_bytes, Level.MEMORY))
 
     def _resize(self, uid: bytes, held: _Held, size_bytes: int, moves: list[Move]) -> None:
         """Grow, or shrink, in place.
@@ -244,13 +244,13 @@ class Tiers:
     ) -> None:
         size_bytes = self._held[uid].size_bytes
         if self._make_room(
-            Tier.MEMORY, size_bytes + spare_bytes, moves, lambda other: other != uid and may_leave(other)
+            Level.MEMORY, size_bytes + spare_bytes, moves, lambda other: other != uid and may_leave(other)
         ):
-            self._place(uid, Tier.MEMORY)
-            moves.append(Move(Act.PROMOTE, uid, size_bytes, Tier.MEMORY))
+            self._place(uid, Level.MEMORY)
+            moves.append(Move(Act.PROMOTE, uid, size_bytes, Level.MEMORY))
 
     def _make_room(
-        self, tier: Tier, needed_bytes: int, moves: list[Move], may_leave: Callable[[bytes], bool]
+        self, tier: Level, needed_bytes: int, moves: list[Move], may_leave: Callable[[bytes], bool]
     ) -> bool:
         """Free that much of the tier. Whether it was possible; what left is gone either way."""
         if needed_bytes > self._limits[tier]:
@@ -261,29 +261,29 @@ class Tiers:
             if victim is None:
                 return False
             held = self._held[victim]
-            if tier is Tier.MEMORY and held.size_bytes <= self._free_bytes(Tier.BELOW):
-                self._place(victim, Tier.BELOW)
-                moves.append(Move(Act.DEMOTE, victim, held.size_bytes, Tier.BELOW))
+            if tier is Level.MEMORY and held.size_bytes <= self._free_bytes(Level.BELOW):
+                self._place(victim, Level.BELOW)
+                moves.append(Move(Act.DEMOTE, victim, held.size_bytes, Level.BELOW))
                 continue
-            if tier is Tier.MEMORY and held.size_bytes <= self._limits[Tier.BELOW]:
-                victim = self._first(Tier.BELOW, may_leave)
+            if tier is Level.MEMORY and held.size_bytes <= self._limits[Level.BELOW]:
+                victim = self._first(Level.BELOW, may_leave)
                 if victim is None:
                     return False
             self._evict(victim, moves)
         return True
 
-    def _first(self, tier: Tier, may_leave: Callable[[bytes], bool]) -> bytes | None:
+    def _first(self, tier: Level, may_leave: Callable[[bytes], bool]) -> bytes | None:
         """Who leaves the tier first, of those that may.
 
         Out of SSD means out of the store, from either tier.
         """
-        if tier is Tier.BELOW:
+        if tier is Level.BELOW:
             return self.policy.evict(lambda uid: self._may_move(uid) and may_leave(uid))
         return self.policy.demote(
-            lambda uid: self._may_move(uid) and self._held[uid].tier is Tier.MEMORY and may_leave(uid)
+            lambda uid: self._may_move(uid) and self._held[uid].tier is Level.MEMORY and may_leave(uid)
         )
 
-    def _place(self, uid: bytes, tier: Tier) -> None:
+    def _place(self, uid: bytes, tier: Level) -> None:
         held = self._held[uid]
         self._used[held.tier] -= held.size_bytes
         self._used[tier] += held.size_bytes
@@ -311,7 +311,7 @@ class InclusiveTiers(Tiers):
 
     def __init__(self, capacities: Capacities, policy: Policy, *, buffer_bytes: int = 0) -> None:
         super().__init__(capacities, policy, buffer_bytes=buffer_bytes)
-        self._limits[Tier.BELOW] = capacities.total_bytes
+        self._limits[Level.BELOW] = capacities.total_bytes
 
     def is_on_ssd(self, uid: bytes) -> bool:
         """See Tiers: in DRAM, too, or there alone."""
@@ -320,16 +320,18 @@ class InclusiveTiers(Tiers):
 
     def _admit(self, uid: bytes, size_bytes: int, moves: list[Move]) -> None:
         # DRAM first: rows are there before anybody can tell what they are worth.
-        tier = Tier.MEMORY if self._make_room(Tier.MEMORY, size_bytes, moves, lambda _: True) else Tier.BELOW
-        is_written = tier is Tier.BELOW or self._is_worth_writing(uid, size_bytes)
-        if is_written and not self._make_room(Tier.BELOW, size_bytes, moves, lambda _: True):
+        tier = (
+            Level.MEMORY if self._make_room(Level.MEMORY, size_bytes, moves, lambda _: True) else Level.BELOW
+        )
+        is_written = tier is Level.BELOW or self._is_worth_writing(uid, size_bytes)
+        if is_written and not self._make_room(Level.BELOW, size_bytes, moves, lambda _: True):
             self.policy.evicted(uid)
-            moves.append(Move(Act.REFUSE, uid, size_bytes, Tier.BELOW))
+            moves.append(Move(Act.REFUSE, uid, size_bytes, Level.BELOW))
             return
         held = self._held[uid] = _Held(size_bytes, tier, is_written=is_written)
         for each in _tiers(held):
             self._used[each] += size_bytes
-        moves.append(Move(Act.ADMIT, uid, size_bytes, Tier.BELOW if is_written else Tier.MEMORY))
+        moves.append(Move(Act.ADMIT, uid, size_bytes, Level.BELOW if is_written else Level.MEMORY))
         self.policy.placed(uid, tier)
 
     def _resize(self, uid: bytes, held: _Held, size_bytes: int, moves: list[Move]) -> None:
@@ -337,13 +339,13 @@ class InclusiveTiers(Tiers):
             return other != uid
 
         more_bytes = size_bytes - held.size_bytes
-        has_room = held.tier is Tier.BELOW or self._make_room(
-            Tier.MEMORY, max(more_bytes, 0), moves, may_leave
+        has_room = held.tier is Level.BELOW or self._make_room(
+            Level.MEMORY, max(more_bytes, 0), moves, may_leave
         )
         if not has_room or held.pin_count or self._is_worth_writing(uid, size_bytes):
             is_written = held.is_written or self._write(uid, moves)
-            if not is_written or not self._make_room(Tier.BELOW, max(more_bytes, 0), moves, may_leave):
-                moves.append(Move(Act.REFUSE, uid, more_bytes, Tier.BELOW))
+            if not is_written or not self._make_room(Level.BELOW, max(more_bytes, 0), moves, may_leave):
+                moves.append(Move(Act.REFUSE, uid, more_bytes, Level.BELOW))
                 if not held.pin_count:
                     self._evict(uid, moves)
                 return
@@ -352,27 +354,27 @@ class InclusiveTiers(Tiers):
         for tier in _tiers(held):
             self._used[tier] += more_bytes
         held.size_bytes = size_bytes
-        moves.append(Move(Act.GROW, uid, more_bytes, Tier.BELOW if held.is_written else Tier.MEMORY))
+        moves.append(Move(Act.GROW, uid, more_bytes, Level.BELOW if held.is_written else Level.MEMORY))
 
     def _is_worth_writing(self, uid: bytes, size_bytes: int) -> bool:
         """Whether SSD is to have it; it keeps what it has some of."""
         if self.is_on_ssd(uid):
             return True
-        return is_worth_writing(size_bytes, self._free_bytes(Tier.BELOW), self._leaving(uid))
+        return is_worth_writing(size_bytes, self._free_bytes(Level.BELOW), self._leaving(uid))
 
-    def _leaving(self, uid: bytes) -> Iterator[Leaving]:
+    def _leaving(self, uid: bytes) -> Iterator[Candidate]:
         seen = {uid}
-        while (victim := self._first(Tier.BELOW, lambda other: other not in seen)) is not None:
+        while (victim := self._first(Level.BELOW, lambda other: other not in seen)) is not None:
             seen.add(victim)
-            yield Leaving(self.policy.gives_way(victim, uid), self._held[victim].size_bytes)
+            yield Candidate(self.policy.gives_way(victim, uid), self._held[victim].size_bytes)
 
-    def _first(self, tier: Tier, may_leave: Callable[[bytes], bool]) -> bytes | None:
-        if tier is Tier.MEMORY:
+    def _first(self, tier: Level, may_leave: Callable[[bytes], bool]) -> bytes | None:
+        if tier is Level.MEMORY:
             return super()._first(tier, may_leave)
         return super()._first(tier, lambda uid: self._held[uid].is_written and may_leave(uid))
 
     def _make_room(
-        self, tier: Tier, needed_bytes: int, moves: list[Move], may_leave: Callable[[bytes], bool]
+        self, tier: Level, needed_bytes: int, moves: list[Move], may_leave: Callable[[bytes], bool]
     ) -> bool:
         if needed_bytes > self._limits[tier]:
             return False
@@ -380,7 +382,7 @@ class InclusiveTiers(Tiers):
             victim = self._first(tier, may_leave)
             if victim is None:
                 return False
-            leave = self._drop if tier is Tier.MEMORY else self._evict
+            leave = self._drop if tier is Level.MEMORY else self._evict
             leave(victim, moves)
         return True
 
@@ -390,22 +392,22 @@ class InclusiveTiers(Tiers):
         if not is_worth or not (held.is_written or self._write(uid, moves)):
             self._evict(uid, moves)
             return
-        self._place(uid, Tier.BELOW)
-        moves.append(Move(Act.DROP, uid, held.size_bytes, Tier.BELOW))
+        self._place(uid, Level.BELOW)
+        moves.append(Move(Act.DROP, uid, held.size_bytes, Level.BELOW))
 
     def _write(self, uid: bytes, moves: list[Move]) -> bool:
         """Write what only DRAM has. Whether there was room, or could be made."""
         held = self._held[uid]
-        if not self._make_room(Tier.BELOW, held.size_bytes, moves, lambda other: other != uid):
+        if not self._make_room(Level.BELOW, held.size_bytes, moves, lambda other: other != uid):
             return False
         held.is_written = True
-        self._used[Tier.BELOW] += held.size_bytes
-        moves.append(Move(Act.DEMOTE, uid, held.size_bytes, Tier.BELOW))
+        self._used[Level.BELOW] += held.size_bytes
+        moves.append(Move(Act.DEMOTE, uid, held.size_bytes, Level.BELOW))
         return True
 
-    def _place(self, uid: bytes, tier: Tier) -> None:
+    def _place(self, uid: bytes, tier: Level) -> None:
         held = self._held[uid]
-        self._used[Tier.MEMORY] += held.size_bytes * ((tier is Tier.MEMORY) - (held.tier is Tier.MEMORY))
+        self._used[Level.MEMORY] += held.size_bytes * ((tier is Level.MEMORY) - (held.tier is Level.MEMORY))
         held.tier = tier
         self.policy.placed(uid, tier)
 
@@ -414,9 +416,9 @@ class InclusiveTiers(Tiers):
             self._used[tier] -= held.size_bytes
 
 
-def _tiers(held: _Held) -> set[Tier]:
+def _tiers(held: _Held) -> set[Level]:
     """Where the session takes room."""
-    return {Tier.BELOW, held.tier} if held.is_written else {held.tier}
+    return {Level.BELOW, held.tier} if held.is_written else {held.tier}
 
 
 class Ssd:
@@ -488,7 +490,7 @@ class Store:
         policy = make_policy(capacities, next_use_s)
         make_tiers = InclusiveTiers if load.is_inclusive else Tiers
         self.tiers = make_tiers(capacities, policy, buffer_bytes=int(dram_bytes * load.buffer_share))
-        self.tally = Tally()
+        self.tally = HitTally()
         self.ssd = Ssd(
             load.ssd_read_bytes_per_s,
             load.ssd_write_bytes_per_s,
@@ -502,9 +504,9 @@ class Store:
         """A turn begins and reads its history; returns how that comes to DRAM, from now on."""
         ready_s, missing_share, copy = 0.0, 0.0, self._copies.get(uid)
         tier = self.tiers.tier(uid)
-        if tier is Tier.BELOW:
+        if tier is Level.BELOW:
             missing_share = 1.0
-        elif tier is Tier.MEMORY:
+        elif tier is Level.MEMORY:
             missing_share = 1.0 - self._resident_share
             if copy is not None and copy.ready_s < math.inf:
                 self.tally.prefetch_met(copy.ready_s, now_s)

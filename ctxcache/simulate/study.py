@@ -13,13 +13,13 @@ from ctxcache.core.placement.look_ahead import Belady
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
-from ctxcache.simulate.rows import Turn
+from ctxcache.simulate.rows import TraceTurn
 from ctxcache.simulate.store import MakePolicy
-from ctxcache.simulate.tally import Tally
+from ctxcache.simulate.tally import HitTally
 from ctxcache.simulate.trace import Trace
 
 
-def look(turns: Iterable[Turn]) -> "array[float]":
+def look(turns: Iterable[TraceTurn]) -> "array[float]":
     """Read the whole trace; returns by turn when its session arrives next, in seconds, infinity for never."""
     next_arrivals_s = array("d")
     last: dict[bytes, int] = {}
@@ -56,13 +56,13 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StudyOutcome:
     """What one policy reached at one capacity."""
 
     policy: str
     multiple: float | None
     load: Load
-    tally: Tally
+    tally: HitTally
 
     def to_dict(self) -> dict[str, object]:
         """For JSON; sizes in bytes, times in seconds, money in US dollars."""
@@ -78,7 +78,7 @@ class Outcome:
 
 def study(
     trace: Trace, load: Load, policies: Sequence[str], capacities: Sequence[Capacity], *, step: Step
-) -> Iterator[Outcome]:
+) -> Iterator[StudyOutcome]:
     """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong."""
     needs_footprint = any(capacity.multiple is not None for capacity in capacities)
     needs_future = needs_footprint or load.hints or BELADY in policies
@@ -91,7 +91,7 @@ def study(
         for policy in policies:
             replay = Replay(sized, _maker(policy), next_arrivals_s=next_arrivals_s)
             tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
-            yield Outcome(policy, capacity.multiple, sized, tally)
+            yield StudyOutcome(policy, capacity.multiple, sized, tally)
 
 
 def _maker(policy: str) -> MakePolicy:
@@ -101,7 +101,9 @@ def _maker(policy: str) -> MakePolicy:
     return lambda capacities, _: make(capacities)
 
 
-def footprint_bytes(trace: Iterable[Turn], load: Load, next_arrivals_s: "array[float]", step: Step) -> int:
+def footprint_bytes(
+    trace: Iterable[TraceTurn], load: Load, next_arrivals_s: "array[float]", step: Step
+) -> int:
     """Most bytes of state at once in turns or needed by later ones; found by a replay with room for all."""
     boundless = replace(
         load, dram_bytes=BOUNDLESS_BYTES, ssd_bytes=BOUNDLESS_BYTES, buffer_share=0.0, hints=frozenset()

@@ -29,7 +29,7 @@ from ctxcache.simulate.trace import PacedTrace
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SweepRun:
     """One replay: its group along the axis, its series, what it is told, and what the paper reached there."""
 
     x: str | float
@@ -40,7 +40,7 @@ class Run:
     paper: Mapping[str, float] = field(default_factory=dict)
     """Figures by the names that ours have; shares, not per cent."""
 
-    def scaled(self, factor: float) -> "Run":
+    def scaled(self, factor: float) -> "SweepRun":
         """The run with so many times the capacity.
 
         DRAM stays, as turns and prefetches need what they need.
@@ -77,7 +77,7 @@ class Sweep:
     panels: tuple[Panel, ...]
     policies: tuple[str, ...]
     preset: Load
-    make: Callable[[Load, Sequence[str], Census], list[Run]]
+    make: Callable[[Load, Sequence[str], Census], list[SweepRun]]
     is_lines: bool = False
     is_sized: bool = True
     """Its capacities are bytes, which may be scaled as if the live footprint were another."""
@@ -86,10 +86,10 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """A run and the figures it came to."""
 
-    run: Run
+    run: SweepRun
     figures: Mapping[str, object]
 
     def number(self, name: str) -> float:
@@ -179,9 +179,9 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / 1e12:g} TB" if size_bytes >= TB else f"{size_bytes / 2**30:g} GiB"
 
 
-def _policies(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
+def _policies(load: Load, policies: Sequence[str], _: Census) -> list[SweepRun]:
     return [
-        Run(
+        SweepRun(
             f"{_size(load.dram_bytes)} + {_size(ssd_bytes)}",
             policy,
             policy,
@@ -193,9 +193,9 @@ def _policies(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
     ]
 
 
-def _models(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
+def _models(load: Load, policies: Sequence[str], _: Census) -> list[SweepRun]:
     return [
-        Run(
+        SweepRun(
             model,
             policy,
             policy,
@@ -207,14 +207,14 @@ def _models(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
     ]
 
 
-def _overflow(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
+def _overflow(load: Load, policies: Sequence[str], _: Census) -> list[SweepRun]:
     """The paper's two ways: what it reached with one, less what it lost by the other."""
     lost = {
         Overflow.DECOUPLED: dict.fromkeys(MODEL_NAMES, 0.0),
         Overflow.INVALIDATE: LOST_BY_INVALIDATION,
     }
     return [
-        Run(
+        SweepRun(
             model,
             _NAMES[overflow],
             policies[0],
@@ -226,7 +226,7 @@ def _overflow(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
     ]
 
 
-def _tiers(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
+def _tiers(load: Load, policies: Sequence[str], _: Census) -> list[SweepRun]:
     hbm_and_dram = HBM_BYTES + load.dram_bytes
     tiers = (
         ("HBM", HBM_BYTES, 0, dict.fromkeys(MODEL_NAMES, 0.0)),
@@ -234,7 +234,7 @@ def _tiers(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
         ("HBM + DRAM + SSD", hbm_and_dram, load.ssd_bytes, MODEL_HITS),
     )
     return [
-        Run(
+        SweepRun(
             model,
             tier,
             policies[0],
@@ -246,10 +246,10 @@ def _tiers(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
     ]
 
 
-def _capacity(load: Load, policies: Sequence[str], census: Census) -> list[Run]:
+def _capacity(load: Load, policies: Sequence[str], census: Census) -> list[SweepRun]:
     needed_bytes = census.cache_bytes(load.context_tokens, load.token_bytes)
     return [
-        Run(
+        SweepRun(
             ratio,
             policy,
             policy,
@@ -266,10 +266,10 @@ def _with_total(load: Load, total_bytes: int) -> Load:
     return replace(load, dram_bytes=dram_bytes, ssd_bytes=total_bytes - dram_bytes)
 
 
-def _arrivals(load: Load, policies: Sequence[str], census: Census) -> list[Run]:
+def _arrivals(load: Load, policies: Sequence[str], census: Census) -> list[SweepRun]:
     usual = census.sessions_per_s
     return [
-        Run(
+        SweepRun(
             rate,
             policy,
             policy,
@@ -282,17 +282,17 @@ def _arrivals(load: Load, policies: Sequence[str], census: Census) -> list[Run]:
     ]
 
 
-def _reads(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
+def _reads(load: Load, policies: Sequence[str], _: Census) -> list[SweepRun]:
     return [
-        Run(gb_per_s, policy, policy, replace(load, ssd_read_bytes_per_s=gb_per_s * 1e9))
+        SweepRun(gb_per_s, policy, policy, replace(load, ssd_read_bytes_per_s=gb_per_s * 1e9))
         for policy in policies
         for gb_per_s in READ_GB_PER_S
     ]
 
 
-def _footprint(load: Load, policies: Sequence[str], census: Census) -> list[Run]:
+def _footprint(load: Load, policies: Sequence[str], census: Census) -> list[SweepRun]:
     return [
-        Run(multiple, policy, policy, Capacity(multiple).of(load, census.live_bytes))
+        SweepRun(multiple, policy, policy, Capacity(multiple).of(load, census.live_bytes))
         for policy in policies
         for multiple in MULTIPLES
     ]
@@ -410,7 +410,7 @@ def prepare(
     *,
     live_bytes: int | None,
     step: Step,
-) -> tuple[Census, list[Run]]:
+) -> tuple[Census, list[SweepRun]]:
     """Return what the trace holds and the runs; capacities as if live state peaked at `live_bytes`.
 
     A warm-up of the paper's is cut to a fifth of a shorter trace. Raises InvalidTrace.
@@ -427,12 +427,12 @@ def prepare(
 
 
 def play(
-    trace: PacedTrace, runs: Sequence[Run], *, job_count: int, step: Step, done: Callable[[], None]
-) -> Iterator[Row]:
+    trace: PacedTrace, runs: Sequence[SweepRun], *, job_count: int, step: Step, done: Callable[[], None]
+) -> Iterator[SweepRow]:
     """Give a row per run, in order. `step` hears of turns where there is one job, `done` of ended runs."""
     if job_count == 1:
         for run in runs:
-            yield Row(run, _figures(trace, run, step))
+            yield SweepRow(run, _figures(trace, run, step))
             done()
         return
     context = multiprocessing.get_context("spawn")
@@ -443,14 +443,14 @@ def play(
             future.add_done_callback(lambda _: done())
         try:
             for run, future in zip(runs, futures, strict=True):
-                yield Row(run, future.result())
+                yield SweepRow(run, future.result())
         except BrokenProcessPool as error:
             raise ReplayLost from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _figures(trace: PacedTrace, run: Run, step: Step = lambda _what, _done: None) -> dict[str, object]:
+def _figures(trace: PacedTrace, run: SweepRun, step: Step = lambda _what, _done: None) -> dict[str, object]:
     trace = trace.paced(run.sessions_times)
     (outcome,) = study(trace, run.load, [run.policy], [Capacity()], step=step)
     figures, tally = outcome.to_dict(), outcome.tally

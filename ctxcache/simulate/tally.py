@@ -10,7 +10,7 @@ LEAST_S = 1e-6
 STEP = math.log(1.01)
 
 
-class Histogram:
+class FineHistogram:
     """Counts by bucket. A quantile is off by half a per cent at most, and 0 is 0."""
 
     __slots__ = ("buckets", "count", "sum_s")
@@ -27,7 +27,7 @@ class Histogram:
         self.sum_s += value_s
         self.buckets[int(math.log(value_s / LEAST_S) / STEP) + 1 if value_s > LEAST_S else 0] += 1
 
-    def merge(self, other: "Histogram") -> None:
+    def merge(self, other: "FineHistogram") -> None:
         """Count another's durations, too."""
         self.count += other.count
         self.sum_s += other.sum_s
@@ -47,7 +47,7 @@ DAY_S = 86_400.0
 
 
 @dataclass(slots=True)
-class Tally:
+class HitTally:
     """Counts since the end of the warm-up. A later turn is one of a session that had one before.
 
     `dram_hits` were in DRAM when the turn started, `ssd_hits` had to be read from SSD then. Every other later
@@ -94,9 +94,9 @@ class Tally:
     end_s: float = 0.0
     longest_queue: int = 0
     most_sessions: int = 0
-    ttft: Histogram = field(default_factory=Histogram)
+    ttft: FineHistogram = field(default_factory=FineHistogram)
     """Of every turn: its wait in the queue, for SSD, the copy from DRAM and prefill."""
-    later_ttft: Histogram = field(default_factory=Histogram)
+    later_ttft: FineHistogram = field(default_factory=FineHistogram)
     """Of later turns, without their wait in the queue."""
 
     def prefetch_met(self, ready_s: float, now_s: float) -> None:
@@ -116,7 +116,9 @@ class Tally:
     def figures(self) -> dict[str, float]:
         """All counts, and the shares made of them; a share of nothing is 0."""
         days = max(self.end_s - self.begin_s, 1.0) / DAY_S
-        counts = {each.name: getattr(self, each.name) for each in fields(self) if each.type is not Histogram}
+        counts = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.type is not FineHistogram
+        }
         return counts | {
             "hit_rate": self.hit_rate,
             "dram_hit_rate": _share(self.dram_hits, self.later_turns),

@@ -20,20 +20,20 @@ from heapq import heappop, heappush
 from pathlib import Path
 
 from ctxcache.simulate import recorded
-from ctxcache.simulate.rows import InvalidTrace, Row, Turn, rows_of
+from ctxcache.simulate.rows import InvalidTrace, Row, TraceTurn, rows_of
 
 DOCUMENT_FIELDS = ("task", "doc_id", "context_tokens", "instruction_tokens", "output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ArrivalPace:
     """How many sessions begin a second, and how long each waits between its turns."""
 
     sessions_per_s: float
     think_s: float = 30.0
 
 
-def questions(rows: Iterable[Row], pace: Pace) -> Iterator[Turn]:
+def questions(rows: Iterable[Row], pace: ArrivalPace) -> Iterator[TraceTurn]:
     """Questions asked of documents, in order of arrival. Rows of a document stand together.
 
     Raises InvalidTrace.
@@ -42,7 +42,7 @@ def questions(rows: Iterable[Row], pace: Pace) -> Iterator[Turn]:
     context and nothing of the questions before it. Documents begin as a Poisson process, the same at every
     reading. A document's questions come at even distances.
     """
-    waiting: list[tuple[float, int, Turn]] = []
+    waiting: list[tuple[float, int, TraceTurn]] = []
     begin_s, session, number = 0.0, b"", 0
     for count, row in enumerate(rows):
         uid = row.name("task") + b"/" + row.name("doc_id")
@@ -58,16 +58,16 @@ def questions(rows: Iterable[Row], pace: Pace) -> Iterator[Turn]:
         yield heappop(waiting)[2]
 
 
-def _gap_s(uid: bytes, pace: Pace) -> float:
+def _gap_s(uid: bytes, pace: ArrivalPace) -> float:
     """Time since the document before: an exponential draw, made of the name."""
     return -math.log((zlib.crc32(uid) + 1) / 2**32) / pace.sessions_per_s
 
 
-def _turn(row: Row, uid: bytes, number: int, arrival_s: float) -> Turn:
+def _turn(row: Row, uid: bytes, number: int, arrival_s: float) -> TraceTurn:
     context_tokens = row.count("context_tokens")
     new_tokens = row.count("instruction_tokens") + (0 if number else context_tokens)
     history_tokens = context_tokens if number else 0
-    return Turn(uid, arrival_s, new_tokens, row.count("output_tokens"), history_tokens, number + 1)
+    return TraceTurn(uid, arrival_s, new_tokens, row.count("output_tokens"), history_tokens, number + 1)
 
 
 BLOCK_TOKENS = 512
@@ -98,7 +98,7 @@ class Conversations:
         self._holders: OrderedDict[int, _Request] = OrderedDict()
         self._session_count = 0
 
-    def turn(self, row: Row) -> Turn:
+    def turn(self, row: Row) -> TraceTurn:
         """Read the next request. Raises InvalidTrace."""
         input_tokens, output_tokens = row.count("input_length"), row.count("output_length")
         blocks = row.whole_numbers("hash_ids")
@@ -110,7 +110,7 @@ class Conversations:
             self._holders.move_to_end(block)
         while len(self._holders) > self._most_blocks:
             self._holders.popitem(last=False)
-        return Turn(
+        return TraceTurn(
             b"%d" % request.session,
             row.time_ms("timestamp") / 1000,
             input_tokens - history_tokens,
@@ -140,7 +140,7 @@ class Conversations:
         return _Request(self._session_count - 1, number, input_tokens, output_tokens)
 
 
-__all__ = ["InvalidTrace", "Pace", "Trace", "Turn"]
+__all__ = ["ArrivalPace", "InvalidTrace", "Trace", "TraceTurn"]
 
 _SESSIONS = ("session_id", "arrival_ms", "new_input_tokens", "output_tokens")
 _REQUESTS = ("t_ms", "ContextTokens", "GeneratedTokens")
@@ -153,12 +153,12 @@ class Trace:
     `pace` is for traces that say no arrivals, and only for them.
     """
 
-    def __init__(self, path: Path, *, arrivals_times: float = 1.0, pace: Pace | None = None) -> None:
+    def __init__(self, path: Path, *, arrivals_times: float = 1.0, pace: ArrivalPace | None = None) -> None:
         self.path = path
         self._arrivals_times = arrivals_times
         self._pace = pace
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[TraceTurn]:
         """Every turn, in order of arrival. Raises InvalidTrace."""
         count = 0
         for turn in self._turns(self._rows()):
@@ -167,7 +167,7 @@ class Trace:
         if not count:
             raise InvalidTrace.at(self.path, 1, None, "no turn in it")
 
-    def _turns(self, rows: Iterator[Row]) -> Iterator[Turn]:
+    def _turns(self, rows: Iterator[Row]) -> Iterator[TraceTurn]:
         first = next(rows, None)
         if first is None:
             return
@@ -182,11 +182,11 @@ class Trace:
             first.refuse(None, "lengths without arrivals: say how many sessions begin a second")
         yield from questions(_chained(first, rows, DOCUMENT_FIELDS), self._pace)
 
-    def _recorded(self, first: Row, rows: Iterator[Row]) -> Iterator[Turn]:
+    def _recorded(self, first: Row, rows: Iterator[Row]) -> Iterator[TraceTurn]:
         recorded.check_header(first)
         yield from recorded.turns(rows)
 
-    def _arriving(self, first: Row, rows: Iterator[Row]) -> Iterator[Turn]:
+    def _arriving(self, first: Row, rows: Iterator[Row]) -> Iterator[TraceTurn]:
         """Turns of a format that says when they come, which must be in order."""
         fields, read = _format(first)
         time = next(field for field in _TIMES if field in fields)
@@ -203,7 +203,7 @@ class Trace:
         return rows_of(self.path, _format)
 
 
-def _format(row: Row) -> tuple[tuple[str, ...], Callable[[Row], Turn]]:
+def _format(row: Row) -> tuple[tuple[str, ...], Callable[[Row], TraceTurn]]:
     """The fields that every row of the trace must have, and what reads one."""
     if _has(row, PREFIX_FIELDS):
         return PREFIX_FIELDS, Conversations().turn
@@ -231,14 +231,14 @@ def _chained(first: Row, rows: Iterable[Row], fields: tuple[str, ...]) -> Iterat
         yield row
 
 
-def _request(row: Row) -> Turn:
+def _request(row: Row) -> TraceTurn:
     arrival_s = row.time_ms("t_ms") / 1000
     input_tokens, output_tokens = row.count("ContextTokens"), row.count("GeneratedTokens")
-    return Turn(b"line %d" % row.line, arrival_s, input_tokens, output_tokens, None, None)
+    return TraceTurn(b"line %d" % row.line, arrival_s, input_tokens, output_tokens, None, None)
 
 
-def _session_turn(row: Row) -> Turn:
-    return Turn(
+def _session_turn(row: Row) -> TraceTurn:
+    return TraceTurn(
         row.name("session_id"),
         row.time_ms("arrival_ms") / 1000,
         row.count("new_input_tokens"),
@@ -256,7 +256,7 @@ class PacedTrace(Trace):
         path: Path,
         *,
         arrivals_times: float = 1.0,
-        pace: Pace | None = None,
+        pace: ArrivalPace | None = None,
         sessions_times: float = 1.0,
     ) -> None:
         super().__init__(path, arrivals_times=arrivals_times, pace=pace)
@@ -268,13 +268,13 @@ class PacedTrace(Trace):
             self.path, arrivals_times=self._arrivals_times, pace=self._pace, sessions_times=sessions_times
         )
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[TraceTurn]:
         """Every turn, in order of its new arrival. Raises InvalidTrace."""
         if self._sessions_times == 1:
             yield from super().__iter__()
             return
         begins_s: dict[bytes, float] = {}
-        held: list[tuple[float, int, Turn]] = []
+        held: list[tuple[float, int, TraceTurn]] = []
         for number, turn in enumerate(super().__iter__()):
             begin_s = begins_s.setdefault(turn.session, turn.arrival_s)
             arrival_s = begin_s / self._sessions_times + (turn.arrival_s - begin_s)

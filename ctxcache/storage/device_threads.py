@@ -22,7 +22,7 @@ Piece = Callable[[int, int], None]
 """Moves bytes `[begin, end)` of a transfer's buffer, in a thread."""
 
 
-class Job(Protocol):
+class DeviceJob(Protocol):
     """Device operations that one caller waits for."""
 
     is_given_up: bool
@@ -42,7 +42,7 @@ class Job(Protocol):
 class _Step:
     """One operation of a job, as it is queued."""
 
-    job: Job
+    job: DeviceJob
     begin: int = 0
     end: int = 0
 
@@ -51,7 +51,7 @@ class _Step:
 class _UnderWay:
     """An operation that a thread has begun, and when."""
 
-    job: Job
+    job: DeviceJob
     begun_ns: int
 
 

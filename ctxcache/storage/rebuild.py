@@ -24,10 +24,10 @@ from ctxcache.runtime.files import sync_directory
 from ctxcache.storage.data_directory import METADATA, DataDirectory
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import SegmentRecord, SessionRecord
-from ctxcache.storage.metadata.catalog_contents import Contents, Entry, read_catalog
+from ctxcache.storage.metadata.catalog_contents import CatalogContents, Entry, read_catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness
-from ctxcache.storage.scan import Found, is_whole, scan
+from ctxcache.storage.scan import ScannedSegment, is_whole, scan
 from ctxcache.storage.ssd_directories import (
     SEGMENTS,
     forget_unreadable,
@@ -38,7 +38,7 @@ from ctxcache.storage.ssd_directories import (
 )
 
 CATALOG = "catalog"
-Place = tuple[int, Found]
+Place = tuple[int, ScannedSegment]
 """The number of a directory, and where in its file."""
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def _scan(directories: Sequence[Path], result: Rebuilt) -> Mapping[int, list[Pla
 
 
 def _segments(
-    contents: Contents, directories: Sequence[Path], places: Mapping[int, list[Place]], result: Rebuilt
+    contents: CatalogContents, directories: Sequence[Path], places: Mapping[int, list[Place]], result: Rebuilt
 ) -> Iterator[tuple[int, SegmentRecord]]:
     """The recorded segments that are there, each where it really is."""
     for key, value in contents.records.items():

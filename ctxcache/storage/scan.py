@@ -23,7 +23,7 @@ _WORDS_PER_PAGE = ALIGN_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScannedSegment:
     """A segment whose header is whole; of its chunks nothing is known yet."""
 
     offset_bytes: int
@@ -31,7 +31,7 @@ class Found:
     header_checksum: int
 
 
-def scan(path: Path) -> Iterator[Found]:
+def scan(path: Path) -> Iterator[ScannedSegment]:
     """Every whole header of a file, ascending. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -45,7 +45,7 @@ def scan(path: Path) -> Iterator[Found]:
         os.close(fd)
 
 
-def header_at(path: Path, offset_bytes: int) -> Found | None:
+def header_at(path: Path, offset_bytes: int) -> ScannedSegment | None:
     """The segment that begins there; None when none does, or there is no file. Raises OSError."""
     try:
         with path.open("rb", buffering=0) as file:
@@ -54,7 +54,7 @@ def header_at(path: Path, offset_bytes: int) -> Found | None:
         return None
 
 
-def is_whole(path: Path, found: Found) -> bool:
+def is_whole(path: Path, found: ScannedSegment) -> bool:
     """Whether every chunk of a found segment is what its header says. Raises OSError."""
     layout, identity = found.header.layout, found.header.identity
     with path.open("rb", buffering=0) as file:
@@ -80,18 +80,18 @@ def _extents(fd: int) -> Iterator[tuple[int, int]]:
         yield begin // ALIGN_BYTES * ALIGN_BYTES, offset
 
 
-def _headers(fd: int, offset: int, block: memoryview) -> Iterator[Found]:
+def _headers(fd: int, offset: int, block: memoryview) -> Iterator[ScannedSegment]:
     words = np.frombuffer(block, "<u8")[::_WORDS_PER_PAGE]
     for page in np.flatnonzero(words == _MAGIC_WORD):
         if found := _header(fd, offset + int(page) * ALIGN_BYTES):
             yield found
 
 
-def _header(fd: int, begin: int) -> Found | None:
+def _header(fd: int, begin: int) -> ScannedSegment | None:
     fixed = os.pread(fd, HEADER_FIXED_BYTES, begin)
     stream_count = int.from_bytes(fixed[_STREAM_COUNT_OFFSET : _STREAM_COUNT_OFFSET + 4], "little")
     raw = os.pread(fd, HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * min(stream_count, 1 << 16), begin)
     try:
-        return Found(begin, decode_header(raw), header_checksum(raw))
+        return ScannedSegment(begin, decode_header(raw), header_checksum(raw))
     except CorruptSegment:
         return None

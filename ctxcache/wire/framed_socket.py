@@ -32,7 +32,7 @@ _HEADER = struct.Struct("<BBHIQ")
 _TIMEVAL = struct.Struct("@ll")
 
 
-class Kind(enum.IntEnum):
+class SocketFrameKind(enum.IntEnum):
     """What a frame is."""
 
     HELLO = 1
@@ -48,7 +48,7 @@ class Kind(enum.IntEnum):
     ERROR = 20
 
 
-_KINDS = frozenset(map(int, Kind))
+_KINDS = frozenset(map(int, SocketFrameKind))
 
 
 class FrameError(Exception):
@@ -66,10 +66,10 @@ class Part(NamedTuple):
     checksum: int
 
 
-class Frame(NamedTuple):
+class SocketFrame(NamedTuple):
     """A frame without its data, which is still to be received."""
 
-    kind: Kind
+    kind: SocketFrameKind
     message: bytes
     data_bytes: int
 
@@ -106,7 +106,7 @@ class FramedSocket:
             poll.register(self._socket, select.POLLIN)
             return bool(poll.poll(max(timeout_s, 0) * 1000))
 
-    def receive(self) -> Frame | None:
+    def receive(self) -> SocketFrame | None:
         """Receive the next frame up to its data; None when the peer has ended in order.
 
         What nobody took of the last one's data is passed over. Raises FrameError.
@@ -122,7 +122,7 @@ class FramedSocket:
         message = bytearray(message_bytes)
         self._fill(memoryview(message))
         self._left_bytes = data_bytes
-        return Frame(Kind(kind), bytes(message), data_bytes)
+        return SocketFrame(SocketFrameKind(kind), bytes(message), data_bytes)
 
     def receive_into(
         self, places: Iterable[tuple[memoryview, xxh3_64 | None]], parts: Iterable[Part]
@@ -152,7 +152,7 @@ class FramedSocket:
         while self._left_bytes:
             self._left_bytes -= self._fill(rubbish[: self._left_bytes])
 
-    def send(self, kind: Kind, message: bytes = b"", data: Sequence[memoryview] = ()) -> None:
+    def send(self, kind: SocketFrameKind, message: bytes = b"", data: Sequence[memoryview] = ()) -> None:
         """Send a frame, its data from where it lies: at most `PARTS_LIMIT` places. Raises FrameError."""
         size_bytes = sum(part.nbytes for part in data)
         header = _HEADER.pack(kind, 0, 0, len(message), size_bytes)

@@ -18,7 +18,7 @@ MESSAGE_LIMIT_BYTES = 4 << 20
 _HEAD = struct.Struct("<IB")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame carries."""
 
     HELLO = 1
@@ -37,7 +37,7 @@ class Frame(NamedTuple):
     message: bytes
 
 
-def encode_frame(kind: Kind, message: bytes) -> bytes:
+def encode_frame(kind: FrameKind, message: bytes) -> bytes:
     """Put a message into a frame."""
     return _HEAD.pack(len(message), kind) + message
 
@@ -58,7 +58,7 @@ class FrameReader:
         self._begin = 0
         self.held_bytes = len(self._rest)
 
-    def is_last(self, kind: Kind) -> bool:
+    def is_last(self, kind: FrameKind) -> bool:
         """Whether what is held is whole frames, the last of them an empty one of that kind."""
         begin, found = self._begin, False
         while len(self._rest) - begin >= _HEAD.size:

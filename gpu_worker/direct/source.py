@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.client.filed_rows import FiledRows, Run
+from ctxcache.client.filed_rows import FiledRows, FileRun
 from ctxcache.client.ssd_slot import StoredChunk
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.identity import bound_checksum
@@ -84,7 +84,7 @@ WORD_BYTES = 8
 class _Landing(NamedTuple):
     """A chunk on its way to `offset_bytes` of the buffer."""
 
-    run: Run
+    run: FileRun
     chunk: StoredChunk
     offset_bytes: int
     reading: DeviceRead
@@ -157,7 +157,7 @@ def _failure(rows: FiledRows, landing: _Landing) -> list[Exception]:
     return []
 
 
-def _by_host(rows: FiledRows, stream: Stream, run: Run, place: Tensor) -> None:
+def _by_host(rows: FiledRows, stream: Stream, run: FileRun, place: Tensor) -> None:
     host = torch.empty(place.shape, dtype=torch.uint8)
     rows.copy(stream, run, host.numpy())
     # Waits for the device: the memory is nobody else's then.

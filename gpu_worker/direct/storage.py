@@ -19,7 +19,7 @@ import torch
 
 from ctxcache.client import CallerModel, Client, SessionRows
 from ctxcache.client.filed_rows import FiledRows
-from ctxcache.client.ssd_files import SsdFiles
+from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.streams import Stream
@@ -99,7 +99,7 @@ class DirectStorage:
 
         The store reads them next, and cuts them before the damage.
         """
-        self._opened: tuple[SsdFiles, DeviceFiles] | None = None
+        self._opened: tuple[SsdReader, DeviceFiles] | None = None
         self.failures: Counter[str] = Counter()
         """Restores that gave files up, by reason."""
         self.read_bytes = 0
@@ -181,7 +181,7 @@ class DirectStorage:
             self.failures[error.reason] += 1
         log.warning("direct_read_failed reason=%s problem=%r", error.reason, str(error))
 
-    def _look(self, files: SsdFiles | None) -> None:
+    def _look(self, files: SsdReader | None) -> None:
         """Say what these files mean for the path."""
         if files is not None and files.is_open:
             return self._say(self._machine)
@@ -194,7 +194,7 @@ class DirectStorage:
         if is_new:
             log.info("direct_storage path=%s reason=%r", live.path, live.reason)
 
-    def _device_files(self, files: SsdFiles) -> DeviceFiles | None:
+    def _device_files(self, files: SsdReader) -> DeviceFiles | None:
         """The files as the device reads them; None where the host does."""
         if self._machine.path not in (DirectPath.GDS, DirectPath.COMPAT):
             return None
@@ -212,7 +212,7 @@ class DirectStorage:
             self._opened = files, opened
         return opened
 
-    def _open(self, files: SsdFiles) -> DeviceFiles:
+    def _open(self, files: SsdReader) -> DeviceFiles:
         return KvikioFiles(files.paths, is_gds=self._machine.path is DirectPath.GDS)
 
     def _checksums(self) -> Checksums:

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from ctxcache.errors import AddressUnusable, CorruptSegment, InvalidConfiguration, TierFailure
 from ctxcache.observe.bearer import CHALLENGE, Bearer
-from ctxcache.observe.metric import Group, Kind, counter, gauge
+from ctxcache.observe.metric import Group, MetricKind, counter, gauge
 from ctxcache.runtime.files import check_secret, secret_refusal
 from gpu_worker.direct.path import DirectPath, Live
 from gpu_worker.sidecar.attachments import Attached, Counts
@@ -176,7 +176,7 @@ class WorkerCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Every metric, as it is now."""
         families = {
-            metric.name: (CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily)(
+            metric.name: (CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily)(
                 metric.name, metric.meaning, labels=metric.labels
             )
             for metric in TABLE.metrics

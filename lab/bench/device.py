@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from ctxcache.format.slot import Slot
-from ctxcache.storage.tiers.base import Devices, Range, Refusal
+from ctxcache.storage.tiers.base import DeviceTier, Range, TierRefusal
 
 MIB = 1 << 20
 
@@ -97,7 +97,7 @@ class ThrottledTier:
     Each path of `inner` moves at most `path_bps` bytes per second, reads and writes together.
     """
 
-    def __init__(self, inner: Devices, path_bps: float) -> None:
+    def __init__(self, inner: DeviceTier, path_bps: float) -> None:
         self._inner = inner
         self._path_bps = path_bps
         self._free_at_s = [0.0] * len(inner.paths)
@@ -113,7 +113,7 @@ class ThrottledTier:
         return self._inner.capacities_bytes
 
     @property
-    def refusals(self) -> Mapping[int, Refusal]:
+    def refusals(self) -> Mapping[int, TierRefusal]:
         """See Tier."""
         return self._inner.refusals
 

@@ -37,7 +37,7 @@ from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
-from ctxcache.storage.tiers.base import Devices, MappedTier
+from ctxcache.storage.tiers.base import DeviceTier, MappedTier
 from ctxcache.storage.tiers.dram import DramArena
 from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
 from lab.bench.device import MIB, ThrottledTier
@@ -118,7 +118,7 @@ async def opened(
     session_bytes: int,
     *,
     path_count: int = 1,
-    wrap: Callable[[Devices], Devices] = lambda tier: tier,
+    wrap: Callable[[DeviceTier], DeviceTier] = lambda tier: tier,
     make_arena: Callable[[int], MappedTier] | None = None,
 ) -> AsyncIterator[Rig]:
     """A rig whose arena has room for the session and no more; what it wrote is removed at the end.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ctxcache.cli.call import Call, online
+from ctxcache.cli.call import CliCall, online
 from ctxcache.cli.examples import examples
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ FileArgument = Annotated[
 )
 @online
 def replay(
-    call: Call,
+    call: CliCall,
     file: FileArgument,
     speed: Annotated[
         float,

@@ -26,7 +26,7 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.recordings.reading import Before, Layout
 from ctxcache.simulate.recorded import Called
-from ctxcache.simulate.tally import Histogram
+from ctxcache.simulate.tally import FineHistogram
 
 LEAST_TTL_S = 1.0
 RANGES = 4096
@@ -91,7 +91,7 @@ class Player:
         self._ttls_s: dict[str, float] = {}
         self._held: dict[int, SessionRows] = {}
         self._writers: dict[str, SessionWriter] = {}
-        self.latencies: dict[str, Histogram] = {}
+        self.latencies: dict[str, FineHistogram] = {}
         self.errors: Counter[tuple[str, str]] = Counter()
         self._plays: Mapping[str, Callable[[Called], object]] = {
             "open": self._open,
@@ -129,7 +129,7 @@ class Player:
         except CacheError as error:
             self.errors[call.kind, error.reason] += 1
         took_s = perf_counter() - begun_s
-        self.latencies.setdefault(call.kind, Histogram()).add(took_s)
+        self.latencies.setdefault(call.kind, FineHistogram()).add(took_s)
 
     def close(self) -> None:
         """Give back what is held."""

@@ -18,9 +18,9 @@ from queue import Queue
 from typing import TypeAlias
 
 from ctxcache.client import Client
-from ctxcache.recordings.reading import Contents, calls, contents
+from ctxcache.recordings.reading import RecordingContents, calls, contents
 from ctxcache.simulate.recorded import Called
-from ctxcache.simulate.tally import Histogram
+from ctxcache.simulate.tally import FineHistogram
 from lab.replay.player import NOT_PLAYED, MadeUp, Player
 from lab.replay.tally import Figures, Tally, Watch, quantiles
 
@@ -35,10 +35,10 @@ Step: TypeAlias = Callable[[str, int, int], None]
 class Outcome:
     """What was recorded, of that what was played, and how it went."""
 
-    contents: Contents
+    contents: RecordingContents
     recorded: Tally = field(default_factory=Tally)
     replayed: Tally = field(default_factory=Tally)
-    latencies: dict[str, Histogram] = field(default_factory=dict)
+    latencies: dict[str, FineHistogram] = field(default_factory=dict)
     errors: Counter[tuple[str, str]] = field(default_factory=Counter)
     uncounted_calls: int = 0
     took_s: float = 0.0
@@ -114,7 +114,7 @@ def replay(
         for player in players:
             outcome.errors.update(player.errors)
             for kind, took in player.latencies.items():
-                outcome.latencies.setdefault(kind, Histogram()).merge(took)
+                outcome.latencies.setdefault(kind, FineHistogram()).merge(took)
     return outcome
 
 

@@ -16,7 +16,7 @@ from ctxcache.client.types import RecordedCall, RecordingPart
 from ctxcache.errors import CacheError, Unavailable
 from ctxcache.recordings.writing import values_of
 from ctxcache.simulate.recorded import Called
-from ctxcache.simulate.tally import Histogram
+from ctxcache.simulate.tally import FineHistogram
 
 Figures: TypeAlias = dict[str, Any]
 """Numbers and texts by name, as JSON has them."""
@@ -41,7 +41,7 @@ class Tally:
     read_tokens: int = 0
     dram_tokens: int = 0
     appended_tokens: int = 0
-    took: Histogram = field(default_factory=Histogram)
+    took: FineHistogram = field(default_factory=FineHistogram)
 
     def add(self, call: Called) -> None:
         """Count a call."""
@@ -89,7 +89,7 @@ def result_of(call: Called) -> str:
     return "dram" if call.count("dram_tokens") == call.count("tokens") else "ssd"
 
 
-def quantiles(took: Histogram) -> Figures:
+def quantiles(took: FineHistogram) -> Figures:
     """Of a duration, in milliseconds."""
     named = {f"p{round(share * 100)}_ms": round(took.quantile_s(share) * 1000, 3) for share in QUANTILES}
     return {"count": took.count, **named}

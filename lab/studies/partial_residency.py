@@ -16,7 +16,7 @@ from pathlib import Path
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
-from ctxcache.simulate.rows import Turn
+from ctxcache.simulate.rows import TraceTurn
 from ctxcache.simulate.store import Layers, MakePolicy
 from ctxcache.simulate.study import BOUNDLESS_BYTES, footprint_bytes, look
 from ctxcache.simulate.trace import Trace
@@ -81,7 +81,7 @@ class Beginning:
     def __init__(self, trace: Trace, count: int | None) -> None:
         self._trace, self._count = trace, count
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[TraceTurn]:
         return itertools.islice(self._trace, self._count)
 
 

@@ -30,11 +30,11 @@ from ctxcache.archive.frames import (
     SAME,
     SESSION,
     VOID,
-    FrameReader,
+    ArchiveFrameReader,
     FrameWriter,
     header_checksum,
 )
-from ctxcache.archive.reader import Contents, survey
+from ctxcache.archive.reader import ArchiveContents, survey
 from ctxcache.errors import CacheError, FileDamaged, FileUnusable, FormatTooNew
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 
@@ -43,7 +43,7 @@ HEADER_BYTES = 48
 Frames = list[tuple[bytes, bytes]]
 
 
-def read(data: bytes) -> Contents:
+def read(data: bytes) -> ArchiveContents:
     """Verify it as `import` does, as a file and as a pipe: both must end alike."""
     as_file = _read_file(data)
     reading, writing = os.pipe()
@@ -62,7 +62,7 @@ def read(data: bytes) -> Contents:
     return as_file
 
 
-def _read_file(data: bytes) -> Contents | CacheError:
+def _read_file(data: bytes) -> ArchiveContents | CacheError:
     fd = os.memfd_create("export")
     try:
         os.write(fd, data)
@@ -72,7 +72,7 @@ def _read_file(data: bytes) -> Contents | CacheError:
         os.close(fd)
 
 
-def _told(source: Source) -> Contents | CacheError:
+def _told(source: Source) -> ArchiveContents | CacheError:
     try:
         return survey(source, lambda _: None)
     except CacheError as error:
@@ -85,7 +85,7 @@ def frames_of(data: bytes) -> Frames:
     try:
         os.write(fd, data)
         os.lseek(fd, 0, os.SEEK_SET)
-        frames = FrameReader(Source(fd, "export", len(data))).frames()
+        frames = ArchiveFrameReader(Source(fd, "export", len(data))).frames()
         return [(frame.tag, bytes(frame.payload)) for frame in frames]
     finally:
         os.close(fd)
@@ -214,7 +214,7 @@ def test_rows_are_shared_with_an_earlier_session_even_a_void_one() -> None:
     void = [(SESSION, long.encode(0)), ALL_ROWS, (VOID, b"")]
     found = _read_file(forged([*BEGUN, *void, fork, same(0, 2, 3), one, SESS, same(0, 2, 3), end(2, 5)]))
 
-    assert isinstance(found, Contents)
+    assert isinstance(found, ArchiveContents)
     assert [(session.session_id, session.token_count) for session, _ in found.sessions] == [
         ("b", 3),
         ("a", 2),
@@ -360,7 +360,7 @@ def test_a_forged_description_is_refused(index: int, offset: int, value: bytes) 
     """Counts, lengths, names, streams, ranges and the model: each number that a forger may choose."""
     assert SESS[1][STREAMS_AT : STREAMS_AT + 4] == struct.pack("<i", -1)
     assert BEGUN[1][1][SPEC_AT:].startswith(b"ctxcache.model.v1")
-    assert isinstance(_read_file(forged(patched(2, 0, b"any uid"))), Contents)
+    assert isinstance(_read_file(forged(patched(2, 0, b"any uid"))), ArchiveContents)
     with pytest.raises(FileDamaged):
         read(forged(patched(index, offset, value)))
 
@@ -411,7 +411,7 @@ def test_a_forged_frame_is_read_or_refused(number: int, at: int, value: bytes, c
 
     found = _read_file(forged(frames))
 
-    assert isinstance(found, FileDamaged | Contents)
+    assert isinstance(found, FileDamaged | ArchiveContents)
 
 
 @settings(max_examples=200, deadline=None)
@@ -420,7 +420,7 @@ def test_frames_in_any_order_are_read_or_refused(frames: Frames) -> None:
     """Left out, repeated, turned around."""
     found = _read_file(forged(frames))
 
-    assert isinstance(found, FileDamaged | Contents)
+    assert isinstance(found, FileDamaged | ArchiveContents)
 
 
 def test_frames_of_another_file_do_not_match() -> None:

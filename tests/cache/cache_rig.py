@@ -33,7 +33,7 @@ from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 from ctxcache.storage.metadata.memory import MemoryMetadata
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
-from ctxcache.storage.tiers.base import Devices
+from ctxcache.storage.tiers.base import DeviceTier
 from ctxcache.storage.tiers.dram import DramArena
 from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
 
@@ -137,7 +137,7 @@ class Rig:
         for tenant in {self.tenant, *self.shares.by_tenant}:
             await self.cache.models.register(tenant, MODEL)
 
-    def _open_stores(self) -> tuple[Devices, MetadataStore]:
+    def _open_stores(self) -> tuple[DeviceTier, MetadataStore]:
         raise NotImplementedError
 
     # -- the verbs of a client -------------------------------------------------------------------
@@ -326,7 +326,7 @@ class MemoryRig(Rig):
         while self.ssd.counts[operation] < count:  # noqa: ASYNC110  # threads are under way as well
             await asyncio.sleep(0)
 
-    def _open_stores(self) -> tuple[Devices, MetadataStore]:
+    def _open_stores(self) -> tuple[DeviceTier, MetadataStore]:
         return self.ssd, self.metadata
 
 
@@ -359,7 +359,7 @@ class DiskRig(Rig):
         """The file of one SSD path."""
         return Path(self.ssd.paths[path_index])
 
-    def _open_stores(self) -> tuple[Devices, MetadataStore]:
+    def _open_stores(self) -> tuple[DeviceTier, MetadataStore]:
         paths = [
             SsdPath(str(self.directory / f"ssd{i}"), count * SLOT_BYTES)
             for i, count in enumerate(self.ssd_segments)

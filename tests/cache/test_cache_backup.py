@@ -27,7 +27,7 @@ from fakes import Operation
 
 from ctxcache.archive.contents import STRETCH, TOTALS, ArchivedModel, ArchivedSession, Origin
 from ctxcache.archive.files import source
-from ctxcache.archive.frames import END, MADE, ROWS, SAME, SESSION, VOID, FrameReader, FrameWriter
+from ctxcache.archive.frames import END, MADE, ROWS, SAME, SESSION, VOID, ArchiveFrameReader, FrameWriter
 from ctxcache.archive.frames import MODEL as MODEL_FRAME
 from ctxcache.archive.laying_out import Restored, lay_out
 from ctxcache.archive.reader import survey
@@ -149,7 +149,7 @@ async def test_a_segment_that_is_longer_than_a_frame_comes_back(
     copied = await backed_up(rig, tmp_path / "it")
     other = await restore(tmp_path / "it")
     with source(str(tmp_path / "it")) as opened_file:
-        tags = [frame.tag for frame in FrameReader(opened_file).frames()]
+        tags = [frame.tag for frame in ArchiveFrameReader(opened_file).frames()]
 
     assert await other.read("a") == expected(tokens)
     assert await other.read("b") == expected(tokens[:50] + more)
@@ -267,7 +267,7 @@ async def test_a_tail_that_has_grown_is_copied_again(
     copied = await backed_up(rig, tmp_path / "it", between)
     other = await restore(tmp_path / "it")
     with source(str(tmp_path / "it")) as opened_file:
-        tags = [frame.tag for frame in FrameReader(opened_file).frames()]
+        tags = [frame.tag for frame in ArchiveFrameReader(opened_file).frames()]
 
     assert await other.read("a") == expected(tokens[:SEGMENT_TOKENS] + tokens[2 * SEGMENT_TOKENS :] + more)
     assert tags == [MADE, MODEL_FRAME, SESSION, ROWS, VOID, SESSION, SAME, ROWS, END]

@@ -13,7 +13,7 @@ from ctxcache.cache.queues import Queues
 from ctxcache.core.limits import Bound, Limits, QueueLimits
 from ctxcache.errors import CapacityExceeded, TooManyRequests
 from ctxcache.format.streams import ranges_of
-from ctxcache.identity.grants import Grant
+from ctxcache.identity.grants import ArenaGrant
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.service.admission import Admission
 from ctxcache.service.bulk_connection import Tickets
@@ -98,7 +98,7 @@ async def test_counts_leave_some_for_others(tmp_path: Path) -> None:
     queues = Queues(rig.cache.state, QueueLimits(engine_count=9, are_divided=True))
     tickets = Tickets(SystemClock(), are_divided=True)
     admission = Admission("rpcs", 9, is_divided=True)
-    callers = {tenant: Caller(f"cn:{tenant}", Grant(tenant)) for tenant in "ab"}
+    callers = {tenant: Caller(f"cn:{tenant}", ArenaGrant(tenant)) for tenant in "ab"}
     for take in (create, register, join, issue, enter):
         first, second = await as_many(take("a")), await as_many(take("b"))
         assert first > second > 0

@@ -19,7 +19,7 @@ from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import CapacityExceeded, DeadlineExceeded, LeaseNotFound, TierFailure
 from ctxcache.format.slot import Slot
-from ctxcache.storage.tiers.base import Range, Refusal
+from ctxcache.storage.tiers.base import Range, TierRefusal
 
 
 class HeldTier(SlowTier):
@@ -30,9 +30,9 @@ class HeldTier(SlowTier):
         self.held: set[int] = set()
 
     @property
-    def refusals(self) -> dict[int, Refusal]:
+    def refusals(self) -> dict[int, TierRefusal]:
         """See Tier."""
-        return super().refusals | dict.fromkeys(self.held, Refusal("held", is_final=False))
+        return super().refusals | dict.fromkeys(self.held, TierRefusal("held", is_final=False))
 
     async def write(
         self, slot: object, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer
 
-from ctxcache.cache.hints import NO_ROOM, Action, Answer, Hint, Outcome
+from ctxcache.cache.hints import NO_ROOM, Action, Hint, HintAnswer, HintVerdict
 from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.policy import Capacities
 
@@ -30,7 +30,7 @@ class Asked(MemoryRig):
             await self.append(name, Writer(number).make(SEGMENT_TOKENS), is_durable=True)
             await self.demote(name)
 
-    async def ask(self, name: str) -> Answer:
+    async def ask(self, name: str) -> HintAnswer:
         """Let a session come."""
         deadline_s = asyncio.get_running_loop().time() + 30
         hint = Hint(TENANT, name, Action.PREFETCH, ttl_ns=600 * SECOND_NS)
@@ -74,7 +74,7 @@ async def test_who_is_larger_than_memory_does_not_wait_for_it(asked: Asked) -> N
     await asked.store("large", 8)
     await asked.store("next", 1)
     answer = await asked.ask("large")
-    assert (answer.outcome, answer.reason) == (Outcome.CLIPPED, NO_ROOM)
+    assert (answer.outcome, answer.reason) == (HintVerdict.CLIPPED, NO_ROOM)
     assert asked.memory_count("large") == 7
 
     asked.cache.placement.hinted(asked.cache.ledger.find(TENANT, "next"), 100.0)

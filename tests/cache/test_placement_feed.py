@@ -12,7 +12,7 @@ from ctxcache.core.ledger.rankings import Evictable, Verdict
 from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policies import RANKED
-from ctxcache.core.placement.policy import Capacities, Facts, Ranked, Tier
+from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
 
 Told = tuple[str, str, tuple[object, ...]]
 
@@ -43,7 +43,7 @@ class Noted(LeastRecentlyUsed):
         super().idle(uid, facts, 0)
         self._note("recalled", uid, facts.turn_count, idle_s)
 
-    def placed(self, uid: bytes, tier: Tier) -> None:
+    def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
         super().placed(uid, tier)
         self._note("placed", uid, tier)
@@ -98,7 +98,7 @@ async def test_a_turn_is_what_lies_between_the_first_access_and_the_last_release
     assert policy.since() == [
         ("arrived", "a", (0.0,)),
         ("idle", "a", (2, 1, appended(100))),
-        ("placed", "a", (Tier.MEMORY,)),
+        ("placed", "a", (Level.MEMORY,)),
     ]
     noted.clock.advance(seconds=5)
     lease = await noted.acquire("a")
@@ -110,9 +110,9 @@ async def test_a_turn_is_what_lies_between_the_first_access_and_the_last_release
     await noted.cache.sessions.update(TENANT, "a", expiration=Expiration(10**12), is_pinned=None)
     assert [note for note in policy.since() if note[0] == "idle"] == [("idle", "a", (2, 2, 0))] * 2
     await noted.demote("a")
-    assert policy.since() == [("placed", "a", (Tier.BELOW,))]
+    assert policy.since() == [("placed", "a", (Level.BELOW,))]
     await noted.read("a")
-    assert ("placed", "a", (Tier.MEMORY,)) in policy.since()
+    assert ("placed", "a", (Level.MEMORY,)) in policy.since()
     await noted.delete("a")
     assert policy.since() == [("ended", "a", ())]
 
@@ -183,8 +183,8 @@ async def test_a_session_that_is_forked_while_it_is_leased_is_known_to_leave_dra
     await noted.demote("b")
 
     assert sorted(policy_of(noted).since()) == [
-        ("placed", "a", (Tier.BELOW,)),
-        ("placed", "b", (Tier.BELOW,)),
+        ("placed", "a", (Level.BELOW,)),
+        ("placed", "b", (Level.BELOW,)),
     ]
     await noted.check()
     noted.cache.leases.release(lease.lease_id)

@@ -8,7 +8,7 @@ import pytest
 from command_line import ctxcache
 
 from ctxcache.settings.config import Settings, load
-from ctxcache.settings.knobs import KNOBS, Kind
+from ctxcache.settings.knobs import KNOBS, KnobKind
 from ctxcache.settings.knobs.reference import toml
 
 
@@ -92,5 +92,5 @@ def test_a_knob_says_all_that_its_readers_need() -> None:
     for knob in KNOBS.values():
         assert knob.help.endswith(".")
         assert knob.unit_text, knob.name
-        assert bool(knob.choices) == (knob.kind is Kind.WORD)
+        assert bool(knob.choices) == (knob.kind is KnobKind.WORD)
         assert not knob.advice.endswith(".")

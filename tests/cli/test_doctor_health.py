@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ctxcache.cli.doctor import disks
-from ctxcache.cli.doctor.finding import Finding, Status
+from ctxcache.cli.doctor.finding import Finding, FindingStatus
 
 PASSED: dict[str, Any] = {"smart_status": {"passed": True}}
 
@@ -52,7 +52,7 @@ def test_a_disk_that_ails_has_advice(blocks: Path, document: dict[str, Any], sai
     """By its own word, with the disk's name."""
     found = _asked(blocks, sda=document)
 
-    assert found.status is Status.DEGRADED
+    assert found.status is FindingStatus.DEGRADED
     assert found.found.startswith("sda: ")
     assert said in found.found
     assert "tier rest" in found.advice
@@ -73,7 +73,7 @@ def test_a_disk_that_is_well_needs_nothing(blocks: Path) -> None:
         sda=PASSED | {"nvme_smart_health_information_log": log, "ata_smart_attributes": {"table": table}},
     )
 
-    assert (found.status, found.found) == (Status.OK, "sda passes its own test")
+    assert (found.status, found.found) == (FindingStatus.OK, "sda passes its own test")
 
 
 def test_what_the_kernel_says_counts_too(blocks: Path) -> None:
@@ -129,5 +129,5 @@ def test_smartctl_is_run_where_it_is_installed(blocks: Path, monkeypatch: pytest
 
     assert there.found == "sda passes its own test"
     assert broken.found.startswith("unknown: sda does not say: ")
-    assert (absent.status, absent.found) == (Status.MISSING, "smartctl is not installed")
+    assert (absent.status, absent.found) == (FindingStatus.MISSING, "smartctl is not installed")
     assert "smartmontools" in absent.advice

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ctxcache.cli.doctor import disks, machine
-from ctxcache.cli.doctor.finding import Status
+from ctxcache.cli.doctor.finding import FindingStatus
 from ctxcache.runtime.clock import BOOT_ID, boot_ns
 from ctxcache.runtime.files import write_facts
 from ctxcache.settings.config import Settings
@@ -21,8 +21,8 @@ def test_two_memory_nodes_have_advice(tmp_path: Path) -> None:
     (tmp_path / "node1").mkdir()
     two = machine.memory_nodes(tmp_path)
 
-    assert (one.status, machine.memory_nodes(tmp_path / "none").found) == (Status.OK, "unknown")
-    assert two.status is Status.DEGRADED
+    assert (one.status, machine.memory_nodes(tmp_path / "none").found) == (FindingStatus.OK, "unknown")
+    assert two.status is FindingStatus.DEGRADED
     assert "numactl" in two.advice
 
 
@@ -34,7 +34,7 @@ def test_swap_that_is_on_has_advice(tmp_path: Path) -> None:
     swaps.write_text("Filename Type Size Used Priority\n/dev/sda2 partition 1 0 -2\n")
     on = machine.swap(swaps)
 
-    assert (off.status, on.status) == (Status.OK, Status.DEGRADED)
+    assert (off.status, on.status) == (FindingStatus.OK, FindingStatus.DEGRADED)
     assert "/dev/sda2" in on.found
     assert machine.swap(tmp_path / "none").found == "unknown"
 
@@ -51,7 +51,7 @@ def test_a_slow_clock_has_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     assert "clocksource=tsc" in slow.advice
     assert "chrony" in loose.advice
-    assert machine.clock(source).status is Status.OK
+    assert machine.clock(source).status is FindingStatus.OK
 
 
 def test_a_disk_that_rotates_has_advice(tmp_path: Path) -> None:
@@ -65,7 +65,10 @@ def test_a_disk_that_rotates_has_advice(tmp_path: Path) -> None:
     rotating = disks.disk_kind(tmp_path, tmp_path)
     (disk / "queue" / "rotational").write_text("0\n")
 
-    assert (rotating.status, disks.disk_kind(tmp_path, tmp_path).status) == (Status.DEGRADED, Status.OK)
+    assert (rotating.status, disks.disk_kind(tmp_path, tmp_path).status) == (
+        FindingStatus.DEGRADED,
+        FindingStatus.OK,
+    )
     assert "unknown" in disks.disk_kind(tmp_path, tmp_path / "none").found
 
 
@@ -76,9 +79,9 @@ def test_too_few_open_files_have_advice(monkeypatch: pytest.MonkeyPatch) -> None
     few = machine.open_files(settings)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
 
-    assert few.status is Status.DEGRADED
+    assert few.status is FindingStatus.DEGRADED
     assert "LimitNOFILE" in few.advice
-    assert machine.open_files(settings).status is Status.OK
+    assert machine.open_files(settings).status is FindingStatus.OK
 
 
 def test_odd_settings_are_named() -> None:
@@ -86,7 +89,7 @@ def test_odd_settings_are_named() -> None:
     odd = machine.odd_settings(["a is 0", "b is not set"])
 
     assert odd.found == "a is 0; b is not set"
-    assert machine.odd_settings([]).status is Status.OK
+    assert machine.odd_settings([]).status is FindingStatus.OK
 
 
 def test_a_memlock_limit_matters_where_there_is_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +99,7 @@ def test_a_memlock_limit_matters_where_there_is_rdma(tmp_path: Path, monkeypatch
     limited, plain = machine.locked_memory(tmp_path / "with"), machine.locked_memory(tmp_path / "without")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    assert (limited.status, plain.status) == (Status.DEGRADED, Status.OK)
+    assert (limited.status, plain.status) == (FindingStatus.DEGRADED, FindingStatus.OK)
     assert "memlock=-1" in limited.advice
     assert machine.locked_memory(tmp_path / "with").found == "unlimited"
 
@@ -113,6 +116,6 @@ def test_a_wall_clock_that_was_set_is_told(tmp_path: Path) -> None:
     write_facts(tmp_path / "CLOCK", facts)
     after = machine.store_time(settings)
 
-    assert before.status is Status.OK
-    assert after.status is Status.DEGRADED
+    assert before.status is FindingStatus.OK
+    assert after.status is FindingStatus.DEGRADED
     assert "ahead of it" in after.found

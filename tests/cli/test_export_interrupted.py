@@ -23,7 +23,7 @@ from ctxcache.archive.exporting import Exporter
 from ctxcache.archive.files import Source, destination
 from ctxcache.archive.frames import FrameWriter
 from ctxcache.archive.importing import GATHERED_BYTES, UNFINISHED, UNFINISHED_TTL_S, Importer
-from ctxcache.archive.outcomes import OnConflict, Outcome, Status, Step, Wishes
+from ctxcache.archive.outcomes import ArchiveOutcome, ArchiveStatus, ImportWishes, OnConflict, Step
 from ctxcache.archive.reader import ArchiveReader
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel, Client
@@ -62,7 +62,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 def exported(
     client: Client, *session_ids: str, step: Step = nothing, skips_gone: bool = False
-) -> tuple[list[Outcome], bytes]:
+) -> tuple[list[ArchiveOutcome], bytes]:
     """Export into memory."""
     fd = os.memfd_create("export")
     try:
@@ -84,7 +84,7 @@ def export_to(file: Path, client: Client, step: Step) -> None:
         )
 
 
-def imported(client: Client, data: bytes, wishes: Wishes, step: Step = nothing) -> list[Outcome]:
+def imported(client: Client, data: bytes, wishes: ImportWishes, step: Step = nothing) -> list[ArchiveOutcome]:
     """Import from memory."""
     fd = os.memfd_create("export")
     try:
@@ -135,7 +135,7 @@ def test_a_session_that_changes_meanwhile_is_read_again(client: Client) -> None:
 
     outcomes, data = exported(client, "x", step=once(change))
 
-    assert [(one.status, one.token_count) for one in outcomes] == [(Status.EXPORTED, TOKEN_COUNT + 10)]
+    assert [(one.status, one.token_count) for one in outcomes] == [(ArchiveStatus.EXPORTED, TOKEN_COUNT + 10)]
     assert_equal(contents(data)["x"], found(client, "x"))
 
 
@@ -152,7 +152,7 @@ def test_another_session_of_the_same_name_is_not_mixed_in(client: Client) -> Non
 
     outcomes, data = exported(client, "x", step=once(replace))
 
-    assert [one.status for one in outcomes] == [Status.EXPORTED]
+    assert [one.status for one in outcomes] == [ArchiveStatus.EXPORTED]
     assert_equal(contents(data)["x"], make_rows(SPEC, TOKEN_COUNT, 99))
 
 
@@ -167,7 +167,7 @@ def test_a_session_that_never_rests_fails_and_others_do_not(client: Client) -> N
 
     outcomes, data = exported(client, "restless", "calm", step=step)
 
-    assert [one.status for one in outcomes] == [Status.FAILED, Status.EXPORTED]
+    assert [one.status for one in outcomes] == [ArchiveStatus.FAILED, ArchiveStatus.EXPORTED]
     assert outcomes[0].error is not None
     assert outcomes[0].error.reason == "GENERATION_MISMATCH"
     assert client.get_session("sessions/restless").token_count == TOKEN_COUNT + 3
@@ -175,9 +175,11 @@ def test_a_session_that_never_rests_fails_and_others_do_not(client: Client) -> N
     assert_equal(contents(data)["calm"], rows)
 
 
-@pytest.mark.parametrize(("skips_gone", "status"), [(True, Status.SKIPPED), (False, Status.FAILED)])
+@pytest.mark.parametrize(
+    ("skips_gone", "status"), [(True, ArchiveStatus.SKIPPED), (False, ArchiveStatus.FAILED)]
+)
 def test_a_session_that_goes_is_left_out_and_told(
-    client: Client, status: Status, *, skips_gone: bool
+    client: Client, status: ArchiveStatus, *, skips_gone: bool
 ) -> None:
     """Before it was begun or midway; with --all it is no failure."""
     keep(client, SPEC, "going", TOKEN_COUNT)
@@ -188,7 +190,7 @@ def test_a_session_that_goes_is_left_out_and_told(
         step=once(lambda: client.delete_session("sessions/going")),
     )  # fmt: skip
 
-    assert [one.status for one in outcomes] == [status, status, Status.EXPORTED]
+    assert [one.status for one in outcomes] == [status, status, ArchiveStatus.EXPORTED]
     assert {one.error.reason for one in outcomes if one.error} == {"SESSION_NOT_FOUND"}
     assert list(contents(data)) == ["staying"]
 
@@ -248,10 +250,10 @@ def test_what_was_filled_so_far_may_go(client: Client) -> None:
         (unfinished,) = [one.name for one in client.list_sessions() if UNFINISHED in one.name]
         client.delete_session(unfinished)
 
-    wishes = Wishes(names={"a": "a2", "b": "b2"})
+    wishes = ImportWishes(names={"a": "a2", "b": "b2"})
     outcomes = imported(client, data, wishes, once(evict))
 
-    assert [one.status for one in outcomes] == [Status.FAILED, Status.IMPORTED]
+    assert [one.status for one in outcomes] == [ArchiveStatus.FAILED, ArchiveStatus.IMPORTED]
     assert outcomes[0].error is not None
     assert outcomes[0].error.reason == "SESSION_NOT_FOUND"
     assert "sessions/a2: what had come of it was evicted" in str(outcomes[0].error)
@@ -267,10 +269,10 @@ def test_what_is_replaced_stays_when_it_has_changed(client: Client) -> None:
     def change() -> None:
         client.append("sessions/x", CallerModel(SPEC), make_rows(SPEC, 10, 7))
 
-    (outcome,) = imported(client, data, Wishes(on_conflict=OnConflict.REPLACE), once(change))
+    (outcome,) = imported(client, data, ImportWishes(on_conflict=OnConflict.REPLACE), once(change))
 
     assert outcome.error is not None
-    assert (outcome.status, outcome.error.reason) == (Status.FAILED, "GENERATION_MISMATCH")
+    assert (outcome.status, outcome.error.reason) == (ArchiveStatus.FAILED, "GENERATION_MISMATCH")
     assert [(one.name, one.token_count) for one in client.list_sessions()] == [
         ("sessions/x", TOKEN_COUNT + 10)
     ]

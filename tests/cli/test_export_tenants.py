@@ -13,10 +13,14 @@ from server_process import ServerProcess, write_secret
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
-from ctxcache.identity.grants import Grant, Role
+from ctxcache.identity.grants import ArenaGrant, Role
 from ctxcache.identity.tokens import Token, digest_of
 
-GRANTS = {"a": Grant("a", has_shared_memory=True), "b": Grant("b"), "ops": Grant("ops", Role.OPERATOR)}
+GRANTS = {
+    "a": ArenaGrant("a", has_shared_memory=True),
+    "b": ArenaGrant("b"),
+    "ops": ArenaGrant("ops", Role.OPERATOR),
+}
 """By a token's text, which is its name and its tenant's too."""
 
 

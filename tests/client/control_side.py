@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ctxcache.v1 import arena_pb2
-from ctxcache.wire.frames import FrameReader, Kind, encode_frame
+from ctxcache.wire.frames import FrameKind, FrameReader, encode_frame
 
 Answer = Callable[[arena_pb2.AccessRequest], arena_pb2.AccessResponse]
 
@@ -67,12 +67,12 @@ class ControlSide:
                 return
 
     def _take(self, connection: socket.socket, kind: int, message: bytes) -> None:
-        if kind == Kind.HELLO:
+        if kind == FrameKind.HELLO:
             welcome = arena_pb2.ControlWelcome(protocol_version=1, arena=self.welcomes)
-            frame = encode_frame(Kind.HELLO, welcome.SerializeToString())
+            frame = encode_frame(FrameKind.HELLO, welcome.SerializeToString())
             with Path(self.welcomes.path).open("r+b") as arena:
                 fds = [arena.fileno()] * (1 + self.welcomes.may_write)
                 socket.send_fds(connection, [frame], fds)
         else:
             answer = self._answer(arena_pb2.AccessRequest.FromString(message))
-            connection.sendall(encode_frame(Kind.ACCESS, answer.SerializeToString()))
+            connection.sendall(encode_frame(FrameKind.ACCESS, answer.SerializeToString()))

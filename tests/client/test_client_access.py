@@ -18,14 +18,14 @@ from ctxcache.client import Client, SessionRows, grpc_access
 from ctxcache.client.access import PROBE
 from ctxcache.client.arena import map_arena
 from ctxcache.client.grpc_access import SURE_FOR_NS, GrpcAccess
-from ctxcache.client.hold import Moment
+from ctxcache.client.hold import ClockPair
 from ctxcache.client.leased_rows import LeasedRows
 from ctxcache.client.socket_access import UNREAD_LIMIT, SocketAccess
 from ctxcache.errors import CacheError, DeadlineExceeded, LeaseNotFound, Unavailable
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2
 from ctxcache.v1.arena_pb2 import Operation, Reserve
-from ctxcache.wire.frames import FrameReader, Kind, encode_frame
+from ctxcache.wire.frames import FrameKind, FrameReader, encode_frame
 
 NAME = "sessions/a"
 SOON_S = 10.0
@@ -307,7 +307,7 @@ def _answer(connection: socket.socket, asked: FrameReader, request_id: int) -> N
     assert request.request_id == request_id
     result = arena_pb2.OperationResult(lease=arena_pb2.Lease(lease_id=request_id))
     answer = arena_pb2.AccessResponse(request_id=request_id, results=[result])
-    connection.sendall(encode_frame(Kind.ACCESS, answer.SerializeToString()))
+    connection.sendall(encode_frame(FrameKind.ACCESS, answer.SerializeToString()))
 
 
 def _next_request(connection: socket.socket, asked: FrameReader) -> arena_pb2.AccessRequest:
@@ -339,7 +339,7 @@ def test_a_clock_that_is_set_while_a_lease_is_acquired_makes_it_no_longer(
 
     Reckoned from the old one that would be an hour too late.
     """
-    sent = Moment.now()
+    sent = ClockPair.now()
     set_ns = time.time_ns() + hours * 3600 * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: set_ns)
     told = Timestamp()

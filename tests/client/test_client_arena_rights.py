@@ -21,7 +21,7 @@ from server_process import ServerProcess, write_secret
 from ctxcache.client import Client
 from ctxcache.client.client import Access
 from ctxcache.errors import PermissionDenied, Unavailable
-from ctxcache.identity.grants import Grant
+from ctxcache.identity.grants import ArenaGrant
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.v1 import arena_pb2
 
@@ -140,8 +140,8 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def server() -> Iterator[ServerProcess]:
     """A server with a token that may write in place, with one that may only read there, and a user that may."""
     grants = {
-        "writer": Grant("a", has_shared_memory=True, writes_in_place=True),
-        "reader": Grant("a", has_shared_memory=True),
+        "writer": ArenaGrant("a", has_shared_memory=True, writes_in_place=True),
+        "reader": ArenaGrant("a", has_shared_memory=True),
     }
     # Other users cannot enter what pytest makes.
     with TemporaryDirectory(prefix="ctxcache-rights-") as made:

@@ -27,7 +27,7 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.format.streams import TOKENS
-from ctxcache.wire.framed_socket import Kind
+from ctxcache.wire.framed_socket import SocketFrameKind
 
 NAME = "sessions/a"
 TOKEN_COUNT = 200
@@ -268,11 +268,13 @@ def test_a_connection_that_the_server_is_about_to_end_is_not_used(
     assert (kept(bulk) is before) is is_same
 
 
-def ends_unnoticed(connection: Connection, monkeypatch: pytest.MonkeyPatch, after: Kind | None) -> None:
+def ends_unnoticed(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, after: SocketFrameKind | None
+) -> None:
     """Lose what is sent on it, and let its end be seen after that frame; None: when the first one is sent."""
     send, wait, has_ended = connection.send, connection.wait, after is None
 
-    def sends(kind: Kind, *parts: Any) -> None:
+    def sends(kind: SocketFrameKind, *parts: Any) -> None:
         nonlocal has_ended
         if has_ended:
             connection.shut()
@@ -285,9 +287,9 @@ def ends_unnoticed(connection: Connection, monkeypatch: pytest.MonkeyPatch, afte
     monkeypatch.setattr(connection, "wait", lambda timeout_s: has_ended and wait(timeout_s))
 
 
-@pytest.mark.parametrize("after", [None, Kind.READ])
+@pytest.mark.parametrize("after", [None, SocketFrameKind.READ])
 def test_a_read_on_a_kept_connection_that_had_ended_begins_again(
-    bulk: Client, monkeypatch: pytest.MonkeyPatch, after: Kind | None
+    bulk: Client, monkeypatch: pytest.MonkeyPatch, after: SocketFrameKind | None
 ) -> None:
     """The server closes an idle connection at the very moment of a request: nobody has noticed yet."""
     bulk.append(NAME, OWN, make_rows(1))
@@ -297,9 +299,9 @@ def test_a_read_on_a_kept_connection_that_had_ended_begins_again(
         np.testing.assert_array_equal(rows.array(KV), make_rows(3)[KV])
 
 
-@pytest.mark.parametrize("after", [None, Kind.APPEND, Kind.CHUNK])
+@pytest.mark.parametrize("after", [None, SocketFrameKind.APPEND, SocketFrameKind.CHUNK])
 def test_an_append_on_a_kept_connection_that_had_ended_begins_again(
-    bulk: Client, monkeypatch: pytest.MonkeyPatch, after: Kind | None
+    bulk: Client, monkeypatch: pytest.MonkeyPatch, after: SocketFrameKind | None
 ) -> None:
     """Nothing of it was asked to be visible yet."""
     bulk.append(NAME, OWN, make_rows(1))
@@ -313,7 +315,7 @@ def test_an_append_whose_commit_was_sent_is_not_repeated(
 ) -> None:
     """The server may have carried it out: whoever asked for it has to look."""
     bulk.append(NAME, OWN, make_rows(1))
-    ends_unnoticed(kept(bulk), monkeypatch, Kind.FINISH)
+    ends_unnoticed(kept(bulk), monkeypatch, SocketFrameKind.FINISH)
     monkeypatch.setattr(bulk._bulk, "_connect", lambda: pytest.fail("it was asked again"))
     with pytest.raises(Unavailable):
         bulk.append(NAME, OWN, make_rows(2))

@@ -15,7 +15,7 @@ from server_process import ServerDidNotStart, ServerProcess, write_secret
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client, QueuedJob
-from ctxcache.client.attach import Attachment
+from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.client import Access
 from ctxcache.client.control import connect_control
 from ctxcache.client.tls import ClientTls
@@ -30,21 +30,21 @@ from ctxcache.errors import (
     SessionNotFound,
     Unauthenticated,
 )
-from ctxcache.identity.grants import Grant, Role
+from ctxcache.identity.grants import ArenaGrant, Role
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.v1 import arena_pb2, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import from_rpc_error
 
 GRANTS = {
-    "a": Grant("a", has_shared_memory=True, writes_in_place=True),
-    "b": Grant("b", has_shared_memory=True, writes_in_place=True),
-    "far": Grant("b"),
-    "ops": Grant("ops", Role.OPERATOR),
+    "a": ArenaGrant("a", has_shared_memory=True, writes_in_place=True),
+    "b": ArenaGrant("b", has_shared_memory=True, writes_in_place=True),
+    "far": ArenaGrant("b"),
+    "ops": ArenaGrant("ops", Role.OPERATOR),
 }
 """By a token's text, which is its name too."""
 
 
-def write_hashes(path: Path, grants: dict[str, Grant]) -> None:
+def write_hashes(path: Path, grants: dict[str, ArenaGrant]) -> None:
     """Let these be all tokens, in one step."""
     lines = (Token(name, digest_of(name), grant).line() for name, grant in grants.items())
     made = path.with_suffix(".new")
@@ -90,7 +90,7 @@ def fill(client: Client, session_id: str, token_count: int = 70) -> SessionInfo:
     return client.append(session, OWN, make_rows(token_count))
 
 
-def attached(client: Client) -> Attachment:
+def attached(client: Client) -> ArenaAttachment:
     """The client's way to the arena."""
     found = client._attach()
     assert found is not None
@@ -222,10 +222,10 @@ def test_the_servers_own_user_is_known_on_its_unix_socket(
 
 
 @pytest.fixture
-def changed(hashes: Path, server: ServerProcess) -> Iterator[Callable[[dict[str, Grant]], None]]:
+def changed(hashes: Path, server: ServerProcess) -> Iterator[Callable[[dict[str, ArenaGrant]], None]]:
     """Changes all tokens, and has the server look at once; they are as they were at the end."""
 
-    def change(grants: dict[str, Grant]) -> None:
+    def change(grants: dict[str, ArenaGrant]) -> None:
         write_hashes(hashes, grants)
         server.signal(signal.SIGHUP)
 
@@ -248,7 +248,7 @@ def is_known(client: Client) -> bool:
 
 
 def test_tokens_are_exchanged_while_the_server_runs(
-    connect: Callable[..., Client], changed: Callable[[dict[str, Grant]], None], tmp_path: Path
+    connect: Callable[..., Client], changed: Callable[[dict[str, ArenaGrant]], None], tmp_path: Path
 ) -> None:
     """The new one is let in beside the old, clients read their file again, and the old one ends."""
     client = connect("a")
@@ -265,7 +265,7 @@ def test_tokens_are_exchanged_while_the_server_runs(
 
 
 def test_a_revoked_token_ends_what_is_open_with_it(
-    connect: Callable[..., Client], changed: Callable[[dict[str, Grant]], None]
+    connect: Callable[..., Client], changed: Callable[[dict[str, ArenaGrant]], None]
 ) -> None:
     """The control socket, the bulk channel, a stream: at the next word on each, and never as another."""
     local, bulk, streamed = connect("b", "local-socket"), connect("b", "bulk"), connect("b", "local-grpc")

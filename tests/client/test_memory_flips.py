@@ -19,8 +19,8 @@ from xxhash import xxh3_64_intdigest
 
 from ctxcache.archive.exporting import Exporter
 from ctxcache.archive.files import source
-from ctxcache.archive.frames import FILE_ID_BYTES, ROWS, FrameReader, FrameWriter
-from ctxcache.archive.outcomes import Outcome, Status
+from ctxcache.archive.frames import FILE_ID_BYTES, ROWS, ArchiveFrameReader, FrameWriter
+from ctxcache.archive.outcomes import ArchiveOutcome, ArchiveStatus
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.client import Client
 from ctxcache.client.client import Access
@@ -191,19 +191,19 @@ def test_an_export_has_no_flipped_byte(
     flip(live, 2, 40)
 
     (outcome,) = outcomes_of(client, tmp_path / "lost")
-    assert outcome.status is Status.FAILED or outcome.token_count == 150
+    assert outcome.status is ArchiveStatus.FAILED or outcome.token_count == 150
     assert counters(live) == (1, 1)
 
 
 def exported(client: Client, path: Path) -> list[bytes]:
     """The frames of rows of an export that goes well."""
     (outcome,) = outcomes_of(client, path)
-    assert (outcome.status, outcome.token_count) == (Status.EXPORTED, 150)
+    assert (outcome.status, outcome.token_count) == (ArchiveStatus.EXPORTED, 150)
     with source(str(path)) as opened:
-        return [bytes(frame.payload) for frame in FrameReader(opened).frames() if frame.tag == ROWS]
+        return [bytes(frame.payload) for frame in ArchiveFrameReader(opened).frames() if frame.tag == ROWS]
 
 
-def outcomes_of(client: Client, path: Path) -> list[Outcome]:
+def outcomes_of(client: Client, path: Path) -> list[ArchiveOutcome]:
     """Export the session."""
     with path.open("wb", buffering=0) as file:
         writer = FrameWriter(file.fileno(), str(path), bytes(FILE_ID_BYTES), 0)

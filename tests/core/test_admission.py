@@ -6,22 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.core.ledger.unwritten import Ages
-from ctxcache.core.placement.policy import Leaving, is_worth_writing
+from ctxcache.core.placement.policy import Candidate, is_worth_writing
 
-LEAVING = st.lists(st.builds(Leaving, st.booleans(), st.integers(0, 40)), max_size=12)
+LEAVING = st.lists(st.builds(Candidate, st.booleans(), st.integers(0, 40)), max_size=12)
 
 
 @given(size_bytes=st.integers(0, 100), free_bytes=st.integers(0, 100), leaving=LEAVING)
 def test_nothing_better_leaves_and_room_is_never_left_empty(
-    size_bytes: int, free_bytes: int, leaving: list[Leaving]
+    size_bytes: int, free_bytes: int, leaving: list[Candidate]
 ) -> None:
     """What is free is taken.
 
     Where it does not do, all that would leave are worth less, and no others are looked at.
     """
-    looked_at: list[Leaving] = []
+    looked_at: list[Candidate] = []
 
-    def look() -> Iterator[Leaving]:
+    def look() -> Iterator[Candidate]:
         for each in leaving:
             looked_at.append(each)
             yield each

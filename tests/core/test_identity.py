@@ -2,7 +2,7 @@
 
 import pytest
 
-from ctxcache.identity.grants import Grant, Role, Rule, find, parse_rules
+from ctxcache.identity.grants import ArenaGrant, Role, Rule, find, parse_rules
 
 
 def rules(text: str) -> tuple[Rule, ...]:
@@ -48,9 +48,9 @@ def test_the_first_rule_decides() -> None:
 
     assert find(given, ["dns:a", "dns:b"]) == (
         "dns:b",
-        Grant("second", Role.OPERATOR, has_shared_memory=True),
+        ArenaGrant("second", Role.OPERATOR, has_shared_memory=True),
     )
-    assert find(given, ["dns:a"]) == ("dns:a", Grant("first"))
+    assert find(given, ["dns:a"]) == ("dns:a", ArenaGrant("first"))
     assert find(given, []) is None
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ctxcache.core.placement.classic import AdaptiveReplacement, LeastRecentlyUsed, S3Fifo, TailOptimised
 from ctxcache.core.placement.look_ahead import Belady, LookAhead, Window
 from ctxcache.core.placement.policies import POLICIES, RANKED
-from ctxcache.core.placement.policy import Capacities, Facts, Policy, Ranked, Tier
+from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy, Ranked
 from ctxcache.core.placement.value import ReturnValue
 from ctxcache.simulate.store import Act, Move, Tiers
 
@@ -44,7 +44,7 @@ class _Checked:
         self.tiers = Tiers(capacities, policy, buffer_bytes=BUFFER_BYTES)
         self.pins: dict[bytes, int] = {}
         self.in_turn: set[bytes] = set()
-        self.sizes: dict[bytes, tuple[int, Tier]] = {}
+        self.sizes: dict[bytes, tuple[int, Level]] = {}
         self.turns: dict[bytes, int] = {}
         self.now_s = 0.0
         self.moves: list[Move] = []
@@ -98,7 +98,7 @@ class _Checked:
                 assert self.sizes.pop(move.uid) == (move.size_bytes, move.tier)
             # After each move, not only after the last: whoever carries them out has no more room.
             self._check()
-        for tier in Tier:
+        for tier in Level:
             assert self.tiers.used_bytes(tier) == sum(
                 size for size, where in self.sizes.values() if where is tier
             )
@@ -106,13 +106,13 @@ class _Checked:
         assert all(uid in self.sizes for uid, count in self.pins.items() if count)
 
     def _check(self) -> None:
-        limits = {Tier.MEMORY: self.capacities.memory_bytes, Tier.BELOW: self.capacities.below_bytes}
+        limits = {Level.MEMORY: self.capacities.memory_bytes, Level.BELOW: self.capacities.below_bytes}
         for tier, limit in limits.items():
             assert sum(size for size, where in self.sizes.values() if where is tier) <= limit
 
 
-def _other(tier: Tier) -> Tier:
-    return Tier.BELOW if tier is Tier.MEMORY else Tier.MEMORY
+def _other(tier: Level) -> Level:
+    return Level.BELOW if tier is Level.MEMORY else Level.MEMORY
 
 
 def _play(make: Callable[[Capacities], Policy], events: Events) -> _Checked:
@@ -240,7 +240,7 @@ def test_the_least_recently_used_is_demoted_then_evicted() -> None:
         _turn(ledger, bytes([number]), number)
 
     tiers = [ledger.tier(bytes([number])) for number in range(5)]
-    assert tiers == [None, Tier.BELOW, Tier.BELOW, Tier.MEMORY, Tier.MEMORY]
+    assert tiers == [None, Level.BELOW, Level.BELOW, Level.MEMORY, Level.MEMORY]
 
 
 def test_a_hinted_session_is_promoted_before_its_turn() -> None:

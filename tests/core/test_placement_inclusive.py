@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.order import Accepts, Key
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.core.placement.policy import Capacities, Facts, Tier
+from ctxcache.core.placement.policy import Capacities, Facts, Level
 from ctxcache.simulate.store import Act, InclusiveTiers, Move
 
 CAPACITIES = Capacities(memory_bytes=100, below_bytes=200)
@@ -83,11 +83,11 @@ def test_no_capacity_is_exceeded_and_nothing_pinned_is_evicted(
         sizes |= {move.uid: sizes[move.uid] - move.size_bytes for move in refused}
 
         held = {uid: size for uid, size in sizes.items() if ledger.tier(uid)}
-        in_dram = sum(size for uid, size in held.items() if ledger.tier(uid) is Tier.MEMORY)
+        in_dram = sum(size for uid, size in held.items() if ledger.tier(uid) is Level.MEMORY)
         on_ssd = sum(size for uid, size in held.items() if ledger.is_on_ssd(uid))
-        assert ledger.used_bytes(Tier.BELOW) == on_ssd <= 300
-        assert all(ledger.tier(uid) is Tier.MEMORY for uid in held if not ledger.is_on_ssd(uid))
-        assert ledger.used_bytes(Tier.MEMORY) == in_dram <= 100
+        assert ledger.used_bytes(Level.BELOW) == on_ssd <= 300
+        assert all(ledger.tier(uid) is Level.MEMORY for uid in held if not ledger.is_on_ssd(uid))
+        assert ledger.used_bytes(Level.MEMORY) == in_dram <= 100
         assert all(ledger.tier(uid) for uid, count in pins.items() if count)
 
 
@@ -100,8 +100,8 @@ def test_leaving_dram_costs_nothing_and_growing_what_it_grew() -> None:
     written = [move.size_bytes for move in moves if move.act in (Act.ADMIT, Act.GROW)]
     assert written == [40, 40, 40, 40, 40, 20]
     tiers = [ledger.tier(bytes([number])) for number in range(5)]
-    assert tiers == [None, None, Tier.BELOW, Tier.BELOW, Tier.MEMORY]
-    assert ledger.used_bytes(Tier.BELOW) == 140
+    assert tiers == [None, None, Level.BELOW, Level.BELOW, Level.MEMORY]
+    assert ledger.used_bytes(Level.BELOW) == 140
 
 
 def test_a_session_larger_than_dram_lies_on_ssd() -> None:
@@ -109,7 +109,7 @@ def test_a_session_larger_than_dram_lies_on_ssd() -> None:
     ledger = InclusiveTiers(Capacities(80, 80), LeastRecentlyUsed())
     _turn(ledger, b"large", 0, 100)
 
-    assert ledger.tier(b"large") is Tier.BELOW
+    assert ledger.tier(b"large") is Level.BELOW
     assert not ledger.arrived(b"large", 1)
 
 
@@ -129,8 +129,8 @@ def test_what_is_worth_less_than_all_of_a_full_ssd_stays_in_dram_and_leaves_from
     third = _turn(ledger, b"\3", 7, 60)
 
     assert [(move.act, move.uid, move.tier) for move in first] == [
-        (Act.DROP, b"\x0d", Tier.BELOW),
-        (Act.ADMIT, b"\1", Tier.MEMORY),
+        (Act.DROP, b"\x0d", Level.BELOW),
+        (Act.ADMIT, b"\1", Level.MEMORY),
     ]
     assert [(move.act, move.uid) for move in second] == [(Act.EVICT, b"\1"), (Act.ADMIT, b"\2")]
     assert [(move.act, move.uid) for move in third] == [
@@ -150,7 +150,7 @@ def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> Non
     moves = _turn(ledger, b"\x14", 6, 80)
 
     assert (Act.DEMOTE, b"\1") in [(move.act, move.uid) for move in moves]
-    assert ledger.tier(b"\1") is Tier.BELOW
+    assert ledger.tier(b"\1") is Level.BELOW
 
     ledger, policy = _full()
     _turn(ledger, b"\1", 5)
@@ -158,7 +158,7 @@ def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> Non
     moves = _turn(ledger, b"\1", 6, 50)
 
     assert [
-        (move.act, move.size_bytes) for move in moves if move.tier is Tier.BELOW and move.uid == b"\1"
+        (move.act, move.size_bytes) for move in moves if move.tier is Level.BELOW and move.uid == b"\1"
     ] == [
         (Act.DEMOTE, 40),
         (Act.GROW, 10),
@@ -168,15 +168,15 @@ def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> Non
 def test_who_is_fetched_does_not_leave_for_one_that_dram_gives_up_for_it() -> None:
     """It is worth least on SSD, and whoever leaves DRAM has come to be worth writing: another makes room."""
     ledger, policy = _full()
-    on_ssd = next(uid for uid in (b"\x0a", b"\x0b", b"\x0c") if ledger.tier(uid) is Tier.BELOW)
+    on_ssd = next(uid for uid in (b"\x0a", b"\x0b", b"\x0c") if ledger.tier(uid) is Level.BELOW)
     _turn(ledger, b"\1", 5)
     policy.said = {b"\1": 20.0, on_ssd: 0.0} | {uid: 30.0 for uid in policy.dram if uid != b"\1"}
     policy.prefetch = lambda accepts=lambda _: True: on_ssd  # type: ignore[method-assign]  # noqa: ARG005
     moves = ledger.prefetch()
 
     assert (Act.DEMOTE, b"\1") in [(move.act, move.uid) for move in moves]
-    assert moves[-1] == Move(Act.PROMOTE, on_ssd, 40, Tier.MEMORY)
-    assert ledger.tier(on_ssd) is Tier.MEMORY
+    assert moves[-1] == Move(Act.PROMOTE, on_ssd, 40, Level.MEMORY)
+    assert ledger.tier(on_ssd) is Level.MEMORY
 
 
 def test_who_has_something_on_ssd_grows_there_whatever_it_is_worth() -> None:
@@ -184,7 +184,7 @@ def test_who_has_something_on_ssd_grows_there_whatever_it_is_worth() -> None:
     ledger, _ = _full()
     moves = _turn(ledger, b"\x0a", 5, 70)
 
-    assert Move(Act.GROW, b"\x0a", 30, Tier.BELOW) in moves
+    assert Move(Act.GROW, b"\x0a", 30, Level.BELOW) in moves
     assert ledger.is_on_ssd(b"\x0a")
 
 

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
 
 from ctxcache.v1.arena_pb2 import AccessRequest, AccessResponse, ControlHello
-from ctxcache.wire.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
+from ctxcache.wire.frames import PROTOCOL_VERSION, Frame, FrameKind, FrameReader, encode_frame
 from tests.faults.messages import MessageMaker, mutate
 
 TIMEOUT_S = 30.0
@@ -39,9 +39,9 @@ def _converse(
         connection.connect(path)
         if draw.random() < 0.9:
             hello = ControlHello(protocol_version=PROTOCOL_VERSION).SerializeToString()
-            frames.insert(0, encode_frame(Kind.HELLO, hello))
+            frames.insert(0, encode_frame(FrameKind.HELLO, hello))
         if draw.random() < 0.7:
-            frames.append(encode_frame(Kind.END, b""))
+            frames.append(encode_frame(FrameKind.END, b""))
         try:
             for frame in frames:
                 connection.sendall(frame)
@@ -60,9 +60,9 @@ def _converse(
 def _frame(draw: random.Random, maker: MessageMaker) -> bytes:
     kind = draw.random()
     if kind < 0.75:
-        return encode_frame(Kind.ACCESS, maker.encoded(AccessRequest.DESCRIPTOR))
+        return encode_frame(FrameKind.ACCESS, maker.encoded(AccessRequest.DESCRIPTOR))
     if kind < 0.85:
-        return mutate(draw, encode_frame(Kind.ACCESS, maker.encoded(AccessRequest.DESCRIPTOR)))
+        return mutate(draw, encode_frame(FrameKind.ACCESS, maker.encoded(AccessRequest.DESCRIPTOR)))
     if kind < 0.95:
         length = draw.choice((0, 1, 5, 4 << 20, (4 << 20) + 1, 2**31, 2**32 - 1))
         return struct.pack("<IB", length, draw.randrange(256)) + draw.randbytes(draw.randrange(40))
@@ -79,14 +79,14 @@ def _listen(connection: socket.socket, judge: Callable[[AccessResponse], None], 
 
 def _judge(frame: Frame, judge: Callable[[AccessResponse], None], find: Find) -> None:
     try:
-        if frame.kind == Kind.ACCESS:
+        if frame.kind == FrameKind.ACCESS:
             judge(AccessResponse.FromString(frame.message))
-        elif frame.kind == Kind.END and frame.message:
+        elif frame.kind == FrameKind.END and frame.message:
             status = status_pb2.Status.FromString(frame.message)
             # UNKNOWN, INTERNAL, UNAVAILABLE, DATA_LOSS
             if status.code in (2, 13, 14, 15) or not status.details:
                 find(f"the control socket ends with {status}")
-        elif frame.kind not in (Kind.HELLO, Kind.END):
+        elif frame.kind not in (FrameKind.HELLO, FrameKind.END):
             find(f"the control socket sends a frame of kind {frame.kind}")
     except DecodeError:
         find("the control socket sends a message that does not parse")

@@ -27,7 +27,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from ctxcache.identity.grants import Grant
+from ctxcache.identity.grants import ArenaGrant
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.v1 import model_pb2, model_pb2_grpc, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import from_rpc_error
@@ -179,7 +179,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="ctxcache-neighbour-") as folder, ExitStack() as stack:
         hashes = Path(folder) / "hashes"
         names = ("attacker", "neighbour")
-        lines = (Token(n, digest_of(n), Grant(n, has_shared_memory=True)).line() for n in names)
+        lines = (Token(n, digest_of(n), ArenaGrant(n, has_shared_memory=True)).line() for n in names)
         hashes.write_text("\n".join(lines))
         hashes.chmod(0o600)
         server = ServerProcess(

@@ -14,7 +14,7 @@ from pathlib import Path
 from ctxcache.client import Client
 from ctxcache.client.engine_queue import EngineQueue
 from ctxcache.client.queue_outbox import QueuedJob
-from ctxcache.core.placement.policy import Facts, Tier
+from ctxcache.core.placement.policy import Facts, Level
 from tests.live.compare import Setting, Sizes
 from tests.live.engine import OWN, SLOT_BYTES, Engine
 from tests.live.killed import KilledServer
@@ -80,15 +80,15 @@ def run(policy: str, directory: Path, *, turn_count: int, seed: int) -> Ahead:
         round(needed_s, 4),
         round(period_s, 4),
         len(hits),
-        hits.count(Tier.MEMORY),
+        hits.count(Level.MEMORY),
         len(early),
-        early.count(Tier.MEMORY),
+        early.count(Level.MEMORY),
     )
 
 
 def _measured(engine: Engine, client: Client, uids: Sequence[bytes]) -> float:
     """Bytes per second of leases, one after the other, of sessions that lie on SSD."""
-    if any(engine.tier(uid) is not Tier.BELOW for uid in uids):
+    if any(engine.tier(uid) is not Level.BELOW for uid in uids):
         raise AssertionError("they are not where they are to be read from")
     began_s = time.monotonic()
     for uid in uids:
@@ -107,9 +107,9 @@ def _order(uids: Sequence[bytes], turn_count: int, seed: int) -> list[bytes]:
 
 def _play(
     engine: Engine, queue: EngineQueue, order: Sequence[bytes], period_s: float
-) -> list[tuple[Tier | None, float]]:
+) -> list[tuple[Level | None, float]]:
     """A turn each period; where each found its session, and how long before it was announced."""
-    announced_s, found, waiting = list[float](), list[tuple[Tier | None, float]](), deque[int]()
+    announced_s, found, waiting = list[float](), list[tuple[Level | None, float]](), deque[int]()
     began_s = time.monotonic()
     for number, uid in enumerate(order):
         while len(announced_s) < min(number + JOBS_AHEAD, len(order)):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from ctxcache.client import Client
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.core.placement.policy import Tier
+from ctxcache.core.placement.policy import Level
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.settings.config import Settings
-from ctxcache.simulate.load import Hint, Load
+from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.replay import Replay, Waiting
 from ctxcache.simulate.study import look
-from ctxcache.simulate.tally import Tally
-from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.tally import HitTally
+from ctxcache.simulate.trace import TraceTurn
 from tests.live.engine import SLOT_BYTES, TOKEN_BYTES, Engine, Store
 from tests.live.running import RunningServer
 from tests.live.scheduler import Hints, Scheduler
@@ -38,7 +38,7 @@ class Setting:
     policy: str
     slot_count: int | None = None
     path_count: int = 1
-    hints: frozenset[Hint] = frozenset()
+    hints: frozenset[TraceHint] = frozenset()
 
     def load(self) -> Load:
         """What the simulator is told. Reads take no time: the store's clock stands still while it works."""
@@ -77,10 +77,10 @@ class Setting:
 class Outcome:
     """Where each turn found its session, in the order in which they began, and the counts."""
 
-    found: tuple[tuple[bytes, Tier | None], ...]
+    found: tuple[tuple[bytes, Level | None], ...]
     waits_s: tuple[float, ...]
     """How long each turn was in the queue."""
-    tally: Tally
+    tally: HitTally
     evicted_count: int
     written_bytes: int
     """To SSD."""
@@ -90,8 +90,8 @@ class Outcome:
         tiers = Counter(tier for _, tier in self.found)
         return {
             "turns": len(self.found),
-            "in_dram": tiers[Tier.MEMORY],
-            "on_ssd": tiers[Tier.BELOW],
+            "in_dram": tiers[Level.MEMORY],
+            "on_ssd": tiers[Level.BELOW],
             "missed": tiers[None],
             "evicted": self.evicted_count,
             "written_kib": self.written_bytes >> 10,
@@ -101,28 +101,28 @@ class Outcome:
 class _Noted(Replay):
     """A replay that notes what every turn found."""
 
-    def __init__(self, turns: Sequence[Turn], setting: Setting) -> None:
+    def __init__(self, turns: Sequence[TraceTurn], setting: Setting) -> None:
         next_arrivals_s = look(turns) if setting.hints else None
         super().__init__(
             setting.load(),
             lambda capacities, _: POLICIES[setting.policy](capacities),
             next_arrivals_s=next_arrivals_s,
         )
-        self.found: list[tuple[bytes, Tier | None]] = []
+        self.found: list[tuple[bytes, Level | None]] = []
         self.waits_s: list[float] = []
 
-    def _start(self, turn: Turn, since_s: float, now_s: float) -> float:
+    def _start(self, turn: TraceTurn, since_s: float, now_s: float) -> float:
         self.found.append((turn.session, self.store.tiers.tier(turn.session)))
         self.waits_s.append(now_s - since_s)
         return super()._start(turn, since_s, now_s)
 
-    def outcome(self, turns: Sequence[Turn], counts: Callable[[], tuple[int, int]]) -> Outcome:
+    def outcome(self, turns: Sequence[TraceTurn], counts: Callable[[], tuple[int, int]]) -> Outcome:
         """Play the turns. `counts`: sessions evicted, and bytes written to SSD."""
         tally = self.run(turns)
         return Outcome(tuple(self.found), tuple(self.waits_s), tally, *counts())
 
 
-def simulated(turns: Sequence[Turn], setting: Setting, *, lost_at: int | None = None) -> Outcome:
+def simulated(turns: Sequence[TraceTurn], setting: Setting, *, lost_at: int | None = None) -> Outcome:
     """What the simulator says; its queue is lost at the `lost_at`-th job."""
     replay = _Noted(turns, setting)
     if lost_at is not None:
@@ -131,7 +131,7 @@ def simulated(turns: Sequence[Turn], setting: Setting, *, lost_at: int | None = 
 
 
 def live(
-    turns: Sequence[Turn],
+    turns: Sequence[TraceTurn],
     setting: Setting,
     store: Store,
     client: Client,
@@ -156,7 +156,7 @@ def live(
     return replay.outcome(turns, counts), engine
 
 
-def live_here(turns: Sequence[Turn], setting: Setting, directory: Path) -> Outcome:
+def live_here(turns: Sequence[TraceTurn], setting: Setting, directory: Path) -> Outcome:
     """What a server in this process does, undisturbed; where turns wait, their queue is published."""
     with RunningServer(setting.settings(directory)) as server, Client(server.target) as client:
         if setting.slot_count is None and not setting.hints:
@@ -189,5 +189,5 @@ def _lose(waiting: Waiting, at: int) -> None:
     waiting.put = counted  # type: ignore[assignment,method-assign]
 
 
-def _word(tier: Tier | None) -> str:
+def _word(tier: Level | None) -> str:
     return tier.value if tier else "missed"

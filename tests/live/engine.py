@@ -12,7 +12,7 @@ from typing import Protocol
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.types import Durability, SessionInfo
-from ctxcache.core.placement.policy import Facts, Tier
+from ctxcache.core.placement.policy import Facts, Level
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
@@ -82,7 +82,7 @@ class Engine:
         self._open: dict[bytes, SessionRows] = {}
         client.register_model(MODEL)
 
-    def tier(self, uid: bytes) -> Tier | None:
+    def tier(self, uid: bytes) -> Level | None:
         """Where the whole session lies; None for one that is there in part, too."""
         known_tokens = self._sizes.get(uid, 0)
         try:
@@ -96,7 +96,7 @@ class Engine:
             raise AssertionError(f"{uid!r} has {found.token_count} tokens, not {known_tokens}")
         if not known_tokens or found.token_count < known_tokens:
             return None
-        return Tier.MEMORY if found.dram_token_count == found.token_count else Tier.BELOW
+        return Level.MEMORY if found.dram_token_count == found.token_count else Level.BELOW
 
     def is_on_ssd(self, uid: bytes) -> bool:  # noqa: ARG002  for a ledger's
         """What the store writes it counts itself."""

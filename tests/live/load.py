@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.trace import TraceTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Shape:
     seed: int = 1
 
 
-def make_turns(shape: Shape) -> list[Turn]:
+def make_turns(shape: Shape) -> list[TraceTurn]:
     """Every turn, in order of arrival; arrivals are whole milliseconds, no two the same."""
     draw = random.Random(shape.seed)
     found: list[tuple[int, int, int]] = []
@@ -45,5 +45,5 @@ def make_turns(shape: Shape) -> list[Turn]:
         latest_ms = max(at_ms, latest_ms + 1)
         input_tokens = draw.randint(0, segment_count) * SEGMENT_TOKENS
         output_tokens = segment_count * SEGMENT_TOKENS - input_tokens
-        turns.append(Turn(b"s%d" % number, latest_ms / 1000, input_tokens, output_tokens, None, None))
+        turns.append(TraceTurn(b"s%d" % number, latest_ms / 1000, input_tokens, output_tokens, None, None))
     return turns

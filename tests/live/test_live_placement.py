@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ctxcache.client import Client
-from ctxcache.core.placement.policy import Tier
-from ctxcache.simulate.load import Hint
+from ctxcache.core.placement.policy import Level
+from ctxcache.simulate.load import TraceHint
 from tests.live.compare import Setting, Sizes, differences, live, live_here, simulated
 from tests.live.engine import SLOT_BYTES, TOKEN_BYTES
 from tests.live.load import Shape, make_turns
@@ -85,7 +85,7 @@ def test_turns_that_waited_in_the_queue_find_their_sessions_in_dram(policy: str,
     assert not differences(running, expected)
     hits = [tier for (_, tier), wait_s in zip(running.found, running.waits_s, strict=True) if tier and wait_s]
     assert len(hits) > len(turns) / 2
-    assert hits.count(Tier.MEMORY) >= 0.99 * len(hits)
+    assert hits.count(Level.MEMORY) >= 0.99 * len(hits)
 
 
 @pytest.mark.parametrize("slot_count", [None, 2])
@@ -93,7 +93,7 @@ def test_hints_of_returns_and_ends_do_what_they_do_in_the_simulator(
     slot_count: int | None, tmp_path: Path
 ) -> None:
     """Said after each turn, by calls; beside a queue, too."""
-    setting = Setting(Sizes(64, 256), "value", slot_count, hints=frozenset(Hint))
+    setting = Setting(Sizes(64, 256), "value", slot_count, hints=frozenset(TraceHint))
     turns = make_turns(QUEUED)
     running, expected = live_here(turns, setting, tmp_path / "data"), simulated(turns, setting)
 

@@ -7,7 +7,7 @@ import pytest
 
 from ctxcache.client import Client
 from ctxcache.recordings.reading import contents
-from ctxcache.simulate.trace import Trace, Turn
+from ctxcache.simulate.trace import Trace, TraceTurn
 from lab.replay.replay import replay
 from tests.live.compare import Outcome, Setting, Sizes, differences, live, simulated
 from tests.live.engine import SLOT_BYTES, TOKEN_BYTES
@@ -19,13 +19,13 @@ SETTING = Setting(Sizes(48, 192), "value")
 
 
 @pytest.fixture(scope="module")
-def load() -> Sequence[Turn]:
+def load() -> Sequence[TraceTurn]:
     """Turns that fill both tiers."""
     return make_turns(Shape(session_count=36))
 
 
 @pytest.fixture(scope="module")
-def recording(load: Sequence[Turn], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+def recording(load: Sequence[TraceTurn], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """The load through a store that is recorded, and where its turns found their sessions."""
     directory = tmp_path_factory.mktemp("recorded")
     path = directory / "calls.jsonl.gz"
@@ -38,7 +38,7 @@ def recording(load: Sequence[Turn], tmp_path_factory: pytest.TempPathFactory) ->
     return path, running
 
 
-def test_its_turns_are_those_of_the_load(load: Sequence[Turn], recording: tuple[Path, Outcome]) -> None:
+def test_its_turns_are_those_of_the_load(load: Sequence[TraceTurn], recording: tuple[Path, Outcome]) -> None:
     """Every arrival, every history and every token, though sessions were lost and written anew; no name."""
     path, _ = recording
     sizes: dict[bytes, int] = {}

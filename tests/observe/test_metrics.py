@@ -10,7 +10,7 @@ from observed import fetch, load, observed, value, values_of
 from service_rig import GrpcWay
 
 from ctxcache.observe.exposition import OTHER, TENANTS_SHOWN, shown_tenants
-from ctxcache.observe.metric import Kind
+from ctxcache.observe.metric import MetricKind
 from ctxcache.observe.table import METRICS, TABLE
 from ctxcache.settings.knobs import KNOBS
 from ctxcache.v1 import arena_pb2
@@ -32,7 +32,7 @@ async def test_every_metric_of_the_table_is_exposed_and_no_other(tmp_path: Path)
     for metric in METRICS.values():
         names = (
             [f"{metric.name}{end}" for end in ("_bucket", "_sum", "_count")]
-            if metric.kind is Kind.HISTOGRAM
+            if metric.kind is MetricKind.HISTOGRAM
             else [metric.name]
         )
         found |= set(names)
@@ -156,8 +156,8 @@ def test_the_table_has_no_name_twice_and_every_metric_says_what_to_do() -> None:
     for metric in metrics:
         assert metric.meaning.endswith(".")
         assert metric.when_bad.endswith((".", "?"))
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
-        if metric.kind is Kind.HISTOGRAM:
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+        if metric.kind is MetricKind.HISTOGRAM:
             assert metric.name.endswith(f"_{metric.unit}")
 
 

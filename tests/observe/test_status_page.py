@@ -20,7 +20,7 @@ from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.observe import status_page, status_pages
 from ctxcache.observe.conditions import CONDITIONS, holding
 from ctxcache.observe.moment import MINUTES, Moment, Ring, Sample, quantile, taken
-from ctxcache.observe.status import SHOWN, Engine, Listed, Sessions, status_of
+from ctxcache.observe.status import SHOWN, Engine, SessionLine, SessionList, status_of
 from ctxcache.observe.status_page import element, page
 from ctxcache.observe.status_pages import is_own_name
 from ctxcache.observe.table import METRICS
@@ -285,7 +285,7 @@ def test_no_text_becomes_markup() -> None:
 
 
 def _evil_page() -> str:
-    bad = Listed(EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1, 1, is_durable=True)
+    bad = SessionLine(EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1, 1, is_durable=True)
     samples = [
         Sample("ctxcache_info", 1, (EVIL, EVIL)),
         Sample("ctxcache_ready", 1),
@@ -302,7 +302,7 @@ def _evil_page() -> str:
         now_s=1,
         promotion_count=0,
         settings={EVIL: EVIL},
-        sessions=Sessions((bad,), (bad,), 1),
+        sessions=SessionList((bad,), (bad,), 1),
         engines=(Engine(EVIL, EVIL, 1, is_lost=True),),
     )
     return page(status)

@@ -18,7 +18,7 @@ from service_rig import Access, Client, GrpcWay, SocketWay, until
 from ctxcache.cache.appends import Reservation
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.core.placement.shares import Share
-from ctxcache.identity.grants import Grant, Role
+from ctxcache.identity.grants import ArenaGrant, Role
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
@@ -40,8 +40,10 @@ Append = Callable[[str], Awaitable[None]]
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
     """A server of two tenants, whose SSD can be slowed; its arena has 36 slots."""
     hashes = tmp_path / "hashes"
-    grants = {name: Grant(name, has_shared_memory=True, writes_in_place=True) for name in (FLOODING, QUIET)}
-    operator = Grant("operator", Role.OPERATOR)
+    grants = {
+        name: ArenaGrant(name, has_shared_memory=True, writes_in_place=True) for name in (FLOODING, QUIET)
+    }
+    operator = ArenaGrant("operator", Role.OPERATOR)
     lines = [Token(name, digest_of(name), grant).line() for name, grant in grants.items()]
     write_secret(hashes, "\n".join([*lines, Token("operator", digest_of("operator"), operator).line()]))
     settings = Settings(

@@ -16,12 +16,12 @@ from fakes import FakeClock
 from server_process import write_secret
 from service_rig import Client, until
 
-from ctxcache.identity.grants import Grant
+from ctxcache.identity.grants import ArenaGrant
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2, bulk_pb2, bulk_pb2_grpc, session_pb2
-from ctxcache.wire.frames import PROTOCOL_VERSION, FrameReader, Kind, encode_frame
+from ctxcache.wire.frames import PROTOCOL_VERSION, FrameKind, FrameReader, encode_frame
 
 LIMIT = 3
 SSD_BYTES = 4 << 20
@@ -33,7 +33,7 @@ TOKENS = 640
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     """A server of two tenants, who share a user, with room for three connections of either sort."""
     hashes = tmp_path / "hashes"
-    grants = {name: Grant(name, has_shared_memory=True, writes_in_place=True) for name in ("a", "b")}
+    grants = {name: ArenaGrant(name, has_shared_memory=True, writes_in_place=True) for name in ("a", "b")}
     lines = (Token(name, digest_of(name), grant).line() for name, grant in grants.items())
     write_secret(hashes, "\n".join(lines))
     settings = Settings(
@@ -98,12 +98,12 @@ class _Local:
     async def hello(self, token: str) -> bool:
         """Say who it is. Whether it was let in."""
         said = arena_pb2.ControlHello(protocol_version=PROTOCOL_VERSION, token=token)
-        self._writer.write(encode_frame(Kind.HELLO, said.SerializeToString()))
+        self._writer.write(encode_frame(FrameKind.HELLO, said.SerializeToString()))
         while (frame := self._frames.next()) is None:
             data = await self._reader.read(1 << 16)
             assert data
             self._frames.feed(data)
-        return frame.kind == Kind.HELLO
+        return frame.kind == FrameKind.HELLO
 
     def close(self) -> None:
         """End it."""

@@ -11,7 +11,7 @@ from fakes import FakeClock
 from hint_rig import seconds
 from service_rig import Client, chunks, commit, refused, until
 
-from ctxcache.cache.hints import Answer, Hint, Hints
+from ctxcache.cache.hints import Hint, HintAnswer, Hints
 from ctxcache.server.server import Server
 from ctxcache.service import fairness
 from ctxcache.settings.config import Settings
@@ -451,7 +451,7 @@ async def test_a_batch_leaves_turns_to_others(
     monkeypatch.setattr(fairness, "SLICE_NS", 0)
     hints, turn_count, seen = server._cache.hints, 0, []
 
-    async def carry_out(asked: Hint, deadline_s: float) -> Answer:
+    async def carry_out(asked: Hint, deadline_s: float) -> HintAnswer:
         seen.append(turn_count)
         return await Hints.carry_out(hints, asked, deadline_s)
 

@@ -115,7 +115,7 @@ async def test_work_in_one_go_would_be_noticed(
     client: Client, facts: calls.Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the test above means nothing."""
-    monkeypatch.setattr(fairness.Slice, "is_over", property(lambda _: False))
+    monkeypatch.setattr(fairness.LoopSlice, "is_over", property(lambda _: False))
     with longest() as most:
         for call in calls.ATTACKS["lookup"](facts):
             assert [len(answer) async for answer in _answers(client, *call)]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from ctxcache.service import fairness as module
-from ctxcache.service.fairness import TURNS_BETWEEN, Newcomers, Slice, Turns
+from ctxcache.service.fairness import TURNS_BETWEEN, LoopSlice, Newcomers, Turns
 
 
 @contextmanager
@@ -106,7 +106,7 @@ async def test_a_call_that_rests_is_bulk_work_itself(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "NEW_NS", 10**12)
     monkeypatch.setattr(module, "PATIENCE_NS", 10**18)
     newcomers = Newcomers()
-    part = Slice(Turns(newcomers))
+    part = LoopSlice(Turns(newcomers))
     with coming(newcomers):
         await asyncio.wait_for(part.rest(), 10)
         assert not newcomers.are_there()

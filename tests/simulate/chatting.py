@@ -3,14 +3,14 @@
 import random
 from collections.abc import Callable
 
-from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.trace import TraceTurn
 
 ONCE_SHARE = 0.3
 
 
 def make_turns(
     session_count: int, *, sessions_per_s: float, think_s: float = 60.0, seed: int = 1
-) -> list[Turn]:
+) -> list[TraceTurn]:
     """Sessions begin at random; who goes on has 2 to 12 turns, each with thought and a length of its own."""
     draw = random.Random(seed)
     found: list[tuple[float, bytes, int, int]] = []
@@ -22,7 +22,7 @@ def make_turns(
         for _ in range(turn_count):
             found.append((at_s, b"s%d" % number, tokens(), tokens()))
             at_s += 5.0 + draw.lognormvariate(0, 1.0) * think_s
-    return [Turn(uid, at_s, asked, answered, None, None) for at_s, uid, asked, answered in sorted(found)]
+    return [TraceTurn(uid, at_s, asked, answered, None, None) for at_s, uid, asked, answered in sorted(found)]
 
 
 def _lengths(draw: random.Random) -> Callable[[], int]:

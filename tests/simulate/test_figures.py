@@ -9,8 +9,8 @@ from playing import LOAD, ROOMY, played, turn
 
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.simulate.load import Load, Prices
-from ctxcache.simulate.tally import Histogram, Tally
-from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.tally import FineHistogram, HitTally
+from ctxcache.simulate.trace import TraceTurn
 
 TURNS = st.lists(
     st.tuples(st.sampled_from("abcdef"), st.integers(0, 60), st.none() | st.integers(0, 99)), max_size=60
@@ -137,7 +137,7 @@ def test_prefetches_say_how_early_and_how_late_they_were(
 
 
 @given(turns=TURNS, load=st.sampled_from([TIGHT, ROOMY, replace(TIGHT, is_inclusive=True)]))
-def test_figures_agree_with_each_other(turns: list[Turn], load: Load) -> None:
+def test_figures_agree_with_each_other(turns: list[TraceTurn], load: Load) -> None:
     """Every miss has a reason, nothing saved is negative, appending writes no more than rewriting."""
     for name in POLICIES:
         tally = played(load, turns, name)
@@ -153,7 +153,7 @@ def test_figures_agree_with_each_other(turns: list[Turn], load: Load) -> None:
 @given(names=st.lists(st.sampled_from("abcdefghij"), max_size=80))
 def test_inclusive_and_exclusive_tiers_hold_the_same(names: list[str]) -> None:
     """Sessions of one size, and a buffer for one: where the copies lie makes no difference to who hits."""
-    turns = [Turn(name.encode(), number, 0, 0, 100, None) for number, name in enumerate(names)]
+    turns = [TraceTurn(name.encode(), number, 0, 0, 100, None) for number, name in enumerate(names)]
     load = replace(LOAD, dram_bytes=3000, ssd_bytes=4000, buffer_share=1 / 3)
     exclusive = played(load, turns)
     # A buffer is room that only exclusive tiers lack: inclusive ones have everything on SSD.
@@ -165,7 +165,7 @@ def test_inclusive_and_exclusive_tiers_hold_the_same(names: list[str]) -> None:
 @given(st.lists(st.floats(1e-5, 1e5), min_size=1), st.sampled_from([0.5, 0.95, 1.0]))
 def test_a_quantile_is_off_by_half_a_per_cent_at_most(values: list[float], share: float) -> None:
     """Against the sorted values themselves."""
-    histogram = Histogram()
+    histogram = FineHistogram()
     for value in values:
         histogram.add(value)
     exact = sorted(values)[-int(-share * len(values) // 1) - 1]
@@ -175,5 +175,5 @@ def test_a_quantile_is_off_by_half_a_per_cent_at_most(values: list[float], share
 
 def test_an_empty_tally_has_figures() -> None:
     """Shares of nothing are 0."""
-    assert Tally().figures()["ttft_p95_s"] == 0
-    assert Tally().costs(LOAD)["cost_saved_share"] == 0
+    assert HitTally().figures()["ttft_p95_s"] == 0
+    assert HitTally().costs(LOAD)["cost_saved_share"] == 0

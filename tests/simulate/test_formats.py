@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ctxcache.simulate.rows import Row
-from ctxcache.simulate.trace import Conversations, InvalidTrace, Pace, Trace, Turn
+from ctxcache.simulate.trace import ArrivalPace, Conversations, InvalidTrace, Trace, TraceTurn
 
 LENGTHS = "task,doc_id,question,context_tokens,instruction_tokens,output_tokens\n"
 
@@ -74,8 +74,8 @@ def test_a_trace_of_prefixes_reads_as_turns(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     assert list(Trace(path, arrivals_times=2)) == [
-        Turn(b"0", 0, 1100, 50, 0, 1),
-        Turn(b"0", 1.5, 450, 9, 1150, 2),
+        TraceTurn(b"0", 0, 1100, 50, 0, 1),
+        TraceTurn(b"0", 1.5, 450, 9, 1150, 2),
     ]
 
 
@@ -118,14 +118,14 @@ def test_lengths_become_documents_and_questions(tmp_path: Path) -> None:
     """Every later question finds the document alone; questions of two documents mix by their times."""
     path = tmp_path / "lengths.csv"
     path.write_text(LENGTHS + "qa,1,1,500,20,7\nqa,1,2,500,30,8\nqa,2,1,600,10,9\n")
-    turns = list(Trace(path, pace=Pace(1.0, think_s=1000.0)))
+    turns = list(Trace(path, pace=ArrivalPace(1.0, think_s=1000.0)))
 
     assert [turn.session for turn in turns] == [b"qa/1", b"qa/2", b"qa/1"]
     assert [(turn.input_tokens, turn.history_tokens, turn.number) for turn in turns] == [
         (520, 0, 1), (610, 0, 1), (30, 500, 2),
     ]  # fmt: skip
     assert turns[2].arrival_s == turns[0].arrival_s + 1000
-    assert list(Trace(path, pace=Pace(1.0, think_s=1000.0))) == turns
+    assert list(Trace(path, pace=ArrivalPace(1.0, think_s=1000.0))) == turns
 
 
 def test_lengths_need_a_rate_and_others_take_none(tmp_path: Path) -> None:
@@ -137,4 +137,4 @@ def test_lengths_need_a_rate_and_others_take_none(tmp_path: Path) -> None:
 
     path.write_text("t_ms,ContextTokens,GeneratedTokens\n0,374,44\n")
     with pytest.raises(InvalidTrace, match="line 2: arrivals are in it"):
-        list(Trace(path, pace=Pace(1.0)))
+        list(Trace(path, pace=ArrivalPace(1.0)))

@@ -8,10 +8,10 @@ import pytest
 from chatting import make_turns
 
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.simulate.load import Hint, Lie, Load
+from ctxcache.simulate.load import Lie, Load, TraceHint
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.study import Capacity, footprint_bytes, look
-from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.trace import TraceTurn
 
 LIMIT = 0.02
 OURS = "value"
@@ -34,7 +34,7 @@ class Rates:
 
 
 @cache
-def _turns(seed: int) -> tuple[list[Turn], "array[float]"]:
+def _turns(seed: int) -> tuple[list[TraceTurn], "array[float]"]:
     turns = make_turns(200, sessions_per_s=0.08, seed=seed)
     return turns, look(turns)
 
@@ -54,7 +54,7 @@ def _played(name: str, lie: Lie | None = None, share: float = 0.0) -> Rates:
     for seed in SEEDS:
         load = _load(seed)
         if lie is not None:
-            hints = frozenset(Hint) if lie is Lie.HINT else frozenset()
+            hints = frozenset(TraceHint) if lie is Lie.HINT else frozenset()
             load = replace(load, hints=hints, wrong_hint_share=share, lies=frozenset({lie}))
         turns, next_arrivals_s = _turns(seed)
         make = POLICIES[name]

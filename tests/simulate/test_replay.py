@@ -8,27 +8,27 @@ from pathlib import Path
 import pytest
 
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.simulate.load import Hint, Load
+from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.replay import Replay
-from ctxcache.simulate.study import ALL_POLICIES, Capacity, Outcome, look, study
-from ctxcache.simulate.tally import Tally
-from ctxcache.simulate.trace import Trace, Turn
+from ctxcache.simulate.study import ALL_POLICIES, Capacity, StudyOutcome, look, study
+from ctxcache.simulate.tally import HitTally
+from ctxcache.simulate.trace import Trace, TraceTurn
 
 LOAD = Load(token_bytes=10, dram_bytes=10_000, ssd_bytes=90_000, buffer_share=0.0)
 QUARTER = (Capacity(0.25, 0.2),)
 
 
-def _study(path: Path, load: Load, policies: Sequence[str]) -> dict[str, Outcome]:
+def _study(path: Path, load: Load, policies: Sequence[str]) -> dict[str, StudyOutcome]:
     outcomes = study(Trace(path), load, policies, QUARTER, step=lambda *_: None)
     return {outcome.policy: outcome for outcome in outcomes}
 
 
-def _played(load: Load, turns: Sequence[Turn], name: str = "lru") -> Tally:
+def _played(load: Load, turns: Sequence[TraceTurn], name: str = "lru") -> HitTally:
     return Replay(load, lambda capacities, _: POLICIES[name](capacities)).run(turns)
 
 
-def _turn(session: str, arrival_s: float, number: int | None = None) -> Turn:
-    return Turn(session.encode(), arrival_s, 100, 0, None, number)
+def _turn(session: str, arrival_s: float, number: int | None = None) -> TraceTurn:
+    return TraceTurn(session.encode(), arrival_s, 100, 0, None, number)
 
 
 def test_hits_are_counted_by_tier_and_over_later_turns() -> None:
@@ -96,7 +96,7 @@ def test_turns_may_take_time_and_wait_for_nothing() -> None:
 
 def test_turns_that_take_no_time_need_nothing_while_they_run() -> None:
     """The footprint is what later turns need: a's 10 tokens and b's 5, and c's 99 never."""
-    turns = [Turn(name.encode(), second, size, 0, None, None) for second, (name, size) in enumerate(
+    turns = [TraceTurn(name.encode(), second, size, 0, None, None) for second, (name, size) in enumerate(
         [("a", 10), ("b", 5), ("a", 1), ("b", 1), ("c", 99)]
     )]  # fmt: skip
     replay = Replay(LOAD, lambda capacities, _: POLICIES["lru"](capacities), next_arrivals_s=look(turns))
@@ -110,7 +110,7 @@ def test_memory_is_that_of_live_sessions() -> None:
     load = replace(LOAD, ttl_s=100)
 
     def peak_bytes(count: int) -> int:
-        turns = (Turn(b"%d" % (n // 2), float(n), 10, 10, None, None) for n in range(count))
+        turns = (TraceTurn(b"%d" % (n // 2), float(n), 10, 10, None, None) for n in range(count))
         tracemalloc.start()
         tally = Replay(load, lambda capacities, _: POLICIES["lru"](capacities)).run(turns)
         _, peak = tracemalloc.get_traced_memory()
@@ -124,7 +124,7 @@ def test_memory_is_that_of_live_sessions() -> None:
 @pytest.mark.parametrize("slots", [None, 2])
 def test_every_policy_says_the_same_twice(trace_path: Path, slots: int | None) -> None:
     """A study depends on its inputs alone, with a queue, hints and lies too."""
-    load = replace(LOAD, slot_count=slots, hints=frozenset(Hint), wrong_hint_share=0.3)
+    load = replace(LOAD, slot_count=slots, hints=frozenset(TraceHint), wrong_hint_share=0.3)
 
     first, second = (_study(trace_path, load, ALL_POLICIES) for _ in range(2))
 
@@ -154,7 +154,7 @@ def test_value_keeps_what_returns_where_lru_is_flooded(trace_path: Path) -> None
 
 def test_lies_leave_value_above_the_best_baseline(trace_path: Path) -> None:
     """Hints that are all wrong cost less than what learning is worth."""
-    load = replace(LOAD, hints=frozenset(Hint), wrong_hint_share=1.0)
+    load = replace(LOAD, hints=frozenset(TraceHint), wrong_hint_share=1.0)
     baselines = ["lru", "fifo", "s3-fifo", "arc", "t-lru", "look-ahead"]
     rates = {name: o.tally.hit_rate for name, o in _study(trace_path, load, [*baselines, "value"]).items()}
 

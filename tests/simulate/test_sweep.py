@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ctxcache.simulate.census import Census, count
-from ctxcache.simulate.sweeps import SWEEPS, ReplayLost, Row, play, prepare
-from ctxcache.simulate.trace import PacedTrace, Trace, Turn
+from ctxcache.simulate.sweeps import SWEEPS, ReplayLost, SweepRow, play, prepare
+from ctxcache.simulate.trace import PacedTrace, Trace, TraceTurn
 from lab.bench.generate_load import PROFILES, Pace, rows, write
 
 
@@ -53,7 +53,7 @@ def test_sessions_begin_faster_and_think_as_long(load_path: Path) -> None:
     """Twice as many begin a second; every turn keeps its distance to its session's first; order holds."""
     usual, faster = list(Trace(load_path)), list(PacedTrace(load_path, sessions_times=2.0))
 
-    def distances_ms(turns: list[Turn]) -> dict[tuple[bytes, int | None], int]:
+    def distances_ms(turns: list[TraceTurn]) -> dict[tuple[bytes, int | None], int]:
         firsts: dict[bytes, float] = {}
         return {
             (turn.session, turn.number): round(
@@ -120,7 +120,7 @@ def test_more_processes_give_the_same_rows_in_the_same_order(load_path: Path) ->
     )
     ended: list[int] = []
 
-    def rows_of(job_count: int) -> list[Row]:
+    def rows_of(job_count: int) -> list[SweepRow]:
         return list(
             play(
                 PacedTrace(load_path),

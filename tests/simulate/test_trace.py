@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ctxcache.simulate.study import look
-from ctxcache.simulate.trace import InvalidTrace, Trace, Turn
+from ctxcache.simulate.trace import InvalidTrace, Trace, TraceTurn
 
 HEADER = "session_id,arrival_ms,new_input_tokens,output_tokens"
 JSON_TURN = {"session_id": 7, "arrival_ms": 1500.5, "new_input_tokens": 10, "output_tokens": 3}
@@ -31,7 +31,7 @@ def _written(directory: Path, name: str, text: str) -> Path:
 )
 def test_a_turn_reads_the_same_in_every_form(tmp_path: Path, name: str, text: str) -> None:
     """CSV and JSON lines, gzipped or not, fields of others ignored; what is optional may be missing."""
-    assert list(Trace(_written(tmp_path, name, text))) == [Turn(b"7", 1.5005, 10, 3, None, None)]
+    assert list(Trace(_written(tmp_path, name, text))) == [TraceTurn(b"7", 1.5005, 10, 3, None, None)]
 
 
 def test_optional_fields_are_read(tmp_path: Path) -> None:

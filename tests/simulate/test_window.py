@@ -9,7 +9,7 @@ from playing import LOAD, ROOMY, played, turn
 
 from ctxcache.simulate.load import MODELS, Overflow
 from ctxcache.simulate.replay import dropped_tokens
-from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.trace import TraceTurn
 
 WINDOW = replace(ROOMY, context_tokens=1000)
 VOID = replace(WINDOW, overflow=Overflow.INVALIDATE)
@@ -80,7 +80,7 @@ TURNS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 900), st.integ
 
 
 @given(TURNS.map(lambda rows: [turn(name, i, new, out) for i, (name, new, out) in enumerate(rows)]))
-def test_decoupled_never_hits_less(turns: list[Turn]) -> None:
+def test_decoupled_never_hits_less(turns: list[TraceTurn]) -> None:
     """Where there is room for all: state that stays valid hits at least whenever void state would have."""
     kept, void = played(WINDOW, turns), played(VOID, turns)
 

@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeClock
 
 from ctxcache.errors import TierFailure
-from ctxcache.storage.tiers.base import Refusal
+from ctxcache.storage.tiers.base import TierRefusal
 from ctxcache.storage.tiers.health import READ_FAILURE_LIMIT, REST_NS, PathHealth
 
 
@@ -17,7 +17,7 @@ def test_a_refused_write_fences(number: int | None) -> None:
     health.write_failed("write: no", number)
     clock.advance(ns=10 * REST_NS)
 
-    assert health.refusal == Refusal("write: no", is_final=True)
+    assert health.refusal == TierRefusal("write: no", is_final=True)
     with pytest.raises(TierFailure, match="/ssd: fenced until a restart: write: no"):
         health.check()
 
@@ -31,7 +31,7 @@ def test_what_lacks_room_rests(number: int) -> None:
     during = health.refusal
     clock.advance(ns=REST_NS)
 
-    assert during == Refusal("write: full", is_final=False)
+    assert during == TierRefusal("write: full", is_final=False)
     assert health.refusal is None
     health.check()
 
@@ -48,7 +48,7 @@ def test_reads_that_fail_in_a_row_fence() -> None:
     health.read_failed("read: no")
 
     assert before is None
-    assert health.refusal == Refusal("3 reads failed in a row, the last: read: no", is_final=True)
+    assert health.refusal == TierRefusal("3 reads failed in a row, the last: read: no", is_final=True)
 
 
 def test_the_first_reason_stays() -> None:
@@ -57,7 +57,7 @@ def test_the_first_reason_stays() -> None:
     health.fence("fdatasync: no")
     health.write_failed("write: full", errno.ENOSPC)
 
-    assert health.refusal == Refusal("fdatasync: no", is_final=True)
+    assert health.refusal == TierRefusal("fdatasync: no", is_final=True)
 
 
 def _health() -> tuple[PathHealth, FakeClock]:
@@ -75,6 +75,6 @@ def test_a_device_is_lost_by_a_probe_and_found_by_one() -> None:
     health.found()
 
     assert doubted
-    assert lost == Refusal("probe: no", is_final=True, is_lost=True)
-    assert health.refusal == Refusal("write: no", is_final=True)
+    assert lost == TierRefusal("probe: no", is_final=True, is_lost=True)
+    assert health.refusal == TierRefusal("write: no", is_final=True)
     assert not health.is_doubted

@@ -20,7 +20,7 @@ from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConf
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
 from ctxcache.runtime.clock import Clock
-from ctxcache.storage.tiers.base import Refusal
+from ctxcache.storage.tiers.base import TierRefusal
 from ctxcache.storage.tiers.ssd import FILE_NAME, SsdFiles, SsdPath, _choose_mode
 
 SIZE_BYTES = 16 << 20
@@ -279,7 +279,7 @@ async def test_a_path_that_refused_a_sync_is_fenced(open_tier: OpenTier) -> None
     await tier.read(SLOT, 0, into)
 
     assert into == data
-    assert tier.refusals == {0: Refusal("fdatasync: Invalid argument", is_final=True)}
+    assert tier.refusals == {0: TierRefusal("fdatasync: Invalid argument", is_final=True)}
 
 
 async def test_a_fence_is_for_one_path(open_tier: OpenTier) -> None:
@@ -315,7 +315,7 @@ async def test_a_device_that_is_gone_is_found_by_a_probe_and_taken_again(tmp_pat
         tier.close()
 
     assert lost[0].is_lost
-    assert found == {0: Refusal("a write: no", is_final=True)}
+    assert found == {0: TierRefusal("a write: no", is_final=True)}
 
 
 async def test_a_path_whose_directory_was_moved_takes_no_writes_until_it_is_back(tmp_path: Path) -> None:

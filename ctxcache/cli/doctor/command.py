@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from ctxcache.cli.call import Call, call_of
+from ctxcache.cli.call import CliCall, call_of
 from ctxcache.cli.config import doubts
 from ctxcache.cli.doctor import disks, gpu, machine
 from ctxcache.cli.doctor.finding import Finding
@@ -42,7 +42,7 @@ def doctor(context: typer.Context, **given: Any) -> None:
         raise failures[0]
 
 
-def examine(settings: Settings, call: Call) -> Iterator[Finding]:
+def examine(settings: Settings, call: CliCall) -> Iterator[Finding]:
     """Ask every probe, in the order in which a server would meet what they look at."""
     yield from disks.modes(settings)
     yield disks.metadata(settings)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ctxcache.errors import CacheError
 
 
-class Status(enum.StrEnum):
+class FindingStatus(enum.StrEnum):
     """How well it is. Only a finding with a `failure` makes serving impossible."""
 
     OK = "ok"
@@ -22,7 +22,7 @@ class Finding:
     """
 
     name: str
-    status: Status
+    status: FindingStatus
     found: str
     used: str
     advice: str = ""
@@ -31,19 +31,21 @@ class Finding:
 
 def ok(name: str, found: str, used: str) -> Finding:
     """Return a finding that needs nothing."""
-    return Finding(name, Status.OK, found, used)
+    return Finding(name, FindingStatus.OK, found, used)
 
 
 def degraded(name: str, found: str, used: str, advice: str) -> Finding:
     """Return a finding about something slower or smaller than it could be."""
-    return Finding(name, Status.DEGRADED, found, used, advice)
+    return Finding(name, FindingStatus.DEGRADED, found, used, advice)
 
 
 def missing(name: str, found: str, used: str, advice: str) -> Finding:
     """Return a finding about something that is not there and that serving can do without."""
-    return Finding(name, Status.MISSING, found, used, advice)
+    return Finding(name, FindingStatus.MISSING, found, used, advice)
 
 
 def fatal(name: str, failure: CacheError, advice: str) -> Finding:
     """Return a finding that makes serving impossible."""
-    return Finding(name, Status.MISSING, str(failure), "nothing: the server cannot start", advice, failure)
+    return Finding(
+        name, FindingStatus.MISSING, str(failure), "nothing: the server cannot start", advice, failure
+    )

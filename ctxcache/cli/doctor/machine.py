@@ -12,7 +12,7 @@ import resource
 import socket
 from pathlib import Path
 
-from ctxcache.cli.call import Call
+from ctxcache.cli.call import CliCall
 from ctxcache.cli.doctor.finding import Finding, degraded, fatal, missing, ok
 from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError, CapacityExceeded, TierFailure, Unavailable
@@ -246,7 +246,7 @@ def _is_synchronised() -> bool:
     return bool(state != TIME_ERROR)
 
 
-def server(call: Call) -> Finding:
+def server(call: CliCall) -> Finding:
     """Does a server answer, and is it healthy."""
     name = f"server at {call.target}"
     try:

@@ -18,7 +18,7 @@ from ctxcache.core.ledger.segment import Kin, Segment
 from ctxcache.core.ledger.session import Piece, Session
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.order import Key
-from ctxcache.core.placement.policy import Facts, Ranked, Tier
+from ctxcache.core.placement.policy import Facts, Level, Ranked
 
 LOOKS = 1 << 10
 """Ranks that are looked up anew between two calls of `passed` though nothing happened to the sessions."""
@@ -92,7 +92,7 @@ class Standing:
     """Whether the policy takes a job of it to be waiting."""
     is_set_aside: bool = False
     """Not to be promoted ahead of need before its next hint or rest: that failed."""
-    tier: Tier | None = None
+    tier: Level | None = None
     rank: Key | None = None
     """As the policy last said; None where something has happened since."""
     order: float | None = None
@@ -265,7 +265,7 @@ class Feed:
         standing = self._standings.get(session.uid)
         if standing is None or not standing.has_rested or not (session.segments or standing.tier):
             return
-        tier = Tier.MEMORY if session.is_in_memory else Tier.BELOW
+        tier = Level.MEMORY if session.is_in_memory else Level.BELOW
         if tier is not standing.tier or session.residence.kin:
             self._place(standing, tier)
 
@@ -404,7 +404,7 @@ class Feed:
     def is_in_memory(self, session: Session) -> bool:
         """Whether all of it was in memory at the last look."""
         standing = self._standings.get(session.uid)
-        return standing is not None and standing.tier is Tier.MEMORY
+        return standing is not None and standing.tier is Level.MEMORY
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -425,10 +425,10 @@ class Feed:
             standing.rank = self.policy.rank(standing.name)
         return standing.rank
 
-    def _place(self, standing: Standing, tier: Tier) -> None:
+    def _place(self, standing: Standing, tier: Level) -> None:
         session = standing.session
         kin = session.residence.kin
-        if kin and tier is Tier.MEMORY:
+        if kin and tier is Level.MEMORY:
             # Perhaps it has become kin to another one since it came there.
             self._kin_in_memory.setdefault(kin.uid, set()).add(session.uid)
         if standing.tier is tier:
@@ -438,10 +438,10 @@ class Feed:
         self._time_in_memory(standing)
         if before is not None:
             for watcher in tuple(self._watchers.get(session.uid, ())):
-                (watcher.promoted if tier is Tier.MEMORY else watcher.demoted)(session.uid)
+                (watcher.promoted if tier is Level.MEMORY else watcher.demoted)(session.uid)
 
     def _time_in_memory(self, standing: Standing) -> None:
-        if standing.tier is Tier.MEMORY:
+        if standing.tier is Level.MEMORY:
             standing.memory_since_s = self._now_s()
         elif standing.memory_since_s is not None:
             self._seen.memory_residence_s.observe(self._now_s() - standing.memory_since_s)
@@ -449,8 +449,8 @@ class Feed:
 
     def _left_memory(self, uid: bytes) -> None:
         standing = self._standings.get(uid)
-        if standing is not None and standing.tier is Tier.MEMORY:
-            self._place(standing, Tier.BELOW)
+        if standing is not None and standing.tier is Level.MEMORY:
+            self._place(standing, Level.BELOW)
 
     def _leave(self, uid: bytes) -> None:
         standing = self._standings.get(uid)
@@ -491,5 +491,5 @@ class Feed:
     def misplaced(self) -> Iterator[Session]:
         """Sessions taken to be in memory that are not. Looks at all, for checks."""
         for standing in self._standings.values():
-            if standing.tier is Tier.MEMORY and not all(s.memory for s in standing.session.shown):
+            if standing.tier is Level.MEMORY and not all(s.memory for s in standing.session.shown):
                 yield standing.session

@@ -17,7 +17,7 @@ from ctxcache.core.ledger.rankings import Evictable, Verdict
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.ledger.unwritten import Unwritten
-from ctxcache.core.placement.policy import Leaving as Comparison
+from ctxcache.core.placement.policy import Candidate as Comparison
 from ctxcache.core.placement.policy import is_worth_writing
 
 

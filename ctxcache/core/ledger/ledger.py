@@ -41,7 +41,7 @@ from ctxcache.format.sums import Sums
 SECOND_NS = 10**9
 
 
-class Clock(Protocol):
+class LedgerClock(Protocol):
     """Where time comes from."""
 
     def now_ns(self) -> int:
@@ -116,7 +116,7 @@ class Ledger:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: LedgerClock,
         policy: Ranked,
         memory: Shelf,
         below: Shelf,

@@ -1,7 +1,7 @@
 """The policies of the literature: LRU, FIFO, T-LRU, S3-FIFO, ARC. Amortised O(1) an event."""
 
 from ctxcache.core.placement.order import Accepts, Key, Keyed, Line
-from ctxcache.core.placement.policy import Facts, Policy, Ranked, Tier
+from ctxcache.core.placement.policy import Facts, Level, Policy, Ranked
 
 
 class Recency(Policy):
@@ -20,9 +20,9 @@ class Recency(Policy):
         self.all.put(uid)
         self.dram.renew(uid)
 
-    def placed(self, uid: bytes, tier: Tier) -> None:
+    def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
-        if tier is Tier.BELOW:
+        if tier is Level.BELOW:
             self.dram.discard(uid)
         elif uid not in self.dram:
             self.dram.put(uid)
@@ -86,9 +86,9 @@ class FirstInFirstOut(LeastRecentlyUsed):
             self.all.put(uid)
             self._number(uid)
 
-    def placed(self, uid: bytes, tier: Tier) -> None:
+    def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
-        if tier is Tier.MEMORY:
+        if tier is Level.MEMORY:
             self._in_dram.put(uid, (self._numbers[uid],))
         else:
             self._in_dram.discard(uid)
@@ -133,10 +133,10 @@ class TailOptimised(LeastRecentlyUsed):
             self._cheap.discard(uid)
             self._cheap_dram.discard(uid)
 
-    def placed(self, uid: bytes, tier: Tier) -> None:
+    def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
         super().placed(uid, tier)
-        if tier is Tier.BELOW:
+        if tier is Level.BELOW:
             self._cheap_dram.discard(uid)
         elif uid in self._cheap and uid not in self._cheap_dram:
             self._cheap_dram.put(uid)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
 from ctxcache.core.placement.order import SLACK, Accepts, Key, Keyed
-from ctxcache.core.placement.policy import Capacities, Facts, Ranked, Tier
+from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
 
 
 class Window:
@@ -111,7 +111,7 @@ class Windowed(Ranked):
         super().__init__()
         self._capacities = capacities
         self._all, self._dram, self._fetchable = Keyed(), Keyed(), Keyed()
-        self._held: dict[bytes, Tier] = {}
+        self._held: dict[bytes, Level] = {}
         self._held_bytes = 0
         self._sizes: dict[bytes, int] = {}
         self._last_use: dict[bytes, int] = {}
@@ -123,7 +123,7 @@ class Windowed(Ranked):
         """Whether sessions are fetched in the queue's order."""
         return True
 
-    def placed(self, uid: bytes, tier: Tier) -> None:
+    def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
         if uid not in self._held:
             self._held_bytes += self._sizes[uid]
@@ -194,7 +194,7 @@ class Windowed(Ranked):
             return
         key = self._key(uid)
         before = self._all.put(uid, key)
-        if tier is Tier.MEMORY:
+        if tier is Level.MEMORY:
             self._dram.put(uid, key)
         else:
             self._dram.discard(uid)
@@ -222,7 +222,7 @@ class Windowed(Ranked):
         return True
 
     def _rank_fetch(self, uid: bytes) -> None:
-        if uid in self._fetched and self._held.get(uid) is Tier.BELOW:
+        if uid in self._fetched and self._held.get(uid) is Level.BELOW:
             self._fetchable.put(uid, (self._fetched.order(uid),))
         else:
             self._fetchable.discard(uid)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ctxcache.core.placement.order import Accepts, Key
 
 
-class Tier(enum.Enum):
+class Level(enum.Enum):
     """A place with a capacity."""
 
     MEMORY = "dram"
@@ -76,7 +76,7 @@ class Policy:
     def passed(self, now_s: float) -> None:
         """Time passes; called now and then, so that what grows old does so a little at a time."""
 
-    def placed(self, uid: bytes, tier: Tier) -> None:
+    def placed(self, uid: bytes, tier: Level) -> None:
         """The session lies in `tier` from now on."""
 
     def evicted(self, uid: bytes) -> None:
@@ -121,14 +121,14 @@ class Policy:
 # promised.
 
 
-class Leaving(NamedTuple):
+class Candidate(NamedTuple):
     """One that would leave the tier below; `gives_way`: it is worth less than what comes in its place."""
 
     gives_way: bool
     size_bytes: int
 
 
-def is_worth_writing(size_bytes: int, free_bytes: int, leaving: Iterable[Leaving]) -> bool:
+def is_worth_writing(size_bytes: int, free_bytes: int, leaving: Iterable[Candidate]) -> bool:
     """Whether a session of so many bytes is to be written below.
 
     `leaving`: the sessions that may leave for it, the first to leave first; read as far as needed. Where they

@@ -56,7 +56,7 @@ GIVEN_UP_AFTER = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DueStart:
     """A start foreseen at `start_s`. The job is overdue once it is late by `patience_s`."""
 
     start_s: float
@@ -79,9 +79,9 @@ class Due:
         return self.start_s + max(put_off_s, self.patience_s)
 
 
-def due(start_s: float, now_s: float, patience_s: float) -> Due:
+def due(start_s: float, now_s: float, patience_s: float) -> DueStart:
     """A start foreseen now: it may be late by as long as it is away, or `patience_s`, within bounds."""
-    return Due(start_s, min(max(start_s - now_s, patience_s, LEAST_PATIENCE_S), MOST_PATIENCE_S))
+    return DueStart(start_s, min(max(start_s - now_s, patience_s, LEAST_PATIENCE_S), MOST_PATIENCE_S))
 
 
 TIE_S = 1e-3
@@ -127,7 +127,7 @@ class _Queue:
     """Whether that goes from the last job to the first, each to a later start; else the other way."""
     started_s: float = -inf
     """When one of its jobs started last."""
-    dues: dict[str, Due] = field(default_factory=dict)
+    dues: dict[str, DueStart] = field(default_factory=dict)
     put_off_s: dict[str, float] = field(default_factory=dict)
     """By how much overdue jobs are put off."""
     looks: Keyed = field(default_factory=Keyed)
@@ -280,7 +280,7 @@ class Schedule:
         start_s = foreseen.start_s if place is None else queue.starts[place]
         if place is not None and queue.ranks.find(place).rank >= SLIP_JOBS:
             # The jobs before this one are late too: its lateness counts from the engine's last start.
-            foreseen = Due(max(foreseen.start_s, queue.started_s), foreseen.patience_s)
+            foreseen = DueStart(max(foreseen.start_s, queue.started_s), foreseen.patience_s)
             queue.dues[job.job_id] = foreseen
         put_off_s = queue.put_off_s[job.job_id] = foreseen.put_off_s(now_s)
         if put_off_s < inf:

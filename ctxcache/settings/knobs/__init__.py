@@ -1,6 +1,6 @@
 """Every knob of `ctxcache serve`, in one table."""
 
-from ctxcache.settings.knobs.knob import Kind, Knob, Section
+from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
 from ctxcache.settings.knobs.lifecycle import LIFECYCLE
 from ctxcache.settings.knobs.limits import LIMITS
 from ctxcache.settings.knobs.listening import LISTENING
@@ -11,4 +11,4 @@ from ctxcache.settings.knobs.tiers import TIERS
 SECTIONS = (PLACES, LISTENING, TIERS, PLACEMENT, LIMITS, LIFECYCLE)
 KNOBS = {knob.name: knob for section in SECTIONS for knob in section.knobs}
 
-__all__ = ["KNOBS", "SECTIONS", "Kind", "Knob", "Section"]
+__all__ = ["KNOBS", "SECTIONS", "Knob", "KnobKind", "Section"]

@@ -17,7 +17,7 @@ _SIZE_UNITS = {"": 1, "B": 1} | {
 }
 
 
-class Kind(enum.Enum):
+class KnobKind(enum.Enum):
     """What a knob's text means; the value is how `--help` shows it."""
 
     DIRECTORY = "DIR"
@@ -46,18 +46,18 @@ class Kind(enum.Enum):
 
 
 _UNITS = {
-    Kind.DIRECTORY: "path",
-    Kind.DIRECTORIES: "paths",
-    Kind.FILE: "path",
-    Kind.PATH: "path",
-    Kind.ADDRESS: "`host:port`",
-    Kind.SIZE: "bytes",
-    Kind.SHARE: "share",
-    Kind.SECONDS: "seconds",
-    Kind.SWITCH: "true or false",
-    Kind.WORD: "word",
-    Kind.SHARES: "shares by tenant",
-    Kind.IDENTITIES: "rules",
+    KnobKind.DIRECTORY: "path",
+    KnobKind.DIRECTORIES: "paths",
+    KnobKind.FILE: "path",
+    KnobKind.PATH: "path",
+    KnobKind.ADDRESS: "`host:port`",
+    KnobKind.SIZE: "bytes",
+    KnobKind.SHARE: "share",
+    KnobKind.SECONDS: "seconds",
+    KnobKind.SWITCH: "true or false",
+    KnobKind.WORD: "word",
+    KnobKind.SHARES: "shares by tenant",
+    KnobKind.IDENTITIES: "rules",
 }
 
 
@@ -79,7 +79,7 @@ class Knob:
     """
 
     name: str
-    kind: Kind
+    kind: KnobKind
     default: Any = None
     shown: str = ""
     help: str

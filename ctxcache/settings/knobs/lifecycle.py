@@ -1,6 +1,6 @@
 """Knobs of the process."""
 
-from ctxcache.settings.knobs.knob import Kind, Knob, Section
+from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
 
 DAY_S = 86400
 
@@ -10,7 +10,7 @@ LIFECYCLE = Section(
     (
         Knob(
             name="rebuild_metadata",
-            kind=Kind.SWITCH,
+            kind=KnobKind.SWITCH,
             default=False,
             help="Make metadata that cannot be trusted anew at the start instead of refusing it.",
             more="As `ctxcache rebuild` does; the old is kept.",
@@ -18,7 +18,7 @@ LIFECYCLE = Section(
         ),
         Knob(
             name="drain_timeout_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=30,
             help="How long running rpcs may take to end on shutdown.",
             least=0,
@@ -26,7 +26,7 @@ LIFECYCLE = Section(
         ),
         Knob(
             name="flush_timeout_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=120,
             help=(
                 "How long what is not on disk may take to get there after that; then the process ends"
@@ -39,7 +39,7 @@ LIFECYCLE = Section(
         ),
         Knob(
             name="trace_endpoint",
-            kind=Kind.ADDRESS,
+            kind=KnobKind.ADDRESS,
             default="",
             help="OTLP collector that spans are sent to over gRPC, http://host:port; empty for none.",
             more="Needs `pip install 'ctxcache[otel]'`. See tracing.md.",
@@ -47,7 +47,7 @@ LIFECYCLE = Section(
         ),
         Knob(
             name="trace_ratio",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=0.0,
             help="Share of what comes without a trace that is traced; callers decide about the rest.",
             advice="0, or 0.01 to see upkeep's flushes too",
@@ -56,7 +56,7 @@ LIFECYCLE = Section(
         ),
         Knob(
             name="fault_injection",
-            kind=Kind.SWITCH,
+            kind=KnobKind.SWITCH,
             default=False,
             help="Let operators inject faults (`ctxcache fault`): for tests of what lies around the store.",
             more=(
@@ -67,7 +67,7 @@ LIFECYCLE = Section(
         ),
         Knob(
             name="log_level",
-            kind=Kind.WORD,
+            kind=KnobKind.WORD,
             default="info",
             help="Least severe events that are logged, to stderr.",
             choices=("debug", "info", "warning", "error"),
@@ -75,7 +75,7 @@ LIFECYCLE = Section(
         ),
         Knob(
             name="log_format",
-            kind=Kind.WORD,
+            kind=KnobKind.WORD,
             default="text",
             help="`text` for people, `json` for machines: an object per line.",
             advice="json where something collects logs",

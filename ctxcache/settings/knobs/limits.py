@@ -1,6 +1,6 @@
 """Knobs of how much at a time."""
 
-from ctxcache.settings.knobs.knob import Kind, Knob, Section
+from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
 
 DAY_S = 86400
 ARENA = "share of the arena"
@@ -11,7 +11,7 @@ LIMITS = Section(
     (
         Knob(
             name="max_sessions",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=1 << 20,
             unit="sessions",
             help="Sessions at a time; creating more is refused with a retry delay.",
@@ -21,7 +21,7 @@ LIMITS = Section(
         ),
         Knob(
             name="max_leases",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=1 << 16,
             unit="leases",
             help="Leases at a time, those of streams included; more are refused with a retry delay.",
@@ -31,7 +31,7 @@ LIMITS = Section(
         ),
         Knob(
             name="lease_share",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=0.75,
             unit=ARENA,
             help="What all readers together may keep from being evicted.",
@@ -41,7 +41,7 @@ LIMITS = Section(
         ),
         Knob(
             name="reservation_share",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=0.75,
             unit=ARENA,
             help="What all writers together may keep from being evicted.",
@@ -51,7 +51,7 @@ LIMITS = Section(
         ),
         Knob(
             name="client_share",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=0.5,
             unit=ARENA,
             help="What one local client may keep so, by leases and again by reservations.",
@@ -61,7 +61,7 @@ LIMITS = Section(
         ),
         Knob(
             name="room_wait_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=0.25,
             help="How long a caller waits for others to let go of the arena before it is refused.",
             least=0,

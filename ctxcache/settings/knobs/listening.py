@@ -1,6 +1,6 @@
 """Knobs of who may come in, and by which door."""
 
-from ctxcache.settings.knobs.knob import Kind, Knob, Section
+from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
 
 LISTENING = Section(
     "Listening",
@@ -8,14 +8,14 @@ LISTENING = Section(
     (
         Knob(
             name="listen",
-            kind=Kind.ADDRESS,
+            kind=KnobKind.ADDRESS,
             default="127.0.0.1:7420",
             help="TCP address; port 0 takes a free one; empty for none.",
             advice="loopback, or with TLS the address of the network that the engines are in",
         ),
         Knob(
             name="unix_socket",
-            kind=Kind.PATH,
+            kind=KnobKind.PATH,
             default="auto",
             help="Unix socket; `auto` is in the data directory; empty for none.",
             more=(
@@ -25,27 +25,27 @@ LISTENING = Section(
         ),
         Knob(
             name="control_socket",
-            kind=Kind.PATH,
+            kind=KnobKind.PATH,
             default="auto",
             help="Socket of local clients; `auto` is `control.sock` in the data directory; empty for none.",
             more="Left out as above where its path would be too long.",
         ),
         Knob(
             name="tls_certificate",
-            kind=Kind.FILE,
+            kind=KnobKind.FILE,
             help="Certificate of the TCP ports with its chain, PEM; none: no TLS.",
             advice="set wherever the address is not loopback",
         ),
-        Knob(name="tls_key", kind=Kind.FILE, help="Its key, PEM."),
+        Knob(name="tls_key", kind=KnobKind.FILE, help="Its key, PEM."),
         Knob(
             name="tls_client_ca",
-            kind=Kind.FILE,
+            kind=KnobKind.FILE,
             help="Authorities of clients' certificates, PEM: then every client on TCP needs one.",
             advice="set wherever more than one party reaches the port",
         ),
         Knob(
             name="identities",
-            kind=Kind.IDENTITIES,
+            kind=KnobKind.IDENTITIES,
             default=(),
             shown="none",
             help=(
@@ -65,21 +65,21 @@ LISTENING = Section(
         ),
         Knob(
             name="token_hashes",
-            kind=Kind.FILE,
+            kind=KnobKind.FILE,
             help="Hashes of tokens and whom each is let in as, as `ctxcache token new` writes it.",
             more="Read again when it changes, looked at every second, and at SIGHUP.",
             advice="a file that only the server's user may write",
         ),
         Knob(
             name="insecure_listen",
-            kind=Kind.SWITCH,
+            kind=KnobKind.SWITCH,
             default=False,
             help="Listen off loopback without TLS: whoever reaches the port may do everything.",
             advice="false; true only behind a network policy of your own",
         ),
         Knob(
             name="bulk_listen",
-            kind=Kind.ADDRESS,
+            kind=KnobKind.ADDRESS,
             default="auto",
             help="Bulk channel; `auto` is a free port beside the TCP address; empty for none.",
             more=(
@@ -90,7 +90,7 @@ LISTENING = Section(
         ),
         Knob(
             name="metrics_listen",
-            kind=Kind.ADDRESS,
+            kind=KnobKind.ADDRESS,
             default="auto",
             help="Metrics and health by HTTP; `auto` is loopback, the TCP port plus one; empty for none.",
             more=(
@@ -102,7 +102,7 @@ LISTENING = Section(
         ),
         Knob(
             name="metrics_tls_certificate",
-            kind=Kind.FILE,
+            kind=KnobKind.FILE,
             help="Certificate of the metrics' port with its chain, PEM; none: no TLS there.",
             more=(
                 "Taken over when it is renewed. It may be the one of `tls_certificate`; scrapers show none of"
@@ -110,10 +110,10 @@ LISTENING = Section(
             ),
             advice="set, with a token, wherever the metrics' address is not loopback",
         ),
-        Knob(name="metrics_tls_key", kind=Kind.FILE, help="Its key, PEM."),
+        Knob(name="metrics_tls_key", kind=KnobKind.FILE, help="Its key, PEM."),
         Knob(
             name="metrics_token_file",
-            kind=Kind.FILE,
+            kind=KnobKind.FILE,
             help=(
                 "Token that whoever reads metrics shows, as a bearer or as a password; none: nobody is asked."
             ),
@@ -125,7 +125,7 @@ LISTENING = Section(
         ),
         Knob(
             name="status_names",
-            kind=Kind.WORD,
+            kind=KnobKind.WORD,
             default="auto",
             help="Whether the status page, which asks nobody who they are, names sessions and engines.",
             more=(
@@ -137,7 +137,7 @@ LISTENING = Section(
         ),
         Knob(
             name="max_concurrent_rpcs",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=256,
             unit="rpcs",
             help="Small calls at a time; more are refused with a retry delay.",
@@ -146,7 +146,7 @@ LISTENING = Section(
         ),
         Knob(
             name="max_concurrent_streams",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=32,
             unit="streams",
             help="Appends and reads of rows at a time; more are refused with a retry delay.",
@@ -156,7 +156,7 @@ LISTENING = Section(
         ),
         Knob(
             name="stall_timeout_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=30,
             help="How long a reader over gRPC may take nothing of what waits for it before it is cut off.",
             above=0,
@@ -164,7 +164,7 @@ LISTENING = Section(
         ),
         Knob(
             name="max_local_clients",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=256,
             unit="clients",
             help="Clients that map the arena at a time; more are refused with a retry delay.",
@@ -173,7 +173,7 @@ LISTENING = Section(
         ),
         Knob(
             name="keepalive_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=20,
             help="Silence after which a client over gRPC is pinged.",
             more="One that does not answer for half as long again is given up, and what it held ends.",
@@ -183,7 +183,7 @@ LISTENING = Section(
         ),
         Knob(
             name="max_connections",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=1024,
             unit="connections",
             help="Connections to each gRPC address at a time; one more is closed at once.",
@@ -196,7 +196,7 @@ LISTENING = Section(
         ),
         Knob(
             name="max_connections_per_host",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=256,
             unit="connections",
             help="Of those, how many one host may have over TCP; the newest of more are ended.",
@@ -207,7 +207,7 @@ LISTENING = Section(
         ),
         Knob(
             name="max_bulk_connections",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=64,
             unit="connections",
             help=(

@@ -1,6 +1,6 @@
 """Knobs of who stays, and on whose account."""
 
-from ctxcache.settings.knobs.knob import Kind, Knob, Section
+from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
 
 DAY_S = 86400
 
@@ -11,7 +11,7 @@ PLACEMENT = Section(
     (
         Knob(
             name="placement_policy",
-            kind=Kind.WORD,
+            kind=KnobKind.WORD,
             default="value",
             help="Who leaves memory and SSD when others need the room, and who is promoted ahead of need.",
             advice="`value`; `ctxcache simulate` compares them on a trace of yours",
@@ -20,7 +20,7 @@ PLACEMENT = Section(
         ),
         Knob(
             name="default_ttl_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=3600,
             help="Life of a session after an access when its creator does not say.",
             advice="the think time that nine of ten users stay under",
@@ -31,7 +31,7 @@ PLACEMENT = Section(
         ),
         Knob(
             name="tenant_shares",
-            kind=Kind.SHARES,
+            kind=KnobKind.SHARES,
             default={},
             shown="none",
             help=(
@@ -47,7 +47,7 @@ PLACEMENT = Section(
         ),
         Knob(
             name="retention_share",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=0.25,
             unit="share of SSD",
             help="What may be retained on clients' request, divided by the tenants' shares.",
@@ -56,7 +56,7 @@ PLACEMENT = Section(
         ),
         Knob(
             name="pin_share",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=0.25,
             unit="share of the arena",
             help="What may be kept there on clients' request, divided as above.",
@@ -65,7 +65,7 @@ PLACEMENT = Section(
         ),
         Knob(
             name="max_retention_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=3600,
             help="Longest time for which either is granted.",
             least=0,
@@ -73,7 +73,7 @@ PLACEMENT = Section(
         ),
         Knob(
             name="max_engines",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=64,
             unit="engines",
             help="Engines that publish their waiting queue at a time; more are refused with a retry delay.",
@@ -84,7 +84,7 @@ PLACEMENT = Section(
         ),
         Knob(
             name="max_engine_jobs",
-            kind=Kind.COUNT,
+            kind=KnobKind.COUNT,
             default=4096,
             unit="jobs",
             help="Waiting jobs that one engine may publish; what goes beyond is refused.",
@@ -94,7 +94,7 @@ PLACEMENT = Section(
         ),
         Knob(
             name="engine_grace_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=10,
             help="How long an engine's jobs stay when its stream breaks: the default, and the most granted.",
             least=0,

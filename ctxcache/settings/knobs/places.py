@@ -1,6 +1,6 @@
 """Knobs of where bytes lie."""
 
-from ctxcache.settings.knobs.knob import Kind, Knob, Section
+from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
 
 SIZE_LIMIT_BYTES = 1 << 60
 """More than any device has, and few enough for every sum of sizes."""
@@ -11,7 +11,7 @@ PLACES = Section(
     (
         Knob(
             name="data_directory",
-            kind=Kind.DIRECTORY,
+            kind=KnobKind.DIRECTORY,
             shown="$XDG_STATE_HOME/ctxcache, else ~/.local/state/ctxcache",
             help="Where metadata, sockets and, unless said otherwise, SSD files lie.",
             advice="a local file system that survives a restart",
@@ -19,14 +19,14 @@ PLACES = Section(
         ),
         Knob(
             name="arena_directory",
-            kind=Kind.DIRECTORY,
+            kind=KnobKind.DIRECTORY,
             default="/dev/shm",  # noqa: S108  # shared memory is what it is for
             help="Where the DRAM arena's file lies: a tmpfs that local workers reach.",
             advice="in a pod a memory-backed volume that the workers mount too",
         ),
         Knob(
             name="arena_size_bytes",
-            kind=Kind.SIZE,
+            kind=KnobKind.SIZE,
             default=0,
             shown="a quarter of the available memory or half of the tmpfs' free space, 64 MiB to 8 GiB",
             help="Size of the DRAM tier, such as 8GiB; allocated at the start, all of it.",
@@ -37,7 +37,7 @@ PLACES = Section(
         ),
         Knob(
             name="arena_huge_pages",
-            kind=Kind.WORD,
+            kind=KnobKind.WORD,
             default="auto",
             help="Reserved 2 MiB pages for the arena.",
             more=(
@@ -49,14 +49,14 @@ PLACES = Section(
         ),
         Knob(
             name="arena_prefault",
-            kind=Kind.SWITCH,
+            kind=KnobKind.SWITCH,
             default=True,
             help="Touch the arena's pages ahead of use, in the background.",
             advice="true; a page nobody has touched costs four times as much to fill",
         ),
         Knob(
             name="arena_sealed",
-            kind=Kind.SWITCH,
+            kind=KnobKind.SWITCH,
             default=False,
             help=(
                 "No process but the server can write to the arena, whatever it is granted; all append by"
@@ -67,7 +67,7 @@ PLACES = Section(
         ),
         Knob(
             name="ssd_directories",
-            kind=Kind.DIRECTORIES,
+            kind=KnobKind.DIRECTORIES,
             default=(),
             shown="ssd in the data directory",
             help="Directory of the SSD tier; repeat for more.",
@@ -77,7 +77,7 @@ PLACES = Section(
         ),
         Knob(
             name="ssd_missing",
-            kind=Kind.WORD,
+            kind=KnobKind.WORD,
             default="refuse",
             help="What a start does without an SSD directory that was in use.",
             more=(
@@ -91,7 +91,7 @@ PLACES = Section(
         ),
         Knob(
             name="ssd_hang_after_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=30,
             help="Age of a read, write or sync after which its SSD device counts as lost.",
             more=(
@@ -106,7 +106,7 @@ PLACES = Section(
         ),
         Knob(
             name="ssd_size_bytes",
-            kind=Kind.SIZE,
+            kind=KnobKind.SIZE,
             default=0,
             shown="what is there, else a fifth of the free space, 64 MiB to 32 GiB",
             help="Size of the file in each of them; allocated at the first start.",

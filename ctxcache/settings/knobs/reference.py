@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 
-from ctxcache.settings.knobs import KNOBS, SECTIONS, Kind, Knob
+from ctxcache.settings.knobs import KNOBS, SECTIONS, Knob, KnobKind
 
 _LINE = 100
 
@@ -60,7 +60,7 @@ def toml() -> str:
         for knob in section.knobs:
             text = [*_comment(knob), f"# {_toml_line(knob)}"]
             # A table ends the settings of the file itself.
-            (tables if knob.kind is Kind.SHARES else lines).extend(["", *text])
+            (tables if knob.kind is KnobKind.SHARES else lines).extend(["", *text])
     return "\n".join([*lines, *tables]) + "\n"
 
 
@@ -107,9 +107,9 @@ def _comment(knob: Knob) -> Iterator[str]:
 
 
 def _toml_line(knob: Knob) -> str:
-    if knob.kind is Kind.SHARES:
+    if knob.kind is KnobKind.SHARES:
         return f"[{knob.name}]"
-    if knob.kind is Kind.DIRECTORIES:
+    if knob.kind is KnobKind.DIRECTORIES:
         return f"{knob.name} = []"
     if knob.default is None:
         return f'{knob.name} = "..."'

@@ -1,6 +1,6 @@
 """Knobs of how bytes move between memory and SSD."""
 
-from ctxcache.settings.knobs.knob import Kind, Knob, Section
+from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
 
 DAY_S = 86400
 ARENA = "share of the arena"
@@ -11,7 +11,7 @@ TIERS = Section(
     (
         Knob(
             name="dram_low_watermark",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=1 / 16,
             unit=ARENA,
             help="When less is free, clean segments leave memory in the background.",
@@ -23,7 +23,7 @@ TIERS = Section(
         ),
         Knob(
             name="dram_high_watermark",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=1 / 8,
             unit=ARENA,
             help="When as much is free again, no more of them leave.",
@@ -34,7 +34,7 @@ TIERS = Section(
         ),
         Knob(
             name="dirty_watermark",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=0.25,
             unit=ARENA,
             help="When more is not on SSD, the oldest is written at once, growing segments too.",
@@ -45,7 +45,7 @@ TIERS = Section(
         ),
         Knob(
             name="dirty_limit",
-            kind=Kind.SHARE,
+            kind=KnobKind.SHARE,
             default=0.75,
             unit=ARENA,
             help="More is never without a copy on SSD: writers wait, and are then refused.",
@@ -58,7 +58,7 @@ TIERS = Section(
         ),
         Knob(
             name="tail_age_s",
-            kind=Kind.SECONDS,
+            kind=KnobKind.SECONDS,
             default=30,
             help="Age after which tokens in a growing segment are written behind; 0 for never.",
             advice="shorter where a crash must lose less, longer where the device wears",
@@ -69,7 +69,7 @@ TIERS = Section(
         ),
         Knob(
             name="write_behind_bytes_per_s",
-            kind=Kind.SIZE,
+            kind=KnobKind.SIZE,
             default=0,
             unit="bytes/s",
             help="Most that is written per second though nobody waits; 0 for no bound.",

@@ -30,7 +30,7 @@ MARK_BYTES = _HEAD.size + _CHECKSUM.size
 
 
 @dataclass(slots=True)
-class Contents:
+class CatalogContents:
     """What a catalog says: records by key, as of commit `sequence`, and what could not be read of it."""
 
     records: dict[bytes, bytes] = field(default_factory=dict)
@@ -53,10 +53,10 @@ class Contents:
             self.sequence = sequence
 
 
-def read_catalog(directory: str | Path, instance_id: str) -> Contents:
+def read_catalog(directory: str | Path, instance_id: str) -> CatalogContents:
     """Read a catalog that nobody writes. Raises OSError when a file cannot be read."""
     directory, seed = Path(directory), xxh3_64_intdigest(instance_id.encode())
-    contents = Contents()
+    contents = CatalogContents()
     first = _newest_base(directory, seed, contents) if directory.is_dir() else None
     if first is None:
         contents.problems.append(f"{directory} has no base that is whole")
@@ -87,9 +87,9 @@ def numbers(directory: Path, kind: str) -> Iterable[int]:
     return [int(path.stem) for path in directory.glob(f"*.{kind}") if path.stem.isdigit()]
 
 
-def _newest_base(directory: Path, seed: int, contents: Contents) -> int | None:
+def _newest_base(directory: Path, seed: int, contents: CatalogContents) -> int | None:
     for number in sorted(numbers(directory, "base"), reverse=True):
-        found = Contents()
+        found = CatalogContents()
         if _replay(directory / f"{number:08d}.base", seed, found):
             contents.records, contents.sequence = found.records, found.sequence
             return number
@@ -97,7 +97,7 @@ def _newest_base(directory: Path, seed: int, contents: Contents) -> int | None:
     return None
 
 
-def _join(directory: Path, contents: Contents, first: int, begins: Mapping[int, int | None]) -> None:
+def _join(directory: Path, contents: CatalogContents, first: int, begins: Mapping[int, int | None]) -> None:
     """See whether the logs follow on the base. Its own was begun with it, so nothing is between them."""
     if first not in begins:
         contents.problems.append(f"{directory / f'{first:08d}.log'} is gone")
@@ -119,7 +119,7 @@ def _begin(path: Path, seed: int) -> int | None:
     return found[1] if found and found[0] == (b"", BEGIN) else None
 
 
-def _replay(path: Path, seed: int, contents: Contents, *, until: int | None = None) -> bool:
+def _replay(path: Path, seed: int, contents: CatalogContents, *, until: int | None = None) -> bool:
     """Apply a file's commits, none after `until`; False unless an end mark is the last of its entries."""
     data = memoryview(path.read_bytes())
     offset, is_ended = 0, False

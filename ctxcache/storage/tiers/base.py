@@ -15,7 +15,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class TierRefusal:
     """Why a path takes no writes; `is_final`: until a restart. `is_lost`: its bytes cannot be had either."""
 
     problem: str
@@ -50,7 +50,7 @@ class Tier(Protocol):
         """The size of each path."""
 
     @property
-    def refusals(self) -> Mapping[int, Refusal]:
+    def refusals(self) -> Mapping[int, TierRefusal]:
         """Path numbers that take no writes now, each with why; those that are not lost are read as before."""
 
     async def read(
@@ -87,7 +87,7 @@ class Tier(Protocol):
         """Give up files and mappings. Nothing may be in flight."""
 
 
-class Devices(Tier, Protocol):
+class DeviceTier(Tier, Protocol):
     """A tier of devices that may be lost, as `refusals` says, and may come back."""
 
     @property

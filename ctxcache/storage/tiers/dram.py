@@ -25,7 +25,7 @@ from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
 from ctxcache.runtime.memory import Populate
 from ctxcache.runtime.threads import started_pool
-from ctxcache.storage.tiers.base import Range, Refusal
+from ctxcache.storage.tiers.base import Range, TierRefusal
 from ctxcache.storage.tiers.shared_memory import HugePages, create_shared
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class DramArena:
         return (self._size_bytes,)
 
     @property
-    def refusals(self) -> dict[int, Refusal]:
+    def refusals(self) -> dict[int, TierRefusal]:
         """See Tier. Memory takes what it is given."""
         return {}
 

@@ -12,7 +12,7 @@ import threading
 
 from ctxcache.errors import TierFailure
 from ctxcache.runtime.clock import Clock
-from ctxcache.storage.tiers.base import Refusal
+from ctxcache.storage.tiers.base import TierRefusal
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +50,18 @@ class PathHealth:
         return self._is_doubted or self.is_lost
 
     @property
-    def refusal(self) -> Refusal | None:
+    def refusal(self) -> TierRefusal | None:
         """Why it takes no writes now; None while it does."""
         if self._loss:
-            return Refusal(self._loss, is_final=bool(self._fence), is_lost=True)
+            return TierRefusal(self._loss, is_final=bool(self._fence), is_lost=True)
         if self._fence:
-            return Refusal(self._fence, is_final=True)
+            return TierRefusal(self._fence, is_final=True)
         if self._is_held:
-            return Refusal(HELD, is_final=False)
+            return TierRefusal(HELD, is_final=False)
         if self._displacement:
-            return Refusal(self._displacement, is_final=False)
+            return TierRefusal(self._displacement, is_final=False)
         if self._rest_ends_ns and self._clock.monotonic_ns() < self._rest_ends_ns:
-            return Refusal(self._lack, is_final=False)
+            return TierRefusal(self._lack, is_final=False)
         return None
 
     def hold(self, *, is_held: bool) -> None:

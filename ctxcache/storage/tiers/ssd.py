@@ -30,7 +30,7 @@ from ctxcache.format.slot import Slot
 from ctxcache.runtime.clock import Clock, SystemClock
 from ctxcache.runtime.files import claim_directory, open_private
 from ctxcache.storage.device_threads import Threads
-from ctxcache.storage.tiers.base import Range, Refusal
+from ctxcache.storage.tiers.base import Range, TierRefusal
 from ctxcache.storage.tiers.health import PathHealth
 
 FILE_NAME = "segments.dat"
@@ -125,9 +125,9 @@ class SsdFiles:
         return tuple(file.io_mode for file in self._files)
 
     @property
-    def refusals(self) -> dict[int, Refusal]:
+    def refusals(self) -> dict[int, TierRefusal]:
         """See Tier."""
-        found: dict[int, Refusal] = {}
+        found: dict[int, TierRefusal] = {}
         for i, file in enumerate(self._files):
             refusal = file.health.refusal
             if refusal is not None:

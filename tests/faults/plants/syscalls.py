@@ -8,7 +8,7 @@ from ctxcache.cli import serve
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers import ssd
-from ctxcache.storage.tiers.base import Refusal
+from ctxcache.storage.tiers.base import TierRefusal
 from tests.faults.planted import plant
 
 
@@ -63,7 +63,7 @@ def refused_record_acknowledged(_: int) -> None:
 def failed_path_in_rotation(_: int) -> None:
     """A path that failed is still handed out."""
 
-    def refusals(_: ssd.SsdFiles) -> dict[int, Refusal]:
+    def refusals(_: ssd.SsdFiles) -> dict[int, TierRefusal]:
         return {}
 
     ssd.SsdFiles.refusals = property(refusals)  # type: ignore[assignment,method-assign]

@@ -14,7 +14,7 @@ from paged_engine import PROMPT_TOKENS, PagedEngine, conversation, running_engin
 
 from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.client.rows import Piece
+from ctxcache.client.rows import RowPiece
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, LeaseNotFound
 from ctxcache.format.streams import StateKind, Stream, ranges_of
@@ -64,7 +64,7 @@ class HeldRows(SessionRows):
                 raise self.error
         return [self._rows[stream]]
 
-    def chunks(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[RowPiece]:
         """See SessionRows."""
         raise NotImplementedError
 
