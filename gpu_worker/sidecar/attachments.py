@@ -15,11 +15,8 @@ import asyncio
 import re
 import secrets
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from ctxcache.client import Client
 from ctxcache.client.convert import model_from_wire, probe_from_wire
@@ -40,43 +37,11 @@ from gpu_worker.sidecar.attachment import Attachment
 from gpu_worker.sidecar.cache_layout import CacheLayout, parse_layout
 from gpu_worker.sidecar.edge import AdmissionLimit
 from gpu_worker.sidecar.errors import AttachmentNotFound, MemoryInUse
+from gpu_worker.sidecar.metrics import Attached
 from gpu_worker.sidecar.model import AttachedModel, AttachedModels
 from gpu_worker.sidecar.regions import Opener, Regions
 from gpu_worker.sidecar.settings import WorkerSettings
 from gpu_worker.v1 import attachment_pb2
-
-LEFT, LOST = "left", "lost"
-
-
-class Attached(NamedTuple):
-    """All attachments together, as they are now."""
-
-    mapped_bytes: int
-    """Of engines' memory."""
-    longest_idle_s: float
-    """0 where nobody is attached."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Restores, saves and attachments, by how they ended."""
-
-    restored: int = 0
-    restored_tokens: int = 0
-    read_bytes: int = 0
-    missed: Counter[str] = field(default_factory=Counter)
-    """By reason."""
-    predicted_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds by stage, of restores that were whole: what their plans said."""
-    observed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds that the same stages took."""
-    saved: int = 0
-    saved_tokens: int = 0
-    failed_saves: Counter[str] = field(default_factory=Counter)
-    """By reason."""
-    ended_attachments: Counter[str] = field(default_factory=lambda: Counter({LEFT: 0, LOST: 0}))
-    """By how: LEFT, LOST, or the reason for which the worker ended it."""
-
 
 _ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 RANKS_LIMIT = 1024

@@ -9,9 +9,9 @@ import logging
 import socket
 import ssl
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -26,8 +26,40 @@ from ctxcache.observe.bearer import CHALLENGE, Bearer
 from ctxcache.observe.metric import Group, MetricKind, counter, gauge
 from ctxcache.runtime.files import check_secret, secret_refusal
 from gpu_worker.direct.path import DirectPath, Live
-from gpu_worker.sidecar.attachments import Attached, Counts
 from gpu_worker.sidecar.edge import AdmissionLimit
+
+LEFT, LOST = "left", "lost"
+
+
+class Attached(NamedTuple):
+    """All attachments together, as they are now."""
+
+    mapped_bytes: int
+    """Of engines' memory."""
+    longest_idle_s: float
+    """0 where nobody is attached."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Restores, saves and attachments, by how they ended."""
+
+    restored: int = 0
+    restored_tokens: int = 0
+    read_bytes: int = 0
+    missed: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    predicted_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by stage, of restores that were whole: what their plans said."""
+    observed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds that the same stages took."""
+    saved: int = 0
+    saved_tokens: int = 0
+    failed_saves: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    ended_attachments: Counter[str] = field(default_factory=lambda: Counter({LEFT: 0, LOST: 0}))
+    """By how: LEFT, LOST, or the reason for which the worker ended it."""
+
 
 TABLE = Group(
     "Workers",

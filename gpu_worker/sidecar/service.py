@@ -33,9 +33,10 @@ from gpu_worker.profiling.measure import hardware_name, measure_restoring
 from gpu_worker.profiling.profile_file import Measured
 from gpu_worker.sidecar import asking, restoring, saving
 from gpu_worker.sidecar.attachment import Attachment, End, RestoreControl, Running
-from gpu_worker.sidecar.attachments import LEFT, LOST, Attachments, Counts
+from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.edge import AdmissionLimit, Context
 from gpu_worker.sidecar.errors import TokensDiffer
+from gpu_worker.sidecar.metrics import LEFT, LOST, Counts
 from gpu_worker.sidecar.model import AttachedModel
 from gpu_worker.sidecar.restoring import Pipelines
 from gpu_worker.sidecar.settings import WorkerSettings

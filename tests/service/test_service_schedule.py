@@ -258,7 +258,8 @@ async def test_the_policy_hears_the_merged_order(
     assert heard[-1] == ("withdrawn", name)
     heard.clear()
     await client.append("a", 1, 10, 20)
-    assert heard == [("withdrawn", name)]
+    # The session waits in no queue any more: a turn withdraws nothing.
+    assert heard == []
 
 
 async def test_a_snapshot_replaces_the_queue(client: Client, engine: Engine, server: Server) -> None:

@@ -27,10 +27,9 @@ from worker_process import WorkerProcess, examples_of, mortal_engine
 
 from ctxcache.errors import AddressUnusable, CacheError, InvalidConfiguration, TooManyRequests
 from gpu_worker.direct.storage import DirectStorage
-from gpu_worker.sidecar.attachments import Attached, Counts
 from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.edge import AdmissionLimit
-from gpu_worker.sidecar.metrics import METRICS, MetricsGuard, MetricsServer, WorkerCollector
+from gpu_worker.sidecar.metrics import METRICS, Attached, Counts, MetricsGuard, MetricsServer, WorkerCollector
 
 
 @pytest.fixture(scope="module")
