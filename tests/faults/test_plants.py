@@ -1,24 +1,48 @@
 """Plants take: a control that is found because its server does not even start proves nothing."""
 
-import os
+import json
+import subprocess
 import sys
-import traceback
+from pathlib import Path
 
 import pytest
 
 from tests.faults import planted, plants  # noqa: F401  # they register
 
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tried() -> dict[str, str]:
+    """Of each plant what went wrong when it was planted, "" for nothing."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.faults.try_plants"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    answer: dict[str, str] = json.loads(process.stdout)
+    return answer
+
 
 @pytest.mark.parametrize("name", sorted(planted.PLANTS))
-def test_a_plant_takes_in_what_there_is_now(name: str) -> None:
+def test_a_plant_takes_in_what_there_is_now(name: str, tried: dict[str, str]) -> None:
     """It replaces names that the product has, in a process of its own."""
-    child = os.fork()
-    if not child:
-        try:
-            planted.plant_all(name)
-        except BaseException:  # noqa: BLE001  # whatever it is, nobody else would say
-            traceback.print_exc(file=sys.__stderr__)
-            os._exit(1)
-        os._exit(0)
+    assert tried[name] == ""
 
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+def test_a_plant_that_replaces_nothing_is_told() -> None:
+    """The control: a name that the product has not is a traceback."""
+    code = (
+        "from tests.faults import planted, try_plants\n"
+        "def nothing(number):\n"
+        "    from ctxcache.cache import no_such_name\n"
+        "planted.PLANTS['nothing'] = nothing\n"
+        "print(try_plants._try('nothing'))\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=False
+    )
+    assert "no_such_name" in process.stdout, process.stderr
