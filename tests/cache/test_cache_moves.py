@@ -119,6 +119,23 @@ async def test_a_segment_committed_short_of_its_mark_is_written_anew(rig: Memory
     assert await rig.read("a") == expected([*tokens[:40], *others])
 
 
+@pytest.mark.parametrize("reserved_count", [10, SEGMENT_TOKENS])
+async def test_a_segment_is_staged_by_the_commit_that_fills_it_and_by_none_before(
+    rig: MemoryRig, writer: Writer, reserved_count: int
+) -> None:
+    """A commit of ten rows stages nothing, whether ten or all rows of the segment are reserved."""
+    reservation, tokens = await written(rig, writer, reserved_count)
+    await rig.cache.appends.commit(reservation, 10, is_durable=False, keep_open=True)
+    segment = reservation.session.segments[-1]
+    assert not rig.cache.staging.is_under_way(segment)
+    if reserved_count == SEGMENT_TOKENS:
+        await rig.cache.appends.commit(reservation, SEGMENT_TOKENS, is_durable=False, keep_open=True)
+        assert rig.cache.staging.is_under_way(segment)
+    await rig.cache.drain()
+    await rig.check()
+    assert await rig.read("a") == expected(tokens)
+
+
 async def test_a_flush_while_a_marked_segment_is_short_leaves_it_staged(
     rig: MemoryRig, writer: Writer
 ) -> None:
