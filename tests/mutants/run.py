@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -40,6 +41,8 @@ _CONTEXT.set_forkserver_preload(
     ["pytest", "hypothesis", "grpc.aio", "numpy", "pydantic_settings", "rocksdict", "typer"]
 )
 _PASSED, _FAILED, _COLLECTION_FAILED = 0, 1, 2
+_TIMED_OUT = "+ Timeout +"
+"""What pytest-timeout writes above its stacks."""
 _FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -85,12 +88,13 @@ class Tree:
         run = _CONTEXT.Process(target=_run_tests, args=(self.root, said, list(tests)))
         run.start()
         run.join(RUN_TIMEOUT_S)
-        if run.exitcode is None and run.pid is not None:
+        code = run.exitcode
+        if run.pid is not None:
             # With all that the tests have started: it leads their group.
-            os.killpg(run.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
             run.join()
-            return None, said.read_text()
-        return run.exitcode, said.read_text()
+        return code, said.read_text()
 
     def judge(self, mutant: Mutant, *, is_first_only: bool) -> Verdict:
         """Make the mutant, test it and unmake it. Raises TableError for one that does not even import."""
@@ -114,7 +118,7 @@ class Tree:
             code, output = self.test(tests)
             found = _FIRST_FAILURE.search(output)
             by = found[1] if found else ""
-            if code is None or "Timeout (>" in output:
+            if code is None or _TIMED_OUT in output:
                 return "time-out", by
             if code == _COLLECTION_FAILED:
                 raise TableError(
@@ -138,25 +142,25 @@ def _run_tests(root: Path, said: Path, tests: Sequence[str]) -> None:
     sys.path[:] = [str(root), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
     for name in [n for n in sys.modules if n.partition(".")[0] in ("ctxcache", "gpu_worker", "tests")]:
         del sys.modules[name]
-    sys.exit(
-        pytest.main(
-            [
-                "-x",
-                "-q",
-                "--no-header",
-                "--tb=no",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:xdist",
-                "-p",
-                "no:cov",
-                f"--timeout={TEST_TIMEOUT_S}",
-                "--hypothesis-seed=0",
-                *tests,
-            ]
-        )
-    )
+    options = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov"]
+    # A timer in a thread: an exception out of a signal handler is swallowed by a callback of asyncio.
+    options += [f"--timeout={TEST_TIMEOUT_S}", "--timeout-method=thread", "--hypothesis-seed=0"]
+    sys.exit(pytest.main([*options, *tests], plugins=[FirstFailure()]))
+
+
+class FirstFailure:
+    """A plugin of pytest that ends the process at the first failure: its fixtures may never come to an end."""
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Take what pytest itself prints by: it captures everything else."""
+        self._writer = session.config.get_terminal_writer()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Say which test failed as pytest's summary does, and end."""
+        if report.failed:
+            self._writer.line(f"\n{'FAILED' if report.when == 'call' else 'ERROR'} {report.nodeid}")
+            self._writer.flush()
+            os._exit(_FAILED)
 
 
 def judge_all(
