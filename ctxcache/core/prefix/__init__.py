@@ -1,0 +1,1 @@
+"""Prefixes: state found by the tokens that it belongs to. Pure."""
