@@ -18,6 +18,7 @@ from ctxcache.cache.hints import Hints
 from ctxcache.cache.leases import Leases
 from ctxcache.cache.loading import load
 from ctxcache.cache.models import Models
+from ctxcache.cache.prefixes import Prefixes
 from ctxcache.cache.promotion import Prefetching, Promotions
 from ctxcache.cache.queues import Queues
 from ctxcache.cache.scrubbing import Mending, Scrubbing
@@ -100,6 +101,7 @@ class Cache:
         self.sessions = Sessions(
             state, metadata, self.departures, self.ssd_room, self.flushing, default_expiration
         )
+        self.prefixes = Prefixes(state, metadata, self.departures, self.flushing)
         self.queues = Queues(state, queue_limits)
         self.hints = Hints(state, self.flushing, self.prefetching, self.queues)
         self.appends = Appends(

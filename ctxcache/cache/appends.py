@@ -25,7 +25,8 @@ from ctxcache.cache.state import State
 from ctxcache.core.budget import Pinner
 from ctxcache.core.ledger.places import Use
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import Session, SessionView
+from ctxcache.core.ledger.session import Piece, Session, SessionView
+from ctxcache.core.prefix.keys import BLOCK_TOKENS
 from ctxcache.errors import (
     CacheError,
     InvalidArgument,
@@ -36,7 +37,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.format.sums import SumPlace, Sums, Tally, covers
 
 
@@ -702,6 +703,8 @@ class Appends:
         for run, _, end in cuts:
             self._ledger.committed(session, run.segment, run.row_begin + end - run.token_begin, monotonic_ns)
         self._ledger.appended(session, added, now_ns)
+        if reservation.committed // BLOCK_TOKENS < token_count // BLOCK_TOKENS:
+            self._ledger.keyed.appended(session, reservation.committed, self._token_ids)
         reservation.committed = token_count
         reservation.tally.forget(token_count)
         if len(reservation.runs) > 1:
@@ -709,6 +712,12 @@ class Appends:
         self._state.counters.appended_token_count += added
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.APPEND, session, tokens=added)
+
+    def _token_ids(self, piece: Piece) -> memoryview | None:
+        segment = piece.segment
+        if segment.memory is None:
+            return None
+        return self._io.view(segment)[segment.layout.rows(TOKENS, piece.row_begin, piece.row_end)]
 
     def _let_go(self, reservation: Reservation) -> None:
         """End the holds on segments that are written in full; the last one may be continued."""

@@ -393,7 +393,7 @@ class Flushing:
         if session.is_gone:
             raise SessionNotFound(session=session.name)
         replaced = self._ledger.flushed(session, [item.flushed for item in kept], end, begun_ns)
-        changes = Changes(sessions=[record_of(session)], segments=[_segment_record(w.segment) for w in kept])
+        changes = Changes(sessions=[record_of(session)], segments=self._segment_records(kept))
         try:
             await self._metadata.commit(changes, is_durable=True)
         except TierFailure:
@@ -439,7 +439,7 @@ class Flushing:
         for item in moved:
             copies.remove(item)
         replaced = self._ledger.moved([item.flushed for item in moved])
-        changes = Changes(segments=[_segment_record(item.segment) for item in moved])
+        changes = Changes(segments=self._segment_records(moved))
         try:
             await self._metadata.commit(changes, is_durable=True)
         except TierFailure:
@@ -450,11 +450,20 @@ class Flushing:
         self._ledger.reckon_again([item.segment for item in moved])
         return bool(moved)
 
+    def _segment_records(self, written: Iterable[Written]) -> list[SegmentRecord]:
+        """Of segments whose places below these have become."""
+        return [self._segment_record(item.segment) for item in written]
 
-def _segment_record(segment: Segment) -> SegmentRecord:
-    assert segment.durable is not None  # noqa: S101  # adopt() has just set it
-    identity = segment.identity(segment.durable_row_count)
-    return SegmentRecord(segment.segment_id, identity, segment.durable, segment.header_checksum)
+    def _segment_record(self, segment: Segment) -> SegmentRecord:
+        assert segment.durable is not None  # noqa: S101  # the ledger has just set it
+        row_count = segment.durable_row_count
+        return SegmentRecord(
+            segment.segment_id,
+            segment.identity(row_count),
+            segment.durable,
+            segment.header_checksum,
+            self._ledger.keyed.keys_of(segment, row_count),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -72,7 +72,10 @@ class _Loader:
                 self._repairs.deleted_segment_ids.append(last)
             else:
                 use = self._ledger.usage.of(session.tenant)
-                self._ledger.recorded_segment(_segment(record, session, use))
+                segment = _segment(record, session, use)
+                self._ledger.recorded_segment(segment)
+                if record.keys:
+                    self._ledger.keyed.recalled(segment, record.keys)
         if self._repairs.deleted_segment_ids:
             # A session and its segments are recorded and removed in one commit.
             log.error("segments_without_session count=%d", len(self._repairs.deleted_segment_ids))

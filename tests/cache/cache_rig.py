@@ -21,6 +21,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.appends import Reservation
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.leases import Lease, ReadRequest
+from ctxcache.cache.prefixes import Match
 from ctxcache.core.ledger.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.ledger.session import SessionView
 from ctxcache.core.limits import DEFAULT_WATERMARKS, Limits, Watermarks
@@ -217,6 +218,19 @@ class Rig:
         return await self.cache.sessions.fork(
             self.tenant, session_id, new_id, None, token_count=token_count, expiration=None
         )
+
+    async def match(self, tokens: Sequence[Token]) -> Match:
+        """The longest prefix of these that sessions have."""
+        return await self.cache.prefixes.match(
+            self.tenant, MODEL.model_id, ranges_of(STREAMS), rows_of(tokens, TOKENS)
+        )
+
+    async def adopt(self, session_id: str, tokens: Sequence[Token]) -> int:
+        """Let an empty session begin with as many of these as are there; returns how many."""
+        adopted = await self.cache.prefixes.adopt(
+            self.tenant, session_id, FINGERPRINT, None, rows_of(tokens, TOKENS)
+        )
+        return adopted.token_count
 
     async def flush(self, session_id: str) -> SessionView:
         """Make it durable."""

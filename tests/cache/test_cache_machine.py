@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cache_rig import SLOT_BYTES, DiskRig, MemoryRig, Token, Writer, expected
+from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, DiskRig, MemoryRig, Token, Writer, expected
 from fakes import Operation
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -321,6 +321,30 @@ class CacheMachine(RuleBasedStateMachine):
             self.touch(new_name)
             self.touch(name)
 
+    @precondition(lambda self: self.model)
+    @rule(pick=picks, part=parts, is_copied=seldom)
+    def adopt(self, pick: int, part: float, *, is_copied: bool) -> None:
+        """What another session has is found by its tokens, and shared; or computed and stored again."""
+        wanted = list(self.model[self.name(pick)].tokens)
+        wanted = wanted[: max(round(part * len(wanted)), SEGMENT_TOKENS)]
+        self.create(is_pinned=False, ttl_s=3600)
+        name = f"s{self.name_count - 1}"
+        known = self.model[name]
+        adopted: list[Token] = []
+        if not is_copied:
+            with self.may_lack_room():
+                count = self.run(self.rig.adopt(name, wanted))
+                assert count % SEGMENT_TOKENS == 0
+                assert count <= len(wanted)
+                adopted = wanted[:count]
+        if name in self.rig.names():
+            known.tokens, known.durable = list(adopted), set(adopted)
+            self.touch(name)
+            rest = wanted[self.rig.token_count(name) :]
+            with self.may_lack_room():
+                self.run(self.rig.append(name, rest))
+            self.settle_append(name, rest)
+
     @precondition(lambda self: self.idle())
     @rule(pick=picks, is_meant=seldom)
     def delete(self, pick: int, *, is_meant: bool) -> None:
@@ -445,6 +469,10 @@ class CacheMachine(RuleBasedStateMachine):
         """Slots, references and holds are those of what is there; leases show what they did."""
         self.run(self.rig.check())
         self.sync()
+        for known in self.model.values():
+            found = self.run(self.rig.match(known.tokens))
+            assert found.token_count <= len(known.tokens)
+            assert found.dram_token_count <= found.token_count
         for name, known in self.model.items():
             assert self.rig.token_count(name) == len(known.tokens)
         for lease, tokens in self.leases:

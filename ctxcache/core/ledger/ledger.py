@@ -19,6 +19,7 @@ from typing import Protocol
 from ctxcache.core import ranges
 from ctxcache.core.ledger.expiry import ExpiryQueue
 from ctxcache.core.ledger.feed import Feed
+from ctxcache.core.ledger.keyed import Keyed, holds, longest
 from ctxcache.core.ledger.leaving import Leaving
 from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
 from ctxcache.core.ledger.quotas import Quotas
@@ -33,12 +34,15 @@ from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
 from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import EVERYONE, Shares
+from ctxcache.core.prefix.keys import Scope
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import SessionNotFound
 from ctxcache.format.slot import Slot
 from ctxcache.format.sums import Sums
 
 SECOND_NS = 10**9
+HOLDERS_LOOKED_AT = 64
+"""Sessions and segments that a search by key looks at: what only others hold is not found."""
 
 
 class LedgerClock(Protocol):
@@ -143,6 +147,8 @@ class Ledger:
         self._model_sessions: Counter[tuple[str, str]] = Counter()
         self._segments: dict[int, Segment] = {}
         self._last_segment_id = 0
+        self.keyed = Keyed()
+        """Which segments are found by their tokens."""
         self._expiry = ExpiryQueue()
         self._touched: dict[bytes, Session] = {}
         """Sessions whose last access no record has."""
@@ -246,6 +252,27 @@ class Ledger:
         kin = (self._by_uid[uid] for uid in home.uids)
         return [session for session in kin if session.lists(segment)]
 
+    def holder(self, scope: Scope, keys: Sequence[bytes]) -> tuple[Session, int] | None:
+        """A session that holds the tokens of the longest run of these keys, and how many keys that is.
+
+        `keys` are of tokens that follow one another from the first on. None where there is none.
+        """
+        now_ns, looks = self._clock.now_ns(), 0
+        for number, segment_id, row_count in longest(self.keyed.index, scope, keys):
+            segment = self._segments[segment_id]
+            home = segment.home
+            uids = reversed(home.uids) if isinstance(home, Kin) else [home.uid] if home else []
+            for uid in uids:
+                looks += 1
+                session = self._by_uid[uid]
+                if session.expire_time_ns > now_ns and holds(session, segment, row_count):
+                    self.reckon(session)
+                    if holds(session, segment, row_count):
+                        return session, number + 1
+                if looks >= HOLDERS_LOOKED_AT:
+                    return None
+        return None
+
     # -- sessions come and go ----------------------------------------------------------------------
 
     def opened(self, session: Session) -> None:
@@ -269,6 +296,18 @@ class Ledger:
         # It may be in use, and go on in memory as kin to the new one.
         self._feed.settled(source)
         self._visit(fork)
+
+    def adopted(self, source: Session, session: Session, token_count: int) -> None:
+        """The session, which never had a token, lists the source's segments of its first tokens too.
+
+        These tokens are durable.
+        """
+        session.adopt(source, token_count)
+        for segment in session.segments:
+            segment.list_in(session.residence)
+        self.closed(session.segments)
+        self._index(session)
+        self.forked(source, session)
 
     def shared(self, session: Session, segments: Iterable[Segment]) -> None:
         """Count these with the session's kin, as if a fork listed them.
@@ -296,7 +335,9 @@ class Ledger:
 
         Returns the segments that no session lists any more.
         """
-        return self._unlist(session, session.keep_positions(live))
+        dead = self._unlist(session, session.keep_positions(live))
+        self.keyed.cut(session)
+        return dead
 
     def ended(self, session: Session, *, is_evicted: bool = False) -> list[Segment]:
         """The session is gone; returns the segments that no session lists any more.
@@ -435,6 +476,7 @@ class Ledger:
     def unrecorded_segment(self, segment: Segment) -> None:
         """No session lists this segment, as the store is opened."""
         del self._segments[segment.segment_id]
+        self.keyed.gone(segment)
         segment.disowned()
 
     def reserved(self, segment: Segment, slot: Slot) -> None:
@@ -516,6 +558,7 @@ class Ledger:
         """Only the rows that a tier below has are left of the segment; returns the sessions that list it."""
         sessions = self.listers(segment)
         segment.shortened(durable)
+        self.keyed.shortened(segment)
         for session in sessions:
             self._unwritten.unlisted(session, segment)
         return sessions
@@ -888,6 +931,7 @@ class Ledger:
             if not session.is_gone:
                 self._unwritten.unlisted(session, segment)
             self._segments.pop(segment.segment_id, None)
+            self.keyed.gone(segment)
             self._resident.discard(segment, session)
             dead.append(segment)
         session.residence.count_anew()
@@ -990,6 +1034,8 @@ class Ledger:
         # A session without a segment has nothing that could leave, and is placed nowhere.
         if any(uid not in self._by_uid or self._by_uid[uid].segments for uid in late):
             yield "sessions leave too late: the rankings were not told that their ranks fell"
+        if any(owner not in self._segments for owner in self.keyed.index.owners()):
+            yield "segments that no session lists are found by keys"
         for session in self._feed.misplaced():
             yield f"{session.name} is taken to be in memory and is not"
         if any(not s.memory or s.place in (Place.HELD, Place.GONE) for s in self._feed.unread):

@@ -311,6 +311,15 @@ class Session:
         self.log_end = end
         self.generation += 1
 
+    def adopt(self, source: "Session", token_count: int) -> None:
+        """Begin with the source's first tokens, which are durable. The session never had any."""
+        self.live, self.token_count = ((0, token_count),), token_count
+        self.segments = source.segments_of(self.live)
+        # What its last segment holds behind these is the source's: the next row is put in their place.
+        self.log_end = self.recorded_end = self.durable_end = token_count
+        self.path = source.path
+        self.generation += 1
+
     def view(self) -> "SessionView":
         """The session's facts as they are now."""
         amounts = self.amounts()

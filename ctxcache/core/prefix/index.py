@@ -105,14 +105,14 @@ class PrefixIndex:
             found.append((key, self._counts[row]))
         return found
 
-    def drop(self, owner: int, beyond: int = 0) -> None:
-        """Forget an owner's keys, or those for more than `beyond` tokens. An owner without keys has none to lose."""
+    def drop(self, owner: int, beyond: int = 0) -> bool:
+        """Forget an owner's keys, or those for more than `beyond` tokens; whether there were any."""
         rows = list(self._rows_of(owner))
         kept = [row for row in rows if self._counts[row] <= beyond]
         for row in rows[len(kept) :]:
             self._unlink(row)
-        if not rows or len(kept) == len(rows):
-            return
+        if len(kept) == len(rows):
+            return False
         if kept:
             self._next[kept[-1]] = FREE
         else:
@@ -123,6 +123,7 @@ class PrefixIndex:
         for row in rows[len(kept) :]:
             self._next[row], self._unused = self._unused, row
             self._count -= 1
+        return True
 
     def owners(self) -> Iterator[int]:
         """Every owner, once. The index must not change meanwhile."""

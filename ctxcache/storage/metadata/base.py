@@ -49,6 +49,8 @@ class SegmentRecord(NamedTuple):
     identity: SegmentIdentity
     slot: Slot
     header_checksum: int
+    keys: tuple[bytes, ...] = ()
+    """Of its rows, 32 bytes each, see docs/prefixes.md: by them it is found by its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

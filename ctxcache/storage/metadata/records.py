@@ -15,7 +15,7 @@ it, seeded with XXH3-64 of the key, so that a value under another key fails like
 does. What the key says is not repeated in the body. The checksum's place and seed are the same in
 every version, so that a newer record is told apart from a damaged one.
 
-    segment  fixed part | tenant
+    segment  fixed part | tenant | keys, 32 bytes each
     session  fixed part | tenant | session id | model id | (layer i32, kind i32)... | ids u64...
              | (begin i64, end i64)...
     model    JSON object; its probe, if any, in base64
@@ -52,7 +52,8 @@ GENERATION_BITS = 32
 """Changes that one session can see in one run before its generations reach those after the next crash."""
 UID_BYTES = 16
 _CHECKSUM = struct.Struct("<Q")
-_SEGMENT = struct.Struct("<16sqqq32sIqqQ")
+_SEGMENT = struct.Struct("<16sqqq32sIqqQH")
+_PREFIX_KEY = struct.Struct("<32s")
 _SESSION = struct.Struct("<qqqqqqBHHHIII")
 _STREAM = struct.Struct("<ii")
 _RANGE = struct.Struct("<qq")
@@ -85,7 +86,10 @@ def segment_key(segment_id: int) -> bytes:
 
 
 def encode_segment(record: SegmentRecord) -> bytes:
-    """Pack the value kept under `segment_key`. Raises struct.error for a number out of its range."""
+    """Pack the value kept under `segment_key`.
+
+    Raises struct.error for a number out of its range, ValueError for a key of another length.
+    """
     identity, slot = record.identity, record.slot
     fixed = _SEGMENT.pack(
         identity.session_uid,
@@ -97,8 +101,11 @@ def encode_segment(record: SegmentRecord) -> bytes:
         slot.offset_bytes,
         slot.size_bytes,
         record.header_checksum,
+        len(tenant := identity.tenant.encode()),
     )
-    return _seal(segment_key(record.segment_id), fixed + identity.tenant.encode())
+    if any(len(key) != _PREFIX_KEY.size for key in record.keys):
+        raise ValueError(f"a key is {_PREFIX_KEY.size} bytes")
+    return _seal(segment_key(record.segment_id), b"".join((fixed, tenant, *record.keys)))
 
 
 def decode_segment(key: bytes, value: bytes) -> SegmentRecord:
@@ -250,11 +257,21 @@ def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
         offset_bytes,
         size_bytes,
         header_checksum,
+        tenant_bytes,
     ) = _SEGMENT.unpack_from(body)
-    tenant = body[_SEGMENT.size :].decode()
+    tenant_end = _SEGMENT.size + tenant_bytes
+    tenant = _exactly(body, _SEGMENT.size, tenant_end).decode()
+    keys = tuple([key for (key,) in _PREFIX_KEY.iter_unpack(body[tenant_end:])])
     identity = SegmentIdentity(tenant, uid, generation, begin, token_count, fingerprint)
     slot = Slot(path_index, offset_bytes, size_bytes)
-    return SegmentRecord(int.from_bytes(key[len(SEGMENT_PREFIX) :], "big"), identity, slot, header_checksum)
+    segment_id = int.from_bytes(key[len(SEGMENT_PREFIX) :], "big")
+    return SegmentRecord(segment_id, identity, slot, header_checksum, keys)
+
+
+def _exactly(body: bytes, begin: int, end: int) -> bytes:
+    if end > len(body):
+        raise ValueError(f"{len(body)} bytes where {end} are announced")
+    return body[begin:end]
 
 
 def _read_session(key: bytes, body: bytes) -> SessionRecord:

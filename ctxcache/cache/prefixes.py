@@ -1,0 +1,237 @@
+"""Prefixes: find by its tokens what some session has, and let another session begin with it.
+
+    token ids ──► keys ──► the longest run of them that a session holds ──► adopted: listed by both
+
+An adoption copies nothing, and is a fork under another name: what it shares is durable first, grows no more,
+and goes when the last session that lists it goes. The session that has it may be written meanwhile. Nothing
+awaits between a match and the change that it allows. Worst case: what was found is gone at every look, and
+nothing is adopted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ctxcache.cache.background import STEP_BY_STEP, Pace
+from ctxcache.cache.eviction import Departures
+from ctxcache.cache.flushing import Flushing
+from ctxcache.cache.journal import Call
+from ctxcache.cache.state import State
+from ctxcache.core.ledger.session import Session, SessionView
+from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, NO_PARENT, Scope, scope_of
+from ctxcache.errors import CorruptSegment, InvalidArgument, SessionNotFound, TierFailure, WriteInProgress
+from ctxcache.format.streams import StreamRange
+from ctxcache.storage.metadata.base import MetadataStore
+
+LOOKS = 8
+"""How often an adoption looks for what it is to adopt: each time it may be gone, or not be durable."""
+KEYS_PER_LOOK = 64
+"""Keys that are made or looked for before others may have their turn."""
+SEGMENTS_PER_LOOK = 64
+
+
+class Found(Enum):
+    """What a match found."""
+
+    MISS = "miss"
+    HIT = "hit"
+    """It can be adopted at once."""
+    PENDING = "pending"
+    """Memory alone has some of it: an adoption writes it to SSD first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest prefix that is there. `dram_token_count`: of its tokens, those in memory."""
+
+    found: Found = Found.MISS
+    token_count: int = 0
+    dram_token_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A session after an adoption, and how many tokens it has got by that."""
+
+    view: SessionView
+    token_count: int
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Since the start."""
+
+    asked_token_count: int = 0
+    """Tokens that matches and adoptions were asked for."""
+    found_token_count: int = 0
+    adopted_token_count: int = 0
+    adopted_bytes: int = 0
+    """Slots that adoptions did not have to take, in one tier."""
+
+
+class Prefixes:
+    """The use cases over prefixes. Owned by the event loop."""
+
+    def __init__(
+        self, state: State, metadata: MetadataStore, departures: Departures, flushing: Flushing
+    ) -> None:
+        self._state, self._ledger = state, state.ledger
+        self._metadata, self._departures, self._flushing = metadata, departures, flushing
+        self.counts = PrefixCounts()
+
+    async def match(
+        self,
+        tenant: str,
+        model_id: str,
+        layout: Sequence[StreamRange],
+        asked: bytes | Sequence[bytes],
+        *,
+        pace: Pace = STEP_BY_STEP,
+    ) -> Match:
+        """The longest prefix of these token ids (int32, little endian), or keys, that sessions have.
+
+        Sessions of that model and with that layout. Counts as no access. Raises ModelNotFound, InvalidArgument
+        (a stream that the model does not have).
+        """
+        model = self._state.model(tenant, model_id)
+        try:
+            made = self._state.layout(model, layout)
+        except KeyError as error:
+            raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
+        scope = scope_of(tenant, model.fingerprint, made.outline.ranges)
+        keys = await self._known(scope, asked, pace)
+        self.counts.asked_token_count += _token_count(asked)
+        holder = self._holder(scope, keys)
+        if holder is None:
+            return Match()
+        source, token_count = holder
+        self.counts.found_token_count += token_count
+        in_memory = token_count
+        if not source.is_in_memory:
+            pieces = source.pieces(0, token_count)
+            in_memory = sum(piece.row_end - piece.row_begin for piece in pieces if piece.segment.memory)
+        is_durable = source.durable_end >= token_count
+        return Match(Found.HIT if is_durable else Found.PENDING, token_count, in_memory)
+
+    async def adopt(
+        self,
+        tenant: str,
+        session_id: str,
+        fingerprint: bytes,
+        generation: int | None,
+        asked: bytes | Sequence[bytes],
+        *,
+        pace: Pace = STEP_BY_STEP,
+    ) -> Adopted:
+        """Let a session that never had a token begin with the longest prefix that another one has.
+
+        Without one it stays as it is. Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch,
+        WriteInProgress, InvalidArgument (it has, or had, tokens), CapacityExceeded, TierFailure.
+        """
+        session = self._adopter(tenant, session_id, fingerprint, generation)
+        self._metadata.check()
+        scope = scope_of(tenant, fingerprint, session.layout.outline.ranges)
+        keys = await self._known(scope, asked, pace)
+        self.counts.asked_token_count += _token_count(asked)
+        shared: tuple[bytes, int] | None = None
+        for _ in range(LOOKS):
+            session = self._adopter(tenant, session_id, fingerprint, generation)
+            holder = self._holder(scope, keys)
+            if holder is None:
+                break
+            source, token_count = holder
+            if source.durable_end < token_count:
+                await self._flush(source)
+            elif shared is None or shared[0] != source.uid or shared[1] > token_count:
+                shared = source.uid, token_count
+                await self._share(source, token_count, pace)
+            else:
+                # A writer may have added to it meanwhile: that is left to the next one.
+                await self._adopt(session, source, shared[1])
+                return Adopted(session.view(), shared[1])
+        return Adopted(session.view(), 0)
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _adopter(self, tenant: str, session_id: str, fingerprint: bytes, generation: int | None) -> Session:
+        session = self._ledger.find(tenant, session_id)
+        session.check_caller(fingerprint, generation)
+        if session.is_writing:
+            raise WriteInProgress(session=session.name)
+        if session.log_end or session.segments:
+            raise InvalidArgument(field="session", problem=f"{session.name} has or had tokens of its own")
+        return session
+
+    async def _known(self, scope: Scope, asked: bytes | Sequence[bytes], pace: Pace) -> list[bytes]:
+        """The keys that are in the index, from the first one on."""
+        index, found = self._ledger.keyed.index, list[bytes]()
+        is_tokens = isinstance(asked, bytes)
+        count = len(asked) // BLOCK_BYTES if is_tokens else len(asked)
+        parent = NO_PARENT
+        for begin in range(0, count, KEYS_PER_LOOK):
+            if begin and pace.is_over:
+                await pace.rest()
+            end = min(begin + KEYS_PER_LOOK, count)
+            if isinstance(asked, bytes):
+                keys = scope.keys(memoryview(asked)[begin * BLOCK_BYTES : end * BLOCK_BYTES], parent)
+            else:
+                keys = iter(asked[begin:end])
+            for key in keys:
+                if index.find(scope, key) is None:
+                    return found
+                found.append(key)
+            parent = found[-1]
+        return found
+
+    def _holder(self, scope: Scope, keys: Sequence[bytes]) -> tuple[Session, int] | None:
+        """A session that has the longest run of these keys, and how many tokens of it others may list.
+
+        What a writer has room in goes on to grow: of a session that is written, whole segments alone.
+        """
+        found = self._ledger.holder(scope, keys)
+        if found is None:
+            return None
+        source, key_count = found
+        token_count = key_count * BLOCK_TOKENS
+        tail = source.growing_tail
+        if source.is_writing and tail is not None and tail.begin < token_count:
+            token_count = tail.begin - tail.begin % BLOCK_TOKENS
+        return (source, token_count) if token_count else None
+
+    async def _flush(self, source: Session) -> None:
+        try:
+            await self._flushing.flush(source)
+        except (SessionNotFound, CorruptSegment):
+            # It is gone, or has been cut. Another one may have the same: the next look tells.
+            return
+
+    async def _share(self, source: Session, token_count: int, pace: Pace) -> None:
+        """Count the source's first segments with its kin, so that a later listing is cheap."""
+        segments = source.segments_of(((0, token_count),))
+        for begin in range(0, len(segments), SEGMENTS_PER_LOOK):
+            if source.is_gone:
+                return
+            self._ledger.shared(source, segments[begin : begin + SEGMENTS_PER_LOOK])
+            if pace.is_over:
+                await pace.rest()
+
+    async def _adopt(self, session: Session, source: Session, token_count: int) -> None:
+        self._ledger.adopted(source, session, token_count)
+        self._ledger.touched(session, self._state.clock.now_ns())
+        self.counts.found_token_count += token_count
+        self.counts.adopted_token_count += token_count
+        self.counts.adopted_bytes += session.size_bytes
+        self._state.journal.did(Call.FORK, session, source=source.name, tokens=token_count)
+        try:
+            await self._departures.write_down([session])
+        except TierFailure:
+            if not session.is_gone and session.token_count == token_count:
+                # Its record may be there, or be owed; it is as it was before, or has these tokens.
+                self._departures.strand(self._ledger.truncated(session, ()))
+            raise
+
+
+def _token_count(asked: bytes | Sequence[bytes]) -> int:
+    return (
+        len(asked) // (BLOCK_BYTES // BLOCK_TOKENS) if isinstance(asked, bytes) else len(asked) * BLOCK_TOKENS
+    )

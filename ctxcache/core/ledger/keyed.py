@@ -1,0 +1,134 @@
+"""Keyed: which segments are found by the tokens that their rows belong to.
+
+A session's tokens have a key every 64, from its first token on, as they are committed. A key names the segment
+that holds the last of its tokens. No key is made behind a cut: what comes there was computed with tokens that
+are not there any more. A session that goes on behind a short segment which is not in memory gets no more keys.
+
+    committed, whole 64 ──► key ──► segment, rows of it ──► a session that has all tokens up to there
+    unlisted, cut before its end ──► the key is gone
+
+A holder of a key is a session of which the segment still is what it holds at that place, with nothing missing
+before. Two sessions that list a segment, and hold its row at the same position, list the same ones before it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from typing_extensions import Buffer
+
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import BEGIN, Piece, Session
+from ctxcache.core.prefix.index import PrefixIndex
+from ctxcache.core.prefix.keys import BLOCK_TOKENS, NO_PARENT, Scope, scope_of
+
+
+def whole_token_count(session: Session) -> int:
+    """How many of its first tokens were computed with all tokens before them, and are shown."""
+    if not session.live or session.live[0][0]:
+        return 0
+    return session.live[0][1]
+
+
+class Keyed:
+    """Keys of segments. Owned by the ledger, whose events it hears of."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+
+    def appended(self, session: Session, begin: int, token_ids: Callable[[Piece], Buffer | None]) -> None:
+        """Tokens from index `begin` on were committed: those that fill 64 now get keys.
+
+        `token_ids` of a piece; None where memory does not have them.
+        """
+        end = session.token_count - session.token_count % BLOCK_TOKENS
+        first = begin - begin % BLOCK_TOKENS
+        if first >= end or session.log_end != whole_token_count(session):
+            return
+        scope = scope_of(session.tenant, session.model_fingerprint, session.layout.outline.ranges)
+        parent = self._key_at(session, scope, first)
+        if parent is None:
+            return
+        pieces = session.pieces(first, end)
+        parts: list[Buffer] = []
+        for piece in pieces:
+            part = token_ids(piece)
+            if part is None:
+                return
+            parts.append(part)
+        holders = iter(pieces)
+        piece = next(holders)
+        for i, key in enumerate(scope.keys(b"".join(parts), parent), 1):
+            position = first + i * BLOCK_TOKENS
+            while piece.token_begin + piece.row_end - piece.row_begin < position:
+                piece = next(holders)
+            segment = piece.segment
+            self.index.put(scope, key, segment.segment_id, position - segment.begin)
+
+    def recalled(self, segment: Segment, keys: Iterable[bytes]) -> None:
+        """The segment's record has these keys."""
+        scope, row_count = _scope(segment), first_row_count(segment)
+        for i, key in enumerate(keys):
+            self.index.put(scope, key, segment.segment_id, row_count + i * BLOCK_TOKENS)
+
+    def cut(self, session: Session) -> None:
+        """The session has lost tokens: what only it lists is not found beyond them."""
+        end = whole_token_count(session)
+        first = max(bisect_right(session.segments, end, key=BEGIN) - 1, 0)
+        for segment in session.segments[first:]:
+            if segment.reference_count > 1 or segment.row_count < first_row_count(segment):
+                continue
+            kept_count = max(end - segment.begin, 0)
+            if not self.index.drop(segment.segment_id, beyond=kept_count) and not kept_count:
+                # It had none, and nothing behind it has.
+                break
+
+    def shortened(self, segment: Segment) -> None:
+        """The segment's last rows are lost."""
+        self.index.drop(segment.segment_id, beyond=segment.row_count)
+
+    def gone(self, segment: Segment) -> None:
+        """No session lists the segment."""
+        self.index.drop(segment.segment_id)
+
+    def keys_of(self, segment: Segment, row_count: int) -> tuple[bytes, ...]:
+        """The keys of a segment's first rows, in order: what a record of it keeps."""
+        keys = self.index.keys_of(_scope(segment), segment.segment_id)
+        return tuple([key for key, count in keys if count <= row_count])
+
+    def _key_at(self, session: Session, scope: Scope, token_count: int) -> bytes | None:
+        """The key of the session's tokens up to there; None where they have none."""
+        if not token_count:
+            return NO_PARENT
+        [piece] = session.pieces(token_count - 1, token_count)
+        for key, row_count in self.index.keys_of(scope, piece.segment.segment_id):
+            if piece.segment.begin + row_count == token_count:
+                return key
+        return None
+
+
+def _scope(segment: Segment) -> Scope:
+    return scope_of(segment.tenant, segment.model_fingerprint, segment.layout.outline.ranges)
+
+
+def first_row_count(segment: Segment) -> int:
+    """How many rows of a segment its first key covers."""
+    return BLOCK_TOKENS - segment.begin % BLOCK_TOKENS
+
+
+def holds(session: Session, segment: Segment, row_count: int) -> bool:
+    """Whether the session's tokens up to the segment's last of so many rows are those that a key stands for."""
+    token_count = segment.begin + row_count
+    if token_count > whole_token_count(session) or not session.lists(segment):
+        return False
+    [piece] = session.pieces(token_count - 1, token_count)
+    return piece.segment is segment
+
+
+def longest(index: PrefixIndex, scope: Scope, keys: Sequence[bytes]) -> Iterator[tuple[int, int, int]]:
+    """Segments that the last of these keys name, then those that the one before names, and so on.
+
+    Each as the key's number, the segment's number and its row count.
+    """
+    for number in reversed(range(len(keys))):
+        for owner, row_count in index.find_all(scope, keys[number]):
+            yield number, owner, row_count

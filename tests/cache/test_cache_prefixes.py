@@ -1,0 +1,261 @@
+"""Sessions are found by their tokens, and share what is equal: one copy, whoever comes and goes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cache_rig import (
+    FINGERPRINT,
+    SEGMENT_TOKENS,
+    SLOT_BYTES,
+    TENANT,
+    DiskRig,
+    MemoryRig,
+    Token,
+    Writer,
+    expected,
+    rows_of,
+)
+from fakes import Operation
+
+from ctxcache.cache.prefixes import Found, Match
+from ctxcache.core.ledger.keyed import Keyed
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, WriteInProgress
+from ctxcache.format.streams import TOKENS
+
+PROMPT_TOKENS = 1024
+CHATS = 1000
+MISS = Match()
+
+
+@pytest.fixture
+def writer() -> Writer:
+    """One who writes into every session."""
+    return Writer(1)
+
+
+async def adopted(rig: MemoryRig | DiskRig, name: str, tokens: list[Token]) -> int:
+    """A new session that begins with as much of the tokens as is there, and has all of them."""
+    await rig.create(name)
+    count = await rig.adopt(name, tokens)
+    if count < len(tokens):
+        await rig.append(name, tokens[count:])
+    return count
+
+
+async def test_what_was_appended_is_found_by_its_tokens(rig: MemoryRig, writer: Writer) -> None:
+    """Whole runs of 64 from the first token on, as soon as they are committed; pending until they are on SSD."""
+    tokens = writer.make(2 * SEGMENT_TOKENS + 10)
+    await rig.create("a")
+    assert await rig.match(tokens) == MISS
+    await rig.append("a", tokens[:70])
+    assert await rig.match(tokens) == Match(Found.PENDING, 64, 64)
+    await rig.append("a", tokens[70:], is_durable=True)
+    assert await rig.match(tokens) == Match(Found.HIT, 128, 128)
+    assert await rig.match([*tokens[:100], *writer.make(100)]) == Match(Found.HIT, 64, 64)
+    assert await rig.match(tokens[1:]) == MISS
+    assert await rig.match(tokens[:63]) == MISS
+    await rig.demote("a")
+    assert await rig.match(tokens) == Match(Found.HIT, 128, 0)
+    await rig.check()
+
+
+async def test_tokens_that_come_one_by_one_are_found(rig: MemoryRig, writer: Writer) -> None:
+    """As a decoding engine appends them."""
+    tokens = writer.make(SEGMENT_TOKENS + 1)
+    await rig.create("a")
+    for i, token in enumerate(tokens):
+        assert (await rig.match(tokens)).token_count == i // SEGMENT_TOKENS * SEGMENT_TOKENS
+        await rig.append("a", [token])
+    assert (await rig.match(tokens)).token_count == SEGMENT_TOKENS
+
+
+@pytest.mark.parametrize("is_crash", [False, True])
+async def test_keys_are_there_after_a_restart_without_a_read(
+    tmp_path: Path, writer: Writer, *, is_crash: bool
+) -> None:
+    """They are in the records: no row is read, and what is appended behind them goes on."""
+    rig = MemoryRig(tmp_path)
+    await rig.open()
+    tokens = writer.make(3 * SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", tokens[: 2 * SEGMENT_TOKENS], is_durable=True)
+    read_count = 0 if is_crash else rig.ssd.counts[Operation.READ]
+    await (rig.crash() if is_crash else rig.restart())
+    assert await rig.match(tokens) == Match(Found.HIT, 128, 0)
+    assert rig.ssd.counts[Operation.READ] == read_count
+    await rig.append("a", tokens[2 * SEGMENT_TOKENS :])
+    assert (await rig.match(tokens)).token_count == 3 * SEGMENT_TOKENS
+    await rig.create("b")
+    assert await rig.adopt("b", tokens) == 3 * SEGMENT_TOKENS
+    assert await rig.read("b") == expected(tokens)
+    await rig.check()
+    await rig.close()
+
+
+async def test_what_is_cut_is_not_found(rig: MemoryRig, writer: Writer) -> None:
+    """Rows behind a cut were computed with tokens that are gone; what lies before it is found as before."""
+    tokens = writer.make(3 * SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", tokens, is_durable=True)
+    await rig.truncate("a", (100, 110))
+    assert (await rig.match(tokens)).token_count == 64
+    await rig.append("a", writer.make(100))
+    assert len(rig.cache.ledger.keyed.index) == 1
+    await rig.truncate("a", (0, 1))
+    assert await rig.match(tokens) == MISS
+    assert len(rig.cache.ledger.keyed.index) == 0
+    await rig.check()
+
+
+async def test_a_fork_goes_on_being_found_when_its_source_is_cut(rig: MemoryRig, writer: Writer) -> None:
+    """The segment is named as long as one session holds all before it."""
+    tokens = writer.make(2 * SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", tokens, is_durable=True)
+    await rig.fork("a", "b")
+    await rig.truncate("a", (0, 1))
+    assert (await rig.match(tokens)).token_count == 128
+    await rig.truncate("b", (127, 128))
+    assert (await rig.match(tokens)).token_count == 64
+    await rig.delete("b")
+    assert await rig.match(tokens) == MISS
+    await rig.check()
+
+
+async def test_equal_state_that_was_stored_twice_is_found_when_one_is_gone(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """Both are known under the key."""
+    tokens = writer.make(SEGMENT_TOKENS)
+    for name in ("a", "b", "c"):
+        await rig.create(name)
+        await rig.append(name, tokens, is_durable=True)
+    for name in ("b", "c", "a"):
+        assert (await rig.match(tokens)).token_count == 64
+        await rig.delete(name)
+    assert await rig.match(tokens) == MISS
+
+
+async def test_an_adoption_goes_on_in_the_middle_of_a_segment(rig: MemoryRig, writer: Writer) -> None:
+    """The source's segments do not begin at multiples of 64: what it has behind these tokens stays its own."""
+    tokens, own = writer.make(4 * SEGMENT_TOKENS), writer.make(2 * SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", tokens[:100], is_durable=True)
+    await rig.demote("a")
+    await rig.read("a")
+    # Its tail takes no rows any more: the next segment begins at 100.
+    await rig.append("a", tokens[100:], is_durable=True)
+    assert [s.begin for s in rig.cache.ledger.find(TENANT, "a").segments] == [0, 64, 100, 164, 228]
+    whole = [*tokens[:128], *own]
+    assert await adopted(rig, "b", whole) == 128
+    assert await rig.read("a") == expected(tokens)
+    assert await rig.read("b") == expected(whole)
+    assert (await rig.match(whole)).token_count == len(whole)
+    assert (await rig.match(tokens)).token_count == len(tokens)
+    await rig.flush("b")
+    await rig.demote("b")
+    assert await rig.read("b") == expected(whole)
+    await rig.delete("a")
+    assert await rig.read("b") == expected(whole)
+    assert (await rig.match(tokens)).token_count == 128
+    await rig.restart()
+    assert await rig.read("b") == expected(whole)
+    assert (await rig.match(whole)).token_count == len(whole)
+    await rig.check()
+
+
+async def test_what_is_being_written_is_adopted_in_whole_segments(rig: MemoryRig, writer: Writer) -> None:
+    """The writer goes on, and nobody waits for it."""
+    tokens = writer.make(3 * SEGMENT_TOKENS)
+    await rig.create("a")
+    reservation = await rig.reserve("a", len(tokens))
+    rig.place(reservation, 0, tokens)
+    rig.cache.appends.commit_in_memory(reservation, 100, keep_open=True)
+    await rig.create("b")
+    assert await rig.adopt("b", tokens) == 64
+    await rig.cache.appends.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+    assert await rig.read("a") == expected(tokens)
+    assert await rig.read("b") == expected(tokens[:64])
+    await rig.check()
+
+
+async def test_only_a_session_that_never_had_tokens_adopts(rig: MemoryRig, writer: Writer) -> None:
+    """Nothing is changed by a refusal."""
+    tokens = writer.make(SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", tokens, is_durable=True)
+    with pytest.raises(InvalidArgument, match="has or had tokens"):
+        await rig.adopt("a", tokens)
+    await rig.create("b")
+    with pytest.raises(ModelFingerprintMismatch):
+        await rig.cache.prefixes.adopt(TENANT, "b", bytes(32), None, rows_of(tokens, TOKENS))
+    reservation = await rig.reserve("b", 1)
+    with pytest.raises(WriteInProgress):
+        await rig.adopt("b", tokens)
+    rig.cache.appends.release(reservation)
+    assert await rig.adopt("b", tokens) == 64
+    await rig.truncate("b", (0, 64))
+    with pytest.raises(InvalidArgument, match="has or had tokens"):
+        await rig.adopt("b", tokens)
+    await rig.check()
+
+
+async def test_keys_are_found_within_their_scope_alone(rig: MemoryRig, writer: Writer) -> None:
+    """Another tenant that has the very keys finds nothing."""
+    tokens = writer.make(SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", tokens, is_durable=True)
+    [segment] = rig.cache.ledger.find(TENANT, "a").segments
+    keys = rig.cache.ledger.keyed.keys_of(segment, 64)
+    match = rig.cache.prefixes.match
+    await rig.cache.models.register("other", rig.cache.state.model(TENANT, "tiny").spec)
+    layout = segment.layout.outline.ranges
+    assert (await match(TENANT, "tiny", layout, keys)).token_count == 64
+    assert (await match(TENANT, "tiny", layout[:-1], keys)) == MISS
+    assert (await match("other", "tiny", layout, keys)) == MISS
+    assert (await match("other", "tiny", layout, rows_of(tokens, TOKENS))) == MISS
+    assert segment.model_fingerprint == FINGERPRINT
+
+
+@pytest.mark.parametrize("make_rig", [MemoryRig, DiskRig])
+async def test_a_thousand_chats_hold_one_prompt_once(
+    tmp_path: Path, writer: Writer, make_rig: Callable[..., MemoryRig | DiskRig]
+) -> None:
+    """In both tiers; whoever goes, and whatever happens to the server, the others read on."""
+    slots = PROMPT_TOKENS // SEGMENT_TOKENS
+    rig = make_rig(tmp_path, arena_segments=2 * slots, ssd_segments=(2 * slots,))
+    await rig.open()
+    prompt = writer.make(PROMPT_TOKENS)
+    for i in range(CHATS):
+        assert await adopted(rig, f"s{i}", prompt) == (PROMPT_TOKENS if i else 0)
+    ledger = rig.cache.ledger
+    assert ledger.memory.used_bytes <= 1.05 * slots * SLOT_BYTES
+    assert ledger.below.used_bytes <= 1.05 * slots * SLOT_BYTES
+    assert rig.cache.prefixes.counts.adopted_bytes == (CHATS - 1) * slots * SLOT_BYTES
+    for i in range(0, CHATS, 3):
+        await rig.delete(f"s{i}")
+    await rig.cache.sessions.evict(TENANT, "s1")
+    await rig.truncate("s2", (0, 100))
+    await rig.cache.sessions.keep_first(TENANT, "s4", None, 100)
+    assert await rig.read("s5") == expected(prompt)
+    assert await rig.read("s2") == expected(prompt[100:])
+    await rig.demote("s5")
+    assert ledger.memory.used_bytes == 0
+    await rig.crash()
+    ledger = rig.cache.ledger
+    assert ledger.below.used_bytes <= 1.05 * slots * SLOT_BYTES
+    assert await rig.read("s998") == expected(prompt)
+    assert (await rig.match(prompt)).token_count == PROMPT_TOKENS
+    rig.clock.advance(seconds=1800)
+    await rig.cache.sessions.update(TENANT, "s998", expiration=None, is_pinned=None)
+    rig.clock.advance(seconds=2000)
+    await rig.cache.sessions.expire_due()
+    assert rig.names() == {"s998"}
+    assert await rig.read("s998") == expected(prompt)
+    await rig.check()
+    await rig.delete("s998")
+    assert ledger.below.used_bytes == ledger.memory.used_bytes == 0
+    assert isinstance(ledger.keyed, Keyed)
+    assert len(ledger.keyed.index) == 0
+    await rig.close()
