@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo engines stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/python scripts/generate_chart.py --check
 	$(BIN)/python scripts/generate_observability.py --check
 	$(BIN)/mypy $(SOURCES)
-	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py tests/live/*.py tests/mutants/*.py tests/stories/*.py)
+	$(BIN)/mypy --explicit-package-bases $(wildcard tests/engines/*.py tests/faults/*.py tests/faults/plants/*.py tests/live/*.py tests/mutants/*.py tests/stories/*.py)
 
 format: setup ## Rewrite sources in the project's format
 	$(BIN)/ruff format .
@@ -81,6 +81,10 @@ neighbour: setup ## Attack a server as one tenant and time another one's small c
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
+engines: ## Run real engines on a real store: vLLM on a CPU, its environment made first (10 minutes; ARGS="-k killed")
+	@$(PYTHON) scripts/setup.py vllm
+	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_sessions.py $(ARGS)
+
 stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--runs 2 --busy-runs 1")
 	$(BIN)/python scripts/repeat_tests.py $(ARGS)
 
@@ -91,4 +95,4 @@ setup-store: setup
 	@$(PYTHON) scripts/setup.py store
 
 clean: ## Remove the environments and the tools' caches, not the models
-	rm -rf .venv .venv-store .venv-docs build/site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-store .venv-docs .venv-vllm build/site .mypy_cache .ruff_cache .pytest_cache

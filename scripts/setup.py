@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Make a virtual environment that `make` uses; needs only CPython with venv and pip's way to an index.
 
-`setup.py worker` makes `.venv` (everything), `setup.py store` makes `.venv-store` (no torch), and `setup.py
-docs` makes `.venv-docs` (what builds the documentation site, without the project). The second time it reads
-one stamp file and asks no network. Settings in the environment: TORCH_SPEC (a requirement, as
-torch==2.13.0+cpu), TORCH_INDEX_URL (an index to find it on), and whatever uv itself reads, as
-UV_TORCH_BACKEND=cpu. Worst case: several GB of GPU libraries where torch's CPU build cannot be found.
+`setup.py worker` makes `.venv` (everything), `setup.py store` makes `.venv-store` (no torch), `setup.py
+docs` makes `.venv-docs` (what builds the documentation site, without the project), and `setup.py vllm` makes
+`.venv-vllm` (vLLM for a CPU). The second time it reads one stamp file and asks no network. Settings in the
+environment: TORCH_SPEC (a requirement, as torch==2.13.0+cpu), TORCH_INDEX_URL (an index to find it on), and
+whatever uv itself reads, as UV_TORCH_BACKEND=cpu. Worst case: several GB of GPU libraries where torch's CPU
+build cannot be found.
 """
 
 import ast
@@ -37,6 +38,8 @@ class Environment:
     groups: tuple[str, ...]
     has_torch: bool
     has_project: bool = True
+    unwanted: tuple[str, ...] = ()
+    """What its requirements ask for and it works better without."""
 
 
 ENVIRONMENTS = {
@@ -44,6 +47,15 @@ ENVIRONMENTS = {
     "store": Environment(".venv-store", extras=(), lab_extras=(), groups=("test",), has_torch=False),
     "docs": Environment(
         ".venv-docs", extras=(), lab_extras=(), groups=("docs",), has_torch=False, has_project=False
+    ),
+    "vllm": Environment(
+        ".venv-vllm",
+        extras=("worker",),
+        lab_extras=(),
+        groups=("vllm",),
+        has_torch=True,
+        # Their CPU builds are of another torch, and vLLM loads them where they are there.
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
 }
 
@@ -82,6 +94,8 @@ def _set_up(environment: Environment) -> None:
     except subprocess.CalledProcessError:
         _say("uv failed; trying pip, which is slower")
         _run([python, "-m", "pip", "install", "-qq", *_pip_index(), *requirements])
+    if environment.unwanted:
+        _run([python, "-m", "pip", "uninstall", "-qqy", *environment.unwanted])
 
 
 def _virtual_environment(directory: str) -> Path:

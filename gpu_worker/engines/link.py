@@ -1,0 +1,125 @@
+"""An engine's link to the store: made in the background, kept, and made again when it breaks.
+
+    CONNECTING ──registered──► READY ──a call failed──► RESTING ──pause──► CONNECTING
+        │
+        └── the store has another model ──► REFUSED
+
+An engine never waits for it: while it is not READY, nothing is looked up, restored or saved. REFUSED is for
+good, and says why once.
+"""
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ctxcache.client import CallerModel, Client
+from ctxcache.errors import (
+    CacheError,
+    DeadlineExceeded,
+    ModelFingerprintMismatch,
+    ModelProbeMismatch,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 2.0
+"""Between a failure and the next try."""
+GONE = (Unavailable, DeadlineExceeded)
+"""Errors of a store that does not answer, as opposed to one that says no."""
+
+
+class LinkState(enum.Enum):
+    """What a link can do now."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    RESTING = "resting"
+    REFUSED = "refused"
+
+
+class StoreLink:
+    """A client of the store and the model it is for. Thread-safe. Close it."""
+
+    def __init__(self, connect: Callable[[], Client], register: Callable[[Client], CallerModel]) -> None:
+        """Begin to connect, in a thread. `register` describes the model, which may take long once."""
+        self._connect, self._register = connect, register
+        self._state, self._changed = LinkState.CONNECTING, threading.Condition()
+        self._client: Client | None = None
+        self._model: CallerModel | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._keep, name="ctxcache-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> LinkState:
+        """What it can do now."""
+        return self._state
+
+    def wait(self, timeout_s: float) -> LinkState:
+        """Wait until it is READY or REFUSED, or the time is over; what it is then."""
+        with self._changed:
+            ended = (LinkState.READY, LinkState.REFUSED)
+            self._changed.wait_for(lambda: self._state in ended or self._is_closed, timeout_s)
+            return self._state
+
+    def use(self) -> tuple[Client, CallerModel] | None:
+        """The client and the caller's model; None unless it is READY."""
+        with self._changed:
+            if self._state is not LinkState.READY or self._client is None or self._model is None:
+                return None
+            return self._client, self._model
+
+    def failed(self, error: CacheError) -> None:
+        """A call failed. Where the store does not answer, nothing asks it for a while."""
+        if isinstance(error, GONE):
+            with self._changed:
+                if self._state is LinkState.READY:
+                    self._turn(LinkState.RESTING)
+                    log.warning("the context store does not answer, prompts are computed: %s", error)
+
+    def close(self) -> None:
+        """End the thread, then the client."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._client is not None:
+            self._client.close()
+
+    def _turn(self, state: LinkState) -> None:
+        self._state = state
+        self._changed.notify_all()
+
+    def _keep(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._state is not LinkState.READY)
+                if self._is_closed or self._state is LinkState.REFUSED:
+                    return
+                if self._state is LinkState.RESTING:
+                    end_s = time.monotonic() + PAUSE_S
+                    self._changed.wait_for(lambda: self._is_closed, end_s - time.monotonic())
+                    self._state = LinkState.CONNECTING
+                    continue
+            state = self._try()
+            with self._changed:
+                self._turn(state)
+
+    def _try(self) -> LinkState:
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            self._model = self._register(self._client)
+        except (ModelFingerprintMismatch, ModelProbeMismatch, PermissionDenied, Unauthenticated) as error:
+            log.error("the context store is not used: %s", error)  # noqa: TRY400  its reason is the message
+            return LinkState.REFUSED
+        except CacheError as error:
+            log.warning("the context store cannot be used yet, prompts are computed: %s", error)
+            return LinkState.RESTING
+        log.info("the context store is used for %s", self._model.name)
+        return LinkState.READY

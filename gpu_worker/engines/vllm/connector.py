@@ -1,0 +1,150 @@
+"""The connector: what vLLM calls, on its scheduler's side or on a worker's, and who answers."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from gpu_worker.engines.link import LinkState
+from gpu_worker.engines.vllm.plan import StepPlan, StepReport
+from gpu_worker.engines.vllm.scheduler import SchedulerSide
+from gpu_worker.engines.vllm.settings import Settings, check_engine
+from gpu_worker.engines.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
+    """The connector. `kv_connector_extra_config` takes the fields of Settings."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        check_engine(vllm_config, kv_cache_config)
+        # What cannot be restored is computed: a store's failure must never be a request's.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        side = SchedulerSide if role is KVConnectorRole.SCHEDULER else WorkerSide
+        self._side: SchedulerSide | WorkerSide = side(vllm_config, settings)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, and nothing else."""
+        return False
+
+    def wait_until_linked(self, timeout_s: float) -> bool:
+        """Wait until the store can be used, or never will be, or the time is over; whether it can be."""
+        return self._side.link.wait(timeout_s) is LinkState.READY
+
+    # -- scheduler ----------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: "Request") -> None:
+        """See SchedulerSide.arrived."""
+        self._scheduler().arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See SchedulerSide.matched. Rows are restored in the step that needs them."""
+        return self._scheduler().matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """See SchedulerSide.allocated."""
+        self._scheduler().allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
+        """See SchedulerSide.step."""
+        return self._scheduler().step(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """See SchedulerSide.reported."""
+        self._scheduler().reported(connector_output)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Rows are in staging by now: the blocks are free at once."""
+        del block_ids
+        self._scheduler().finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See request_finished."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine has to make a step although it has no request."""
+        return isinstance(self._side, SchedulerSide) and self._side.has_work()
+
+    # -- worker -------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """See WorkerSide.attach."""
+        self._worker().attach(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepPlan):
+            self._worker().begin_step(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        """A step ended."""
+        super().clear_connector_metadata()
+        self._worker().end_step()
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Restore what the step's requests need."""
+        del kwargs, forward_context
+        plan = self._get_connector_metadata()
+        if isinstance(plan, StepPlan):
+            self._worker().load(plan.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: rows are there before the pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: rows are captured before positions are put into them."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: the pass's rows are in staging."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See WorkerSide.take_bad_blocks."""
+        return self._worker().take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """Tell the scheduler which sessions are saved."""
+        saved = self._worker().take_saved()
+        return StepReport(saved) if saved else None
+
+    def shutdown(self) -> None:
+        """End what this side has."""
+        self._side.close()
+
+    def _scheduler(self) -> SchedulerSide:
+        if not isinstance(self._side, SchedulerSide):
+            raise TypeError("asked of a worker's connector")
+        return self._side
+
+    def _worker(self) -> WorkerSide:
+        if not isinstance(self._side, WorkerSide):
+            raise TypeError("asked of the scheduler's connector")
+        return self._side

@@ -1,0 +1,49 @@
+"""What the scheduler's side tells the workers with each step, and what they tell it."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from ctxcache.client.types import SessionInfo
+
+
+class Load(NamedTuple):
+    """Restore tokens `[begin, end)` of a session, into the request's blocks, all of which are listed."""
+
+    session: SessionInfo
+    begin: int
+    end: int
+    block_ids: tuple[int, ...]
+
+
+class Opened(NamedTuple):
+    """Save what is computed of a request from here on. `token_count`: how many tokens the session has."""
+
+    session: SessionInfo
+    token_count: int
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):
+    """What the worker has to do in a step, in this order."""
+
+    finished: list[str] = field(default_factory=list)
+    """Sessions whose request ended."""
+    lost_blocks: list[str] = field(default_factory=list)
+    """Sessions whose request lost its blocks: it was preempted."""
+    opened: list[Opened] = field(default_factory=list)
+    blocks: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    """Blocks that a session's request has now besides those that it had."""
+    loads: list[Load] = field(default_factory=list)
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """Sessions whose saves ended."""
+
+    saved: set[str] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Both reports in one."""
+        return StepReport(self.saved | other.saved) if isinstance(other, StepReport) else self

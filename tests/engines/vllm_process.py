@@ -1,0 +1,175 @@
+"""vLLM in a process of its own: requests in by a line of JSON, replies out by another.
+
+    python -m tests.engines.vllm_process MODEL OPTIONS
+
+OPTIONS is a JSON object of arguments of `vllm.LLM`. The first line out is `{"ready": true}`, each later one
+answers one line in: a list of requests, which the engine gets together.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[2]
+LINK_TIMEOUT_S = 60.0
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_model_len": 1024,
+    "enable_prefix_caching": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the engine made of one request. `cached_count`: tokens of the prompt that were not computed."""
+
+    token_ids: tuple[int, ...]
+    cached_count: int
+    finish_reason: str
+    took_s: float
+
+
+class VllmEngine:
+    """A running engine. A context manager."""
+
+    def __init__(self, model: Path, target: str | None, log: Path, **options: Any) -> None:
+        """`target`: of the store it uses, if it uses one. `options` are arguments of `vllm.LLM`."""
+        arguments = DEFAULTS | options
+        if target is not None:
+            extra = {"target": target, "model_id": "tiny"} | arguments.pop("extra", {})
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "CtxcacheConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+        self._command = [sys.executable, "-m", __spec__.name, str(model), json.dumps(arguments)]
+        self._log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def log(self) -> str:
+        """All that it wrote to standard error."""
+        return self._log.read_text()
+
+    def __enter__(self) -> Self:
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env=os.environ | ENVIRONMENT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._read()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+    def kill(self) -> None:
+        """Kill it where it stands."""
+        assert self._process is not None
+        self._process.kill()
+
+    def ask(self, *requests: Mapping[str, Any]) -> list[Reply]:
+        """Send requests together and wait for their replies, in their order.
+
+        A request has `prompt` (token ids), `session` (an id, or None) and `count` (tokens to generate).
+        """
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(requests) + "\n")
+        self._process.stdin.flush()
+        return [Reply(tuple(item.pop("token_ids")), **item) for item in self._read()]
+
+    def turn(self, prompt: Sequence[int], session: str | None, count: int = 24) -> Reply:
+        """One request and its reply."""
+        return self.ask({"prompt": list(prompt), "session": session, "count": count})[0]
+
+    def _read(self) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM ended: {self.log[-4000:]}")
+        return json.loads(line)
+
+
+def serve(model: str, arguments: dict[str, Any]) -> None:
+    """Answer requests from standard input until it ends."""
+    # Whatever libraries print must not come between the replies.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams  # noqa: PLC0415  it prints
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+    from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+
+    transfer = arguments.pop("kv_transfer_config", None)
+    if transfer is not None:
+        arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+    llm: Any = LLM(model=model, **arguments)
+    if transfer is not None:
+        core = llm.llm_engine.engine_core.engine_core
+        for connector in (core.scheduler.connector, get_kv_transfer_group()):
+            connector.wait_until_linked(LINK_TIMEOUT_S)
+
+    def say(what: object) -> None:
+        replies.write(json.dumps(what) + "\n")
+        replies.flush()
+
+    say({"ready": True})
+    for line in sys.stdin:
+        requests = json.loads(line)
+        outputs = llm.generate(
+            [{"prompt_token_ids": request["prompt"]} for request in requests],
+            [
+                SamplingParams(
+                    max_tokens=request["count"],
+                    temperature=0,
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args={"kv_transfer_params": {"session_id": request["session"]}},
+                )
+                for request in requests
+            ],
+            use_tqdm=False,
+        )
+        say(
+            [
+                {
+                    "token_ids": list(output.outputs[0].token_ids),
+                    "cached_count": output.num_cached_tokens or 0,
+                    "finish_reason": output.outputs[0].finish_reason,
+                    "took_s": output.metrics.first_token_latency if output.metrics else 0.0,
+                }
+                for output in outputs
+            ]
+        )
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], json.loads(sys.argv[2]))

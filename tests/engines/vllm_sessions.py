@@ -1,0 +1,301 @@
+"""Sessions in a real vLLM: replies are those of an engine without a store, whatever happens to the store.
+
+Run by `make engines`, in an environment that has vLLM. Each reply is compared token for token with that of
+the same model in an engine that computes every prompt.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from ctxcache.client import Client
+from gpu_worker.checkpoint import describe_directory
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.plan import Method, RestorePlan
+from tests.engines.vllm_process import Reply, VllmEngine
+from tests.server_process import ServerProcess
+
+BLOCK_TOKENS = 32
+COUNT = 24
+QUESTION = 20
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    # Wide, so that replies differ from token to token and a wrong row shows.
+    "initializer_range": 0.2,
+}
+_MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with random weights, in files: a Llama, unless a test names a family."""
+    torch.manual_seed(0)
+    family = getattr(request, "param", "llama")
+    config, build = _MODELS[family]
+    directory = tmp_path_factory.mktemp("models") / f"tiny-{family}"
+    build(config(**_SHAPE)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """An engine that has no store and keeps nothing between requests."""
+    with VllmEngine(model, None, tmp_path_factory.mktemp("plain") / "log") as engine:
+        yield engine
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A store that a test may do anything to."""
+    with ServerProcess(tmp_path / "data") as server:
+        yield server
+
+
+@pytest.fixture
+def engine(model: Path, store: ServerProcess, tmp_path: Path) -> Iterator[VllmEngine]:
+    """An engine with the store."""
+    with VllmEngine(model, store.target, tmp_path / "log") as running:
+        yield running
+
+
+def asked(turn: int) -> list[int]:
+    """What a user says in a turn."""
+    return [(7 * turn + 3 * i) % 500 + 3 for i in range(QUESTION)]
+
+
+def opening(number: int) -> list[int]:
+    """The first prompt of a conversation: another one for each."""
+    return [(11 * number + 5 * i * i) % 500 + 3 for i in range(97)]
+
+
+def whole_blocks(token_count: int) -> int:
+    """Tokens of a prompt that whole blocks hold, its last one left to be computed."""
+    return (token_count - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def compare(reply: Reply, prompt: Sequence[int], plain: VllmEngine) -> None:
+    """The reply is the one that is computed from nothing."""
+    assert reply.finish_reason == "length"
+    assert reply.token_ids == plain.turn(prompt, None, COUNT).token_ids
+
+
+def wait_for(client: Client, name: str, token_count: int) -> None:
+    """Wait until a session's tokens are durable."""
+    deadline_s = time.monotonic() + 30
+    while client.get_session(name).durable_token_count < token_count:
+        assert time.monotonic() < deadline_s, client.get_session(name)
+        time.sleep(0.01)
+
+
+def converse(
+    engine: VllmEngine, plain: VllmEngine, session: str, prompt: list[int], turns: Sequence[int]
+) -> list[int]:
+    """Hold turns of a conversation, each reply compared; the prompt of the next one."""
+    for turn in turns:
+        reply = engine.turn(prompt, session, COUNT)
+        compare(reply, prompt, plain)
+        prompt = [*prompt, *reply.token_ids, *asked(turn)]
+    return prompt
+
+
+@pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
+def test_a_conversation_that_comes_back_is_restored(engine: VllmEngine, plain: VllmEngine) -> None:
+    """Every later turn computes no more than its question, the last token of the answer, and part of a block."""
+    prompt = opening(0)
+    before = 0
+    for turn in range(4):
+        reply = engine.turn(prompt, "alice", COUNT)
+        compare(reply, prompt, plain)
+        assert reply.cached_count == before
+        # The last token of the answer was not computed.
+        before = (len(prompt) + COUNT - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        prompt = [*prompt, *reply.token_ids, *asked(turn)]
+
+
+def test_another_process_goes_on_with_it(
+    model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
+) -> None:
+    """The store keeps a session over the engine's end, and over its own."""
+    with VllmEngine(model, store.target, tmp_path / "log") as first:
+        prompt = converse(first, plain, "alice", opening(1), range(2))
+    store.terminate()
+    store.start()
+    with VllmEngine(model, store.target, tmp_path / "log") as second:
+        reply = second.turn(prompt, "alice", COUNT)
+    compare(reply, prompt, plain)
+    assert reply.cached_count >= len(prompt) - QUESTION - BLOCK_TOKENS
+
+
+def test_conversations_side_by_side_keep_apart(engine: VllmEngine, plain: VllmEngine) -> None:
+    """Requests that are computed in one pass are saved to the sessions that they name, and to no other."""
+    prompts = {f"user-{number}": opening(number) for number in range(4)}
+    for turn in range(3):
+        requests = [
+            {"prompt": prompt, "session": name if name != "user-3" else None, "count": COUNT}
+            for name, prompt in prompts.items()
+        ]
+        for (name, prompt), reply in zip(prompts.items(), engine.ask(*requests), strict=True):
+            compare(reply, prompt, plain)
+            is_restored = turn > 0 and name != "user-3"
+            assert (reply.cached_count > 0) == is_restored
+            prompts[name] = [*prompt, *reply.token_ids, *asked(turn)]
+
+
+def test_an_edited_conversation_keeps_what_is_common(engine: VllmEngine, plain: VllmEngine) -> None:
+    """Where the user changes an earlier message, what came before it is restored, and nothing after it."""
+    prompt = converse(engine, plain, "alice", opening(2), range(2))
+    edited = [*prompt[:100], *((prompt[100] + 1 + i) % 500 for i in range(60))]
+    reply = engine.turn(edited, "alice", COUNT)
+    compare(reply, edited, plain)
+    assert reply.cached_count == 100 // BLOCK_TOKENS * BLOCK_TOKENS
+
+    following = [*edited, *reply.token_ids, *asked(9)]
+    reply = engine.turn(following, "alice", COUNT)
+    compare(reply, following, plain)
+    assert reply.cached_count >= len(edited) - BLOCK_TOKENS
+
+
+def test_the_engines_own_cache_and_the_store_agree(
+    model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
+) -> None:
+    """With prefix caching on and few blocks, what the engine evicted comes from the store."""
+    options = {"enable_prefix_caching": True, "num_gpu_blocks_override": 20, "max_model_len": 512}
+    with VllmEngine(model, store.target, tmp_path / "log", **options) as engine:
+        prompts = {f"user-{number}": opening(number) for number in range(5)}
+        for turn in range(4):
+            for name, prompt in prompts.items():
+                reply = engine.turn(prompt, name, COUNT)
+                compare(reply, prompt, plain)
+                if turn:
+                    assert reply.cached_count >= len(prompt) - QUESTION - BLOCK_TOKENS
+                prompts[name] = [*prompt, *reply.token_ids, *asked(turn)]
+
+
+def test_a_request_that_is_preempted_goes_on(
+    model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
+) -> None:
+    """Requests that take one another's blocks give the replies that each gives alone, and are saved right."""
+    with VllmEngine(
+        model, store.target, tmp_path / "log", num_gpu_blocks_override=16, max_model_len=256
+    ) as engine:
+        prompts = {f"user-{number}": opening(number) for number in range(4)}
+        for turn in range(2):
+            requests = [{"prompt": p, "session": name, "count": 60} for name, p in prompts.items()]
+            for (name, prompt), reply in zip(prompts.items(), engine.ask(*requests), strict=True):
+                assert reply.token_ids == plain.turn(prompt, None, 60).token_ids
+                prompts[name] = [*prompt, *reply.token_ids, *asked(turn)[:5]]
+
+
+def test_a_store_that_is_killed_costs_a_computed_prompt(
+    engine: VllmEngine, store: ServerProcess, plain: VllmEngine
+) -> None:
+    """Without a store nothing is restored and nothing fails; when it is back, so are its sessions."""
+    prompt = converse(engine, plain, "alice", opening(3), range(2))
+    store.kill9()
+    prompt = converse(engine, plain, "alice", prompt, [2])
+    store.start()
+    replies = []
+    for turn in range(3, 12):
+        reply = engine.turn(prompt, "alice", COUNT)
+        compare(reply, prompt, plain)
+        replies.append(reply)
+        prompt = [*prompt, *reply.token_ids, *asked(turn)]
+        if reply.cached_count:
+            break
+    assert replies[-1].cached_count
+
+
+def test_damaged_rows_are_computed(
+    engine: VllmEngine, store: ServerProcess, plain: VllmEngine, model: Path
+) -> None:
+    """A changed byte of every segment on SSD is noticed: the reply is right, and the turn after it too."""
+    prompt = converse(engine, plain, "alice", opening(4), range(2))
+    store.terminate()
+    (path,) = (store.data_directory / "ssd").glob("*.dat")
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        for offset in range(8192 + 2000, size, 65536):
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte[0] ^ 0x40]))
+    store.start()
+    for turn in range(2, 6):
+        prompt = converse(engine, plain, "alice", prompt, [turn])
+
+
+@pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
+def test_it_goes_on_in_transformers_and_back(
+    engine: VllmEngine, store: ServerProcess, plain: VllmEngine, model: Path
+) -> None:
+    """Turns of one session alternate between two engines; each finds what the other has saved."""
+    hf_model = (LlamaForCausalLM if "llama" in model.name else Qwen3ForCausalLM).from_pretrained(model)
+    hf_model.train(mode=False)
+    spec = describe_directory(model, model_id="tiny", dtype=torch.float32).spec
+    prompt = opening(5)
+    with Client(store.target) as client:
+        plan = RestorePlan.uniform(Method.KV, _SHAPE["num_hidden_layers"])
+        with TransformersEngine(hf_model, client, spec, plan) as other:
+            for turn in range(6):
+                if turn % 2 == 0:
+                    reply = engine.turn(prompt, "alice", COUNT)
+                    compare(reply, prompt, plain)
+                    answer, cached = list(reply.token_ids), reply.cached_count
+                    wait_for(client, "sessions/alice", len(prompt) + COUNT - 1)
+                else:
+                    known = client.get_session("sessions/alice").token_count
+                    found = other.turn("alice", prompt[known:], max_new_tokens=COUNT, history=prompt[:known])
+                    answer, cached = found.token_ids, found.reused_token_count
+                    assert tuple(answer) == plain.turn(prompt, None, COUNT).token_ids
+                    other.wait("alice")
+                if turn:
+                    assert cached >= len(prompt) - QUESTION - BLOCK_TOKENS
+                prompt = [*prompt, *answer, *asked(turn)]
+
+
+def test_another_model_is_refused(
+    store: ServerProcess, plain: VllmEngine, model: Path, tmp_path: Path
+) -> None:
+    """Under an id that another model has, nothing is restored or saved, and the log says why."""
+    torch.manual_seed(1)
+    other = tmp_path / "other"
+    LlamaForCausalLM(LlamaConfig(**_SHAPE)).save_pretrained(other)
+    with VllmEngine(other, store.target, tmp_path / "log-other") as engine:
+        prompt = opening(6)
+        engine.turn(prompt, "alice", COUNT)
+    with VllmEngine(model, store.target, tmp_path / "log") as engine:
+        converse(engine, plain, "alice", opening(6), range(2))
+        assert "the context store is not used" in engine.log
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"extra": {"targget": "x"}}, "kv_connector_extra_config.targget: not one of"),
+        ({"extra": {"durability": "tape"}}, "kv_connector_extra_config.durability: 'tape' is not one of"),
+        ({"enforce_eager": False}, "--enforce-eager"),
+    ],
+    ids=["unknown setting", "unknown durability", "compiled"],
+)
+def test_what_cannot_be_served_is_refused_at_the_start(
+    model: Path, tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    """The engine does not start, and says which setting is wrong."""
+    with (
+        pytest.raises(RuntimeError, match=message.replace("(", r"\(")),
+        VllmEngine(model, "127.0.0.1:1", tmp_path / "log", **options),
+    ):
+        pass

@@ -1,0 +1,102 @@
+"""An engine's link to a real store: kept, broken, made again, and refused for good."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess
+from tiny_models import build
+
+from ctxcache.client import CallerModel, Client
+from ctxcache.errors import CacheError, Unavailable
+from ctxcache.format.model import ModelSpec
+from gpu_worker.engines.link import LinkState, StoreLink
+from gpu_worker.model_spec import model_spec
+
+TIMEOUT_S = 30
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A store that a test may stop."""
+    with ServerProcess(tmp_path / "data") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    """A model."""
+    return model_spec(build("llama"), model_id="linked")
+
+
+def link_to(target: str, spec: ModelSpec) -> StoreLink:
+    """A link for a model."""
+
+    def register(client: Client) -> CallerModel:
+        return client.register_model(spec)
+
+    return StoreLink(lambda: Client(target, timeout_s=1.0), register)
+
+
+def ask(link: StoreLink) -> None:
+    """A call over the link, whose failure it hears of."""
+    use = link.use()
+    assert use is not None
+    client, model = use
+    try:
+        client.get_model(model.name)
+    except CacheError as error:
+        link.failed(error)
+
+
+def test_a_store_that_goes_and_comes_back_is_used_again(store: ServerProcess, spec: ModelSpec) -> None:
+    """Between the failed call and the next try nothing is asked of it."""
+    link = link_to(store.target, spec)
+    try:
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+        ask(link)
+        assert link.state is LinkState.READY
+        store.kill9()
+        ask(link)
+        assert link.use() is None
+        store.start()
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+        ask(link)
+        assert link.state is LinkState.READY
+    finally:
+        link.close()
+
+
+def test_a_store_that_starts_later_is_found(store: ServerProcess, spec: ModelSpec) -> None:
+    """An engine may start first."""
+    store.kill9()
+    link = link_to(store.target, spec)
+    try:
+        assert link.wait(1.5) in (LinkState.CONNECTING, LinkState.RESTING)
+        store.start()
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+    finally:
+        link.close()
+
+
+def test_a_store_with_another_model_is_refused_for_good(store: ServerProcess, spec: ModelSpec) -> None:
+    """Nothing is tried again, and closing does not hang."""
+    other = build("neox")
+    with Client(store.target) as client:
+        client.register_model(model_spec(other, model_id="linked"))
+    link = link_to(store.target, spec)
+    assert link.wait(TIMEOUT_S) is LinkState.REFUSED
+    link.failed(Unavailable(target=store.target, problem="nobody listens"))
+    assert link.state is LinkState.REFUSED
+    assert link.use() is None
+    link.close()
+
+
+def test_closing_does_not_wait_for_a_pause(spec: ModelSpec) -> None:
+    """A link that rests ends at once."""
+    link = link_to("127.0.0.1:1", spec)
+    while link.state is not LinkState.RESTING:
+        time.sleep(0.01)
+    link.close()
+    assert link.use() is None
