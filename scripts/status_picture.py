@@ -22,6 +22,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import ctxcache  # noqa: E402
 from ctxcache.client import CallerModel, Client, QueuedJob  # noqa: E402
 from ctxcache.core.placement.shares import Share  # noqa: E402
 from ctxcache.errors import CacheError  # noqa: E402
@@ -98,7 +99,7 @@ async def _run(directory: Path, out: Path) -> None:
             token.touch(0o600)
             token.write_text(secret)
             client = stack.enter_context(
-                await asyncio.to_thread(Client, server.addresses[0], token_file=token)
+                await asyncio.to_thread(ctxcache.connect, server.addresses[0], token_file=token)
             )
             clients[tenant] = client
         ended = threading.Event()
@@ -107,7 +108,7 @@ async def _run(directory: Path, out: Path) -> None:
             for tenant, client in clients.items()
         ]
         await asyncio.sleep(LOAD_S)
-        queues = [stack.enter_context(clients["chat"].engine_queue(f"vllm-{i}")) for i in range(3)]
+        queues = [stack.enter_context(clients["chat"].hints.engine_queue(f"vllm-{i}")) for i in range(3)]
         for i, queue in enumerate(queues):
             for j in range(7 * (i + 1)):
                 queue.put(QueuedJob(f"job-{j}", f"sessions/chat-{j:04}", position=j))
@@ -122,7 +123,7 @@ async def _run(directory: Path, out: Path) -> None:
 
 def _load(client: Client, tenant: str, ended: threading.Event) -> None:
     rng = random.Random(tenant)  # noqa: S311  # a load, not a secret
-    client.register_model(MODEL)
+    client.models.register(MODEL)
     ids: list[str] = []
     while not ended.is_set():
         is_return = len(ids) > 8 and rng.random() < 0.9
@@ -130,25 +131,21 @@ def _load(client: Client, tenant: str, ended: threading.Event) -> None:
             if is_return:
                 weights = [1 / (len(ids) - i) ** 1.4 for i in range(len(ids))]
                 (session_id,) = rng.choices(ids, weights)
-                with client.read(f"sessions/{session_id}", CallerModel(MODEL)) as read:
+                with client.sessions.open(f"sessions/{session_id}", CallerModel(MODEL)).read() as read:
                     read.array(STREAMS[0])
-                session = client.get_session(f"sessions/{session_id}")
+                session = client.sessions.get(f"sessions/{session_id}")
             else:
                 session_id = f"{tenant}-{len(ids):04}"
                 ids.append(session_id)
-                session = client.create_session(
-                    f"models/{MODEL.model_id}", session_id=session_id, layout=STREAMS
-                )
+                session = client.sessions.create(CallerModel(MODEL), id=session_id, layout=STREAMS).info
             count = rng.choice((64, 128, 320, 768))
             rows = {Stream(-1, StateKind.TOKENS): np.zeros((count, 4), np.uint8)}
-            client.append(
-                session,
-                CallerModel(MODEL),
+            client.sessions.open(session, CallerModel(MODEL)).append(
                 rows | {s: np.zeros((count, ROW_BYTES), np.uint8) for s in STREAMS},
             )
         if rng.random() < 0.1:
             with contextlib.suppress(CacheError):
-                client.get_session(f"sessions/{tenant}-elsewhere")
+                client.sessions.get(f"sessions/{tenant}-elsewhere")
         ended.wait(rng.choice((0.002, 0.01, 0.03)))
 
 

@@ -48,3 +48,8 @@ def anchors(document: Path) -> set[str]:
     """Names by which headings can be linked to, here as on sites that show Markdown."""
     headings = re.findall(r"^#+ (.+?)\s*$", prose(document), re.MULTILINE)
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower())) for heading in headings}
+
+
+def aimed_at(source: str, target: str) -> str:
+    """Return an example's source with `target` in place of the default one, named or left out."""
+    return source.replace("127.0.0.1:7420", target).replace("connect()", f'connect("{target}")')

@@ -5,4 +5,4 @@ from ctxcache.client import CallerModel, Client
 
 def stored_model(client: Client, session_name: str) -> CallerModel:
     """Raises SessionNotFound."""
-    return CallerModel(client.get_model(client.get_session(session_name).model).spec)
+    return CallerModel(client.models.get(client.sessions.get(session_name).model).spec)

@@ -93,7 +93,7 @@ class Exporter:
         failure: CacheError = SessionNotFound(session=name)
         for _ in range(ATTEMPTS):
             try:
-                session = self._client.get_session(name)
+                session = self._client.sessions.get(name)
                 number, model = self._model(session)
                 described = _describe(session, model)
                 self._write(session, described, number)
@@ -117,7 +117,7 @@ class Exporter:
         """The session's model and its number in the file, which has it from now on."""
         key = session.model, session.model_fingerprint
         if key not in self._models:
-            registered = self._client.get_model(session.model)
+            registered = self._client.models.get(session.model)
             spec = registered.spec
             CallerModel(spec).check(session.name, session.model_fingerprint)
             model = ArchivedModel(session.tenant, spec, registered.create_time_ns or 0, registered.probe)
@@ -147,8 +147,8 @@ class Exporter:
         """All streams' rows of tokens `[begin, end)`, one stream behind the other."""
         room = self._room_for((end - begin) * described.token_bytes)
         model = CallerModel(described.model.spec)
-        with self._client.read(
-            session, model, begin=begin, end=end, if_generation_match=session.generation
+        with self._client.sessions.open(session, model).read(
+            begin=begin, end=end, if_generation_match=session.generation
         ) as rows:
             # Another session of the same name may have come as far.
             if rows.session.uid != session.uid:

@@ -36,7 +36,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 def present(client: Client, session_id: str) -> SessionInfo | None:
     """The store's session of that id."""
     try:
-        return client.get_session(f"sessions/{session_id}")
+        return client.sessions.get(f"sessions/{session_id}")
     except SessionNotFound:
         return None
 
@@ -98,21 +98,21 @@ class Importer:
     def _bring(self, one: SessionInFile, target: str, before: SessionInfo | None) -> None:
         described = one.described
         is_pinned = described.is_pinned and self._wishes.keeps_pins
-        model = self._client.register_model(described.model.spec, described.model.probe)
-        unfinished = self._client.create_session(
-            model.name, session_id=UNFINISHED + secrets.token_hex(8), layout=described.layout,
+        model = self._client.models.register(described.model.spec, described.model.probe)
+        unfinished = self._client.sessions.create(
+            model, id=UNFINISHED + secrets.token_hex(8), layout=described.layout,
             ttl=timedelta(seconds=UNFINISHED_TTL_S), is_pinned=is_pinned,
-        )  # fmt: skip
+        ).info  # fmt: skip
         try:
             filled = self._fill(unfinished, model, one, target)
             if not one.is_void:
                 self._publish(filled, described, target, before)
                 if is_pinned:
-                    self._client.update_session(f"sessions/{target}", is_pinned=True)
+                    self._client.sessions.update(f"sessions/{target}", is_pinned=True)
         finally:
             # The failure before counts, and a session that cannot be deleted expires.
             with suppress(CacheError):
-                self._client.delete_session(unfinished.name)
+                self._client.sessions.delete(unfinished.name)
 
     def _fill(self, session: SessionInfo, model: CallerModel, one: SessionInFile, target: str) -> SessionInfo:
         unsynced_bytes = 0
@@ -122,8 +122,8 @@ class Importer:
             unsynced_bytes += size_bytes
             is_synced = unsynced_bytes >= SYNC_BYTES
             try:
-                session = self._client.append(
-                    session, model, rows, durability=Durability.DISK if is_synced else Durability.MEMORY
+                session = self._client.sessions.open(session, model).append(
+                    rows, durability=Durability.DISK if is_synced else Durability.MEMORY
                 )
             except SessionNotFound as error:
                 problem = f"what had come of it was evicted, or nothing came for {UNFINISHED_TTL_S:.0f} s"
@@ -140,7 +140,7 @@ class Importer:
             # A session that has changed meanwhile is kept: its new tokens were not there when it was to be
             # replaced.
             with suppress(SessionNotFound):
-                self._client.delete_session(before.name, if_generation_match=before.generation)
+                self._client.sessions.delete(before.name, if_generation_match=before.generation)
         ends: dict[str, Any] = {"ttl": timedelta(microseconds=described.ttl_ns / 1000)}
         if self._wishes.ttl_s is not None:
             ends = {"ttl": timedelta(seconds=self._wishes.ttl_s)}
@@ -148,7 +148,7 @@ class Importer:
             # The server's clock, as of its last answer.
             now = filled.access_time
             ends = {"expire_time": end_of_life(described.expire_time_ns, self._begin_time_ns, now)}
-        self._client.fork_session(filled.name, session_id=target, **ends)
+        self._client.sessions.fork(filled.name, id=target, **ends)
 
 
 def _gathered(rows: Iterator[Rows]) -> Iterator[Rows]:

@@ -22,6 +22,7 @@ from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS, TENANT, Credentials, S
 from ctxcache.cli.printers import print_fact, print_list
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.client import Client
+from ctxcache.client.client import connect
 from ctxcache.client.tls import ClientTls
 
 WATCH_INTERVAL_S = 2.0
@@ -52,7 +53,7 @@ class CliCall(Shared):
     @contextmanager
     def client(self, *, moves_rows: bool = False) -> Iterator[Client]:
         """Open a client; one that moves no rows maps no memory."""
-        with Client(
+        with connect(
             self.target,
             timeout_s=self.timeout_s,
             access="auto" if moves_rows else "remote",

@@ -21,17 +21,17 @@ LIMIT = 200
 
 def session_names(context: typer.Context, incomplete: str) -> list[str]:
     """IDs of sessions."""
-    return _matching(context, incomplete, lambda client: (_id(s.name) for s in client.list_sessions()))
+    return _matching(context, incomplete, lambda client: (_id(s.name) for s in client.sessions.list()))
 
 
 def model_names(context: typer.Context, incomplete: str) -> list[str]:
     """IDs of models."""
-    return _matching(context, incomplete, lambda client: (_id(m.name) for m in client.list_models()))
+    return _matching(context, incomplete, lambda client: (_id(m.name) for m in client.models.list()))
 
 
 def tenant_names(context: typer.Context, incomplete: str) -> list[str]:
     """Tenants."""
-    return _matching(context, incomplete, lambda client: (t.tenant for t in client.list_tenants()))
+    return _matching(context, incomplete, lambda client: (t.tenant for t in client.admin.list_tenants()))
 
 
 def ssd_paths(context: typer.Context, incomplete: str) -> list[str]:
@@ -40,7 +40,7 @@ def ssd_paths(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _paths(client: Client) -> Iterator[str]:
-    return (tier.path for tier in client.stats().tiers[1:])
+    return (tier.path for tier in client.admin.stats().tiers[1:])
 
 
 def _matching(context: typer.Context, incomplete: str, names: Callable[[Client], Iterable[str]]) -> list[str]:

@@ -64,7 +64,7 @@ def reference() -> None:
 def running(call: CliCall) -> None:
     """Show the settings that a running server has; those marked live change while it runs."""
     with call.client() as client:
-        settings = client.settings()
+        settings = client.admin.settings()
     facts: dict[str, Plain] = {
         s.name: {"value": json.loads(s.value_json), "can_reload": s.can_reload} for s in settings
     }
@@ -78,7 +78,7 @@ def running(call: CliCall) -> None:
 def reload(call: CliCall) -> None:
     """Have a running server read its settings again, all or nothing, and say what has changed."""
     with call.client() as client:
-        found = client.reload_settings()
+        found = client.admin.reload_settings()
     facts: dict[str, Plain] = {"changed": list(found.changed), "pending": list(found.pending)}
     lines = [
         *(f"changed: {name}" for name in found.changed),

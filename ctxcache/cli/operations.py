@@ -31,7 +31,7 @@ app.add_typer(quotas, name="quota")
 def list_quotas(call: CliCall) -> None:
     """Show what each tenant has, and what is its share."""
     with call.client() as client:
-        call.show_list("tenants", client.list_tenants(), None)
+        call.show_list("tenants", client.admin.list_tenants(), None)
 
 
 @quotas.command("set", epilog=examples("ctxcache quota set default --share 0.25 --limit 0.75"))
@@ -56,7 +56,7 @@ def set_quota(
     if share is None and limit is None:
         raise typer.BadParameter("give --share or --limit")
     with call.client() as client:
-        call.show(client.update_tenant(tenant, guaranteed=share, limit=limit))
+        call.show(client.admin.update_tenant(tenant, guaranteed=share, limit=limit))
 
 
 tiers = typer.Typer(no_args_is_help=True, help="Look at tiers, and take SSD paths out of use.")
@@ -74,7 +74,7 @@ Path = Annotated[
 def list_tiers(call: CliCall) -> None:
     """List the arena and every SSD path: how full, how fragmented, and whether it takes writes."""
     with call.client() as client:
-        call.show_list("paths", client.stats().tiers, None)
+        call.show_list("paths", client.admin.stats().tiers, None)
 
 
 @tiers.command("show", epilog=examples("ctxcache tier show /ssd"))
@@ -82,7 +82,7 @@ def list_tiers(call: CliCall) -> None:
 def show_tier(call: CliCall, path: Path) -> None:
     """Show one place."""
     with call.client() as client:
-        tiers = list(client.stats().tiers)
+        tiers = list(client.admin.stats().tiers)
     found = next((tier for tier in tiers if path in (tier.path, tier.path.rpartition("/")[0])), None)
     if found is None:
         raise typer.BadParameter(
@@ -96,7 +96,7 @@ def show_tier(call: CliCall, path: Path) -> None:
 def rest_path(call: CliCall, path: Path) -> None:
     """Write nothing more to an SSD path; what lies there is read as before. A restart takes it back."""
     with call.client() as client:
-        call.show(client.update_path(path, resting=True))
+        call.show(client.admin.update_path(path, resting=True))
 
 
 @tiers.command("open", epilog=examples("ctxcache tier open /ssd"))
@@ -104,7 +104,7 @@ def rest_path(call: CliCall, path: Path) -> None:
 def open_path(call: CliCall, path: Path) -> None:
     """Write to an SSD path again that was taken out of use."""
     with call.client() as client:
-        call.show(client.update_path(path, resting=False))
+        call.show(client.admin.update_path(path, resting=False))
 
 
 leases = typer.Typer(no_args_is_help=True, help="Look at leases, which keep bytes in memory, and end them.")
@@ -126,7 +126,9 @@ def list_leases(
     """List leases, the oldest first."""
     with call.client() as client:
         found = [
-            lease for lease in client.list_leases(tenant=tenant) if (lease.age_ns or 0) / 1e9 >= older_than
+            lease
+            for lease in client.admin.list_leases(tenant=tenant)
+            if (lease.age_ns or 0) / 1e9 >= older_than
         ]
     call.show_list("leases", found, None)
 
@@ -136,7 +138,7 @@ def list_leases(
 def show_lease(call: CliCall, lease: Id) -> None:
     """Show one lease."""
     with call.client() as client:
-        found = next((one for one in client.list_leases() if one.lease_id == lease), None)
+        found = next((one for one in client.admin.list_leases() if one.lease_id == lease), None)
     if found is None:
         raise LeaseNotFound(lease_id=lease)
     call.show(found)
@@ -151,7 +153,7 @@ def revoke_lease(call: CliCall, lease: Id) -> None:
     it reads may become another's. A stream fails.
     """
     with call.client() as client:
-        ended = client.revoke_lease(lease)
+        ended = client.admin.revoke_lease(lease)
     call.show_facts({"ended_lease_count": ended}, f"{ended} leases ended")
 
 
@@ -185,7 +187,7 @@ ERRORS = (FaultWord.READ_ERROR, FaultWord.WRITE_ERROR)
 def list_faults(call: CliCall) -> None:
     """List the faults that may strike yet."""
     with call.client() as client:
-        call.show_list("faults", client.list_faults(), None)
+        call.show_list("faults", client.admin.list_faults(), None)
 
 
 @faults.command(
@@ -233,7 +235,7 @@ def inject(
         raise typer.BadParameter(f"{kind} takes no --errno")
     with call.client() as client:
         call.show(
-            client.inject_fault(
+            client.admin.inject_fault(
                 kind.injected,
                 count=count,
                 duration=parsed(parse_span, duration, "--duration"),
@@ -249,7 +251,7 @@ def inject(
 def clear(call: CliCall) -> None:
     """Let no fault strike any more. A path that was fenced stays so until a restart."""
     with call.client() as client:
-        count = client.clear_faults()
+        count = client.admin.clear_faults()
     call.show_facts({"cleared_fault_count": count}, f"{count} faults would have struck yet")
 
 
@@ -279,12 +281,12 @@ def drain(
     """
     with call.client() as client:
         if undrain:
-            client.undrain()
+            client.admin.undrain()
             call.show_facts({"is_draining": False}, "work is taken again")
             return
         last: DrainStatus | None = None
         with suppress(KeyboardInterrupt):
-            for last in client.drain():
+            for last in client.admin.drain():
                 if not wait:
                     break
                 _report(last)

@@ -94,7 +94,7 @@ def list_sessions(
     is_filtered = bool(prefix or larger_bytes) or pinned is not None or idle != "0"
     page_size = 1000 if all_ or is_filtered else min(limit + 1, 1000)
     with call.client() as client:
-        found = client.list_sessions(model_name(model) if model else "", page_size=page_size)
+        found = client.sessions.list(model_name(model) if model else "", page_size=page_size)
         call.show_list("sessions", (one for one in found if is_wanted(one)), None if all_ else limit)
 
 
@@ -103,7 +103,7 @@ def list_sessions(
 def show_session(call: CliCall, name: Name) -> None:
     """Show one session."""
     with call.client() as client:
-        call.show(client.get_session(session_name(name)))
+        call.show(client.sessions.get(session_name(name)))
 
 
 @sessions.command(
@@ -146,13 +146,13 @@ def truncate_session(
     target = session_name(name)
     with call.client() as client:
         if keep_recent is not None:
-            session = client.keep_recent(
+            session = client.sessions.keep_recent(
                 target, keep_recent, sink_token_count=sinks, if_generation_match=if_generation
             )
         elif keep_first is not None:
-            session = client.keep_first(target, keep_first, if_generation_match=if_generation)
+            session = client.sessions.keep_first(target, keep_first, if_generation_match=if_generation)
         else:
-            session = client.drop_ranges(target, ranges, if_generation_match=if_generation)
+            session = client.sessions.drop_ranges(target, ranges, if_generation_match=if_generation)
     call.show(session)
 
 
@@ -174,8 +174,8 @@ def fork_session(
     new_id = as_.removeprefix("sessions/")
     with call.client() as client:
         call.show(
-            client.fork_session(
-                session_name(name), session_id=new_id, token_count=tokens, if_generation_match=if_generation
+            client.sessions.fork(
+                session_name(name), id=new_id, token_count=tokens, if_generation_match=if_generation
             )
         )
 
@@ -185,7 +185,7 @@ def fork_session(
 def pin_session(call: CliCall, name: Name) -> None:
     """Hold a session against eviction. It expires all the same."""
     with call.client() as client:
-        call.show(client.update_session(session_name(name), is_pinned=True))
+        call.show(client.sessions.update(session_name(name), is_pinned=True))
 
 
 @sessions.command("unpin", epilog=examples("ctxcache session unpin chat-17"))
@@ -193,7 +193,7 @@ def pin_session(call: CliCall, name: Name) -> None:
 def unpin_session(call: CliCall, name: Name) -> None:
     """Let a session be evicted again."""
     with call.client() as client:
-        call.show(client.update_session(session_name(name), is_pinned=False))
+        call.show(client.sessions.update(session_name(name), is_pinned=False))
 
 
 @sessions.command("touch", epilog=examples("ctxcache session touch chat-17"))
@@ -201,7 +201,7 @@ def unpin_session(call: CliCall, name: Name) -> None:
 def touch_session(call: CliCall, name: Name) -> None:
     """Count an access: a sliding expiry begins anew, and the session is the last to leave."""
     with call.client() as client:
-        call.show(client.update_session(session_name(name)))
+        call.show(client.sessions.update(session_name(name)))
 
 
 @sessions.command("evict", epilog=examples("ctxcache session evict chat-17"))
@@ -210,7 +210,7 @@ def evict_session(call: CliCall, name: Name) -> None:
     """Give up a session as if its room were needed: it is gone, pinned or not, and `why-miss` says so."""
     target = session_name(name)
     with call.client() as client:
-        client.evict_session(target)
+        client.admin.evict_session(target)
     call.show_facts({"evicted": [target]}, f"evicted {target}")
 
 
@@ -240,7 +240,7 @@ def expire_session(
     instant = parsed(parse_instant, at, "--at") if at is not None else None
     with call.client() as client:
         call.show(
-            client.update_session(session_name(name), ttl=span, expire_time=LONG_AGO if now else instant)
+            client.sessions.update(session_name(name), ttl=span, expire_time=LONG_AGO if now else instant)
         )
 
 
@@ -249,7 +249,7 @@ def expire_session(
 def flush_session(call: CliCall, name: Name) -> None:
     """Make every token of a session durable on disk."""
     with call.client() as client:
-        call.show(client.flush_session(session_name(name)))
+        call.show(client.sessions.flush(session_name(name)))
 
 
 @sessions.command("demote", epilog=examples("ctxcache session demote chat-17"))
@@ -257,7 +257,7 @@ def flush_session(call: CliCall, name: Name) -> None:
 def demote_session(call: CliCall, name: Name) -> None:
     """Make a session durable and take it out of memory; the next reader brings it back."""
     with call.client() as client:
-        call.show(client.demote_session(session_name(name)))
+        call.show(client.admin.demote_session(session_name(name)))
 
 
 @sessions.command("delete", epilog=examples("ctxcache session delete chat-17 --yes"))
@@ -277,7 +277,7 @@ def delete_sessions(
     try:
         with call.client() as client:
             for target in targets:
-                client.delete_session(target)
+                client.sessions.delete(target)
                 deleted.append(target)
     finally:
         # Printed also when a later one failed: these sessions are gone.
@@ -298,7 +298,7 @@ ModelName = Annotated[
 def list_models(call: CliCall) -> None:
     """List models by name."""
     with call.client() as client:
-        call.show_list("models", client.list_models(), None)
+        call.show_list("models", client.models.list(), None)
 
 
 @models.command("show", epilog=examples("ctxcache model show llama"))
@@ -306,7 +306,7 @@ def list_models(call: CliCall) -> None:
 def show_model(call: CliCall, name: ModelName) -> None:
     """Show one model."""
     with call.client() as client:
-        call.show(client.get_model(model_name(name)))
+        call.show(client.models.get(model_name(name)))
 
 
 @models.command("delete", epilog=examples("ctxcache model delete llama"))
@@ -315,7 +315,7 @@ def delete_model(call: CliCall, name: ModelName) -> None:
     """Forget a model that no session is of."""
     target = model_name(name)
     with call.client() as client:
-        client.delete_model(target)
+        client.admin.delete_model(target)
     call.show_facts({"deleted": [target]}, f"deleted {target}")
 
 
@@ -371,19 +371,19 @@ def send_hint(
 def list_queues(call: CliCall) -> None:
     """List the engines that say what waits."""
     with call.client() as client:
-        call.show_list("engines", client.list_engines(), None)
+        call.show_list("engines", client.admin.list_engines(), None)
 
 
 def _send(
     client: Client, kind: HintWord, name: str, span: timedelta | None, tokens: int | None
 ) -> HintResult:
     sent = {
-        HintWord.SHARE: lambda: client.share(name, token_count=tokens),
-        HintWord.PREFETCH: lambda: client.prefetch(name, token_count=tokens, ttl=span),
-        HintWord.DEMOTE: lambda: client.demote(name),
-        HintWord.PIN: lambda: client.pin(name, ttl=span or timedelta()),
-        HintWord.RETAIN: lambda: client.retain(name, ttl=span or timedelta()),
-        HintWord.RELEASE: lambda: client.release(name),
-        HintWord.EXPECT: lambda: client.expect(name, span),
+        HintWord.SHARE: lambda: client.hints.share(name, token_count=tokens),
+        HintWord.PREFETCH: lambda: client.hints.prefetch(name, token_count=tokens, ttl=span),
+        HintWord.DEMOTE: lambda: client.hints.demote(name),
+        HintWord.PIN: lambda: client.hints.pin(name, ttl=span or timedelta()),
+        HintWord.RETAIN: lambda: client.hints.retain(name, ttl=span or timedelta()),
+        HintWord.RELEASE: lambda: client.hints.release(name),
+        HintWord.EXPECT: lambda: client.hints.expect(name, span),
     }
     return sent[kind]()

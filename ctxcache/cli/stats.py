@@ -20,7 +20,7 @@ app = typer.Typer()
 def stats(call: CliCall) -> None:
     """Show what the server holds and has done since it started."""
     with call.client() as client:
-        call.show(client.stats())
+        call.show(client.admin.stats())
 
 
 @app.command("tenants", epilog=examples("ctxcache tenants"))
@@ -28,7 +28,7 @@ def stats(call: CliCall) -> None:
 def tenants(call: CliCall) -> None:
     """Show what each tenant has, and what is its share."""
     with call.client() as client:
-        call.show_list("tenants", client.list_tenants(), None)
+        call.show_list("tenants", client.admin.list_tenants(), None)
 
 
 @app.command(
@@ -62,9 +62,11 @@ def why_miss(
         raise typer.BadParameter("give a NAME, or --request")
     with call.client() as client:
         if request:
-            call.show(client.why_miss(tenant=call.tenant, trace_id=parsed(parse_trace, request, "--request")))
+            call.show(
+                client.admin.why_miss(tenant=call.tenant, trace_id=parsed(parse_trace, request, "--request"))
+            )
         else:
-            call.show(client.why_miss(session_name(name), tenant=call.tenant))
+            call.show(client.admin.why_miss(session_name(name), tenant=call.tenant))
 
 
 @app.command("version", epilog=examples("ctxcache version", "ctxcache version --server"))
@@ -80,7 +82,7 @@ def version(
     lines = [f"ctxcache {number}"]
     if server:
         with call.client() as client:
-            facts["server_version"] = client.stats().version
+            facts["server_version"] = client.admin.stats().version
         lines.append(f"server {facts['server_version']}")
     call.show_facts(facts, "\n".join(lines))
 
@@ -93,7 +95,7 @@ def health(call: CliCall) -> None:
     It asks without a token, and finds a server that drains, or opens, not serving.
     """
     with call.client() as client:
-        is_serving = client.health()
+        is_serving = client.admin.health()
     call.show_facts({"is_serving": is_serving}, "serving" if is_serving else "not serving")
     if not is_serving:
         raise typer.Exit(ExitCode.UNAVAILABLE)

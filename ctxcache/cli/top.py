@@ -435,7 +435,7 @@ def top(
 
 
 def _look(client: Client) -> Look:
-    return Look(client.stats(), client.activity())
+    return Look(client.admin.stats(), client.admin.activity())
 
 
 def _document(call: CliCall, look: Look) -> None:

@@ -54,7 +54,7 @@ def record(
     span = parsed(parse_span, duration, "--duration")
     written = RecordedFile()
     _check_name(file)
-    with call.client() as client, closing(client.record(span)) as parts:
+    with call.client() as client, closing(client.admin.record(span)) as parts:
         # A recording that was refused leaves no file.
         first = next(parts)
         with created(file) as lines, suppress(KeyboardInterrupt):

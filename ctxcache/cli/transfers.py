@@ -217,7 +217,7 @@ def export(
 
 def _wanted(client: Client, names: list[str], progress: Bar) -> list[str]:
     """Their names, each once, all where none are given. Raises SessionNotFound."""
-    sessions = map(client.get_session, names) if names else client.list_sessions(page_size=1000)
+    sessions = map(client.sessions.get, names) if names else client.sessions.list(page_size=1000)
     found = {session.name: session.token_count for session in sessions}
     progress.begin("exporting", sum(found.values()))
     return list(found)
@@ -239,7 +239,7 @@ def _export_store(call: CliCall, to: str, rate: int, *, is_forced: bool) -> None
     began_s = time.monotonic()
     with call.client() as client, bar() as progress, destination(to, is_forced=is_forced) as fd:
         progress.begin("exporting", None)
-        answers = _Answers(client.backup(bytes_per_second=rate), progress.at)
+        answers = _Answers(client.admin.backup(bytes_per_second=rate), progress.at)
         size_bytes = receive(answers, fd, to)
     facts: dict[str, Plain] = {
         "file": to,

@@ -87,7 +87,7 @@ def verify(
         facts = _follow(reports, call)
     else:
         with call.client() as client:
-            facts = _follow(client.verify(bytes_per_second=rate, release=release), call)
+            facts = _follow(client.admin.verify(bytes_per_second=rate, release=release), call)
     if facts["lost_segment_count"]:
         raise typer.Exit(ExitCode.DATA_LOSS)
 

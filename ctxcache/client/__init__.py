@@ -1,11 +1,12 @@
 """The client: what an engine needs to keep sessions in a server and to restore them."""
 
-from ctxcache.client.client import Client
+from ctxcache.client.client import Client, connect
 from ctxcache.client.decode_batch import DecodeBatch
 from ctxcache.client.engine_queue import EngineQueue
 from ctxcache.client.models import CallerModel
 from ctxcache.client.queue_outbox import QueuedJob
 from ctxcache.client.rows import RowPiece, SessionRows
+from ctxcache.client.sessions import SessionHandle
 from ctxcache.client.types import (
     Durability,
     SessionInfo,
@@ -27,9 +28,11 @@ __all__ = [
     "EngineQueue",
     "QueuedJob",
     "RowPiece",
+    "SessionHandle",
     "SessionInfo",
     "SessionRows",
     "SessionWriter",
+    "connect",
     "days",
     "hidden",
     "hours",

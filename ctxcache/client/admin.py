@@ -1,4 +1,4 @@
-"""Calls for operators, as methods. Worst case: one deadline per call."""
+"""Calls for operators. Worst case: one deadline per call."""
 
 from collections.abc import Generator, Iterator
 from datetime import timedelta

@@ -21,7 +21,7 @@ class HintCalls:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def hint(self, actions: Sequence[HintAction]) -> list[HintResult]:
+    def give(self, actions: Sequence[HintAction]) -> list[HintResult]:
         """Give hints; each is answered by itself, in order. Raises InvalidArgument for the whole batch."""
         request = hints_pb2.HintRequest(message_id=uuid4().hex, actions=map(_to_wire, actions))
         results = self._wire.call(self._wire.hints.Hint, request).results
@@ -85,7 +85,7 @@ class HintCalls:
         return EngineQueue(self._wire, engine, grace=grace, model_fingerprint=model_fingerprint)
 
     def _one(self, action: HintAction) -> HintResult:
-        return self.hint([action])[0]
+        return self.give([action])[0]
 
 
 def _to_wire(action: HintAction) -> hints_pb2.HintAction:

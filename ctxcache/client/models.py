@@ -18,7 +18,7 @@ from ctxcache.v1 import model_pb2
 class CallerModel:
     """The model with which a caller computes rows, or for which it restores them.
 
-    Made once, from a spec or by `register_model`, since the fingerprint is a hash of the whole spec. Every
+    Made once, from a spec or by `ModelCalls.register`, since the fingerprint is a hash of the whole spec. Every
     call
     that moves rows takes one: the fingerprint of the session is compared with it and never stands in for it.
     """
@@ -26,7 +26,7 @@ class CallerModel:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.name = f"models/{spec.model_id}"
-        """Resource name of the model, as `create_session` takes it."""
+        """Resource name of the model, as the server knows it."""
         self.fingerprint = spec.fingerprint()
         """32 bytes."""
 
@@ -54,7 +54,7 @@ class ModelCalls:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def register_model(self, spec: ModelSpec, probe: ModelProbe | None = None) -> CallerModel:
+    def register(self, spec: ModelSpec, probe: ModelProbe | None = None) -> CallerModel:
         """Register a model, or find it registered already; what is returned names it in calls that move rows.
 
         `probe`: what it makes of a few tokens. The first one that is sent is kept, all others are compared
@@ -70,12 +70,12 @@ class ModelCalls:
             _compare(registered.name, probe, kept)
         return own
 
-    def get_model(self, name: str) -> ModelInfo:
+    def get(self, name: str) -> ModelInfo:
         """Return the model `models/{model_id}`. Raises ModelNotFound."""
         request = model_pb2.GetModelRequest(name=name)
         return from_wire(ModelInfo, self._wire.call(self._wire.models.GetModel, request))
 
-    def list_models(self, *, page_size: int = 0) -> Iterator[ModelInfo]:
+    def list(self, *, page_size: int = 0) -> Iterator[ModelInfo]:
         """Iterate over all models by name, asking for a page when one is used up."""
         request = model_pb2.ListModelsRequest(page_size=page_size)
         while True:

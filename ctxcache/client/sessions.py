@@ -1,12 +1,16 @@
-"""Calls about sessions that move no rows, as methods. Worst case: one deadline per call or page.
+"""Sessions: the namespace that makes, finds and changes them, and the handle that moves one's rows.
 
-Names are resource names, `sessions/{session_id}` and `models/{model_id}`. Ids, ranges and times are
-the server's to check.
+Names are resource names, `sessions/{session_id}` and `models/{model_id}`. The server checks ids, ranges
+and times. Worst case: one deadline per call or page.
 """
 
-from collections.abc import Iterable, Iterator
+import builtins
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
 
 from ctxcache.client.convert import (
     duration,
@@ -16,49 +20,89 @@ from ctxcache.client.convert import (
     timestamp,
     token_range,
 )
-from ctxcache.client.types import LookupResult, SessionInfo
+from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
+from ctxcache.client.models import CallerModel
+from ctxcache.client.routes import RowRoutes
+from ctxcache.client.rows import SessionRows
+from ctxcache.client.shapes import check_append
+from ctxcache.client.streamed_rows import BufferedWriter, StreamedRows, append_by_stream
+from ctxcache.client.types import Durability, LookupResult, SessionInfo
 from ctxcache.client.wire import Wire
-from ctxcache.errors import InvalidArgument
+from ctxcache.client.writer import SessionWriter
+from ctxcache.errors import InvalidArgument, Unavailable
 from ctxcache.format.streams import Stream
 from ctxcache.v1 import session_pb2
+from ctxcache.v1.arena_pb2 import AcquireLease
 
 LOOKUP_BATCH = 1000
 
 
 class SessionCalls:
-    """The unary rpcs of SessionService."""
+    """The calls about sessions. `create` and `open` return a handle; the others take a session's name."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, routes: RowRoutes) -> None:
         self._wire = wire
+        self._routes = routes
 
-    def create_session(
+    def create(
         self,
-        model: str,
+        model: CallerModel,
         *,
-        session_id: str = "",
-        layout: Iterable[Stream] = (),
+        id: str = "",
+        layout: Iterable[Stream] | None = None,
         ttl: timedelta | None = None,
         expire_time: datetime | None = None,
         is_pinned: bool = False,
-    ) -> SessionInfo:
-        """Create an empty session; an empty id lets the server choose. Raises SessionAlreadyExists."""
+    ) -> "SessionHandle":
+        """Create an empty session of `model`; an empty id lets the server choose.
+
+        `layout`: the streams beside token ids that each token has a row in, by default all of the model's;
+        empty for token ids alone. Raises SessionAlreadyExists, ModelNotFound,
+        InvalidArgument.
+        """
         _check_expiration(ttl, expire_time)
+        if layout is None:
+            layout = (spec.stream for spec in model.spec.streams)
         request = session_pb2.CreateSessionRequest(
-            session_id=session_id,
-            model=model,
+            session_id=id,
+            model=model.name,
             layout=ranges_to_wire(layout),
             ttl=duration(ttl),
             expire_time=timestamp(expire_time),
             is_pinned=is_pinned,
         )
-        return session_from_wire(self._wire.call(self._wire.sessions.CreateSession, request))
+        made = session_from_wire(self._wire.call(self._wire.sessions.CreateSession, request))
+        return self.open(made, model)
 
-    def get_session(self, name: str) -> SessionInfo:
+    def open(self, session: str | SessionInfo, model: CallerModel) -> "SessionHandle":
+        """Return a handle on a session of `model`, by name or as an earlier call returned it. Sends nothing.
+
+        A handle by name asks for the session's facts when a call first needs them.
+        """
+        return SessionHandle(self, self._routes, session, model)
+
+    def decode_batch(
+        self, sessions: Sequence[str | SessionInfo], model: CallerModel, *, room_tokens: int = ROOM_TOKENS
+    ) -> DecodeBatch:
+        """Open B sessions of `model`, all of one layout, for appending a token each per step, in place.
+
+        Room is reserved for `room_tokens` steps at a time. What fails for one session is in the batch's
+        `failures`. Use it as a context manager. Raises ModelFingerprintMismatch, InvalidArgument, Unavailable
+        (not on the server's host).
+        """
+        snapshots = [self.open(session, model).checked() for session in sessions]
+        attachment = self._routes.attach()
+        arena = None if attachment is None else attachment.arena.writable()
+        if attachment is None or arena is None:
+            raise Unavailable(target=self._wire.target, problem="its arena may not be written by this client")
+        return DecodeBatch(attachment, arena, model, snapshots, room_tokens)
+
+    def get(self, name: str) -> SessionInfo:
         """Return a session without counting as an access. Raises SessionNotFound."""
         request = session_pb2.GetSessionRequest(name=name)
         return session_from_wire(self._wire.call(self._wire.sessions.GetSession, request))
 
-    def list_sessions(self, model: str = "", *, page_size: int = 0) -> Iterator[SessionInfo]:
+    def list(self, model: str = "", *, page_size: int = 0) -> Iterator[SessionInfo]:
         """Iterate over sessions by name, all or one model's, asking for a page when one is used up."""
         request = session_pb2.ListSessionsRequest(model=model, page_size=page_size)
         while True:
@@ -68,7 +112,7 @@ class SessionCalls:
                 return
             request.page_token = page.next_page_token
 
-    def update_session(
+    def update(
         self,
         name: str,
         *,
@@ -126,11 +170,11 @@ class SessionCalls:
             )
         )
 
-    def fork_session(
+    def fork(
         self,
         name: str,
         *,
-        session_id: str = "",
+        id: str = "",
         token_count: int | None = None,
         ttl: timedelta | None = None,
         expire_time: datetime | None = None,
@@ -143,7 +187,7 @@ class SessionCalls:
         _check_expiration(ttl, expire_time)
         request = session_pb2.ForkSessionRequest(
             name=name,
-            session_id=session_id,
+            session_id=id,
             token_count=token_count,
             ttl=duration(ttl),
             expire_time=timestamp(expire_time),
@@ -151,21 +195,21 @@ class SessionCalls:
         )
         return session_from_wire(self._wire.call(self._wire.sessions.ForkSession, request))
 
-    def flush_session(self, name: str) -> SessionInfo:
+    def flush(self, name: str) -> SessionInfo:
         """Make every committed token durable. Raises CapacityExceeded, TierFailure."""
         request = session_pb2.FlushSessionRequest(name=name)
         return session_from_wire(self._wire.call(self._wire.sessions.FlushSession, request))
 
-    def delete_session(self, name: str, *, if_generation_match: int | None = None) -> None:
+    def delete(self, name: str, *, if_generation_match: int | None = None) -> None:
         """Delete a session. Raises SessionNotFound, GenerationMismatch, WriteInProgress."""
         request = session_pb2.DeleteSessionRequest(name=name, if_generation_match=if_generation_match)
         self._wire.call(self._wire.sessions.DeleteSession, request)
 
-    def lookup(self, queries: Iterable[tuple[str, bytes]]) -> list[LookupResult]:
+    def lookup(self, queries: Iterable[tuple[str, bytes]]) -> "builtins.list[LookupResult]":
         """Say for each (name, model fingerprint) what could be restored, in the same order."""
         remaining = iter(queries)
-        results: list[LookupResult] = []
-        while batch := list(islice(remaining, LOOKUP_BATCH)):
+        results: builtins.list[LookupResult] = []
+        while batch := builtins.list(islice(remaining, LOOKUP_BATCH)):
             request = session_pb2.LookupSessionsRequest(
                 queries=[
                     session_pb2.LookupQuery(name=name, model_fingerprint=fingerprint)
@@ -178,6 +222,230 @@ class SessionCalls:
 
     def _truncate(self, request: session_pb2.TruncateSessionRequest) -> SessionInfo:
         return session_from_wire(self._wire.call(self._wire.sessions.TruncateSession, request))
+
+
+class SessionHandle:
+    """One session, and the caller's own model: every call that moves rows compares the session with it.
+
+    Remembers the session's facts as this handle last knew them, and appends behind them. An append behind
+    another writer raises WriteOffsetMismatch; `refresh` then reads the facts again. Belongs to one thread
+    at a time, as does what `read` and `writer` return.
+    """
+
+    def __init__(
+        self, sessions: SessionCalls, routes: RowRoutes, session: str | SessionInfo, model: CallerModel
+    ) -> None:
+        self.name = session if isinstance(session, str) else session.name
+        """Resource name, `sessions/{id}`."""
+        self.model = model
+        self._sessions = sessions
+        self._routes = routes
+        self._info = None if isinstance(session, str) else session
+        self._writer: SessionWriter | None = None
+
+    def __repr__(self) -> str:
+        return f"SessionHandle({self.name}, {self.model})"
+
+    @property
+    def info(self) -> SessionInfo:
+        """The session's facts as this handle last knew them; asked for if it knows none. Raises SessionNotFound."""
+        if self._writer is not None:
+            written, known = self._writer.session, self._info
+            if known is None or (written.uid == known.uid and written.generation > known.generation):
+                self._info = written
+        return self.refresh() if self._info is None else self._info
+
+    def refresh(self) -> SessionInfo:
+        """Read the session's facts again and return them. Counts as no access. Raises SessionNotFound."""
+        self._info = self._sessions.get(self.name)
+        return self._info
+
+    def checked(self) -> SessionInfo:
+        """Return `info`. Raises ModelFingerprintMismatch for a session of another model."""
+        info = self.info
+        self.model.check(info.name, info.model_fingerprint)
+        return info
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def append(
+        self,
+        rows: Mapping[Stream, npt.NDArray[np.generic]],
+        *,
+        durability: Durability = Durability.MEMORY,
+        if_generation_match: int | None = None,
+    ) -> SessionInfo:
+        """Append T tokens: for every stream of the layout a C-contiguous array of T rows.
+
+        An array has the stream's elements, or is uint8 [T, row_bytes]. All T tokens become visible or none.
+        Returns the session. Raises ModelFingerprintMismatch, InvalidArgument, IncompleteAppend,
+        GenerationMismatch, WriteInProgress, WriteOffsetMismatch, CapacityExceeded.
+        """
+        snapshot = self.checked()
+        specs = self._routes.specs(snapshot, self.model)
+        views = check_append(rows, specs)
+        token_count = len(next(iter(views.values())))
+        writer = self._routes.reserve(snapshot, self.model, specs, token_count, if_generation_match)
+        if writer is None:
+            header = self._append_header(snapshot, if_generation_match)
+            self._info = append_by_stream(self._routes.transport, header, views, durability)
+            return self._info
+        with writer:
+            writer.write_all(views, is_marked=durability is Durability.DISK)
+            self._info = writer.commit(durability=durability)
+            return self._info
+
+    def writer(self, token_count: int, *, if_generation_match: int | None = None) -> SessionWriter:
+        """Open room for `token_count` tokens after the session's end, to be filled layer by layer.
+
+        Use it as a context manager. Raises as `append` does.
+        """
+        snapshot = self.checked()
+        specs = self._routes.specs(snapshot, self.model)
+        writer: SessionWriter | None = self._routes.reserve(
+            snapshot, self.model, specs, token_count, if_generation_match
+        )
+        if writer is None:
+            header = self._append_header(snapshot, if_generation_match)
+            writer = BufferedWriter(self._routes.transport, snapshot, header, token_count, specs)
+        self._writer = writer
+        return writer
+
+    def read(
+        self,
+        *,
+        streams: Iterable[Stream] | None = None,
+        begin: int = 0,
+        end: int | None = None,
+        if_generation_match: int | None = None,
+        leave_on_ssd: bool = False,
+    ) -> SessionRows:
+        """Read rows of tokens `[begin, end)`, by default all of all streams. Use it as a context manager.
+
+        `leave_on_ssd`: rows that lie only on SSD are read from the files of the SSD tier and not brought into
+        the arena, where this process can open the files (`Client.ssd_files`); the rows are FiledRows then.
+        Raises ModelFingerprintMismatch, TokenRangeOutOfBounds, GenerationMismatch, CorruptSegment,
+        CapacityExceeded (only with access `local`; rows that the arena cannot hold come by the transport
+        otherwise).
+        """
+        chosen = tuple(streams or ())
+        if self._info is not None:
+            self.model.check(self._info.name, self._info.model_fingerprint)
+        if begin != 0 and end is None:
+            # The session's end now: another writer may have appended since this handle last looked.
+            self.refresh()
+            end = self.checked().token_count
+        wanted = None if end is None else token_range(begin, end)
+        lease = AcquireLease(
+            session=self.name,
+            model_fingerprint=self.model.fingerprint,
+            if_generation_match=if_generation_match,
+            range=wanted,
+            leave_on_ssd=leave_on_ssd,
+        )
+        leased = self._routes.lease(lease, chosen)
+        if leased is not None:
+            return leased
+        snapshot = self.checked()
+        request = session_pb2.ReadSessionRequest(
+            name=snapshot.name,
+            model_fingerprint=self.model.fingerprint,
+            if_generation_match=if_generation_match,
+            streams=ranges_to_wire(chosen),
+            range=wanted,
+        )
+        sizes = {stream: spec.row_bytes for stream, spec in self._routes.specs(snapshot, self.model).items()}
+        token_count = snapshot.token_count if end is None else end
+        return StreamedRows(
+            self._routes.transport, request, sizes, size_bytes=token_count * sum(sizes.values())
+        )
+
+    # -- the session itself --------------------------------------------------------------------
+
+    def update(
+        self,
+        *,
+        ttl: timedelta | None = None,
+        expire_time: datetime | None = None,
+        is_pinned: bool | None = None,
+    ) -> SessionInfo:
+        """See SessionCalls.update."""
+        return self._known(
+            self._sessions.update(self.name, ttl=ttl, expire_time=expire_time, is_pinned=is_pinned)
+        )
+
+    def keep_recent(
+        self,
+        token_count: int,
+        *,
+        sink_token_count: int | None = None,
+        if_generation_match: int | None = None,
+    ) -> SessionInfo:
+        """See SessionCalls.keep_recent."""
+        return self._known(
+            self._sessions.keep_recent(
+                self.name,
+                token_count,
+                sink_token_count=sink_token_count,
+                if_generation_match=if_generation_match,
+            )
+        )
+
+    def keep_first(self, token_count: int, *, if_generation_match: int | None = None) -> SessionInfo:
+        """See SessionCalls.keep_first."""
+        return self._known(
+            self._sessions.keep_first(self.name, token_count, if_generation_match=if_generation_match)
+        )
+
+    def drop_ranges(
+        self, ranges: Iterable[tuple[int, int]], *, if_generation_match: int | None = None
+    ) -> SessionInfo:
+        """See SessionCalls.drop_ranges."""
+        return self._known(
+            self._sessions.drop_ranges(self.name, ranges, if_generation_match=if_generation_match)
+        )
+
+    def fork(
+        self,
+        *,
+        id: str = "",
+        token_count: int | None = None,
+        ttl: timedelta | None = None,
+        expire_time: datetime | None = None,
+        if_generation_match: int | None = None,
+    ) -> "SessionHandle":
+        """Return a handle on a new session that shares the first tokens. See SessionCalls.fork."""
+        made = self._sessions.fork(
+            self.name,
+            id=id,
+            token_count=token_count,
+            ttl=ttl,
+            expire_time=expire_time,
+            if_generation_match=if_generation_match,
+        )
+        return self._sessions.open(made, self.model)
+
+    def flush(self) -> SessionInfo:
+        """See SessionCalls.flush."""
+        return self._known(self._sessions.flush(self.name))
+
+    def delete(self, *, if_generation_match: int | None = None) -> None:
+        """See SessionCalls.delete."""
+        self._sessions.delete(self.name, if_generation_match=if_generation_match)
+
+    def _known(self, info: SessionInfo) -> SessionInfo:
+        self._info = info
+        return info
+
+    def _append_header(
+        self, snapshot: SessionInfo, if_generation_match: int | None
+    ) -> session_pb2.AppendHeader:
+        return session_pb2.AppendHeader(
+            name=snapshot.name,
+            model_fingerprint=self.model.fingerprint,
+            write_offset=snapshot.token_count,
+            if_generation_match=if_generation_match,
+        )
 
 
 def _check_expiration(ttl: timedelta | None, expire_time: datetime | None) -> None:

@@ -125,14 +125,12 @@ class DirectStorage:
         Raises as Client.read.
         """
         if self._machine.path is DirectPath.OFF:
-            return self._client.read(
-                session, model, streams=streams, end=end, if_generation_match=if_generation_match
+            return self._client.sessions.open(session, model).read(
+                streams=streams, end=end, if_generation_match=if_generation_match
             )
         self._look(self._client.ssd_files())
         is_suspect = session.name in self._suspects
-        rows = self._client.read(
-            session,
-            model,
+        rows = self._client.sessions.open(session, model).read(
             streams=streams,
             end=end,
             if_generation_match=if_generation_match,
@@ -160,8 +158,8 @@ class DirectStorage:
 
         def again() -> SessionRows:
             session = rows.session
-            return self._client.read(
-                session, model, streams=rows.streams, end=rows.end, if_generation_match=session.generation
+            return self._client.sessions.open(session, model).read(
+                streams=rows.streams, end=rows.end, if_generation_match=session.generation
             )
 
         def failed(error: CacheError) -> None:

@@ -82,7 +82,7 @@ MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
 
 def tokens_of(client: Client, model: CallerModel, session: SessionInfo) -> list[int]:
     """Token ids of a session of `model`. Raises what a read raises."""
-    with client.read(session, model, streams=[TOKENS]) as rows:
+    with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
         return token_ids_of(rows.array(TOKENS))
 
 
@@ -90,7 +90,7 @@ def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:
     """Keep the first tokens alone. Raises GenerationMismatch unless the session is as it was seen."""
     if token_count == session.token_count:
         return session
-    return client.keep_first(session.name, token_count, if_generation_match=session.generation)
+    return client.sessions.keep_first(session.name, token_count, if_generation_match=session.generation)
 
 
 def emptied(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
@@ -107,7 +107,7 @@ def emptied(client: Client, model: CallerModel, session: SessionInfo, lost: Sequ
 
 def _remains(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
     """The session as it is now, if nothing but tokens at its end is gone: a store cuts damaged ones off."""
-    now = client.get_session(session.name)
+    now = client.sessions.get(session.name)
     is_shorter = now.uid == session.uid and now.token_count <= len(lost)
     if now.generation == session.generation or not is_shorter:
         return session
@@ -220,7 +220,7 @@ class TransformersEngine:
         self._place = StatePlace.DRAM
         self._sink_count, self._durability = sink_count, durability
         probe = probe_of(self._adapter, spec, lambda ids: prefill(model, self._empty_cache(), ids))
-        self._own = client.register_model(spec, probe)
+        self._own = client.models.register(spec, probe)
         self._unchanged = Unchanged(model, spec)
         self._savers = Savers(client, self._own, model.device)
 
@@ -305,15 +305,15 @@ class TransformersEngine:
 
     def _open(self, session_id: str) -> SessionInfo:
         try:
-            session = self._client.get_session(f"sessions/{session_id}")
+            session = self._client.sessions.get(f"sessions/{session_id}")
         except SessionNotFound:
-            return self._client.create_session(self._own.name, session_id=session_id, layout=self._layout)
+            return self._client.sessions.create(self._own, id=session_id, layout=self._layout).info
         self._own.check(session.name, session.model_fingerprint)
         return session
 
     def _truncate(self, session: SessionInfo, recent_count: int, turn: Turn) -> SessionInfo:
         try:
-            return self._client.keep_recent(
+            return self._client.sessions.keep_recent(
                 session.name,
                 recent_count,
                 sink_token_count=self._sink_count,
@@ -347,7 +347,7 @@ class TransformersEngine:
             return _Start(session, [], self._empty_cache())
         held = frozenset(session.streams())
         choice = self._chooser.choose(held, session.token_count, new_count, place=self._place)
-        rows = self._client.read(session, self._own, streams=choice.streams())
+        rows = self._client.sessions.open(session, self._own).read(streams=choice.streams())
         with ExitStack() as stack:
             stack.enter_context(rows)
             self._place = StatePlace.DRAM if rows.is_local else StatePlace.REMOTE

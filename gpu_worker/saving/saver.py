@@ -139,11 +139,15 @@ class SessionAppender:
         room = count if is_last else max(count, ROOM_TOKENS)
         generation = self.session.generation
         try:
-            return self._client.writer(self.session, self._model, room, if_generation_match=generation)
+            return self._client.sessions.open(self.session, self._model).writer(
+                room, if_generation_match=generation
+            )
         except (CapacityExceeded, TooManyRequests):
             if room == count:
                 raise
-            return self._client.writer(self.session, self._model, count, if_generation_match=generation)
+            return self._client.sessions.open(self.session, self._model).writer(
+                count, if_generation_match=generation
+            )
 
 
 def scratch_for(staging: StagingBuffers) -> Bytes:
@@ -384,7 +388,7 @@ class Sorter:
             if job.is_last:
                 lane.close()
                 if progress.durability == Durability.DISK and progress.failure is None:
-                    self._client.flush_session(progress.name)
+                    self._client.sessions.flush(progress.name)
         except CacheError as error:
             log.warning("save_failed session=%s reason=%s error=%s", progress.name, error.reason, error)
             failure = error
@@ -453,7 +457,7 @@ class Saver:
 
     def register(self, probe: ModelProbe) -> None:
         """Register the model with what it computes. Raises ModelFingerprintMismatch, ModelProbeMismatch."""
-        self._client.register_model(self._model.spec, probe)
+        self._client.models.register(self._model.spec, probe)
 
     # -- figures -------------------------------------------------------------------------------------
 

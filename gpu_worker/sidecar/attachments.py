@@ -177,7 +177,7 @@ class Attachments:
     ) -> AttachedModel:
         """The model, read and registered with the store."""
         model = self._models.get(directory, spec, share)
-        self._client.register_model(spec, probe)
+        self._client.models.register(spec, probe)
         return model
 
     def _open(self, hello: attachment_pb2.AttachHello) -> tuple[Regions, Regions | None]:

@@ -134,7 +134,7 @@ def _restore(
     together: Alone | SharedRound,
 ) -> None:
     model, share = attachment.model, attachment.model.share
-    session = client.get_session(asked.session)
+    session = client.sessions.get(asked.session)
     _check_session(session, asked, attachment)
     held = session.streams()
     plan = outcome.plan = model.plan(held, asked.end, asked.new_tokens)

@@ -22,7 +22,9 @@ def save(client: Client, attachment: Attachment, request: worker_pb2.SaveRequest
     """Append the rows; the session as it is then. Raises InvalidArgument and what appending raises."""
     rows = _rows(attachment, request)
     session = _open(client, attachment, request, list(rows))
-    return client.append(session, attachment.model.own, rows, durability=Durability(request.durability))
+    return client.sessions.open(session, attachment.model.own).append(
+        rows, durability=Durability(request.durability)
+    )
 
 
 def _rows(attachment: Attachment, request: worker_pb2.SaveRequest) -> Mapping[Stream, npt.NDArray[np.uint8]]:
@@ -43,12 +45,12 @@ def _open(
 ) -> SessionInfo:
     own = attachment.model.own
     try:
-        session = client.get_session(request.session)
+        session = client.sessions.get(request.session)
     except SessionNotFound:
         if request.write_offset:
             raise
         session_id = request.session.removeprefix("sessions/")
-        session = client.create_session(own.name, session_id=session_id, layout=layout)
+        session = client.sessions.create(own, id=session_id, layout=layout).info
     own.check(session.name, session.model_fingerprint)
     if session.token_count != request.write_offset:
         raise WriteOffsetMismatch(

@@ -20,7 +20,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ctxcache.client import Client
+from ctxcache.client.client import connect
 from ctxcache.client.tls import ClientTls
 from ctxcache.errors import AddressUnusable, Draining, InvalidConfiguration
 from ctxcache.observe.tracing import open_spans
@@ -55,7 +55,7 @@ class Worker:
         self.settings = settings
         self._files = ExitStack()
         device = _device(settings.device)
-        self._client = Client(
+        self._client = connect(
             settings.store,
             timeout_s=settings.store_timeout_s,
             tls=_tls(settings),

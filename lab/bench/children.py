@@ -10,15 +10,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import numpy as np
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.client import Access
 from ctxcache.runtime.memory import keep_freed_memory
 from lab.bench.contexts import by_stream, check, content, copy_out, model_of, warm
 from lab.bench.row import Scale, WrongBytes
+from lab.routes import route_options
 
 
 class Child:
@@ -74,7 +74,7 @@ def _walk(client: Client, kind: str, scale: Scale) -> Callable[[], None]:
         if kind == "copy":
             np.copyto(outs[index], data[index])
             return
-        with client.read(f"sessions/context{index}", model) as rows:
+        with client.sessions.open(f"sessions/context{index}", model).read() as rows:
             copy_out(rows, streams[index])
 
     def walk() -> None:
@@ -99,7 +99,7 @@ def main() -> int:
     scale = Scale(*(int(number) for number in (*numbers, "0", "0")))
     keep_freed_memory()
     # The command line is our own, made by `child` of an Access.
-    with Client(target, access=cast("Access", way)) as client:
+    with ctxcache.connect(target, **route_options(way)) as client:
         walk = _walk(client, kind, scale)
         _say("ready")
         for _ in sys.stdin:

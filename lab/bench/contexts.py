@@ -12,8 +12,8 @@ from typing import cast, get_args
 import numpy as np
 import numpy.typing as npt
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.client import Access
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.types import SessionInfo
 from ctxcache.format.layout import SegmentLayout
@@ -21,6 +21,7 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from lab.bench.row import NoPeer, Place, Scale, WrongBytes
 from lab.bench.server import Server, serving
+from lab.routes import Route, route_options
 
 Bytes = npt.NDArray[np.uint8]
 _WORD_BYTES = 8
@@ -130,7 +131,7 @@ class Contexts:
 
     def create(self, name: str) -> SessionInfo:
         """A new empty session."""
-        return self.client.create_session(MODEL, session_id=name, layout=self.out)
+        return self.client.sessions.create(self.model, id=name, layout=self.out).info
 
 
 def by_stream(scale: Scale, flat: Bytes) -> dict[Stream, Bytes]:
@@ -145,20 +146,20 @@ def by_stream(scale: Scale, flat: Bytes) -> dict[Stream, Bytes]:
 
 def has_access(name: str) -> bool:
     """Whether this version's client knows the access."""
-    return name in get_args(Access)
+    return name in get_args(Route)
 
 
-def access(*names: str) -> Access:
+def access(*names: str) -> Route:
     """The first of these that this version has. Raises NoPeer."""
     for name in names:
         if has_access(name):
-            return cast("Access", name)  # just looked up
+            return cast("Route", name)  # just looked up
     raise NoPeer(f"this version has no access `{names[0]}`")
 
 
 @contextmanager
 def contexts(
-    place: Place, way: Access, *, is_filled: bool = True, room_bytes: int = 0, options: Sequence[str] = ()
+    place: Place, way: Route, *, is_filled: bool = True, room_bytes: int = 0, options: Sequence[str] = ()
 ) -> Iterator[Contexts]:
     """A server with `scale.context_count` contexts in DRAM, when `is_filled`, and a client of that access.
 
@@ -170,16 +171,16 @@ def contexts(
         serving(
             place.directory / "data", arena_bytes=arena_bytes, ssd_bytes=2 * arena_bytes, options=options
         ) as server,
-        Client(server.target(place.transport), access=way) as client,
+        ctxcache.connect(server.target(place.transport), **route_options(way)) as client,
     ):
-        model = client.register_model(model_of(scale))
+        model = client.models.register(model_of(scale))
         data = [content(owner, scale.context_bytes) for owner in range(scale.context_count)]
         rows = [by_stream(scale, flat) for flat in data]
         whole = warm(scale.context_bytes)
         sessions = []
         for index in range(scale.context_count if is_filled else 0):
-            empty = client.create_session(MODEL, session_id=f"context{index}", layout=rows[index])
-            sessions.append(client.append(empty, model, rows[index]))
+            empty = client.sessions.create(model, id=f"context{index}", layout=rows[index])
+            sessions.append(empty.append(rows[index]))
         yield Contexts(server, client, model, data, rows, whole, by_stream(scale, whole), sessions)
 
 

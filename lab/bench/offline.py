@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-from ctxcache.client import Client
-from lab.bench.contexts import MODEL, by_stream, content, model_of, slots_bytes
+import ctxcache
+from lab.bench.contexts import by_stream, content, model_of, slots_bytes
 from lab.bench.row import Scale
 from lab.bench.server import serving
 
@@ -36,14 +36,12 @@ def make(data: Path, size_bytes: int) -> None:
     """A data directory with so many bytes of rows, ended in order."""
     count = -(-size_bytes // SCALE.context_bytes)
     with serving(data, arena_bytes=GIB, ssd_bytes=slots_bytes(SCALE, count + 1)) as server:
-        with Client(server.target("unix"), access="local") as client:
-            model = client.register_model(model_of(SCALE))
+        with ctxcache.connect(server.target("unix"), access="local") as client:
+            model = client.models.register(model_of(SCALE))
             for owner in range(count):
                 rows = by_stream(SCALE, content(owner, SCALE.context_bytes))
-                empty = client.create_session(
-                    MODEL, session_id=f"context{owner}", layout=rows, is_pinned=True
-                )
-                client.append(empty, model, rows)
+                empty = client.sessions.create(model, id=f"context{owner}", layout=rows, is_pinned=True)
+                empty.append(rows)
         server.process.terminate()
         if server.process.wait():
             raise RuntimeError(f"the server ended with {server.process.returncode}")

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.errors import CapacityExceeded, Unavailable
 
@@ -81,7 +82,7 @@ class EmbeddedStore:
                 start_new_session=True,
             )
         self.ready = self._wait_until_ready(self._process)
-        self._client = Client(self.ready.target)
+        self._client = ctxcache.connect(self.ready.target)
         return self.ready
 
     def kill(self) -> int:

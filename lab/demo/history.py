@@ -109,11 +109,11 @@ class HistoryRun:
 
     def _create(self, method: Method) -> SessionInfo:
         client = self._store.client
-        return client.create_session(
-            client.register_model(self._subject.spec).name,
-            session_id=self._base_id(method),
+        return client.sessions.create(
+            client.models.register(self._subject.spec),
+            id=self._base_id(method),
             layout=self._subject.plan(method).streams(),
-        )
+        ).info
 
     def _saver(self, method: Method) -> Saver:
         plan = self._subject.plan(method)
@@ -147,7 +147,7 @@ class HistoryRun:
         saver.finish(session.name, durability=Durability.DISK)
         if (failure := saver.wait(session.name)) is not None:
             raise failure
-        return self._store.client.get_session(session.name)
+        return self._store.client.sessions.get(session.name)
 
     def _answer(self, cache: DynamicCache, length: int) -> list[int]:
         return continue_greedy(
@@ -155,7 +155,7 @@ class HistoryRun:
         ).token_ids
 
     def _stored(self, method: Method, session: SessionInfo) -> Stored:
-        kept = self._store.client.get_session(session.name)
+        kept = self._store.client.sessions.get(session.name)
         return Stored(method, self._subject.bytes_per_token(method), kept.token_count, kept.ssd_bytes)
 
     # -- measuring ---------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class HistoryRun:
         turn = engine.turn(session_id, self._new_ids[case.length], max_new_tokens=REPLY_TOKENS)
         if (failure := engine.wait(session_id)) is not None:
             raise failure
-        self._store.client.delete_session(f"sessions/{session_id}")
+        self._store.client.sessions.delete(f"sessions/{session_id}")
         self._problems.setdefault(case, self._problem(case, turn, title))
         self._view.say(
             f"  {round_title}  {case.length:>6,} tokens  {title:<24}"
@@ -187,14 +187,14 @@ class HistoryRun:
         """Return a fresh session of the case's length whose state is where the case wants it."""
         client = self._store.client
         session_id = f"{self._base_id(case.method)}-{secrets.token_hex(4)}"
-        session = client.fork_session(
-            f"sessions/{self._base_id(case.method)}", session_id=session_id, token_count=case.length
+        session = client.sessions.fork(
+            f"sessions/{self._base_id(case.method)}", id=session_id, token_count=case.length
         )
         if case.source is Source.SSD:
-            client.demote_session(session.name)
+            client.admin.demote_session(session.name)
         else:
             # A read brings what lies on SSD alone into DRAM.
-            client.read(session, CallerModel(self._subject.spec)).close()
+            client.sessions.open(session, CallerModel(self._subject.spec)).read().close()
         found = source_of(client, session_id, self._subject.spec.fingerprint())
         if found is not case.source:
             self._problems[case] = (

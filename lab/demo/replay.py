@@ -49,7 +49,7 @@ class Replay:
 
     def stored(self, client: Client) -> Stored:
         """What the store keeps of this session now."""
-        session = client.get_session(f"sessions/{self.session_id}")
+        session = client.sessions.get(f"sessions/{self.session_id}")
         row_bytes = self._subject.bytes_per_token(self._method)
         return Stored(self._method, row_bytes, session.token_count, session.ssd_bytes)
 
@@ -78,7 +78,7 @@ def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | No
 
 def source_of(client: Client, session_id: str, fingerprint: bytes) -> Source:
     """Where the store has a session's tokens at this moment."""
-    (found,) = client.lookup([(f"sessions/{session_id}", fingerprint)])
+    (found,) = client.sessions.lookup([(f"sessions/{session_id}", fingerprint)])
     if not found.token_count:
         return Source.NOWHERE
     if not found.dram_token_count:

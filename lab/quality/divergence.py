@@ -174,14 +174,14 @@ def stored(
     kept = DynamicCache(config=adapter.model.config)
     _pass(adapter, kept, context)
     standard = logits_of(adapter, copy.deepcopy(kept), new)
-    model = client.register_model(spec)
+    model = client.models.register(spec)
     found = {}
     for text in plans:
         step(text)
         plan = RestorePlan.parse(text)
         times = []
         for _ in range(repeat_count):
-            session = client.create_session(model.name, layout=plan.streams())
+            session = client.sessions.create(model, layout=plan.streams()).info
             times.append(_save(adapter, client, model, plan, session, context))
         pass_s, save_s = map(median, zip(*times, strict=True))
         with pipeline_for(adapter) as pipeline:
@@ -243,7 +243,7 @@ def _restore(
     taken = []
     for _ in range(repeat_count):
         begin_s = time.perf_counter()
-        with client.read(name, model, streams={TOKENS, *plan.streams()}) as rows:
+        with client.sessions.open(name, model).read(streams={TOKENS, *plan.streams()}) as rows:
             ids = torch.tensor(token_ids_of(rows.array(TOKENS)))
             source = LeasedSource(rows)
             cache = restored_cache(

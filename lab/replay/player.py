@@ -106,8 +106,8 @@ class Player:
             "fork": self._fork,
             "touch": self._touch,
             "hint": self._hint,
-            "flush": lambda call: client.flush_session(self.name(call.session)),
-            "demote": lambda call: client.demote_session(self.name(call.session)),
+            "flush": lambda call: client.sessions.flush(self.name(call.session)),
+            "demote": lambda call: client.admin.demote_session(self.name(call.session)),
             "delete": self._delete,
         }
 
@@ -166,7 +166,9 @@ class Player:
         found = self._found(call.session, layout)
         count = call.session_tokens + call.count("tokens") - found.token_count
         if 0 < count <= self._made_up[layout].most_tokens:
-            self._writers[call.session] = self._client.writer(found, self._made_up[layout].model, count)
+            self._writers[call.session] = self._client.sessions.open(
+                found, self._made_up[layout].model
+            ).writer(count)
 
     def _finish(self, call: Called) -> None:
         writer = self._writers.pop(call.session, None)
@@ -177,18 +179,18 @@ class Player:
         # Whose session nobody has ever seen has no layout.
         made_up = self._made_up.get(call.count("layout")) or next(iter(self._made_up.values()), None)
         if made_up is not None:
-            self._client.lookup([(self.name(call.session), made_up.model.fingerprint)])
+            self._client.sessions.lookup([(self.name(call.session), made_up.model.fingerprint)])
 
     def _get(self, call: Called) -> None:
-        self._client.get_session(self.name(call.session))
+        self._client.sessions.get(self.name(call.session))
 
     def _read(self, call: Called) -> None:
         begin = call.count("begin")
         # Of one that was refused nobody knows how much it was to be.
         end = None if call.is_refused else begin + call.count("tokens")
-        rows = self._client.read(
-            self.name(call.session), self._made_up[call.count("layout")].model, begin=begin, end=end
-        )
+        rows = self._client.sessions.open(
+            self.name(call.session), self._made_up[call.count("layout")].model
+        ).read(begin=begin, end=end)
         self._held[call.count("lease")] = rows
         for _ in rows.chunks():
             pass
@@ -204,14 +206,14 @@ class Player:
         ranges = list(zip(ends[::2], ends[1::2], strict=True))
         # From behind: what is dropped changes no index before it.
         while ranges:
-            self._client.drop_ranges(self.name(call.session), ranges[-RANGES:])
+            self._client.sessions.drop_ranges(self.name(call.session), ranges[-RANGES:])
             del ranges[-RANGES:]
 
     def _fork(self, call: Called) -> None:
         self._ttls_s[call.session] = ttl_s = self._ttl_s(call)
-        self._client.fork_session(
+        self._client.sessions.fork(
             self.name(call.text("source")),
-            session_id=self._prefix + call.session,
+            id=self._prefix + call.session,
             token_count=call.session_tokens,
             ttl=seconds(ttl_s),
         )
@@ -219,11 +221,11 @@ class Player:
     def _touch(self, call: Called) -> None:
         self._ttls_s[call.session] = ttl_s = self._ttl_s(call)
         is_pinned = bool(call.values.get("is_pinned"))
-        self._client.update_session(self.name(call.session), ttl=seconds(ttl_s), is_pinned=is_pinned)
+        self._client.sessions.update(self.name(call.session), ttl=seconds(ttl_s), is_pinned=is_pinned)
 
     def _delete(self, call: Called) -> None:
         self._ttls_s.pop(call.session, None)
-        self._client.delete_session(self.name(call.session))
+        self._client.sessions.delete(self.name(call.session))
 
     def _hint(self, call: Called) -> None:
         name, client = self.name(call.session), self._client
@@ -232,21 +234,21 @@ class Player:
         ttl, priority = seconds(self._ttl_s(call)), call.count("priority")
         match call.text("hint"):
             case "share":
-                client.share(name, token_count=tokens)
+                client.hints.share(name, token_count=tokens)
             case "prefetch":
-                client.prefetch(name, token_count=tokens, budget_bytes=budget_bytes, ttl=ttl)
+                client.hints.prefetch(name, token_count=tokens, budget_bytes=budget_bytes, ttl=ttl)
             case "demote":
-                client.demote(name)
+                client.hints.demote(name)
             case "pin":
-                client.pin(name, ttl=ttl, priority=priority, budget_bytes=budget_bytes)
+                client.hints.pin(name, ttl=ttl, priority=priority, budget_bytes=budget_bytes)
             case "retain":
-                client.retain(name, ttl=ttl, priority=priority, budget_bytes=budget_bytes)
+                client.hints.retain(name, ttl=ttl, priority=priority, budget_bytes=budget_bytes)
             case "release":
-                client.release(name)
+                client.hints.release(name)
             case "expect":
                 is_over = "return_in_ms" not in call.values
                 return_in_s = call.count("return_in_ms") / 1000 * self._times
-                client.expect(name, None if is_over else seconds(return_in_s))
+                client.hints.expect(name, None if is_over else seconds(return_in_s))
 
     # -- parts ---------------------------------------------------------------------------------------
 
@@ -258,20 +260,20 @@ class Player:
         ttl_s = self._ttls_s.get(session)
         try:
             made_up = self._made_up[layout]
-            return self._client.create_session(
-                made_up.model.name,
-                session_id=self._prefix + session,
+            return self._client.sessions.create(
+                made_up.model,
+                id=self._prefix + session,
                 layout=made_up.streams,
                 ttl=None if ttl_s is None else seconds(ttl_s),
                 is_pinned=is_pinned,
-            )
+            ).info
         except SessionAlreadyExists:
-            return self._client.get_session(self.name(session))
+            return self._client.sessions.get(self.name(session))
 
     def _found(self, session: str, layout: int) -> SessionInfo:
         """The session, made if it is not there, and it is expected to be."""
         try:
-            return self._client.get_session(self.name(session))
+            return self._client.sessions.get(self.name(session))
         except SessionNotFound:
             return self._made(session, layout)
 
@@ -280,7 +282,7 @@ class Player:
         found, made_up = self._found(session, layout), self._made_up[layout]
         while (left_count := token_count - found.token_count) > 0:
             count = min(left_count, made_up.most_tokens)
-            with self._client.writer(found, made_up.model, count) as writer:
+            with self._client.sessions.open(found, made_up.model).writer(count) as writer:
                 for stream, rows in made_up.rows(count).items():
                     writer.write(stream, 0, rows)
                 found = writer.commit()

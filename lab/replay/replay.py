@@ -98,7 +98,7 @@ def replay(
         client = opened.enter_context(connect())
         made_up = {number: MadeUp(layout) for number, layout in outcome.contents.layouts.items()}
         for one in made_up.values():
-            client.register_model(one.model.spec)
+            client.models.register(one.model.spec)
         players = _players(concurrency, connect, opened, made_up, speed)
         for number, before in enumerate(outcome.contents.before):
             step("preparing", number, len(outcome.contents.before))

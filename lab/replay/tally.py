@@ -141,7 +141,7 @@ class Watch:
     def _count(self) -> None:
         failure: CacheError = Unavailable(target="the store", problem="it ended its recording")
         try:
-            for part in self._client.record(timedelta(seconds=LONGEST_S)):
+            for part in self._client.admin.record(timedelta(seconds=LONGEST_S)):
                 for call in part.calls:
                     self.tally.add(_called(call))
                 self.lost_count += part.lost_count

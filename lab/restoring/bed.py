@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
 from gpu_worker.capture import Capture
@@ -123,14 +123,14 @@ class Bed:
         self.shape = model_shape(self.adapter, self.adapter.architecture)
         self._stack = ExitStack()
         self._client = store.client
-        self._unverified = self._stack.enter_context(Client(store.ready.target, verify="never"))
+        self._unverified = self._stack.enter_context(ctxcache.connect(store.ready.target, verify="never"))
         self._spec = model_spec(
             model,
             model_id="restore-bench",
             weights_digest="random" if is_random else None,
             packed_kinds=[StateKind.HIDDEN_INT8],
         )
-        self._own = self._client.register_model(self._spec)
+        self._own = self._client.models.register(self._spec)
         # The plans are given; what a chooser would learn from them is the planner's here.
         chooser = Chooser(self.adapter, RestorePlan.uniform(Method.KV, len(self.adapter.layers)), None)
         self._restorer = SessionRestorer(
@@ -154,7 +154,7 @@ class Bed:
         """As `add`, with this context alone: sessions before are deleted."""
         for saved in self._saved:
             for name in saved.sessions.values():
-                self._client.delete_session(name)
+                self._client.sessions.delete(name)
         self._saved = []
         self.add(token_ids, new_ids)
 
@@ -192,7 +192,7 @@ class Bed:
         sessions = self._known.sessions
         if streams in sessions:
             return sessions[streams]
-        session = self._client.create_session(self._own.name, layout=[TOKENS, *sorted(streams)])
+        session = self._client.sessions.create(self._own, layout=[TOKENS, *sorted(streams)]).info
         sessions[streams] = session.name
         ids = np.array(self._known.token_ids, "<i4").view(np.uint8).reshape(-1, 4)
         rows = {TOKENS: ids} | {
@@ -202,7 +202,7 @@ class Bed:
         }
         for begin in range(0, len(ids), _APPEND_TOKENS):
             part = {stream: each[begin : begin + _APPEND_TOKENS] for stream, each in rows.items()}
-            session = self._client.append(session, self._own, part, durability=Durability.DISK)
+            session = self._client.sessions.open(session, self._own).append(part, durability=Durability.DISK)
         return session.name
 
     def _packed(self, spec: StreamSpec) -> memoryview:
@@ -217,7 +217,7 @@ class Bed:
         if place is StatePlace.SSD:
             # A session of these streams alone: the store brings whole segments back.
             name = self._session(streams)
-            self._client.demote_session(name)
+            self._client.admin.demote_session(name)
             return name
         sessions = self._known.sessions
         return next(
@@ -255,7 +255,7 @@ class Bed:
         name = self._placed(choice, case.place)
         client = self._client if case.start == VERIFIED else self._unverified
         begin_s = self._now_s()
-        rows = client.read(name, self._own, streams=choice.streams())
+        rows = client.sessions.open(name, self._own).read(streams=choice.streams())
         restoring = self._restorer.begin(rows, choice, known.token_ids)
         lease_s = time.perf_counter() - begin_s
         with restoring:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import typer
 
+import ctxcache
 from ctxcache.client import Client, filed_rows
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError
@@ -58,7 +59,7 @@ class Bed:
         self._adapter, self._client, self._pipeline = adapter, client, pipeline
         self._weights = KernelWeights(adapter)
         self._spec = model_spec(adapter.model, model_id="direct-bench")
-        self._model = client.register_model(self._spec)
+        self._model = client.models.register(self._spec)
 
     def save(self, method: Method, token_count: int) -> SessionInfo:
         """A session of random rows."""
@@ -69,18 +70,16 @@ class Bed:
         for spec in (one for one in self._spec.resolve(streams) if one.stream != TOKENS):
             data = pack_rows(torch.randn(token_count, size, dtype=adapter.model.dtype), spec)
             rows[spec.stream] = np.frombuffer(data, np.uint8).reshape(token_count, -1)
-        session = self._client.create_session(
-            self._model.name, session_id=method.value, layout=[TOKENS, *streams]
-        )
-        return self._client.append(session, self._model, rows, durability=Durability.DISK)
+        session = self._client.sessions.create(self._model, id=method.value, layout=[TOKENS, *streams])
+        return session.append(rows, durability=Durability.DISK)
 
     def leave(self, session: SessionInfo) -> None:
         """Have it on SSD only."""
         end_s = time.monotonic() + PATIENCE_S
-        while self._client.get_session(session.name).dram_bytes:
+        while self._client.sessions.get(session.name).dram_bytes:
             if time.monotonic() > end_s:
                 raise TimeoutError("the store keeps it in memory")
-            self._client.demote(session.name)
+            self._client.hints.demote(session.name)
 
     def restore(
         self, direct: DirectStorage, session: SessionInfo, method: Method
@@ -210,7 +209,7 @@ def main(
     size_bytes = tokens * sum(each.row_bytes + 64 for each in spec.streams if each.stream.kind in kinds)
     with (
         embedded_store(3 * size_bytes // 4096 * 4096 + 64 * _MIB, directory) as running,
-        Client(running.ready.target) as client,
+        ctxcache.connect(running.ready.target) as client,
         Pipeline(device_of(where)) as pipeline,
     ):
         bed, found = Bed(adapter, client, pipeline), ways(client, where)

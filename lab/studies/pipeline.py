@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, Stream
@@ -47,24 +48,24 @@ METHODS = (Method.KV, Method.HIDDEN)
 
 def _save(client: Client, adapter: Adapter, token_count: int) -> dict[Method, str]:
     spec = model_spec(adapter.model, model_id="pipeline-bench")
-    model = client.register_model(spec)
+    model = client.models.register(spec)
     names = {}
     for method in METHODS:
         streams = [Stream(layer, method.kind) for layer in range(len(adapter.layers))]
-        session = client.create_session(model.name, session_id=method.value, layout=[TOKENS, *streams])
+        session = client.sessions.create(model, id=method.value, layout=[TOKENS, *streams])
         size = adapter.hidden_size if method is Method.HIDDEN else adapter.row_size
         rows = {TOKENS: np.zeros((token_count, 4), np.uint8)}
         for resolved in (one for one in spec.resolve(streams) if one.stream != TOKENS):
             packed = pack_rows(torch.randn(token_count, size, dtype=adapter.model.dtype), resolved)
             rows[resolved.stream] = np.frombuffer(packed, np.uint8).reshape(token_count, -1)
-        names[method] = client.append(session, model, rows, durability=Durability.DISK).name
+        names[method] = session.append(rows, durability=Durability.DISK).name
     return names
 
 
 def _pipelined(pipeline: Pipeline, client: Client, adapter: Adapter, name: str, method: Method) -> float:
     model = CallerModel(model_spec(adapter.model, model_id="pipeline-bench"))
-    with client.read(
-        name, model, streams=[Stream(i, method.kind) for i in range(len(adapter.layers))]
+    with client.sessions.open(name, model).read(
+        streams=[Stream(i, method.kind) for i in range(len(adapter.layers))]
     ) as rows:
         count = rows.token_count
         target = CacheTarget(adapter, count)
@@ -96,8 +97,8 @@ def main() -> None:
         try:
             target = store.ready.target
             with (
-                Client(target, verify="never") as client,
-                Client(target) as verifying,
+                ctxcache.connect(target, verify="never") as client,
+                ctxcache.connect(target) as verifying,
                 Pipeline(device_of(adapter.layers[0].device)) as pipeline,
             ):
                 names = _save(client, adapter, given.tokens)

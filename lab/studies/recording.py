@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.recordings.reading import Layout
 from lab.bench.server import serving
@@ -36,7 +37,7 @@ def main() -> None:
         place = Path(directory)
         with serving(place / "data", arena_bytes=64 << 20, ssd_bytes=64 << 20) as server:
             target = server.target("tcp")
-            with Client(target, access="local") as client:
+            with ctxcache.connect(target, access="local") as client:
                 for name, operate in _operations(client).items():
                     print(json.dumps({"operation": name} | _pairs(operate, target, place, chosen)))
 
@@ -44,20 +45,20 @@ def main() -> None:
 def _operations(client: Client) -> dict[str, Callable[[], int]]:
     """Each does some and returns how many."""
     made_up = MadeUp(Layout(((32, 1),), 12288, 64))
-    model = client.register_model(made_up.model.spec)
+    model = client.models.register(made_up.model.spec)
     names = []
     for number in range(SESSIONS):
-        session = client.create_session(model.name, session_id=f"s{number}", layout=made_up.streams)
-        client.append(session, model, made_up.rows(TOKENS))
+        session = client.sessions.create(model, id=f"s{number}", layout=made_up.streams)
+        session.append(made_up.rows(TOKENS))
         names.append(session.name)
 
     def read() -> int:
         for name in names:
-            client.read(name, model).close()
+            client.sessions.open(name, model).read().close()
         return len(names)
 
     def look_up() -> int:
-        return len(client.lookup([(names[i % SESSIONS], model.fingerprint) for i in range(LOOKUPS)]))
+        return len(client.sessions.lookup([(names[i % SESSIONS], model.fingerprint) for i in range(LOOKUPS)]))
 
     return {"read": read, "lookup": look_up}
 

@@ -31,6 +31,7 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+import ctxcache
 from ctxcache.client import CallerModel, Client, SessionWriter
 from ctxcache.client.types import SessionInfo
 from ctxcache.format.layout import SEGMENT_TOKENS
@@ -161,7 +162,8 @@ class Direct:
         """See Way."""
         self._row = 0
         self._writers = [
-            self._client.writer(session, self._model, 4 * SEGMENT_TOKENS) for session in sessions
+            self._client.sessions.open(session, self._model).writer(4 * SEGMENT_TOKENS)
+            for session in sessions
         ]
 
     @contextmanager
@@ -198,7 +200,7 @@ class Blocks:
     def __init__(self, model: PreTrainedModel, client: Client, spec: ModelSpec, plan: RestorePlan) -> None:
         self._packed, self._adapter = PackedModel(model), adapt(model)
         self._client, self._plan, self._spec = client, plan, spec
-        self._own = client.register_model(spec)
+        self._own = client.models.register(spec)
         self._caches: list[SequenceCache] = []
         self._history = 0
 
@@ -235,7 +237,7 @@ class Blocks:
                 times.append((time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s))
         way.close()
         for session in sessions:
-            self._client.delete_session(session.name)
+            self._client.sessions.delete(session.name)
         return times[1:]
 
     @property
@@ -244,13 +246,13 @@ class Blocks:
 
     def _session(self, number: int) -> SessionInfo:
         """A session whose growing segment holds some rows already: not all reach its end at once."""
-        session = self._client.create_session(self._own.name, layout=self._plan.streams())
+        session = self._client.sessions.create(self._own, layout=self._plan.streams()).info
         count = number * SEGMENT_TOKENS // len(self._caches)
         if not count:
             return session
         specs = self._spec.resolve(self._plan.streams())
-        return self._client.append(
-            session, self._own, {spec.stream: np.zeros((count, spec.row_bytes), np.uint8) for spec in specs}
+        return self._client.sessions.open(session, self._own).append(
+            {spec.stream: np.zeros((count, spec.row_bytes), np.uint8) for spec in specs}
         )
 
 
@@ -278,7 +280,7 @@ def main(
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         server = stack.enter_context(serving(root / "data", arena_bytes=ARENA_BYTES, ssd_bytes=ARENA_BYTES))
-        client = stack.enter_context(Client(server.target("tcp"), access="local"))
+        client = stack.enter_context(ctxcache.connect(server.target("tcp"), access="local"))
         saver = stack.enter_context(Saver(client, CallerModel(spec), plan.streams(), device=device))
         blocks = Blocks(loaded, client, spec, plan)
         for count in map(int, batch.split(",")):

@@ -37,23 +37,23 @@ def make_rows(spec: ModelSpec, token_count: int, seed: int) -> Rows:
 
 def keep(client: Client, spec: ModelSpec, session_id: str, token_count: int, **ends: object) -> Rows:
     """Store a session; its rows."""
-    model = client.register_model(spec)
-    made: SessionInfo = client.create_session(
-        model.name,
-        session_id=session_id,
+    model = client.models.register(spec)
+    made: SessionInfo = client.sessions.create(
+        model,
+        id=session_id,
         layout=[one.stream for one in spec.streams],
         **ends,  # type: ignore[arg-type]  # as create_session names them
-    )
+    ).info
     rows = make_rows(spec, token_count, token_count)
     if token_count:
-        client.append(made, model, rows)
+        client.sessions.open(made, model).append(rows)
     return rows
 
 
 def found(client: Client, session_id: str) -> Rows:
     """The rows of a session."""
-    session = client.get_session(f"sessions/{session_id}")
-    with client.read(session, stored_model(client, session.name)) as read:
+    session = client.sessions.get(f"sessions/{session_id}")
+    with client.sessions.open(session, stored_model(client, session.name)).read() as read:
         return {stream: read.array(stream) for stream in read.streams}
 
 
@@ -73,4 +73,4 @@ def assert_equal(actual: Rows, expected: Rows) -> None:
 def names(target: str) -> list[str]:
     """Every session's id."""
     with connected(target) as client:
-        return [session.name.removeprefix("sessions/") for session in client.list_sessions()]
+        return [session.name.removeprefix("sessions/") for session in client.sessions.list()]

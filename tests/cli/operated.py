@@ -22,9 +22,9 @@ def operated_server(directory: Path) -> ServerProcess:
 def prepare(target: str) -> None:
     """Leave one session and a model without any, whatever there was, on a server that takes work."""
     with connected(target) as client:
-        client.undrain()
-        client.clear_faults()
-        for name in [session.name for session in client.list_sessions()]:
-            client.delete_session(name)
-        client.register_model(model_spec("llama"))
+        client.admin.undrain()
+        client.admin.clear_faults()
+        for name in [session.name for session in client.sessions.list()]:
+            client.sessions.delete(name)
+        client.models.register(model_spec("llama"))
     store_session(target, SESSION)

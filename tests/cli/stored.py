@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
@@ -38,7 +39,7 @@ def model_spec(model_id: str = "tiny") -> ModelSpec:
 @contextmanager
 def connected(target: str) -> Iterator[Client]:
     """Open a client that needs no arena."""
-    with Client(target, access="remote") as client:
+    with ctxcache.connect(target, access="remote") as client:
         yield client
 
 
@@ -47,12 +48,12 @@ def store_session(
 ) -> str:
     """Create a session with tokens in it; return its name."""
     with connected(target) as client:
-        model = client.register_model(model_spec(model_id))
-        session = client.create_session(model.name, session_id=session_id, layout=[HIDDEN])
+        model = client.models.register(model_spec(model_id))
+        session = client.sessions.create(model, id=session_id, layout=[HIDDEN])
         if token_count:
             rows: dict[Stream, npt.NDArray[np.generic]] = {
                 TOKENS: np.arange(token_count, dtype=np.int32).reshape(-1, 1),
                 HIDDEN: np.zeros((token_count, ROW_BYTES), np.uint8),
             }
-            client.append(session, model, rows)
+            session.append(rows)
     return session.name

@@ -9,7 +9,7 @@ import pytest
 from command_line import ctxcache, ctxcache_json
 from server_process import ServerProcess
 
-from ctxcache.client import Client
+from ctxcache import connect
 from ctxcache.settings.knobs import KNOBS
 
 BEFORE = {"max_sessions": 1000, "default_ttl_s": 600, "tail_age_s": 30, "max_concurrent_rpcs": 64}
@@ -32,8 +32,8 @@ def file(server: ServerProcess) -> Path:
     """The server's settings, as they are before each test."""
     path = Path(server.ready["data_directory"]).parent / "ctxcache.toml"
     write(path, **BEFORE)
-    with Client(server.target) as client:
-        client.reload_settings()
+    with connect(server.target) as client:
+        client.admin.reload_settings()
     return path
 
 
@@ -44,8 +44,8 @@ def write(path: Path, **settings: object) -> None:
 
 def values(server: ServerProcess) -> dict[str, object]:
     """What the server runs with."""
-    with Client(server.target) as client:
-        return {s.name: json.loads(s.value_json) for s in client.settings()}
+    with connect(server.target) as client:
+        return {s.name: json.loads(s.value_json) for s in client.admin.settings()}
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -117,8 +117,8 @@ def test_a_reload_is_audited(server: ServerProcess) -> None:
     """Who did it and what came of it; looking is not written down."""
     before = len(server.stderr.splitlines())
     values(server)
-    with Client(server.target) as client:
-        client.reload_settings()
+    with connect(server.target) as client:
+        client.admin.reload_settings()
     lines = [line for line in server.stderr.splitlines()[before:] if "ctxcache.audit" in line]
     assert len(lines) == 1
     assert "ReloadSettings" in lines[0]

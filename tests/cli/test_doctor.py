@@ -12,8 +12,8 @@ from failing_places import small_filesystem
 from metadata_contract import make_model
 from server_process import ServerProcess
 
+from ctxcache import connect
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import Client
 from ctxcache.storage.data_directory import DATA_FORMAT
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
@@ -108,8 +108,8 @@ def test_what_a_start_would_refuse_is_found(tmp_path: Path) -> None:
     with ServerProcess(
         data, "--ssd-directories", str(data / "ssd"), "--ssd-directories", str(other)
     ) as server:
-        with Client(server.target, access="remote") as client:
-            client.register_model(make_model().spec)
+        with connect(server.target, access="remote") as client:
+            client.models.register(make_model().spec)
         server.terminate()
     both = ("--ssd-directories", str(data / "ssd"), "--ssd-directories", str(other), "--ssd-size-bytes", "0")
     well, _ = doctor(data, *both)

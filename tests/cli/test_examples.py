@@ -15,11 +15,11 @@ from server_process import FORKED, ServerProcess
 from stored import store_session
 from stored_model import stored_model
 
+from ctxcache import connect
 from ctxcache.cli.commands import COMMANDS as LISTED
 from ctxcache.cli.commands import imported
 from ctxcache.cli.examples import TITLE
 from ctxcache.cli.main import app
-from ctxcache.client import Client
 from tests.nursery import shared, without_settings
 
 PLUGINS = {("bench",), ("demo",), ("trace", "replay"), ("worker",)}
@@ -113,10 +113,10 @@ def test_an_example_works(
         ctxcache("export", SESSION, "--to", file, "--force", environment=environment)
     if "import" in line and "monday" in line:
         ctxcache("export", "--store", "--to", f"{tmp_path}/monday.ctxarchive", environment=environment)
-    with Client(server.target, access="local") as reader:
+    with connect(server.target, access="local") as reader:
         if line.startswith("ctxcache lease"):
-            reader.read(f"sessions/{SESSION}", stored_model(reader, f"sessions/{SESSION}"))
-            line = line.replace("17", str(next(reader.list_leases()).lease_id))
+            reader.sessions.open(f"sessions/{SESSION}", stored_model(reader, f"sessions/{SESSION}")).read()
+            line = line.replace("17", str(next(reader.admin.list_leases()).lease_id))
         if path == ("ctxcache", "serve"):
             code, said = _served(line, environment)
         else:

@@ -44,8 +44,8 @@ def emptied(here: ServerProcess, there: ServerProcess) -> None:
     """Both are empty before each test."""
     for server in (here, there):
         with connected(server.target) as client:
-            for session in list(client.list_sessions()):
-                client.delete_session(session.name)
+            for session in list(client.sessions.list()):
+                client.sessions.delete(session.name)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def export(tmp_path_factory: pytest.TempPathFactory, here: ServerProcess) -> tup
     file = tmp_path_factory.mktemp("export") / "three"
     with connected(here.target) as client:
         rows = {"a": keep(client, SPEC, "a", TOKEN_COUNT, ttl=timedelta(hours=2))}
-        client.fork_session("sessions/a", session_id="b", token_count=70)
+        client.sessions.fork("sessions/a", id="b", token_count=70)
         rows["b"] = {stream: part[:70] for stream, part in rows["a"].items()}
         rows["c"] = keep(client, SPEC, "c", 0)
     told = ctxcache_json(here.target, "export", "a", "sessions/b", "c", "a", "--to", str(file))
@@ -101,14 +101,14 @@ def test_rows_of_every_kind_come_back_bit_for_bit(export: Export, there: ServerP
     for session_id in "ab":
         assert_rows(there.target, session_id, rows[session_id])
     with connected(there.target) as client:
-        a, c = (client.get_session(f"sessions/{one}") for one in "ac")
+        a, c = (client.sessions.get(f"sessions/{one}") for one in "ac")
         assert (a.ttl, a.durable_token_count, a.model_fingerprint) == (
             timedelta(hours=2),
             TOKEN_COUNT,
             SPEC.fingerprint(),
         )
         assert (c.ttl, c.token_count, len(c.streams())) == (timedelta(hours=1), 0, len(SPEC.streams) + 1)
-        client.append(a, CallerModel(SPEC), rows["a"])
+        client.sessions.open(a, CallerModel(SPEC)).append(rows["a"])
 
 
 def test_the_file_is_private_and_not_written_over(
@@ -158,7 +158,7 @@ def test_some_by_another_name_and_expiry(export: Export, there: ServerProcess) -
     assert (told["sessions"][0]["target"], names(there.target)) == ("sessions/z", ["z"])
     assert_rows(there.target, "z", rows["a"])
     with connected(there.target) as client:
-        assert client.get_session("sessions/z").ttl == timedelta(hours=3)
+        assert client.sessions.get("sessions/z").ttl == timedelta(hours=3)
     for wrong in (["--only", "nobody"], ["--rename", "nobody=x"], ["--rename", "a"], ["--rename", "a=b"]):
         assert asked(there.target, "import", str(file), *wrong).exit_code == ExitCode.USAGE, wrong
 
@@ -170,7 +170,7 @@ def test_what_fails_is_told_and_the_others_come_in(
     file = tmp_path / "golden"
     file.write_bytes(GOLDEN.read_bytes())
     with connected(there.target) as client:
-        client.register_model(replace(SPEC, model_id="every-kind"))
+        client.models.register(replace(SPEC, model_id="every-kind"))
 
     code, told, sentence = failing(there.target, "import", str(file), "--from-tenant", "acme")
 
@@ -195,9 +195,9 @@ def test_an_absolute_expiry_is_kept_or_based_anew(
     done(here.target, "import", str(GOLDEN), "--only", "long:1", "--from-tenant", "acme")
 
     with connected(there.target) as client:
-        kept = client.get_session("sessions/x")
+        kept = client.sessions.get("sessions/x")
     with connected(here.target) as client:
-        anew = client.get_session("sessions/long:1")
+        anew = client.sessions.get("sessions/long:1")
     assert kept.ttl is None
     assert anew.ttl is None
     assert kept.expire_time == soon

@@ -18,6 +18,7 @@ from command_line import TIMEOUT_S, asked
 from server_process import COMMAND_LINE, ServerProcess
 from stored import connected
 
+import ctxcache
 from ctxcache.archive import exporting
 from ctxcache.archive.exporting import Exporter
 from ctxcache.archive.files import Source, destination
@@ -54,9 +55,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
     """Of a store that is empty."""
-    with Client(server.target) as made:
-        for session in list(made.list_sessions()):
-            made.delete_session(session.name)
+    with ctxcache.connect(server.target) as made:
+        for session in list(made.sessions.list()):
+            made.sessions.delete(session.name)
         yield made
 
 
@@ -131,7 +132,7 @@ def test_a_session_that_changes_meanwhile_is_read_again(client: Client) -> None:
     keep(client, SPEC, "x", TOKEN_COUNT)
 
     def change() -> None:
-        client.append("sessions/x", CallerModel(SPEC), make_rows(SPEC, 10, 7))
+        client.sessions.open("sessions/x", CallerModel(SPEC)).append(make_rows(SPEC, 10, 7))
 
     outcomes, data = exported(client, "x", step=once(change))
 
@@ -144,11 +145,9 @@ def test_another_session_of_the_same_name_is_not_mixed_in(client: Client) -> Non
     keep(client, SPEC, "x", TOKEN_COUNT)
 
     def replace() -> None:
-        client.delete_session("sessions/x")
-        made = client.create_session(
-            f"models/{SPEC.model_id}", session_id="x", layout=[one.stream for one in SPEC.streams]
-        )
-        client.append(made, CallerModel(SPEC), make_rows(SPEC, TOKEN_COUNT, 99))
+        client.sessions.delete("sessions/x")
+        made = client.sessions.create(CallerModel(SPEC), id="x", layout=[one.stream for one in SPEC.streams])
+        made.append(make_rows(SPEC, TOKEN_COUNT, 99))
 
     outcomes, data = exported(client, "x", step=once(replace))
 
@@ -163,14 +162,14 @@ def test_a_session_that_never_rests_fails_and_others_do_not(client: Client) -> N
 
     def step(name: str, count: int, _size_bytes: int) -> None:
         if name == "sessions/restless" and count > 0:
-            client.append(name, CallerModel(SPEC), make_rows(SPEC, 1, 7))
+            client.sessions.open(name, CallerModel(SPEC)).append(make_rows(SPEC, 1, 7))
 
     outcomes, data = exported(client, "restless", "calm", step=step)
 
     assert [one.status for one in outcomes] == [ArchiveStatus.FAILED, ArchiveStatus.EXPORTED]
     assert outcomes[0].error is not None
     assert outcomes[0].error.reason == "GENERATION_MISMATCH"
-    assert client.get_session("sessions/restless").token_count == TOKEN_COUNT + 3
+    assert client.sessions.get("sessions/restless").token_count == TOKEN_COUNT + 3
     assert list(contents(data)) == ["calm"]
     assert_equal(contents(data)["calm"], rows)
 
@@ -187,7 +186,7 @@ def test_a_session_that_goes_is_left_out_and_told(
 
     outcomes, data = exported(
         client, "gone", "going", "staying", skips_gone=skips_gone,
-        step=once(lambda: client.delete_session("sessions/going")),
+        step=once(lambda: client.sessions.delete("sessions/going")),
     )  # fmt: skip
 
     assert [one.status for one in outcomes] == [status, status, ArchiveStatus.EXPORTED]
@@ -198,7 +197,7 @@ def test_a_session_that_goes_is_left_out_and_told(
 def test_a_server_that_dies_leaves_no_file(tmp_path: Path) -> None:
     """Midway through the rows: an error, and neither a file nor a part of one."""
     (tmp_path / "files").mkdir()
-    with ServerProcess(tmp_path / "data") as dying, Client(dying.target, timeout_s=5) as client:
+    with ServerProcess(tmp_path / "data") as dying, ctxcache.connect(dying.target, timeout_s=5) as client:
         keep(client, SPEC, "x", TOKEN_COUNT)
         with pytest.raises(Unavailable):
             export_to(tmp_path / "files" / "x", client, once(dying.kill9))
@@ -247,8 +246,8 @@ def test_what_was_filled_so_far_may_go(client: Client) -> None:
     _, data = exported(client, "a", "b")
 
     def evict() -> None:
-        (unfinished,) = [one.name for one in client.list_sessions() if UNFINISHED in one.name]
-        client.delete_session(unfinished)
+        (unfinished,) = [one.name for one in client.sessions.list() if UNFINISHED in one.name]
+        client.sessions.delete(unfinished)
 
     wishes = ImportWishes(names={"a": "a2", "b": "b2"})
     outcomes = imported(client, data, wishes, once(evict))
@@ -257,7 +256,7 @@ def test_what_was_filled_so_far_may_go(client: Client) -> None:
     assert outcomes[0].error is not None
     assert outcomes[0].error.reason == "SESSION_NOT_FOUND"
     assert "sessions/a2: what had come of it was evicted" in str(outcomes[0].error)
-    assert sorted(one.name for one in client.list_sessions()) == ["sessions/a", "sessions/b", "sessions/b2"]
+    assert sorted(one.name for one in client.sessions.list()) == ["sessions/a", "sessions/b", "sessions/b2"]
     assert_equal(found(client, "a"), rows)
 
 
@@ -267,13 +266,13 @@ def test_what_is_replaced_stays_when_it_has_changed(client: Client) -> None:
     _, data = exported(client, "x")
 
     def change() -> None:
-        client.append("sessions/x", CallerModel(SPEC), make_rows(SPEC, 10, 7))
+        client.sessions.open("sessions/x", CallerModel(SPEC)).append(make_rows(SPEC, 10, 7))
 
     (outcome,) = imported(client, data, ImportWishes(on_conflict=OnConflict.REPLACE), once(change))
 
     assert outcome.error is not None
     assert (outcome.status, outcome.error.reason) == (ArchiveStatus.FAILED, "GENERATION_MISMATCH")
-    assert [(one.name, one.token_count) for one in client.list_sessions()] == [
+    assert [(one.name, one.token_count) for one in client.sessions.list()] == [
         ("sessions/x", TOKEN_COUNT + 10)
     ]
 
@@ -292,7 +291,7 @@ class Importing:
         self.process.stdin.flush()
         with connected(target) as client:
             # Each turn asks the server: no time is waited for.
-            while not any(one.token_count for one in client.list_sessions()):
+            while not any(one.token_count for one in client.sessions.list()):
                 assert self.process.poll() is None
 
     def end(self, number: int | None = None) -> tuple[int, str]:
@@ -308,7 +307,7 @@ def export(client: Client) -> tuple[bytes, Rows]:
     """A session that is in a file and not in the store, of more bytes than go into one append."""
     rows = keep(client, SPEC, "x", LONG_TOKEN_COUNT)
     _, data = exported(client, "x")
-    client.delete_session("sessions/x")
+    client.sessions.delete("sessions/x")
     return data, rows
 
 
@@ -318,7 +317,7 @@ def test_a_killed_import_leaves_what_expires_soon(
     """Not under the name that was asked for; the next import is not in its way."""
     data, rows = export
     assert Importing(server.target, data).end(signal.SIGKILL)[0] == -signal.SIGKILL
-    (left,) = client.list_sessions()
+    (left,) = client.sessions.list()
     assert left.name.startswith(f"sessions/{UNFINISHED}")
     assert left.ttl == timedelta(seconds=UNFINISHED_TTL_S) == timedelta(minutes=2)
 
@@ -335,7 +334,7 @@ def test_ctrl_c_leaves_nothing_of_an_import(
     code, told = Importing(server.target, export[0]).end(signal.SIGINT)
 
     assert (code, "Traceback" in told) == (130, False)
-    assert not list(client.list_sessions())
+    assert not list(client.sessions.list())
 
 
 def test_a_server_that_dies_has_none_of_the_name(export: tuple[bytes, Rows], tmp_path: Path) -> None:

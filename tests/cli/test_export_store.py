@@ -43,11 +43,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with two sessions that SSD has."""
     with ServerProcess(tmp_path_factory.mktemp("source") / "data") as started:
         with connected(started.target) as client:
-            model = client.register_model(model_spec())
+            model = client.models.register(model_spec())
             for name in NAMES:
-                session = client.create_session(model.name, session_id=name, layout=[HIDDEN])
-                client.append(session, model, rows_of(name))
-                client.flush_session(session.name)
+                session = client.sessions.create(model, id=name, layout=[HIDDEN])
+                session.append(rows_of(name))
+                client.sessions.flush(session.name)
         yield started
 
 
@@ -88,9 +88,9 @@ def test_a_store_comes_back_elsewhere(running: str, tmp_path: Path) -> None:
     )
     restored = ctxcache("import", str(file), "--new-store", *options)
     with ServerProcess(tmp_path / "new") as other, connected(other.target) as client:
-        assert [session.name for session in client.list_sessions()] == [f"sessions/{n}" for n in NAMES]
+        assert [session.name for session in client.sessions.list()] == [f"sessions/{n}" for n in NAMES]
         for name in NAMES:
-            with client.read(f"sessions/{name}", CallerModel(model_spec())) as read:
+            with client.sessions.open(f"sessions/{name}", CallerModel(model_spec())).read() as read:
                 for stream, expected in rows_of(name).items():
                     np.testing.assert_array_equal(read.array(stream), expected.view(np.uint8))
         assert ctxcache_json(other.target, "verify")["bad"] == []
@@ -136,14 +136,14 @@ def test_a_backup_that_is_ended_leaves_no_file(running: str, tmp_path: Path, num
     process = slow_backup(running, file)
     with connected(running) as client:
         with pytest.raises(TooManyRequests, match="backups: the limit of 1 is reached"):
-            next(client.backup())
+            next(client.admin.backup())
         process.send_signal(number)
         process.communicate(timeout=WAIT_S)
         assert (process.returncode, file.exists()) == (code, False)
         deadline_s = time.monotonic() + WAIT_S
         while True:
             try:
-                pieces = [answer.data for answer in client.backup()]
+                pieces = [answer.data for answer in client.admin.backup()]
                 break
             except TooManyRequests:
                 assert time.monotonic() < deadline_s
@@ -187,27 +187,27 @@ def test_a_store_comes_into_one_that_runs_and_through_a_pipe(running: str, tmp_p
     """
     file = tmp_path / "it"
     with connected(running) as client:
-        client.fork_session("sessions/monday", session_id="fork", token_count=100)
-        client.flush_session("sessions/fork")
+        client.sessions.fork("sessions/monday", id="fork", token_count=100)
+        client.sessions.flush("sessions/fork")
     command = [*COMMAND_LINE, "--target", running, "--output", "json", "export", "--store", "--to", "-"]
     piped = subprocess.run(command, capture_output=True, check=True, timeout=WAIT_S)
     file.write_bytes(piped.stdout)
     with connected(running) as client:
-        client.delete_session("sessions/fork")
+        client.sessions.delete("sessions/fork")
     with ServerProcess(tmp_path / "other") as other, connected(other.target) as client:
         told = ctxcache_json(other.target, "import", str(file))
         names = {one["session"]: (one["status"], one["token_count"]) for one in told["sessions"]}
         for name, count in (("monday", TOKEN_COUNT), ("fork", 100)):
-            with client.read(f"sessions/{name}", CallerModel(model_spec())) as read:
+            with client.sessions.open(f"sessions/{name}", CallerModel(model_spec())).read() as read:
                 for stream, expected in rows_of("monday").items():
                     np.testing.assert_array_equal(read.array(stream), expected.view(np.uint8)[:count])
         for session in names:
-            client.delete_session(session)
+            client.sessions.delete(session)
         process = subprocess.run(
             [*COMMAND_LINE, "--target", other.target, "import", "-"], input=piped.stdout, capture_output=True,
             check=False, timeout=WAIT_S,
         )  # fmt: skip
-        left = {session.name for session in client.list_sessions()}
+        left = {session.name for session in client.sessions.list()}
 
     assert names == {
         f"sessions/{n}": ("imported", c) for n, c in [(x, TOKEN_COUNT) for x in NAMES] + [("fork", 100)]

@@ -10,6 +10,7 @@ from command_line import Ran, asked, ctxcache
 from pki import Pki
 from server_process import ServerProcess, write_secret
 
+from ctxcache import connect
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
@@ -68,13 +69,13 @@ def run(pki: Pki, server: ServerProcess) -> Callable[..., Ran]:
 
 
 @pytest.fixture
-def connect(pki: Pki, server: ServerProcess) -> Iterator[Callable[[str], Client]]:
+def client_of(pki: Pki, server: ServerProcess) -> Iterator[Callable[[str], Client]]:
     """Clients, as somebody."""
     opened: list[Client] = []
 
     def connect_as(token: str) -> Client:
         ca, file = pki.directory / "ca.pem", pki.directory / f"{token}.token"
-        opened.append(Client(server.target, access="remote", tls=ClientTls(ca), token_file=file))
+        opened.append(connect(server.target, access="remote", tls=ClientTls(ca), token_file=file))
         return opened[-1]
 
     yield connect_as
@@ -83,15 +84,15 @@ def connect(pki: Pki, server: ServerProcess) -> Iterator[Callable[[str], Client]
 
 
 def test_a_file_goes_from_tenant_to_tenant(
-    run: Callable[..., Ran], connect: Callable[[str], Client], tmp_path: Path
+    run: Callable[..., Ran], client_of: Callable[[str], Client], tmp_path: Path
 ) -> None:
     """Each exports its own and nobody else's; what is imported is the importer's.
 
     A pin needs the role operator.
     """
     file = str(tmp_path / "x")
-    rows: Rows = keep(connect("ops"), SPEC, "x", 100, is_pinned=True)
-    keep(connect("ops"), SPEC, "z", 0)
+    rows: Rows = keep(client_of("ops"), SPEC, "x", 100, is_pinned=True)
+    keep(client_of("ops"), SPEC, "z", 0)
     assert run("ops", "export", "--all", "--to", file, is_real=True).exit_code == 0
     assert run("b", "export", "x", "--to", str(tmp_path / "y")).exit_code == ExitCode.NOT_FOUND
     assert not (tmp_path / "y").exists()
@@ -102,18 +103,18 @@ def test_a_file_goes_from_tenant_to_tenant(
         ("failed", "PERMISSION_DENIED"), ("untried", ""),
     ]  # fmt: skip
     assert "1 of 2 sessions failed, 1 were not tried; sessions/x: " in refused.sentence
-    assert not list(connect("b").list_sessions())
+    assert not list(client_of("b").sessions.list())
     assert run("b", "import", file, is_real=True).exit_code == 0
     assert run("ops", "import", file, "--pins", "--rename", "x=y", "--only", "x").exit_code == 0
 
-    assert_equal(found(connect("b"), "x"), rows)
-    assert not connect("b").get_session("sessions/x").is_pinned
-    assert connect("ops").get_session("sessions/y").is_pinned
-    assert not list(connect("a").list_sessions())
+    assert_equal(found(client_of("b"), "x"), rows)
+    assert not client_of("b").sessions.get("sessions/x").is_pinned
+    assert client_of("ops").sessions.get("sessions/y").is_pinned
+    assert not list(client_of("a").sessions.list())
 
 
 def test_a_store_is_exported_by_operators_and_imported_by_each_tenant(
-    run: Callable[..., Ran], connect: Callable[[str], Client], tmp_path: Path
+    run: Callable[..., Ran], client_of: Callable[[str], Client], tmp_path: Path
 ) -> None:
     """All tenants' sessions are in it, those of one name too.
 
@@ -121,23 +122,23 @@ def test_a_store_is_exported_by_operators_and_imported_by_each_tenant(
     """
     file = str(tmp_path / "store")
     for token in "ab":
-        for session in list(connect(token).list_sessions()):
-            connect(token).delete_session(session.name)
-    rows: dict[str, Rows] = {token: keep(connect(token), SPEC, "x", 40 + ord(token)) for token in "ab"}
+        for session in list(client_of(token).sessions.list()):
+            client_of(token).sessions.delete(session.name)
+    rows: dict[str, Rows] = {token: keep(client_of(token), SPEC, "x", 40 + ord(token)) for token in "ab"}
     for token in "ab":
-        connect(token).flush_session("sessions/x")
+        client_of(token).sessions.flush("sessions/x")
     assert run("a", "export", "--store", "--to", file).exit_code == ExitCode.PERMISSION_DENIED
     assert list(tmp_path.iterdir()) == []
     assert run("ops", "export", "--store", "--to", file, is_real=True).exit_code == 0
     for token in "ab":
-        connect(token).delete_session("sessions/x")
+        client_of(token).sessions.delete("sessions/x")
 
     refused = run("a", "import", file)
     assert refused.exit_code == ExitCode.USAGE
     assert "--from-tenant says whose" in refused.stderr
     for token, tenant in (("a", "b"), ("b", "b")):
         assert run(token, "import", file, "--from-tenant", tenant, is_real=True).exit_code == 0
-        assert_equal(found(connect(token), "x"), rows["b"])
+        assert_equal(found(client_of(token), "x"), rows["b"])
     assert run("b", "import", file, "--from-tenant", "nobody", "--only", "x").exit_code == ExitCode.USAGE
 
 

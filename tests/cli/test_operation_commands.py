@@ -16,9 +16,9 @@ from server_process import COMMAND_LINE, ServerProcess
 from stored import store_session
 from stored_model import stored_model
 
+from ctxcache import connect
 from ctxcache.cli.documents import as_yaml
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import Client
 from ctxcache.errors import LeaseNotFound
 from tests.nursery import without_settings
 
@@ -54,8 +54,8 @@ def test_an_ssd_path_rests_and_is_opened(target: str, server: ServerProcess) -> 
 
 def test_a_lease_is_found_and_taken_back(target: str) -> None:
     """Its reader learns of it before it could read another's bytes."""
-    with Client(target, access="local") as reader:
-        held = reader.read(f"sessions/{SESSION}", stored_model(reader, f"sessions/{SESSION}"))
+    with connect(target, access="local") as reader:
+        held = reader.sessions.open(f"sessions/{SESSION}", stored_model(reader, f"sessions/{SESSION}")).read()
         (lease,) = ctxcache_json(target, "lease", "list")["leases"]
         shown = ctxcache("--target", target, "lease", "show", str(lease["lease_id"]))
         held.array(held.streams[0])

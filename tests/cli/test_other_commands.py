@@ -128,8 +128,8 @@ def test_why_miss_explains(running_server: ServerProcess) -> None:
     """A sentence and what happened for people, the proto's names for scripts."""
     store_session(running_server.target, "missed")
     with connected(running_server.target) as client:
-        client.keep_first("sessions/missed", 1)
-        client.delete_session("sessions/missed")
+        client.sessions.keep_first("sessions/missed", 1)
+        client.sessions.delete("sessions/missed")
 
     found = ctxcache_json(running_server.target, "why-miss", "missed")
     ran = ctxcache("--target", running_server.target, "why-miss", "sessions/missed")

@@ -14,8 +14,8 @@ from pki import Pki
 from server_process import ServerDidNotStart, ServerProcess, write_secret
 from stored import store_session
 
+from ctxcache import connect
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.runtime.files import check_secret, secret_refusal
@@ -141,9 +141,9 @@ def test_secrets_that_others_may_read_are_refused(tmp_path: Path) -> None:
     write_secret(token, "secret")
     token.chmod(0o604)
     with pytest.raises(InvalidConfiguration, match=r"every user may read it \(mode 0604\)"):
-        Client(token_file=token)
+        connect(token_file=token)
     with pytest.raises(InvalidConfiguration, match=r"server\.key: every user may read it"):
-        Client(tls=ClientTls(certificate, certificate, key))
+        connect(tls=ClientTls(certificate, certificate, key))
 
 
 @AS_ROOT

@@ -11,8 +11,9 @@ from command_line import TIMEOUT_S, ctxcache, ctxcache_json
 from server_process import COMMAND_LINE, ServerProcess
 from stored import TOKEN_COUNT, model_spec, store_session
 
+from ctxcache import connect
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import CallerModel, Client
+from ctxcache.client import CallerModel
 from ctxcache.v1.session_pb2 import Session
 from tests.nursery import without_settings
 
@@ -119,7 +120,10 @@ def test_truncate_while_somebody_writes_is_a_conflict(target: str) -> None:
     """An open reservation refuses truncation."""
     store_session(target, "written")
     own = CallerModel(model_spec())
-    with Client(target, access="local") as client, client.writer("sessions/written", own, 1):
+    with (
+        connect(target, access="local") as client,
+        client.sessions.open("sessions/written", own).writer(1),
+    ):
         ran = ctxcache("--target", target, "session", "truncate", "written", "--keep-first", "1")
 
     assert ran.exit_code == ExitCode.CONFLICT

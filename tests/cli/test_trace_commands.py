@@ -15,8 +15,9 @@ from command_line import TIMEOUT_S, ctxcache, ctxcache_json
 from server_process import COMMAND_LINE, ServerProcess
 from stored import TOKEN_COUNT, model_spec, store_session
 
+from ctxcache import connect
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import CallerModel, Client
+from ctxcache.client import CallerModel
 from ctxcache.client.types import seconds
 from ctxcache.errors import SessionNotFound
 from tests.nursery import without_settings
@@ -56,28 +57,28 @@ def calls_of(path: Path) -> list[dict[str, Any]]:
 def work(target: str) -> None:
     """Ask for everything that can be recorded; `last` is deleted last."""
     name, own = store_session(target, "one"), CallerModel(model_spec())
-    with Client(target, access="local") as client:
+    with connect(target, access="local") as client:
         for _ in range(2):
-            with client.read(name, own, end=70):
+            with client.sessions.open(name, own).read(end=70):
                 pass
-            client.demote_session(name)
-        with client.read(name, own):
-            client.lookup(
+            client.admin.demote_session(name)
+        with client.sessions.open(name, own).read():
+            client.sessions.lookup(
                 [(name, model_spec().fingerprint()), ("sessions/nobody", model_spec().fingerprint())]
             )
-        client.drop_ranges(name, [(4, 10), (20, 30)])
-        client.fork_session(name, session_id="other", token_count=50)
-        client.update_session(name, ttl=seconds(600), is_pinned=True)
-        client.flush_session("sessions/other")
-        client.retain(name, ttl=seconds(60))
-        client.prefetch(name)
-        client.expect(name, seconds(30))
+        client.sessions.drop_ranges(name, [(4, 10), (20, 30)])
+        client.sessions.fork(name, id="other", token_count=50)
+        client.sessions.update(name, ttl=seconds(600), is_pinned=True)
+        client.sessions.flush("sessions/other")
+        client.hints.retain(name, ttl=seconds(60))
+        client.hints.prefetch(name)
+        client.hints.expect(name, seconds(30))
         with pytest.raises(SessionNotFound):
-            client.read("sessions/nobody", own)
-        client.get_session(name)
+            client.sessions.open("sessions/nobody", own).read()
+        client.sessions.get(name)
     store_session(target, "last")
-    with Client(target, access="remote") as client:
-        client.delete_session("sessions/last")
+    with connect(target, access="remote") as client:
+        client.sessions.delete("sessions/last")
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from far_side import Connect, FarSide
 
+import ctxcache
 from ctxcache.client import Client
 
 
@@ -22,7 +23,7 @@ def far_side(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FarSide
 def connect(far_side: FarSide) -> Iterator[Connect]:
     """Make clients, closed at the end."""
     with ExitStack() as clients:
-        yield lambda **options: clients.enter_context(Client(far_side.target, **options))
+        yield lambda **options: clients.enter_context(ctxcache.connect(far_side.target, **options))
 
 
 @pytest.fixture(params=["local", "remote"])

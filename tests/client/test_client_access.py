@@ -96,7 +96,7 @@ def test_an_arena_that_is_not_here_means_streams(connect: Connect, far_side: Far
     far_side.add(NAME, 5)
     far_side.arena[:16] = 0
 
-    with connect().read(NAME, OWN) as rows:
+    with connect().sessions.open(NAME, OWN).read() as rows:
         assert not rows.is_local
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
 
@@ -107,18 +107,18 @@ def test_who_wants_only_the_arena_is_told_that_it_is_not_here(connect: Connect, 
     far_side.arena[:16] = 0
 
     with pytest.raises(Unavailable):
-        connect(access="local").read(NAME, OWN)
+        connect(access="local").sessions.open(NAME, OWN).read()
 
 
 def test_a_broken_stream_fails_its_waiters_at_once(connect: Connect, far_side: FarSide) -> None:
     """Nobody waits for the deadline of an answer that cannot come."""
     session = far_side.add(NAME, 5)
     client = connect(access="local", timeout_s=120.0)
-    client.read(session, OWN).close()
+    client.sessions.open(session, OWN).read().close()
     far_side.stalls = True
 
     with ThreadPoolExecutor(3) as threads:
-        waiters = [threads.submit(client.read, session, OWN) for _ in range(3)]
+        waiters = [threads.submit(client.sessions.open(session, OWN).read) for _ in range(3)]
         assert far_side.is_stalled.wait(SOON_S)
         far_side.break_streams()
         failures = [type(waiter.exception(SOON_S)) for waiter in waiters]
@@ -131,11 +131,11 @@ def test_closing_a_client_fails_its_waiters(connect: Connect, far_side: FarSide)
     """A thread that waits on a client is not left behind when another closes it."""
     session = far_side.add(NAME, 5)
     client = connect(access="local", timeout_s=120.0)
-    client.read(session, OWN).close()
+    client.sessions.open(session, OWN).read().close()
     far_side.stalls = True
 
     with ThreadPoolExecutor(1) as threads:
-        waiter = threads.submit(client.read, session, OWN)
+        waiter = threads.submit(client.sessions.open(session, OWN).read)
         assert far_side.is_stalled.wait(SOON_S)
         client.close()
         failure = waiter.exception(SOON_S)
@@ -148,7 +148,7 @@ def test_a_restarted_server_is_found_again(connect: Connect, far_side: FarSide) 
     """The next call after the break maps the new arena; old views stay readable memory."""
     far_side.add(NAME, 5)
     client = connect(access="local")
-    before = client.read(NAME, OWN)
+    before = client.sessions.open(NAME, OWN).read()
     view = before.pieces(KV)[0]
 
     far_side.stop()
@@ -166,11 +166,11 @@ def test_a_lease_that_comes_too_late_is_given_back(connect: Connect, far_side: F
     """A caller that gave up holds nothing on the server."""
     session = far_side.add(NAME, 5)
     client = connect(access="local", timeout_s=0.5)
-    client.read(session, OWN).close()
+    client.sessions.open(session, OWN).read().close()
     far_side.stalls = True
 
     with pytest.raises(DeadlineExceeded):
-        client.read(session, OWN)
+        client.sessions.open(session, OWN).read()
     far_side.let_go_on()
 
     assert all(far_side.released.acquire(timeout=SOON_S) for _ in range(2))
@@ -179,9 +179,9 @@ def test_a_lease_that_comes_too_late_is_given_back(connect: Connect, far_side: F
 def _read_again(client: Client) -> SessionRows:
     # The first call may still meet the broken connection; it fails at once instead of hanging.
     try:
-        return client.read(NAME, OWN)
+        return client.sessions.open(NAME, OWN).read()
     except Unavailable:
-        return client.read(NAME, OWN)
+        return client.sessions.open(NAME, OWN).read()
 
 
 @pytest.mark.parametrize("far_side", ["grpc"], indirect=True)
@@ -190,7 +190,7 @@ def test_a_client_that_was_frozen_asks_before_it_believes_its_lease(
 ) -> None:
     """The server gave it up long ago, and the thread that will hear of it has not run yet."""
     far_side.add(NAME, 5)
-    rows = connect(access="local", timeout_s=1.0).read(NAME, OWN)
+    rows = connect(access="local", timeout_s=1.0).sessions.open(NAME, OWN).read()
     assert isinstance(rows, LeasedRows)
     stream = rows._hold.stream
     assert isinstance(stream, GrpcAccess)
@@ -211,7 +211,7 @@ def test_a_lease_that_was_not_used_for_long_is_good_once_the_server_says_so(
     """One question, and no more until the answer is old again."""
     monkeypatch.setattr(grpc_access, "SURE_FOR_NS", 10**12)
     far_side.add(NAME, 5)
-    rows = connect(access="local").read(NAME, OWN)
+    rows = connect(access="local").sessions.open(NAME, OWN).read()
     assert isinstance(rows, LeasedRows)
     stream = rows._hold.stream
     assert isinstance(stream, GrpcAccess)
@@ -325,9 +325,9 @@ def test_whoever_waits_for_another_to_attach_waits_no_longer_than_its_deadline(
     """
     far_side.add(NAME, 5)
     client = connect(access="local", timeout_s=0.3)
-    client.get_session(NAME)
-    with client._local._lock, ThreadPoolExecutor(1) as threads:
-        waiter = threads.submit(client.read, NAME, OWN)
+    client.sessions.get(NAME)
+    with client._routes._local._lock, ThreadPoolExecutor(1) as threads:
+        waiter = threads.submit(client.sessions.open(NAME, OWN).read)
         assert isinstance(waiter.exception(SOON_S), DeadlineExceeded)
 
 

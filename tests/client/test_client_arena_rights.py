@@ -18,12 +18,13 @@ import pytest
 from far_side import KV, LAYOUT, OWN, SPEC, make_rows
 from server_process import ServerProcess, write_secret
 
+import ctxcache
 from ctxcache.client import Client
-from ctxcache.client.client import Access
 from ctxcache.errors import PermissionDenied, Unavailable
 from ctxcache.identity.grants import ArenaGrant
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.v1 import arena_pb2
+from lab.routes import Route, route_options
 
 STRANGER = 12345
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -170,9 +171,9 @@ def connect(server: ServerProcess) -> Iterator[Callable[..., Client]]:
     """Clients by the name of their token, closed at the end."""
     opened: list[Client] = []
 
-    def open_one(token: str, access: Access = "auto") -> Client:
+    def open_one(token: str, access: Route = "auto") -> Client:
         file = server.data_directory.parent / token
-        opened.append(Client(server.target, timeout_s=20, access=access, token_file=file))
+        opened.append(ctxcache.connect(server.target, timeout_s=20, **route_options(access), token_file=file))
         return opened[-1]
 
     yield open_one
@@ -182,15 +183,15 @@ def connect(server: ServerProcess) -> Iterator[Callable[..., Client]]:
 
 def stored_twice(client: Client, name: str) -> npt.NDArray[np.generic]:
     """Append at once and by a writer; the rows as they are read afterwards."""
-    client.register_model(SPEC)
-    session = client.append(
-        client.create_session("models/tiny", session_id=name, layout=LAYOUT), OWN, make_rows(70)
+    client.models.register(SPEC)
+    session = client.sessions.open(client.sessions.create(OWN, id=name, layout=LAYOUT).info, OWN).append(
+        make_rows(70)
     )
-    with client.writer(session, OWN, 5) as writer:
+    with client.sessions.open(session, OWN).writer(5) as writer:
         for stream, rows in make_rows(5, first=70).items():
             writer.write(stream, 0, rows)
         writer.commit()
-    with client.read(session.name, OWN) as read:
+    with client.sessions.open(session.name, OWN).read() as read:
         assert read.is_local
         return np.array(read.array(KV))
 
@@ -211,7 +212,7 @@ def test_another_user_that_may_read_gets_nothing_to_write_with(server: ServerPro
 def test_of_a_sealed_arena_nobody_gets_anything_to_write_with(sealed: ServerProcess) -> None:
     """Not the server's own user, who may open it anew, and not root; the server goes on to write."""
     before = attempts(sealed)
-    with Client(sealed.target) as client:
+    with ctxcache.connect(sealed.target) as client:
         found = stored_twice(client, "sealed")
 
     assert before == {"fds": 1, "size": sealed.ready["arena"]["size_bytes"], "done": []}
@@ -221,13 +222,13 @@ def test_of_a_sealed_arena_nobody_gets_anything_to_write_with(sealed: ServerProc
 
 @pytest.mark.parametrize("access", ["auto", "local-socket", "local-grpc"])
 def test_without_the_grant_rows_are_read_in_place_and_appended_by_stream(
-    connect: Callable[..., Client], access: Access
+    connect: Callable[..., Client], access: Route
 ) -> None:
     """An append needs no grant, only another way; a reservation that is asked for all the same is refused."""
     client = connect("reader", access)
     found = stored_twice(client, f"read-{access}")
-    session = client.get_session(f"sessions/read-{access}")
-    attachment = client._attach()
+    session = client.sessions.get(f"sessions/read-{access}")
+    attachment = client._routes.attach()
     assert attachment is not None
     reserve = arena_pb2.Reserve(
         session=session.name, model_fingerprint=session.model_fingerprint, write_offset=75, token_count=1
@@ -235,23 +236,23 @@ def test_without_the_grant_rows_are_read_in_place_and_appended_by_stream(
     with pytest.raises(PermissionDenied, match="may not write in place here: append by stream"):
         attachment.stream.carry_out(arena_pb2.Operation(reserve=reserve))
     with pytest.raises(Unavailable, match="may not be written"):
-        client.decode_batch([session.name], OWN)
+        client.sessions.decode_batch([session.name], OWN)
 
     assert attachment.arena.writable() is None
     np.testing.assert_array_equal(found, make_rows(75)[KV])
-    assert client.get_session(session.name).token_count == 75
+    assert client.sessions.get(session.name).token_count == 75
 
 
 @pytest.mark.parametrize("access", ["local-socket", "local-grpc"])
-def test_with_the_grant_rows_are_written_in_place(connect: Callable[..., Client], access: Access) -> None:
+def test_with_the_grant_rows_are_written_in_place(connect: Callable[..., Client], access: Route) -> None:
     """As by everybody where nobody is told apart."""
     client = connect("writer", access)
-    client.register_model(SPEC)
-    session = client.create_session("models/tiny", session_id=f"written-{access}", layout=LAYOUT)
-    with client.writer(session, OWN, 70) as writer:
+    client.models.register(SPEC)
+    session = client.sessions.create(OWN, id=f"written-{access}", layout=LAYOUT)
+    with session.writer(70) as writer:
         assert writer.is_local
         for stream, rows in make_rows(70).items():
             writer.write(stream, 0, rows)
         writer.commit()
-    with client.read(session.name, OWN) as read:
+    with client.sessions.open(session.name, OWN).read() as read:
         np.testing.assert_array_equal(read.array(KV), make_rows(70)[KV])

@@ -15,6 +15,7 @@ import pytest
 from far_side import HIDDEN, KV, LAYOUT, OWN, ROW_SIZES, SPEC, Connect, FarSide, make_rows
 from server_process import ServerProcess
 
+import ctxcache
 from ctxcache.client import Client, bulk_channel
 from ctxcache.client.bulk_channel import Connection, host_of
 from ctxcache.client.types import Durability
@@ -28,6 +29,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.streams import TOKENS
 from ctxcache.wire.framed_socket import SocketFrameKind
+from lab.routes import route_options
 
 NAME = "sessions/a"
 TOKEN_COUNT = 200
@@ -45,22 +47,22 @@ def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Cl
     """A client by each way, and a session `a` that is empty."""
     transport, access = request.param.split("-")
     target = server.target if transport == "tcp" else server.unix_target
-    with Client(target, access=access) as client:
-        client.register_model(SPEC)
-        client.create_session("models/tiny", session_id="a", layout=LAYOUT)
+    with ctxcache.connect(target, **route_options(access)) as client:
+        client.models.register(SPEC)
+        client.sessions.create(OWN, id="a", layout=LAYOUT)
         yield client
-        client.delete_session(NAME)
+        client.sessions.delete(NAME)
 
 
 def append(client: Client, begin: int, end: int) -> None:
     """Append rows of these tokens."""
-    client.append(NAME, OWN, make_rows(end - begin, first=begin), durability=Durability.DISK)
+    client.sessions.open(NAME, OWN).append(make_rows(end - begin, first=begin), durability=Durability.DISK)
 
 
 def check_rows(client: Client, token_count: int) -> None:
     """Fail unless every stream has its rows."""
     expected = make_rows(token_count)
-    with client.read(NAME, OWN) as rows:
+    with client.sessions.open(NAME, OWN).read() as rows:
         assert not rows.is_local
         for stream in LAYOUT:
             np.testing.assert_array_equal(rows.array(stream), expected[stream])
@@ -73,13 +75,13 @@ def test_rows_come_back_as_they_went_in(client: Client) -> None:
     expected = make_rows(TOKEN_COUNT)
     check_rows(client, TOKEN_COUNT)
 
-    with client.read(NAME, OWN, begin=3, end=150, streams=[KV, TOKENS]) as rows:
+    with client.sessions.open(NAME, OWN).read(begin=3, end=150, streams=[KV, TOKENS]) as rows:
         assert rows.streams == (TOKENS, KV)
         out = np.empty((147, ROW_SIZES[KV]), np.uint8)
         assert rows.array(KV, out=out) is out
         np.testing.assert_array_equal(out, expected[KV][3:150])
         np.testing.assert_array_equal(rows.array(TOKENS), expected[TOKENS][3:150])
-    with client.read(NAME, OWN) as rows:
+    with client.sessions.open(NAME, OWN).read() as rows:
         assert not any(piece.rows.flags.writeable for piece in rows.chunks())
 
 
@@ -87,8 +89,8 @@ def test_rows_longer_than_a_piece_come_back(client: Client) -> None:
     """Many frames of many parts."""
     token_count = 40_000
     rows = make_rows(token_count)
-    client.append(NAME, OWN, rows)
-    with client.read(NAME, OWN) as found:
+    client.sessions.open(NAME, OWN).append(rows)
+    with client.sessions.open(NAME, OWN).read() as found:
         for stream in LAYOUT:
             np.testing.assert_array_equal(found.array(stream), rows[stream])
 
@@ -96,7 +98,7 @@ def test_rows_longer_than_a_piece_come_back(client: Client) -> None:
 def test_a_writer_commits_in_parts(client: Client) -> None:
     """Layer by layer, the rest of the room kept."""
     rows = make_rows(100)
-    with client.writer(NAME, OWN, 100) as writer:
+    with client.sessions.open(NAME, OWN).writer(100) as writer:
         for begin, end in ((0, 60), (60, 100)):
             for stream in LAYOUT:
                 writer.write(stream, begin, rows[stream][begin:end])
@@ -108,16 +110,16 @@ def test_a_writer_commits_in_parts(client: Client) -> None:
 def test_errors_are_the_servers_own(client: Client) -> None:
     """Class and facts are the same by every way, and the client goes on."""
     append(client, 0, 10)
-    stale = client.get_session(NAME)
+    stale = client.sessions.get(NAME)
     append(client, 10, 20)
     with pytest.raises(WriteOffsetMismatch) as caught:
-        client.append(stale, OWN, make_rows(5))
+        client.sessions.open(stale, OWN).append(make_rows(5))
     with pytest.raises(GenerationMismatch):
-        client.append(NAME, OWN, make_rows(5), if_generation_match=1)
+        client.sessions.open(NAME, OWN).append(make_rows(5), if_generation_match=1)
     with pytest.raises(GenerationMismatch):
-        client.read(NAME, OWN, if_generation_match=1)
+        client.sessions.open(NAME, OWN).read(if_generation_match=1)
     with pytest.raises(SessionNotFound):
-        client.read("sessions/none", OWN)
+        client.sessions.open("sessions/none", OWN).read()
 
     assert caught.value.facts["token_count"] == 20
     check_rows(client, 20)
@@ -126,34 +128,34 @@ def test_errors_are_the_servers_own(client: Client) -> None:
 def test_an_append_that_fails_early_stops_early(client: Client) -> None:
     """The error comes while rows are still on their way, and the connection is in step afterwards."""
     append(client, 0, 10)
-    stale = client.get_session(NAME)
+    stale = client.sessions.get(NAME)
     append(client, 10, 20)
     for _ in range(3):
         with pytest.raises(WriteOffsetMismatch):
-            client.append(stale, OWN, make_rows(100_000))
+            client.sessions.open(stale, OWN).append(make_rows(100_000))
 
     check_rows(client, 20)
 
 
 def test_a_read_that_is_left_costs_only_its_connection(client: Client) -> None:
     """The next one is as whole as ever."""
-    client.append(NAME, OWN, make_rows(40_000))
+    client.sessions.open(NAME, OWN).append(make_rows(40_000))
     for _ in range(3):
-        with client.read(NAME, OWN) as rows:
+        with client.sessions.open(NAME, OWN).read() as rows:
             next(rows.chunks())
-    with client.read(NAME, OWN, begin=0, end=7) as rows:
+    with client.sessions.open(NAME, OWN).read(begin=0, end=7) as rows:
         np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(7)[HIDDEN])
 
 
 def test_a_closed_client_says_so(server: ServerProcess) -> None:
     """Whatever way it would have taken."""
     for access in ("bulk", "grpc"):
-        client = Client(server.target, access=access)
-        client.register_model(SPEC)
-        session = client.create_session("models/tiny", layout=LAYOUT)
+        client = ctxcache.connect(server.target, **route_options(access))
+        client.models.register(SPEC)
+        session = client.sessions.create(OWN, layout=LAYOUT)
         client.close()
         with pytest.raises(Unavailable):
-            client.read(session, OWN)
+            session.read()
 
 
 # -- the bulk channel alone ------------------------------------------------------------------------
@@ -162,17 +164,17 @@ def test_a_closed_client_says_so(server: ServerProcess) -> None:
 @pytest.fixture
 def bulk(server: ServerProcess) -> Iterator[Client]:
     """A client of the bulk channel and a session of many messages."""
-    with Client(server.target, access="bulk") as client:
-        client.register_model(SPEC)
-        client.create_session("models/tiny", session_id="a", layout=LAYOUT)
-        client.append(NAME, OWN, make_rows(60_000), durability=Durability.DISK)
+    with ctxcache.connect(server.target, access="remote", transport="socket") as client:
+        client.models.register(SPEC)
+        client.sessions.create(OWN, id="a", layout=LAYOUT)
+        client.sessions.open(NAME, OWN).append(make_rows(60_000), durability=Durability.DISK)
         yield client
-        client.delete_session(NAME)
+        client.sessions.delete(NAME)
 
 
 def break_connections(client: Client) -> None:
     """Break what is in use, as a network would."""
-    for connection in list(client._bulk._in_use):
+    for connection in list(client._routes._bulk._in_use):
         connection.shut()
 
 
@@ -180,7 +182,7 @@ def break_connections(client: Client) -> None:
 def test_a_broken_read_goes_on_where_it_broke(bulk: Client, piece_count: int) -> None:
     """On another connection, and nothing that arrived is lost or comes twice."""
     expected = make_rows(60_000)
-    with bulk.read(NAME, OWN) as rows:
+    with bulk.sessions.open(NAME, OWN).read() as rows:
         pieces = rows.chunks()
         arrived = [next(pieces) for _ in range(piece_count)]
         break_connections(bulk)
@@ -194,7 +196,7 @@ def test_a_broken_read_goes_on_where_it_broke(bulk: Client, piece_count: int) ->
 def test_a_buffer_is_whole_after_a_break(bulk: Client) -> None:
     """What was half received is received again."""
     expected = make_rows(60_000)
-    with bulk.read(NAME, OWN) as rows:
+    with bulk.sessions.open(NAME, OWN).read() as rows:
         rows.array(TOKENS, out=np.empty(expected[TOKENS].shape, np.uint8))
         break_connections(bulk)
         np.testing.assert_array_equal(
@@ -218,40 +220,40 @@ def test_rows_that_changed_on_the_way_are_received_again(
         return count
 
     monkeypatch.setattr(Connection, "_fill", fill_and_flip)
-    with bulk.read(NAME, OWN, end=7) as rows:
+    with bulk.sessions.open(NAME, OWN).read(end=7) as rows:
         for stream in LAYOUT:
             np.testing.assert_array_equal(rows.array(stream), make_rows(7)[stream])
 
     assert flipped
-    assert flipped[0] not in bulk._bulk._idle
+    assert flipped[0] not in bulk._routes._bulk._idle
 
 
 def test_a_kept_connection_that_ended_is_not_used_again(bulk: Client) -> None:
     """The next request opens another one and never notices."""
-    with bulk.read(NAME, OWN, end=3) as rows:
+    with bulk.sessions.open(NAME, OWN).read(end=3) as rows:
         rows.array(KV)
-    assert bulk._bulk._idle
-    for connection in bulk._bulk._idle:
+    assert bulk._routes._bulk._idle
+    for connection in bulk._routes._bulk._idle:
         connection.shut()
 
-    assert bulk.append(NAME, OWN, make_rows(2)).token_count == 60_002
+    assert bulk.sessions.open(NAME, OWN).append(make_rows(2)).token_count == 60_002
 
 
 def test_a_connection_is_used_again(bulk: Client) -> None:
     """One ticket and one connection for many requests."""
     for _ in range(5):
-        with bulk.read(NAME, OWN, end=3) as rows:
+        with bulk.sessions.open(NAME, OWN).read(end=3) as rows:
             for stream in LAYOUT:
                 rows.array(stream)
-        bulk.append(NAME, OWN, make_rows(1))
+        bulk.sessions.open(NAME, OWN).append(make_rows(1))
 
-    assert len(bulk._bulk._idle) == 1
-    assert not bulk._bulk._in_use
+    assert len(bulk._routes._bulk._idle) == 1
+    assert not bulk._routes._bulk._in_use
 
 
 def kept(client: Client) -> Connection:
     """The one connection that is kept for the next request."""
-    [connection] = client._bulk._idle
+    [connection] = client._routes._bulk._idle
     return connection
 
 
@@ -260,10 +262,10 @@ def test_a_connection_that_the_server_is_about_to_end_is_not_used(
     bulk: Client, monkeypatch: pytest.MonkeyPatch, idle_s: float, *, is_same: bool
 ) -> None:
     """It says how long it waits for the next request; what is on its way then would be lost."""
-    bulk.append(NAME, OWN, make_rows(1))
+    bulk.sessions.open(NAME, OWN).append(make_rows(1))
     before, now_s = kept(bulk), time.monotonic()
     monkeypatch.setattr(bulk_channel, "time", SimpleNamespace(monotonic=lambda: now_s + idle_s))
-    bulk.append(NAME, OWN, make_rows(1))
+    bulk.sessions.open(NAME, OWN).append(make_rows(1))
 
     assert (kept(bulk) is before) is is_same
 
@@ -292,10 +294,10 @@ def test_a_read_on_a_kept_connection_that_had_ended_begins_again(
     bulk: Client, monkeypatch: pytest.MonkeyPatch, after: SocketFrameKind | None
 ) -> None:
     """The server closes an idle connection at the very moment of a request: nobody has noticed yet."""
-    bulk.append(NAME, OWN, make_rows(1))
+    bulk.sessions.open(NAME, OWN).append(make_rows(1))
     ends_unnoticed(kept(bulk), monkeypatch, after)
 
-    with bulk.read(NAME, OWN, end=3) as rows:
+    with bulk.sessions.open(NAME, OWN).read(end=3) as rows:
         np.testing.assert_array_equal(rows.array(KV), make_rows(3)[KV])
 
 
@@ -304,29 +306,29 @@ def test_an_append_on_a_kept_connection_that_had_ended_begins_again(
     bulk: Client, monkeypatch: pytest.MonkeyPatch, after: SocketFrameKind | None
 ) -> None:
     """Nothing of it was asked to be visible yet."""
-    bulk.append(NAME, OWN, make_rows(1))
+    bulk.sessions.open(NAME, OWN).append(make_rows(1))
     ends_unnoticed(kept(bulk), monkeypatch, after)
 
-    assert bulk.append(NAME, OWN, make_rows(2)).token_count == 60_003
+    assert bulk.sessions.open(NAME, OWN).append(make_rows(2)).token_count == 60_003
 
 
 def test_an_append_whose_commit_was_sent_is_not_repeated(
     bulk: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server may have carried it out: whoever asked for it has to look."""
-    bulk.append(NAME, OWN, make_rows(1))
+    bulk.sessions.open(NAME, OWN).append(make_rows(1))
     ends_unnoticed(kept(bulk), monkeypatch, SocketFrameKind.FINISH)
-    monkeypatch.setattr(bulk._bulk, "_connect", lambda: pytest.fail("it was asked again"))
+    monkeypatch.setattr(bulk._routes._bulk, "_connect", lambda: pytest.fail("it was asked again"))
     with pytest.raises(Unavailable):
-        bulk.append(NAME, OWN, make_rows(2))
+        bulk.sessions.open(NAME, OWN).append(make_rows(2))
 
 
 def test_a_client_that_closes_meanwhile_leaves_no_connection(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was just being opened carries nothing for a closed client."""
-    with Client(server.target, access="bulk") as client:
-        channel, made = client._bulk, []
+    with ctxcache.connect(server.target, access="remote", transport="socket") as client:
+        channel, made = client._routes._bulk, []
         connect = channel._connect
 
         def connects() -> Connection:
@@ -345,24 +347,27 @@ def test_a_client_that_closes_meanwhile_leaves_no_connection(
 def test_without_a_bulk_channel_rows_travel_by_grpc(tmp_path: Path) -> None:
     """Unless only the bulk channel would do: then that is an error, not silence."""
     with ServerProcess(tmp_path / "data", "--bulk-listen", "") as process:
-        with Client(process.target, access="remote") as client:
-            client.register_model(SPEC)
-            client.create_session("models/tiny", session_id="a", layout=LAYOUT)
+        with ctxcache.connect(process.target, access="remote") as client:
+            client.models.register(SPEC)
+            client.sessions.create(OWN, id="a", layout=LAYOUT)
             append(client, 0, 10)
             check_rows(client, 10)
-        with Client(process.target, access="bulk") as client, pytest.raises(Unavailable):
-            client.read(NAME, OWN)
+        with (
+            ctxcache.connect(process.target, access="remote", transport="socket") as client,
+            pytest.raises(Unavailable),
+        ):
+            client.sessions.open(NAME, OWN).read()
 
 
 def test_a_full_bulk_channel_leaves_grpc(tmp_path: Path) -> None:
     """A server that takes no more connections is still a server."""
     with (
         ServerProcess(tmp_path / "data", "--max-bulk-connections", "1") as process,
-        Client(process.target, access="bulk") as first,
-        Client(process.target, access="remote") as second,
+        ctxcache.connect(process.target, access="remote", transport="socket") as first,
+        ctxcache.connect(process.target, access="remote") as second,
     ):
-        first.register_model(SPEC)
-        first.create_session("models/tiny", session_id="a", layout=LAYOUT)
+        first.models.register(SPEC)
+        first.sessions.create(OWN, id="a", layout=LAYOUT)
         append(first, 0, 10)
         check_rows(second, 10)
 
@@ -370,10 +375,10 @@ def test_a_full_bulk_channel_leaves_grpc(tmp_path: Path) -> None:
 def test_a_server_of_an_earlier_version_is_read_by_grpc(connect: Connect, far_side: FarSide) -> None:
     """It knows no bulk channel, which is no error."""
     far_side.add(NAME, 5)
-    with connect(access="remote").read(NAME, OWN) as rows:
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows:
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
     with pytest.raises(CacheError):
-        connect(access="bulk").read(NAME, OWN)
+        connect(access="remote", transport="socket").sessions.open(NAME, OWN).read()
 
 
 @pytest.mark.parametrize(
@@ -399,4 +404,4 @@ def test_the_host_of_a_target(target: str, host: str | None) -> None:
 def test_an_access_that_does_not_exist_is_refused() -> None:
     """A typing error does not become a slow way."""
     with pytest.raises(InvalidArgument):
-        Client(access="bulky")  # type: ignore[arg-type]  # on purpose
+        ctxcache.connect(access="bulky")  # type: ignore[arg-type]  # on purpose

@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.convert import model_from_wire, model_to_wire, ranges_to_wire
 from ctxcache.client.types import seconds
@@ -48,7 +49,7 @@ def recorder(tmp_path: Path) -> Iterator[tuple[Recorder, Client]]:
     server = grpc.server(ThreadPoolExecutor(2), handlers=[handler])
     server.add_insecure_port(f"unix:{tmp_path}/socket")
     server.start()
-    with Client(f"unix:{tmp_path}/socket") as client:
+    with ctxcache.connect(f"unix:{tmp_path}/socket") as client:
         yield handler, client
     server.stop(None).wait()
 
@@ -61,12 +62,10 @@ def _noon() -> Timestamp:
 
 CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
     (
-        lambda c: c.create_session(
-            "models/m", session_id="a", layout=LAYOUT, ttl=seconds(1.5), is_pinned=True
-        ),
+        lambda c: c.sessions.create(OWN, id="a", layout=LAYOUT, ttl=seconds(1.5), is_pinned=True),
         "CreateSession",
         session_pb2.CreateSessionRequest(
-            model="models/m",
+            model="models/tiny",
             session_id="a",
             layout=ranges_to_wire(LAYOUT),
             ttl=Duration(seconds=1, nanos=500_000_000),
@@ -74,23 +73,30 @@ CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
         ),
     ),
     (
-        lambda c: c.create_session("models/m", expire_time=NOON),
+        lambda c: c.sessions.create(OWN, layout=(), expire_time=NOON),
         "CreateSession",
-        session_pb2.CreateSessionRequest(model="models/m", expire_time=_noon()),
+        session_pb2.CreateSessionRequest(model="models/tiny", expire_time=_noon()),
     ),
-    (lambda c: c.update_session(NAME), "UpdateSession", session_pb2.UpdateSessionRequest(name=NAME)),
     (
-        lambda c: c.update_session(NAME, is_pinned=False, ttl=seconds(60)),
+        lambda c: c.sessions.create(OWN),
+        "CreateSession",
+        session_pb2.CreateSessionRequest(
+            model="models/tiny", layout=ranges_to_wire(spec.stream for spec in SPEC.streams)
+        ),
+    ),
+    (lambda c: c.sessions.update(NAME), "UpdateSession", session_pb2.UpdateSessionRequest(name=NAME)),
+    (
+        lambda c: c.sessions.update(NAME, is_pinned=False, ttl=seconds(60)),
         "UpdateSession",
         session_pb2.UpdateSessionRequest(name=NAME, is_pinned=False, ttl=Duration(seconds=60)),
     ),
     (
-        lambda c: c.keep_recent(NAME, 10),
+        lambda c: c.sessions.keep_recent(NAME, 10),
         "TruncateSession",
         session_pb2.TruncateSessionRequest(name=NAME, keep_recent=session_pb2.KeepRecent(token_count=10)),
     ),
     (
-        lambda c: c.keep_recent(NAME, 10, sink_token_count=0, if_generation_match=3),
+        lambda c: c.sessions.keep_recent(NAME, 10, sink_token_count=0, if_generation_match=3),
         "TruncateSession",
         session_pb2.TruncateSessionRequest(
             name=NAME,
@@ -99,12 +105,12 @@ CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
         ),
     ),
     (
-        lambda c: c.keep_first(NAME, 0),
+        lambda c: c.sessions.keep_first(NAME, 0),
         "TruncateSession",
         session_pb2.TruncateSessionRequest(name=NAME, keep_first=0),
     ),
     (
-        lambda c: c.drop_ranges(NAME, [(4, 8), (10, 12)]),
+        lambda c: c.sessions.drop_ranges(NAME, [(4, 8), (10, 12)]),
         "TruncateSession",
         session_pb2.TruncateSessionRequest(
             name=NAME,
@@ -114,25 +120,25 @@ CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
         ),
     ),
     (
-        lambda c: c.fork_session(NAME, session_id="b", token_count=0, if_generation_match=2),
+        lambda c: c.sessions.fork(NAME, id="b", token_count=0, if_generation_match=2),
         "ForkSession",
         session_pb2.ForkSessionRequest(name=NAME, session_id="b", token_count=0, if_generation_match=2),
     ),
-    (lambda c: c.flush_session(NAME), "FlushSession", session_pb2.FlushSessionRequest(name=NAME)),
+    (lambda c: c.sessions.flush(NAME), "FlushSession", session_pb2.FlushSessionRequest(name=NAME)),
     (
-        lambda c: c.delete_session(NAME, if_generation_match=0),
+        lambda c: c.sessions.delete(NAME, if_generation_match=0),
         "DeleteSession",
         session_pb2.DeleteSessionRequest(name=NAME, if_generation_match=0),
     ),
-    (lambda c: c.demote_session(NAME), "DemoteSession", admin_pb2.DemoteSessionRequest(name=NAME)),
-    (lambda c: c.stats(), "GetStats", admin_pb2.GetStatsRequest()),
+    (lambda c: c.admin.demote_session(NAME), "DemoteSession", admin_pb2.DemoteSessionRequest(name=NAME)),
+    (lambda c: c.admin.stats(), "GetStats", admin_pb2.GetStatsRequest()),
     (
-        lambda c: c.register_model(SPEC),
+        lambda c: c.models.register(SPEC),
         "RegisterModel",
         model_pb2.RegisterModelRequest(model=model_to_wire(SPEC)),
     ),
     (
-        lambda c: list(c.list_sessions("models/m", page_size=7)),
+        lambda c: list(c.sessions.list("models/m", page_size=7)),
         "ListSessions",
         session_pb2.ListSessionsRequest(model="models/m", page_size=7),
     ),
@@ -155,7 +161,7 @@ def test_a_lookup_of_many_sessions_is_sent_in_batches(recorder: tuple[Recorder, 
     """The contract allows 1000 queries per call; the caller need not know."""
     handler, client = recorder
 
-    client.lookup((f"sessions/{number}", bytes(32)) for number in range(1001))
+    client.sessions.lookup((f"sessions/{number}", bytes(32)) for number in range(1001))
 
     sizes = [len(session_pb2.LookupSessionsRequest.FromString(sent).queries) for _, sent in handler.calls]
     assert sizes == [1000, 1]
@@ -165,12 +171,12 @@ def test_a_server_that_does_not_serve_is_not_healthy(recorder: tuple[Recorder, C
     """Only SERVING counts."""
     _, client = recorder
 
-    assert client.health() is False
+    assert client.admin.health() is False
 
 
 def test_a_list_goes_on_to_the_last_page(connect: Connect) -> None:
     """Pages are an affair of the wire."""
-    assert [model.name for model in connect().list_models()] == ["models/0", "models/1", "models/2"]
+    assert [model.name for model in connect().models.list()] == ["models/0", "models/1", "models/2"]
 
 
 def test_a_model_survives_the_wire() -> None:
@@ -199,22 +205,22 @@ def test_an_expiry_that_makes_no_sense_is_refused(
     handler, client = recorder
 
     with pytest.raises(InvalidArgument):
-        client.create_session("models/m", **options)
+        client.sessions.create(OWN, **options)
     assert not handler.calls
 
 
 def test_the_servers_error_is_the_callers(connect: Connect) -> None:
     """Class and facts arrive as they were raised."""
     with pytest.raises(SessionNotFound) as caught:
-        connect().get_session("sessions/none")
+        connect().sessions.get("sessions/none")
 
     assert caught.value.session == "sessions/none"
 
 
 def test_nobody_listening_is_unavailable(tmp_path: Path) -> None:
     """A target without a server fails at once instead of hanging."""
-    with Client(f"unix:{tmp_path}/nobody") as client, pytest.raises(Unavailable):
-        client.get_session(NAME)
+    with ctxcache.connect(f"unix:{tmp_path}/nobody") as client, pytest.raises(Unavailable):
+        client.sessions.get(NAME)
 
 
 def test_a_closed_client_is_unavailable(connect: Connect) -> None:
@@ -223,7 +229,7 @@ def test_a_closed_client_is_unavailable(connect: Connect) -> None:
     client.close()
 
     with pytest.raises(Unavailable):
-        client.get_session(NAME)
+        client.sessions.get(NAME)
 
 
 def test_a_server_that_never_answers_costs_the_deadline(connect: Connect, far_side: FarSide) -> None:
@@ -232,10 +238,10 @@ def test_a_server_that_never_answers_costs_the_deadline(connect: Connect, far_si
     far_side.stalls = True
 
     with pytest.raises(DeadlineExceeded):
-        connect(timeout_s=0.2).read(NAME, OWN)
+        connect(timeout_s=0.2).sessions.open(NAME, OWN).read()
 
 
 def test_an_unknown_kind_of_access_is_refused() -> None:
     """A typo does not silently mean `auto`."""
     with pytest.raises(InvalidArgument):
-        Client(access="remot")  # type: ignore[arg-type]  # the typo
+        ctxcache.connect(access="remot")  # type: ignore[arg-type]  # the typo

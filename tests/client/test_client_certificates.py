@@ -15,8 +15,8 @@ from far_side import KV, LAYOUT, OWN, SPEC, make_rows
 from pki import Pki
 from server_process import ServerProcess
 
+import ctxcache
 from ctxcache.client import Client, QueuedJob
-from ctxcache.client.client import Access
 from ctxcache.client.tls import ClientTls
 from ctxcache.client.types import HintOutcome, SessionInfo, seconds
 from ctxcache.errors import (
@@ -30,6 +30,7 @@ from ctxcache.errors import (
 )
 from ctxcache.v1 import arena_pb2, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import from_rpc_error
+from lab.routes import Route, route_options
 
 MIB = 1 << 20
 SPIFFE = "spiffe://example.org/ns/{}/sa/engine"
@@ -98,9 +99,11 @@ def connect(pki: Pki, server: ServerProcess) -> Iterator[Callable[..., Client]]:
     """Clients by the name of their certificate, closed at the end."""
     opened: list[Client] = []
 
-    def open_one(name: str, access: Access = "remote", tenant: str = "") -> Client:
+    def open_one(name: str, access: Route = "remote", tenant: str = "") -> Client:
         tls = tls_of(pki, name)
-        opened.append(Client(server.target, timeout_s=10, access=access, tls=tls, tenant=tenant))
+        opened.append(
+            ctxcache.connect(server.target, timeout_s=10, **route_options(access), tls=tls, tenant=tenant)
+        )
         return opened[-1]
 
     yield open_one
@@ -115,9 +118,9 @@ def tls_of(pki: Pki, name: str) -> ClientTls:
 
 def fill(client: Client, session_id: str, rows: Any) -> SessionInfo:
     """A session with these rows."""
-    client.register_model(SPEC)
-    return client.append(
-        client.create_session("models/tiny", session_id=session_id, layout=LAYOUT), OWN, rows
+    client.models.register(SPEC)
+    return client.sessions.open(client.sessions.create(OWN, id=session_id, layout=LAYOUT).info, OWN).append(
+        rows
     )
 
 
@@ -129,55 +132,55 @@ def ensure(client: Client, session_id: str) -> None:
 
 def rows_of(client: Client, name: str) -> Any:
     """The K/V that a reader is given."""
-    with client.read(name, OWN) as found:
+    with client.sessions.open(name, OWN).read() as found:
         return np.array(found.array(KV))
 
 
 @pytest.mark.parametrize("access", ["bulk", "grpc"])
-def test_what_is_another_tenants_is_not_there(connect: Callable[..., Client], access: Access) -> None:
+def test_what_is_another_tenants_is_not_there(connect: Callable[..., Client], access: Route) -> None:
     """By whatever verb and way it is asked for; the same name is another session in another tenant."""
     owner, other = connect("a", access), connect("b", access)
     session_id = f"secret-{access}"
     mine = fill(owner, session_id, make_rows(70))
     name = mine.name
-    other.register_model(SPEC)
+    other.models.register(SPEC)
     asked: list[Callable[[], Any]] = [
-        partial(other.get_session, name),
-        partial(other.update_session, name, ttl=seconds(60)),
-        partial(other.keep_first, name, 0),
-        partial(other.fork_session, name),
-        partial(other.flush_session, name),
-        partial(other.delete_session, name),
-        partial(other.append, mine, OWN, make_rows(1)),
+        partial(other.sessions.get, name),
+        partial(other.sessions.update, name, ttl=seconds(60)),
+        partial(other.sessions.keep_first, name, 0),
+        partial(other.sessions.fork, name),
+        partial(other.sessions.flush, name),
+        partial(other.sessions.delete, name),
+        partial(other.sessions.open(mine, OWN).append, make_rows(1)),
         partial(rows_of, other, name),
         lambda: rows_of_snapshot(other, mine),
     ]
     for ask in asked:
         with pytest.raises(SessionNotFound):
             ask()
-    assert name not in {session.name for session in other.list_sessions()}
+    assert name not in {session.name for session in other.sessions.list()}
 
     theirs = fill(other, session_id, make_rows(3, first=500))
 
-    assert (theirs.tenant, owner.get_session(name).tenant) == ("b", "a")
+    assert (theirs.tenant, owner.sessions.get(name).tenant) == ("b", "a")
     np.testing.assert_array_equal(rows_of(other, name), make_rows(3, first=500)[KV])
     np.testing.assert_array_equal(rows_of(owner, name), make_rows(70)[KV])
-    other.delete_session(name)
-    assert owner.get_session(name).token_count == 70
+    other.sessions.delete(name)
+    assert owner.sessions.get(name).token_count == 70
 
 
 def rows_of_snapshot(client: Client, session: SessionInfo) -> Any:
     """Read by what another has learnt of a session: no call before the read could refuse it."""
-    client._layouts.put(session.uid, OWN.specs(LAYOUT))
-    with client.read(session, OWN) as found:
+    client._routes._layouts.put(session.uid, OWN.specs(LAYOUT))
+    with client.sessions.open(session, OWN).read() as found:
         return found.array(KV)
 
 
 def test_models_are_a_tenants_own(connect: Callable[..., Client]) -> None:
     """So are their names, which another may give to a different model."""
-    connect("a").register_model(SPEC)
+    connect("a").models.register(SPEC)
     with pytest.raises(ModelNotFound):
-        connect("ops").get_model("models/tiny")
+        connect("ops").models.get("models/tiny")
 
 
 def test_hints_speak_of_ones_own_sessions_alone(connect: Callable[..., Client]) -> None:
@@ -185,14 +188,14 @@ def test_hints_speak_of_ones_own_sessions_alone(connect: Callable[..., Client]) 
     owner, other = connect("a"), connect("b")
     fill(owner, "hinted", make_rows(5))
     fill(other, "theirs", make_rows(5))
-    with other.engine_queue("engine") as queue, owner.engine_queue("engine") as own:
+    with other.hints.engine_queue("engine") as queue, owner.hints.engine_queue("engine") as own:
         queue.put(
             QueuedJob("1", "sessions/hinted", position=1.0), QueuedJob("2", "sessions/theirs", position=2.0)
         )
         own.put(QueuedJob("1", "sessions/hinted", position=1.0))
         queue.flush()
         own.flush()
-        owner.delete_session("sessions/hinted")
+        owner.sessions.delete("sessions/hinted")
         told = {event.session for event in queue.take()}
         missing = dict(queue.missing)
 
@@ -200,10 +203,10 @@ def test_hints_speak_of_ones_own_sessions_alone(connect: Callable[..., Client]) 
         assert dict(own.missing) == {}
         assert told == {"sessions/theirs"}
     outcomes = [
-        other.prefetch("sessions/hinted").outcome,
-        other.demote("sessions/hinted").outcome,
-        other.pin("sessions/hinted", ttl=seconds(10)).outcome,
-        other.expect("sessions/hinted", None).outcome,
+        other.hints.prefetch("sessions/hinted").outcome,
+        other.hints.demote("sessions/hinted").outcome,
+        other.hints.pin("sessions/hinted", ttl=seconds(10)).outcome,
+        other.hints.expect("sessions/hinted", None).outcome,
     ]
     assert set(outcomes) == {HintOutcome.MISSING}
 
@@ -219,10 +222,10 @@ def test_one_floods_and_the_other_keeps_its_share(
     rows, many = make_rows(640), make_rows(1920)
     kept = [fill(quiet, f"kept-{number}", rows) for number in range(8)]
     for session in kept:
-        quiet.flush_session(session.name)
+        quiet.sessions.flush(session.name)
     for number in range(60):
-        flooding.flush_session(fill(flooding, f"flood-{number}", many).name)
-    use = {use.tenant: use for use in connect("ops").list_tenants()}
+        flooding.sessions.flush(fill(flooding, f"flood-{number}", many).name)
+    use = {use.tenant: use for use in connect("ops").admin.list_tenants()}
 
     assert use["a"].session_count < 60
     assert use["b"].kept_bytes <= use["b"].guaranteed_ssd_bytes
@@ -234,7 +237,7 @@ def test_one_floods_and_the_other_keeps_its_share(
     for session in kept:
         np.testing.assert_array_equal(rows_of(connect("b"), session.name), rows[KV])
     with pytest.raises(SessionNotFound):
-        connect("a").get_session(kept[0].name)
+        connect("a").sessions.get(kept[0].name)
 
 
 def test_operators_verbs_need_an_operator(connect: Callable[..., Client], server: ServerProcess) -> None:
@@ -245,22 +248,22 @@ def test_operators_verbs_need_an_operator(connect: Callable[..., Client], server
     user, operator = connect("a"), connect("ops")
     name = fill(user, "pinned", make_rows(5)).name
     asked: list[Callable[[], Any]] = [
-        user.stats,
-        lambda: list(user.list_tenants()),
-        partial(user.demote_session, name),
-        lambda: list(user.verify()),
-        lambda: list(user.backup()),
-        partial(user.update_session, name, is_pinned=True),
-        partial(user.create_session, "models/tiny", layout=LAYOUT, is_pinned=True),
+        user.admin.stats,
+        lambda: list(user.admin.list_tenants()),
+        partial(user.admin.demote_session, name),
+        lambda: list(user.admin.verify()),
+        lambda: list(user.admin.backup()),
+        partial(user.sessions.update, name, is_pinned=True),
+        partial(user.sessions.create, OWN, layout=LAYOUT, is_pinned=True),
     ]
     for ask in asked:
         with pytest.raises(PermissionDenied, match="needs the role operator"):
             ask()
 
-    assert operator.stats().session_count > 0
+    assert operator.admin.stats().session_count > 0
     with pytest.raises(SessionNotFound):
-        operator.demote_session(name)
-    assert list(operator.verify())[-1].bad == ()
+        operator.admin.demote_session(name)
+    assert list(operator.admin.verify())[-1].bad == ()
     said = server.stderr
     assert (
         'audit subject="dns:ops.example" tenant=ops role=operator method=DemoteSession'
@@ -277,17 +280,17 @@ def test_an_operator_acts_for_a_tenant_and_sees_no_rows(
 ) -> None:
     """Its sessions are shown and changed, which is written down; a user's are only its own."""
     name = fill(connect("a"), "acted-on", make_rows(5)).name
-    tenant = connect("a").get_session(name).tenant
+    tenant = connect("a").sessions.get(name).tenant
     operator, user = connect("ops", tenant=tenant), connect("b", tenant=tenant)
 
-    assert operator.get_session(name).token_count == 5
-    assert operator.update_session(name, is_pinned=True).is_pinned
-    operator.evict_session(name)
+    assert operator.sessions.get(name).token_count == 5
+    assert operator.sessions.update(name, is_pinned=True).is_pinned
+    operator.admin.evict_session(name)
     again = fill(connect("a"), "acted-on", make_rows(5))
     with pytest.raises(CacheError):
-        operator.read(again.name, OWN)
+        operator.sessions.open(again.name, OWN).read()
     with pytest.raises(PermissionDenied, match="acting for tenant"):
-        user.get_session(name)
+        user.sessions.get(name)
     assert f'tenant={tenant} role=operator method=UpdateSession request={{"name":"{name}"' in server.stderr
 
 
@@ -295,7 +298,7 @@ def test_an_operator_acts_for_a_tenant_and_sees_no_rows(
 def test_a_certificate_of_which_no_rule_speaks_is_nobody(connect: Callable[..., Client], name: str) -> None:
     """Whatever its other names are: one sort of name hides the next, and none is taken for another sort."""
     with pytest.raises((PermissionDenied, Unauthenticated)) as caught:
-        list(connect(name).list_sessions())
+        list(connect(name).sessions.list())
     if name == "unmapped":
         assert "identities" in str(caught.value)
         assert "spiffe://example.org/ns/a/sa/other" in str(caught.value)
@@ -307,7 +310,7 @@ def test_a_certificate_that_does_not_hold_gets_no_connection(
 ) -> None:
     """Whatever names it has: the handshake ends before anybody asks for them."""
     with pytest.raises(Unavailable):
-        list(connect(name).list_sessions())
+        list(connect(name).sessions.list())
 
 
 @pytest.mark.parametrize(
@@ -349,7 +352,7 @@ def test_no_name_reaches_into_another_tenant(connect: Callable[..., Client], nam
     """Names have no parts."""
     ensure(connect("b"), "said")
     with pytest.raises(CacheError) as caught:
-        connect("a").get_session(name)
+        connect("a").sessions.get(name)
     assert caught.value.reason in ("INVALID_FIELD", "SESSION_NOT_FOUND")
 
 
@@ -366,9 +369,9 @@ def test_without_shared_memory_rows_come_by_stream(connect: Callable[..., Client
     assert (arena.path, arena.control_socket) == ("", "")
     assert isinstance(from_rpc_error(caught.value, "it"), PermissionDenied)
     with pytest.raises(Unavailable):
-        connect("a", "local").get_session("sessions/streamed") and connect("a", "local").read(
+        connect("a", "local").sessions.get("sessions/streamed") and connect("a", "local").sessions.open(
             "sessions/streamed", OWN
-        )
+        ).read()
 
 
 def test_a_ticket_is_its_owners(pki: Pki, connect: Callable[..., Client]) -> None:
@@ -378,8 +381,8 @@ def test_a_ticket_is_its_owners(pki: Pki, connect: Callable[..., Client]) -> Non
     """
     owner, other = connect("a", "bulk"), connect("b", "bulk")
     fill(owner, "bulky", make_rows(5))
-    stolen = owner._bulk._ticket()
-    other._bulk._ticket = lambda: stolen  # type: ignore[method-assign]
+    stolen = owner._routes._bulk._ticket()
+    other._routes._bulk._ticket = lambda: stolen  # type: ignore[method-assign]
     with pytest.raises(CacheError) as caught:
-        rows_of_snapshot(other, owner.get_session("sessions/bulky"))
+        rows_of_snapshot(other, owner.sessions.get("sessions/bulky"))
     assert "was given to spiffe://example.org/ns/a/sa/engine" in str(caught.value)

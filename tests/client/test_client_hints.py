@@ -12,6 +12,7 @@ import pytest
 from far_side import LAYOUT, OWN, SPEC, make_rows
 from live_server import LiveServer
 
+import ctxcache
 from ctxcache.client import Client, EngineQueue, QueuedJob
 from ctxcache.client import engine_queue as engine_queue_module
 from ctxcache.client.types import (
@@ -57,11 +58,11 @@ def live(tmp_path: Path) -> Iterator[LiveServer]:
 @pytest.fixture
 def client(live: LiveServer) -> Iterator[Client]:
     """A client, and sessions a and b on disk."""
-    with Client(live.target, timeout_s=10) as made:
-        made.register_model(SPEC)
+    with ctxcache.connect(live.target, timeout_s=10) as made:
+        made.models.register(SPEC)
         for name in ("a", "b"):
-            made.create_session("models/tiny", session_id=name, layout=LAYOUT)
-            made.append(f"sessions/{name}", OWN, make_rows(10), durability=Durability.DISK)
+            made.sessions.create(OWN, id=name, layout=LAYOUT)
+            made.sessions.open(f"sessions/{name}", OWN).append(make_rows(10), durability=Durability.DISK)
         yield made
 
 
@@ -69,7 +70,9 @@ def client(live: LiveServer) -> Iterator[Client]:
 def publish(client: Client) -> Iterator[Publish]:
     """Open queues, closed at the end."""
     with contextlib.ExitStack() as queues:
-        yield lambda engine="engine", **facts: queues.enter_context(client.engine_queue(engine, **facts))
+        yield lambda engine="engine", **facts: queues.enter_context(
+            client.hints.engine_queue(engine, **facts)
+        )
 
 
 def job(number: int, session: str = A, **facts: Any) -> QueuedJob:
@@ -124,9 +127,9 @@ def test_events_are_iterated_over_until_the_queue_is_closed(client: Client, publ
     watching.start()
     queue.put(job(1))
     queue.flush()
-    client.demote(A)
+    client.hints.demote(A)
     wait_for(SessionChange.DEMOTED)
-    with client.read(A, OWN) as rows:
+    with client.sessions.open(A, OWN).read() as rows:
         assert rows.token_count == 10
     wait_for(SessionChange.PROMOTED)
     queue.close()
@@ -142,7 +145,7 @@ def test_nothing_to_take_is_no_error(publish: Publish) -> None:
 
 def test_closing_withdraws_the_queue(live: LiveServer, client: Client) -> None:
     """At once; afterwards the queue says that it is closed."""
-    with client.engine_queue("engine") as queue:
+    with client.hints.engine_queue("engine") as queue:
         queue.put(job(1))
         queue.flush()
         assert live.ask(job_ids) == {"job-1"}
@@ -156,8 +159,8 @@ def test_closing_withdraws_the_queue(live: LiveServer, client: Client) -> None:
 
 def test_closing_the_client_closes_its_queues(live: LiveServer) -> None:
     """Without a thread left behind."""
-    made = Client(live.target, timeout_s=10)
-    queue = made.engine_queue("engine")
+    made = ctxcache.connect(live.target, timeout_s=10)
+    queue = made.hints.engine_queue("engine")
     queue.flush()
     made.close()
 
@@ -233,7 +236,7 @@ def test_missing_sessions_are_named_until_their_jobs_are_put_again(client: Clien
     queue.put(job(1, "sessions/c"), job(2, "sessions/d"), job(3))
     queue.flush()
     missing = dict(queue.missing)
-    client.create_session("models/tiny", session_id="c", layout=LAYOUT)
+    client.sessions.create(OWN, id="c", layout=LAYOUT)
     queue.put(job(1, "sessions/c"))
     queue.started("job-2")
     queue.flush()
@@ -335,7 +338,10 @@ def test_an_engine_too_many_comes_when_there_is_room(live: LiveServer, publish: 
 
 def test_a_server_that_is_away_hangs_nobody(tmp_path: Path) -> None:
     """Neither the caller nor the end."""
-    with Client(f"unix:{tmp_path}/nobody", timeout_s=0.2) as made, made.engine_queue("engine") as queue:
+    with (
+        ctxcache.connect(f"unix:{tmp_path}/nobody", timeout_s=0.2) as made,
+        made.hints.engine_queue("engine") as queue,
+    ):
         queue.put(job(1))
         queue.started("job-1")
         assert queue.take() == []
@@ -348,8 +354,8 @@ def test_a_server_that_says_nothing_hangs_nobody(tmp_path: Path, monkeypatch: py
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
-        with Client(f"unix:{tmp_path}/socket", timeout_s=0.2) as made:
-            queue = made.engine_queue("engine")
+        with ctxcache.connect(f"unix:{tmp_path}/socket", timeout_s=0.2) as made:
+            queue = made.hints.engine_queue("engine")
             first = queue._link
             with queue._changed:
                 assert queue._changed.wait_for(lambda: queue._link is not first, 10)
@@ -367,8 +373,8 @@ def test_events_that_nobody_takes_are_bounded(
     for _ in range(3):
         queue.put(job(1), job(2, B))
         queue.flush()
-        client.demote(A)
-        client.prefetch(A)
+        client.hints.demote(A)
+        client.hints.prefetch(A)
 
     with queue._changed:
         assert len(queue._events) <= 1
@@ -378,23 +384,23 @@ def test_hints_are_answered(client: Client) -> None:
     """Each verb, and a batch."""
     accepted = HintOutcome.ACCEPTED
     results = [
-        client.share(A),
-        client.share(A, token_count=5),
-        client.demote(A),
-        client.prefetch(A, token_count=5, ttl=seconds(5)),
-        client.prefetch(A, budget_bytes=1 << 20),
-        client.pin(A, ttl=seconds(60), priority=5),
-        client.retain(A, ttl=seconds(60), budget_bytes=1 << 17),
-        client.expect(A, seconds(30)),
-        client.expect(A, None),
-        client.release(A),
+        client.hints.share(A),
+        client.hints.share(A, token_count=5),
+        client.hints.demote(A),
+        client.hints.prefetch(A, token_count=5, ttl=seconds(5)),
+        client.hints.prefetch(A, budget_bytes=1 << 20),
+        client.hints.pin(A, ttl=seconds(60), priority=5),
+        client.hints.retain(A, ttl=seconds(60), budget_bytes=1 << 17),
+        client.hints.expect(A, seconds(30)),
+        client.hints.expect(A, None),
+        client.hints.release(A),
     ]
-    batch = client.hint([HintAction(HintKind.DEMOTE, "sessions/nobody", action_id="x")])
+    batch = client.hints.give([HintAction(HintKind.DEMOTE, "sessions/nobody", action_id="x")])
 
     assert [result.outcome for result in results] == [accepted] * len(results)
     assert (batch[0].action_id, batch[0].outcome) == ("x", HintOutcome.MISSING)
     with pytest.raises(InvalidArgument):
-        client.pin(A, ttl=seconds(0))
-    with client.read(A, OWN) as rows:
+        client.hints.pin(A, ttl=seconds(0))
+    with client.sessions.open(A, OWN).read() as rows:
         for stream, expected in make_rows(10).items():
             assert np.array_equal(np.concatenate(list(rows.pieces(stream))), expected)

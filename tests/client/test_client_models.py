@@ -9,15 +9,16 @@ import pytest
 from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, make_rows
 from live_server import LiveServer
 
+import ctxcache
 from ctxcache.client import CallerModel, Client, DecodeBatch, SessionWriter
-from ctxcache.client.client import Access
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from ctxcache.format.streams import DType, StreamSpec
 from ctxcache.settings.config import Settings
+from lab.routes import Route, route_options
 
 MIB = 1 << 20
-ACCESSES: tuple[Access, ...] = ("local-socket", "local-grpc", "bulk", "grpc")
+ACCESSES: tuple[Route, ...] = ("local-socket", "local-grpc", "bulk", "grpc")
 OTHER_WEIGHTS = CallerModel(replace(SPEC, weights_digest="others"))
 OTHER_DTYPE = CallerModel(
     replace(
@@ -44,25 +45,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
             arena_huge_pages="off",
         )
     )
-    with Client(started.target) as client:
-        client.register_model(SPEC)
-        client.create_session("models/tiny", session_id="kept", layout=LAYOUT)
-        client.append("sessions/kept", OWN, make_rows(70))
+    with ctxcache.connect(started.target) as client:
+        client.models.register(SPEC)
+        client.sessions.create(OWN, id="kept", layout=LAYOUT)
+        client.sessions.open("sessions/kept", OWN).append(make_rows(70))
     yield started
     started.stop()
     started.close()
 
 
 CALLS: dict[str, Callable[[Client, str | SessionInfo, CallerModel], object]] = {
-    "read": lambda client, session, model: client.read(session, model),
-    "read the end": lambda client, session, model: client.read(session, model, begin=60),
-    "append": lambda client, session, model: client.append(session, model, make_rows(1, first=70)),
-    "writer": lambda client, session, model: client.writer(session, model, 1),
-    "decode": lambda client, session, model: client.decode_batch([session], model),
+    "read": lambda client, session, model: client.sessions.open(session, model).read(),
+    "read the end": lambda client, session, model: client.sessions.open(session, model).read(begin=60),
+    "append": lambda client, session, model: client.sessions.open(session, model).append(
+        make_rows(1, first=70)
+    ),
+    "writer": lambda client, session, model: client.sessions.open(session, model).writer(1),
+    "decode": lambda client, session, model: client.sessions.decode_batch([session], model),
 }
 
 
-def calls_by(access: Access) -> list[str]:
+def calls_by(access: Route) -> list[str]:
     """Decode batches write in place, by local ways alone."""
     return [call for call in CALLS if call != "decode" or access.startswith("local")]
 
@@ -71,19 +74,19 @@ def calls_by(access: Access) -> list[str]:
 @pytest.mark.parametrize("is_known", [False, True], ids=["by name", "by snapshot"])
 @pytest.mark.parametrize(("access", "call"), [(way, call) for way in ACCESSES for call in calls_by(way)])
 def test_another_models_session_is_refused(
-    server: LiveServer, access: Access, call: str, other: CallerModel, *, is_known: bool
+    server: LiveServer, access: Route, call: str, other: CallerModel, *, is_known: bool
 ) -> None:
     """Same shapes, other weights or element types: no row is read and none is written."""
-    with Client(server.target, access=access) as client, ExitStack() as held:
-        before = client.get_session("sessions/kept")
+    with ctxcache.connect(server.target, **route_options(access)) as client, ExitStack() as held:
+        before = client.sessions.get("sessions/kept")
         if call == "read":
-            held.enter_context(client.read("sessions/kept", OWN))
+            held.enter_context(client.sessions.open("sessions/kept", OWN).read())
 
         with pytest.raises(ModelFingerprintMismatch) as caught:
             CALLS[call](client, before if is_known else "sessions/kept", other)
 
         assert caught.value.facts["expected"] == other.fingerprint.hex()
-        after = client.get_session("sessions/kept")
+        after = client.sessions.get("sessions/kept")
     assert (after.generation, after.token_count) == (before.generation, before.token_count)
 
 
@@ -99,11 +102,11 @@ def use(opened: object) -> None:
 
 @pytest.mark.parametrize(("access", "call"), [(way, call) for way in ACCESSES for call in calls_by(way)])
 def test_the_server_refuses_what_a_forged_snapshot_lets_pass(
-    server: LiveServer, access: Access, call: str
+    server: LiveServer, access: Route, call: str
 ) -> None:
     """The client believes a snapshot; the server compares the caller's fingerprint with the session's own."""
-    with Client(server.target, access=access) as client:
-        forged = replace(client.get_session("sessions/kept"), model_fingerprint=OTHER_WEIGHTS.fingerprint)
+    with ctxcache.connect(server.target, **route_options(access)) as client:
+        forged = replace(client.sessions.get("sessions/kept"), model_fingerprint=OTHER_WEIGHTS.fingerprint)
 
         with pytest.raises(ModelFingerprintMismatch):
             use(CALLS[call](client, forged, OTHER_WEIGHTS))
@@ -111,10 +114,10 @@ def test_the_server_refuses_what_a_forged_snapshot_lets_pass(
 
 def test_rows_of_another_element_type_are_refused(server: LiveServer) -> None:
     """The bytes would fit: float16 and bfloat16 rows are equally long."""
-    with Client(server.target) as client:
+    with ctxcache.connect(server.target) as client:
         rows = {stream: rows.copy() for stream, rows in make_rows(1, first=70).items()}
         for wrong in (np.zeros((1, 8), np.int16), np.zeros((1, 4), np.float32)):
             with pytest.raises(InvalidArgument, match="float16"):
-                client.append("sessions/kept", OWN, {**rows, KV: wrong})
+                client.sessions.open("sessions/kept", OWN).append({**rows, KV: wrong})
 
-        assert client.get_session("sessions/kept").token_count == 70
+        assert client.sessions.get("sessions/kept").token_count == 70

@@ -34,7 +34,7 @@ def test_a_read_returns_the_rows_of_its_range(
     """Every stream has exactly the rows that were asked for, whichever way they travel."""
     far_side.add(NAME, 11)
 
-    with client.read(NAME, OWN, begin=begin, end=end) as rows:
+    with client.sessions.open(NAME, OWN).read(begin=begin, end=end) as rows:
         for stream in LAYOUT:
             np.testing.assert_array_equal(rows.array(stream), far_side.rows[NAME][stream][begin:end])
 
@@ -43,7 +43,7 @@ def test_chunks_come_in_layer_order_without_a_gap(client: Client, far_side: FarS
     """A restore can start with the first layer and never has to sort."""
     far_side.add(NAME, 11)
 
-    with client.read(NAME, OWN) as rows:
+    with client.sessions.open(NAME, OWN).read() as rows:
         chunks = [(piece.stream, piece.token_begin, piece.rows.copy()) for piece in rows.chunks()]
 
     assert list(dict.fromkeys(stream for stream, _, _ in chunks)) == list(LAYOUT)
@@ -59,7 +59,7 @@ def test_a_read_of_some_streams_offers_no_others(client: Client, far_side: FarSi
     """What was not asked for is not read, and asking later is an error."""
     far_side.add(NAME, 5)
 
-    with client.read(NAME, OWN, streams=[KV]) as rows:
+    with client.sessions.open(NAME, OWN).read(streams=[KV]) as rows:
         assert rows.streams == (KV,)
         with pytest.raises(InvalidArgument):
             rows.array(HIDDEN)
@@ -69,7 +69,7 @@ def test_rows_cannot_be_written_through_a_view(client: Client, far_side: FarSide
     """The arena is everybody's: views of it are read-only, and so are those of messages."""
     far_side.add(NAME, 5)
 
-    with client.read(NAME, OWN) as rows:
+    with client.sessions.open(NAME, OWN).read() as rows:
         assert not any(piece.flags.writeable for piece in rows.pieces(KV))
 
 
@@ -78,7 +78,7 @@ def test_rows_can_be_copied_into_a_buffer_of_the_callers(client: Client, far_sid
     far_side.add(NAME, 6)
     buffer = np.empty((6, ROW_SIZES[KV]), np.uint8)
 
-    with client.read(NAME, OWN) as rows:
+    with client.sessions.open(NAME, OWN).read() as rows:
         assert rows.array(KV, out=buffer) is buffer
 
     np.testing.assert_array_equal(buffer, far_side.rows[NAME][KV])
@@ -88,14 +88,14 @@ def test_a_buffer_of_another_shape_is_refused(client: Client, far_side: FarSide)
     """Rows are never cut or broadcast to fit."""
     far_side.add(NAME, 6)
 
-    with client.read(NAME, OWN) as rows, pytest.raises(InvalidArgument):
+    with client.sessions.open(NAME, OWN).read() as rows, pytest.raises(InvalidArgument):
         rows.array(KV, out=np.empty((5, ROW_SIZES[KV]), np.uint8))
 
 
 def test_a_session_that_is_not_there_is_an_error(client: Client) -> None:
     """A read never invents an empty session."""
     with pytest.raises(SessionNotFound):
-        client.read("sessions/none", OWN)
+        client.sessions.open("sessions/none", OWN).read()
 
 
 # -- in place --------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_damaged_bytes_in_the_arena_are_refused(connect: Connect, far_side: FarS
     far_side.add(NAME, 6)
     far_side.flips_arena_bytes = True
 
-    with connect(access="local").read(NAME, OWN) as rows:
+    with connect(access="local").sessions.open(NAME, OWN).read() as rows:
         with pytest.raises(CorruptSegment):
             rows.array(HIDDEN)
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
@@ -120,13 +120,13 @@ def test_rows_are_verified_as_they_are_copied(
     far_side.add(NAME, 10)
     expected = far_side.rows[NAME][HIDDEN][begin:end]
     into = np.zeros_like(expected)
-    with connect(access="local").read(NAME, OWN) as rows:
+    with connect(access="local").sessions.open(NAME, OWN).read() as rows:
         assert isinstance(rows, LeasedRows)
         rows.copy_verified(HIDDEN, begin, end, into)
         np.testing.assert_array_equal(into, expected)
     far_side.flips_arena_bytes = True
 
-    with connect(access="local").read(NAME, OWN) as rows:
+    with connect(access="local").sessions.open(NAME, OWN).read() as rows:
         assert isinstance(rows, LeasedRows)
         with pytest.raises(CorruptSegment) if begin < 4 else contextlib.nullcontext():
             rows.copy_verified(HIDDEN, begin, end, into)
@@ -139,14 +139,14 @@ def test_a_lease_past_its_deadline_gives_no_rows(connect: Connect, far_side: Far
     far_side.add(NAME, 6)
     far_side.lease_ttl_s = -1.0
 
-    with connect(access="local").read(NAME, OWN) as rows, pytest.raises(LeaseNotFound):
+    with connect(access="local").sessions.open(NAME, OWN).read() as rows, pytest.raises(LeaseNotFound):
         rows.array(KV)
 
 
 def test_rows_that_were_closed_are_not_returned(connect: Connect, far_side: FarSide) -> None:
     """Their slots are another session's by now, and nobody asks the server."""
     far_side.add(NAME, 6)
-    rows = connect(access="local").read(NAME, OWN)
+    rows = connect(access="local").sessions.open(NAME, OWN).read()
     rows.close()
     rows.close()
 
@@ -163,12 +163,12 @@ def test_a_broken_stream_ends_its_leases(connect: Connect, far_side: FarSide) ->
     """Rows under a lease whose stream broke are no longer protected."""
     far_side.add(NAME, 6)
     client = connect(access="local")
-    rows = client.read(NAME, OWN)
+    rows = client.sessions.open(NAME, OWN).read()
 
     far_side.stop()
 
     with pytest.raises(Unavailable):
-        client.read(rows.session, OWN)
+        client.sessions.open(rows.session, OWN).read()
     with pytest.raises(LeaseNotFound):
         rows.check()
 
@@ -178,9 +178,9 @@ def test_leaving_a_read_releases_its_lease(connect: Connect, far_side: FarSide) 
     far_side.add(NAME, 6)
     client = connect(access="local")
 
-    with client.read(NAME, OWN):
+    with client.sessions.open(NAME, OWN).read():
         pass
-    client.read(NAME, OWN).close()
+    client.sessions.open(NAME, OWN).read().close()
 
     first = far_side.operations.index("acquire_lease")
     assert far_side.operations[first : first + 3] == ["acquire_lease", "release_lease", "acquire_lease"]
@@ -191,7 +191,7 @@ def test_rows_that_the_arena_cannot_hold_come_by_stream(connect: Connect, far_si
     far_side.add(NAME, 6)
     far_side.is_arena_full = True
 
-    with connect().read(NAME, OWN) as rows:
+    with connect().sessions.open(NAME, OWN).read() as rows:
         assert not rows.is_local
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
 
@@ -202,7 +202,7 @@ def test_who_wants_only_the_arena_is_told_that_it_is_full(connect: Connect, far_
     far_side.is_arena_full = True
 
     with pytest.raises(CapacityExceeded):
-        connect(access="local").read(NAME, OWN)
+        connect(access="local").sessions.open(NAME, OWN).read()
 
 
 # -- by stream -------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_damaged_bytes_on_the_wire_are_refused(connect: Connect, far_side: FarSi
     far_side.add(NAME, 6)
     far_side.flips_wire_bytes = True
 
-    with connect(access="remote").read(NAME, OWN) as rows, pytest.raises(ChecksumMismatch):
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows, pytest.raises(ChecksumMismatch):
         rows.array(TOKENS)
 
 
@@ -222,7 +222,7 @@ def test_a_gap_in_a_stream_is_refused(connect: Connect, far_side: FarSide) -> No
     far_side.add(NAME, 9)
     far_side.skips_a_chunk = True
 
-    with connect(access="remote").read(NAME, OWN) as rows, pytest.raises(CacheError):
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows, pytest.raises(CacheError):
         rows.array(TOKENS)
 
 
@@ -231,7 +231,10 @@ def test_chunks_that_were_swapped_are_refused(connect: Connect, far_side: FarSid
     far_side.add(NAME, 9)
     far_side.swaps_chunks = True
 
-    with connect(access="remote").read(NAME, OWN) as rows, pytest.raises(CacheError, match="out of order"):
+    with (
+        connect(access="remote").sessions.open(NAME, OWN).read() as rows,
+        pytest.raises(CacheError, match="out of order"),
+    ):
         rows.array(TOKENS)
 
 
@@ -241,7 +244,7 @@ def test_a_broken_read_goes_on_where_it_broke(connect: Connect, far_side: FarSid
     far_side.add(NAME, 9)
     far_side.chunks_until_break = [chunk_count]
 
-    with connect(access="remote").read(NAME, OWN) as rows:
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows:
         arrived = [piece.rows for piece in rows.chunks()]
 
     expected = np.concatenate([far_side.rows[NAME][stream].ravel() for stream in LAYOUT])
@@ -254,7 +257,7 @@ def test_a_read_that_breaks_twice_fails(connect: Connect, far_side: FarSide) -> 
     far_side.add(NAME, 9)
     far_side.chunks_until_break = [2, 0]
 
-    with connect(access="remote").read(NAME, OWN) as rows, pytest.raises(Unavailable):
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows, pytest.raises(Unavailable):
         rows.array(KV)
 
 
@@ -263,7 +266,7 @@ def test_a_read_does_not_go_on_in_another_session_of_that_name(connect: Connect,
     far_side.add(NAME, 9)
     far_side.chunks_until_break = [1]
 
-    with connect(access="remote").read(NAME, OWN) as rows:
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows:
         far_side.add(NAME, 9)
         with pytest.raises(SessionNotFound):
             rows.array(KV)
@@ -273,7 +276,7 @@ def test_streams_asked_for_late_are_still_there(connect: Connect, far_side: FarS
     """Arrays can be asked for in any order; what came before is kept."""
     far_side.add(NAME, 7)
 
-    with connect(access="remote").read(NAME, OWN) as rows:
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows:
         rows.array(KV)
         np.testing.assert_array_equal(rows.array(TOKENS), far_side.rows[NAME][TOKENS])
 
@@ -282,7 +285,7 @@ def test_rows_handed_out_as_chunks_are_not_kept(connect: Connect, far_side: FarS
     """Asking for them again is an error rather than a second copy of the session in memory."""
     far_side.add(NAME, 7)
 
-    with connect(access="remote").read(NAME, OWN) as rows:
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows:
         assert sum(len(piece.rows) for piece in rows.chunks()) == 3 * 7
         with pytest.raises(InvalidArgument):
             rows.array(TOKENS)
@@ -292,7 +295,7 @@ def test_arrays_asked_for_before_chunks_are_part_of_the_chunks(connect: Connect,
     """Looking at the token ids first loses nothing."""
     far_side.add(NAME, 7)
 
-    with connect(access="remote").read(NAME, OWN) as rows:
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows:
         rows.array(TOKENS)
         streams = {piece.stream for piece in rows.chunks()}
 
@@ -304,7 +307,7 @@ def test_a_stream_that_the_session_does_not_store_is_an_error(connect: Connect, 
     far_side.add(NAME, 7)
 
     with pytest.raises(InvalidArgument):
-        connect(access="local").read(NAME, OWN, streams=[Stream(5, StateKind.KV)])
+        connect(access="local").sessions.open(NAME, OWN).read(streams=[Stream(5, StateKind.KV)])
 
 
 def test_rows_are_received_into_a_buffer_of_the_callers_once(connect: Connect, far_side: FarSide) -> None:
@@ -312,7 +315,7 @@ def test_rows_are_received_into_a_buffer_of_the_callers_once(connect: Connect, f
     far_side.add(NAME, 9)
     buffer = np.empty((9, ROW_SIZES[HIDDEN]), np.uint8)
 
-    with connect(access="remote").read(NAME, OWN) as rows:
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows:
         rows.array(HIDDEN, out=buffer)
         np.testing.assert_array_equal(buffer, far_side.rows[NAME][HIDDEN])
         np.testing.assert_array_equal(rows.array(TOKENS), far_side.rows[NAME][TOKENS])
@@ -331,7 +334,7 @@ def test_a_buffer_is_filled_whole_wherever_the_stream_breaks(connect: Connect, f
     far_side.add(NAME, 9)
     for chunk_count in range(9):
         far_side.chunks_until_break = [chunk_count]
-        with connect(access="remote").read(NAME, OWN) as rows:
+        with connect(access="remote").sessions.open(NAME, OWN).read() as rows:
             for stream in LAYOUT:
                 out = np.zeros((9, ROW_SIZES[stream]), np.uint8)
                 np.testing.assert_array_equal(rows.array(stream, out=out), far_side.rows[NAME][stream])
@@ -342,7 +345,7 @@ def test_a_buffer_that_is_not_in_c_order_is_filled_all_the_same(connect: Connect
     far_side.add(NAME, 9)
     out = np.zeros((9, 2 * ROW_SIZES[KV]), np.uint8)[:, ::2]
 
-    with connect(access="remote").read(NAME, OWN) as rows:
+    with connect(access="remote").sessions.open(NAME, OWN).read() as rows:
         np.testing.assert_array_equal(rows.array(KV, out=out), far_side.rows[NAME][KV])
 
 
@@ -351,9 +354,9 @@ def test_a_read_that_is_given_up_leaves_no_connection(connect: Connect, far_side
     far_side.add(NAME, 11)
     counts = []
     for _ in range(3):
-        clients = [connect(access="grpc") for _ in range(4)]
+        clients = [connect(access="remote", transport="grpc") for _ in range(4)]
         for number, client in enumerate(clients):
-            rows = client.read(NAME, OWN)
+            rows = client.sessions.open(NAME, OWN).read()
             next(iter(rows.chunks()))
             if number % 2:
                 rows.close()
@@ -376,13 +379,13 @@ def _open_files() -> int:
 def test_reads_that_fail_are_not_remembered(connect: Connect, far_side: FarSide) -> None:
     """Neither one that never began, nor one that broke and was begun again."""
     session = far_side.add(NAME, 11)
-    client = connect(access="grpc")
+    client = connect(access="remote", transport="grpc")
     far_side.chunks_until_break = [1]
-    with client.read(NAME, OWN) as rows:
+    with client.sessions.open(NAME, OWN).read() as rows:
         list(rows.chunks())
     del far_side.sessions[NAME]
     for _ in range(3):
         with pytest.raises(CacheError):
-            client.read(session, OWN)
+            client.sessions.open(session, OWN).read()
 
     assert not client._wire.open_streams

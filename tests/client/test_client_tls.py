@@ -11,10 +11,10 @@ from far_side import KV, LAYOUT, OWN, SPEC, make_rows
 from pki import Pki
 from server_process import ServerDidNotStart, ServerProcess, write_secret
 
-from ctxcache.client import Client
-from ctxcache.client.client import Access
+import ctxcache
 from ctxcache.client.tls import ClientTls
 from ctxcache.errors import InvalidConfiguration, TlsFailed, Unavailable
+from lab.routes import Route, route_options
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,15 @@ def tls_of(pki: Pki, ca: str = "ca", name: str | None = "client") -> ClientTls:
 
 
 @pytest.mark.parametrize("access", ["bulk", "grpc"])
-def test_rows_travel_by_tls(pki: Pki, server: ServerProcess, access: Access) -> None:
+def test_rows_travel_by_tls(pki: Pki, server: ServerProcess, access: Route) -> None:
     """By either way, many frames of them."""
     rows = make_rows(40_000)
-    with Client(server.target, access=access, tls=tls_of(pki)) as client:
-        client.register_model(SPEC)
-        session = client.create_session("models/tiny", layout=LAYOUT)
-        session = client.append(session, OWN, rows)
+    with ctxcache.connect(server.target, **route_options(access), tls=tls_of(pki)) as client:
+        client.models.register(SPEC)
+        session = client.sessions.create(OWN, layout=LAYOUT).info
+        session = client.sessions.open(session, OWN).append(rows)
         for _ in range(2):
-            with client.read(session, OWN) as found:
+            with client.sessions.open(session, OWN).read() as found:
                 for stream in LAYOUT:
                     np.testing.assert_array_equal(found.array(stream), rows[stream])
 
@@ -72,10 +72,10 @@ def test_a_certificate_that_is_not_known_is_refused(
 ) -> None:
     """Either side's; the client is told what it can know."""
     with (
-        Client(server.target, timeout_s=5, tls=tls_of(pki, ca, name)) as client,
+        ctxcache.connect(server.target, timeout_s=5, tls=tls_of(pki, ca, name)) as client,
         pytest.raises(TlsFailed) as caught,
     ):
-        client.stats()
+        client.admin.stats()
     assert words in str(caught.value)
 
 
@@ -84,36 +84,43 @@ def test_one_side_without_tls_is_told_so(pki: Pki, server: ServerProcess, tmp_pa
     """Either side, whatever of the host's addresses gRPC tried last; nothing moves."""
     target = server.target.replace("127.0.0.1", host)
     with (
-        Client(target, timeout_s=5) as client,
+        ctxcache.connect(target, timeout_s=5) as client,
         pytest.raises(TlsFailed, match="the server speaks it, this client does not"),
     ):
-        client.stats()
+        client.admin.stats()
     with (
         ServerProcess(tmp_path / "plain") as plain,
-        Client(plain.target.replace("127.0.0.1", host), timeout_s=5, tls=tls_of(pki)) as client,
+        ctxcache.connect(plain.target.replace("127.0.0.1", host), timeout_s=5, tls=tls_of(pki)) as client,
         pytest.raises(TlsFailed, match="this client speaks it, the server does not"),
     ):
-        client.stats()
+        client.admin.stats()
 
 
 def test_another_name_than_the_certificates_is_told(pki: Pki, server: ServerProcess) -> None:
     """With the name; and where nobody listens, nothing is said of TLS."""
     with (
-        Client(server.target.replace("127.0.0.1", "localhost"), timeout_s=5, tls=tls_of(pki)) as client,
+        ctxcache.connect(
+            server.target.replace("127.0.0.1", "localhost"), timeout_s=5, tls=tls_of(pki)
+        ) as client,
         pytest.raises(TlsFailed, match="the server's certificate is for other names than localhost"),
     ):
-        client.stats()
-    with Client("localhost:1", timeout_s=5, tls=tls_of(pki)) as client, pytest.raises(Unavailable) as caught:
-        client.stats()
+        client.admin.stats()
+    with (
+        ctxcache.connect("localhost:1", timeout_s=5, tls=tls_of(pki)) as client,
+        pytest.raises(Unavailable) as caught,
+    ):
+        client.admin.stats()
     assert type(caught.value) is Unavailable
 
 
 def test_the_unix_socket_needs_none(pki: Pki, server: ServerProcess) -> None:
     """Its directory says who may use it; rows by its bulk socket too."""
-    with Client(server.unix_target, access="bulk") as client:
-        client.register_model(SPEC)
-        session = client.append(client.create_session("models/tiny", layout=LAYOUT), OWN, make_rows(5))
-        with client.read(session, OWN) as rows:
+    with ctxcache.connect(server.unix_target, access="remote", transport="socket") as client:
+        client.models.register(SPEC)
+        session = client.sessions.open(client.sessions.create(OWN, layout=LAYOUT).info, OWN).append(
+            make_rows(5)
+        )
+        with client.sessions.open(session, OWN).read() as rows:
             np.testing.assert_array_equal(rows.array(KV), make_rows(5)[KV])
 
 
@@ -131,19 +138,19 @@ def test_a_renewed_certificate_is_taken_over(pki: Pki, tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "data", *files) as process:
         ports = (process.target, next(a for a in process.ready["bulk_addresses"] if "unix" not in a))
         assert [served(pki, port) for port in ports] == [certificate(pki, "server")] * 2
-        with Client(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client:
-            client.stats()
+        with ctxcache.connect(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client:
+            client.admin.stats()
             put("renewed")
             while [served(pki, port) for port in ports] != [certificate(pki, "renewed")] * 2:
                 pass
-            client.stats()
+            client.admin.stats()
         assert "certificate_loaded" in process.stderr
         (tmp_path / "tls.key").write_text("no key")
         while "certificate_refused" not in process.stderr:
             pass
         assert [served(pki, port) for port in ports] == [certificate(pki, "renewed")] * 2
-        with Client(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client:
-            client.stats()
+        with ctxcache.connect(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client:
+            client.admin.stats()
 
 
 def served(pki: Pki, address: str) -> bytes:
@@ -173,10 +180,10 @@ def test_an_expired_certificate_is_refused(pki: Pki, tmp_path: Path) -> None:
     )
     with (
         ServerProcess(tmp_path / "data", *files) as process,
-        Client(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client,
+        ctxcache.connect(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client,
         pytest.raises(TlsFailed, match="the server's certificate has expired"),
     ):
-        client.stats()
+        client.admin.stats()
 
 
 @pytest.mark.parametrize(
@@ -207,4 +214,4 @@ def test_files_that_are_no_certificates_are_refused(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("rubbish")
     for ca in ("ca.pem", "none.pem"):
         with pytest.raises(InvalidConfiguration):
-            Client(tls=ClientTls(ca=tmp_path / ca))
+            ctxcache.connect(tls=ClientTls(ca=tmp_path / ca))

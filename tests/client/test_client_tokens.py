@@ -13,10 +13,10 @@ import pytest
 from far_side import KV, LAYOUT, OWN, SPEC, make_rows
 from server_process import ServerDidNotStart, ServerProcess, write_secret
 
+import ctxcache
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client, QueuedJob
 from ctxcache.client.attach import ArenaAttachment
-from ctxcache.client.client import Access
 from ctxcache.client.control import connect_control
 from ctxcache.client.tls import ClientTls
 from ctxcache.client.types import SessionInfo
@@ -34,6 +34,7 @@ from ctxcache.identity.grants import ArenaGrant, Role
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.v1 import arena_pb2, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import from_rpc_error
+from lab.routes import Route, route_options
 
 GRANTS = {
     "a": ArenaGrant("a", has_shared_memory=True, writes_in_place=True),
@@ -72,10 +73,12 @@ def connect(server: ServerProcess, tmp_path: Path) -> Iterator[Callable[..., Cli
     """Clients by their token, closed at the end."""
     opened: list[Client] = []
 
-    def open_one(token: str, access: Access = "auto", target: str = "") -> Client:
+    def open_one(token: str, access: Route = "auto", target: str = "") -> Client:
         file = tmp_path / f"token-{len(opened)}"
         write_secret(file, f"{token}\n")
-        opened.append(Client(target or server.target, timeout_s=10, access=access, token_file=file))
+        opened.append(
+            ctxcache.connect(target or server.target, timeout_s=10, **route_options(access), token_file=file)
+        )
         return opened[-1]
 
     yield open_one
@@ -85,21 +88,21 @@ def connect(server: ServerProcess, tmp_path: Path) -> Iterator[Callable[..., Cli
 
 def fill(client: Client, session_id: str, token_count: int = 70) -> SessionInfo:
     """A session of so many tokens."""
-    client.register_model(SPEC)
-    session = client.create_session("models/tiny", session_id=session_id, layout=LAYOUT)
-    return client.append(session, OWN, make_rows(token_count))
+    client.models.register(SPEC)
+    session = client.sessions.create(OWN, id=session_id, layout=LAYOUT)
+    return session.append(make_rows(token_count))
 
 
 def attached(client: Client) -> ArenaAttachment:
     """The client's way to the arena."""
-    found = client._attach()
+    found = client._routes.attach()
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("access", ["local-socket", "local-grpc"])
 def test_on_the_ways_of_a_host_another_tenants_is_not_there(
-    connect: Callable[..., Client], access: Access
+    connect: Callable[..., Client], access: Route
 ) -> None:
     """By session, by the number of a lease and by that of a reservation: as of what never was."""
     owner, other = connect("a", access), connect("b", access)
@@ -133,7 +136,7 @@ def test_on_the_ways_of_a_host_another_tenants_is_not_there(
             theirs.carry_out(operation)
 
     mine.carry_out(arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=lease_id)))
-    assert owner.get_session(session.name).token_count == 70
+    assert owner.sessions.get(session.name).token_count == 70
 
 
 def test_a_local_clients_rows_are_its_tenants(connect: Callable[..., Client]) -> None:
@@ -144,12 +147,12 @@ def test_a_local_clients_rows_are_its_tenants(connect: Callable[..., Client]) ->
     client = connect("a", "local-socket")
     session = fill(client, "in-place", 200)
     assert session.tenant == "a"
-    client.flush_session(session.name)
-    with connect("a", "local-socket").read(session.name, OWN) as found:
+    client.sessions.flush(session.name)
+    with connect("a", "local-socket").sessions.open(session.name, OWN).read() as found:
         np.testing.assert_array_equal(found.array(KV), make_rows(200)[KV])
-    with connect("a", "remote").read(session.name, OWN) as streamed:
+    with connect("a", "remote").sessions.open(session.name, OWN).read() as streamed:
         np.testing.assert_array_equal(streamed.array(KV), make_rows(200)[KV])
-    assert list(connect("ops", "remote").verify())[-1].bad == ()
+    assert list(connect("ops", "remote").admin.verify())[-1].bad == ()
 
 
 def test_a_token_without_shared_memory_gets_none(
@@ -161,9 +164,9 @@ def test_a_token_without_shared_memory_gets_none(
     """
     client = connect("far")
     session = fill(client, "streamed")
-    with client.read(session.name, OWN) as found:
+    with client.sessions.open(session.name, OWN).read() as found:
         np.testing.assert_array_equal(found.array(KV), make_rows(70)[KV])
-    assert client._attach() is None
+    assert client._routes.attach() is None
     assert client.ssd_files() is None
     told = client._wire.call(client._wire.arena.GetArena, arena_pb2.GetArenaRequest())
     assert not told.path
@@ -206,18 +209,18 @@ def test_the_servers_own_user_is_known_on_its_unix_socket(
     With a token, as whom that says.
     """
     path = Path(server.unix_target.removeprefix("unix:"))
-    with Client(server.unix_target, access="local-socket") as own:
+    with ctxcache.connect(server.unix_target, access="local", transport="socket") as own:
         assert fill(own, "own").tenant == "default"
-        assert own.stats().session_count > 0
+        assert own.admin.stats().session_count > 0
         assert attached(own).arena.arena_id
         assert attached(own).arena.ssd_files().is_open
     by_token = connect("b", "auto", server.unix_target)
 
     assert fill(by_token, "by-token").tenant == "b"
     with pytest.raises(SessionNotFound):
-        by_token.get_session("sessions/own")
+        by_token.sessions.get("sessions/own")
     with pytest.raises(Unauthenticated):
-        connect("unknown", "auto", server.unix_target).get_session("sessions/own")
+        connect("unknown", "auto", server.unix_target).sessions.get("sessions/own")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -242,7 +245,7 @@ def until(holds: Callable[[], bool]) -> None:
 def is_known(client: Client) -> bool:
     """Whether the client's token is."""
     with suppress(Unauthenticated):
-        list(client.list_sessions(page_size=1))
+        list(client.sessions.list(page_size=1))
         return True
     return False
 
@@ -261,7 +264,7 @@ def test_tokens_are_exchanged_while_the_server_runs(
     changed({name: grant for name, grant in GRANTS.items() if name != "a"} | {"a2": GRANTS["a"]})
     until(lambda: not is_known(connect("a")))
 
-    assert client.get_session("sessions/exchanged").tenant == "a"
+    assert client.sessions.get("sessions/exchanged").tenant == "a"
 
 
 def test_a_revoked_token_ends_what_is_open_with_it(
@@ -271,7 +274,7 @@ def test_a_revoked_token_ends_what_is_open_with_it(
     local, bulk, streamed = connect("b", "local-socket"), connect("b", "bulk"), connect("b", "local-grpc")
     session = fill(bulk, "revoked")
     ways = [attached(local).stream, attached(streamed).stream]
-    queue = local.engine_queue("engine")
+    queue = local.hints.engine_queue("engine")
     queue.flush()
     changed({name: grant for name, grant in GRANTS.items() if grant.tenant != "b"})
     until(lambda: not is_known(connect("b")))
@@ -279,7 +282,7 @@ def test_a_revoked_token_ends_what_is_open_with_it(
     for way in ways:
         with pytest.raises(Unauthenticated, match="revoked"):
             way.carry_out(arena_pb2.Operation(acquire_lease=lease))
-    with pytest.raises(Unauthenticated), bulk.read(session, OWN) as rows:
+    with pytest.raises(Unauthenticated), bulk.sessions.open(session, OWN).read() as rows:
         rows.array(KV)
     queue.put(QueuedJob("1", session.name, position=1.0))
     changed(GRANTS)
@@ -321,12 +324,12 @@ def test_a_client_without_its_token_file_says_so(tmp_path: Path) -> None:
         if text is not None:
             write_secret(tmp_path / "token", text)
         with pytest.raises(InvalidConfiguration, match=str(tmp_path / "token")):
-            Client(token_file=tmp_path / "token")
+            ctxcache.connect(token_file=tmp_path / "token")
 
 
 def test_a_path_may_be_a_string(tmp_path: Path) -> None:
     """Of the token as of certificates, which are looked at when the client is made."""
     write_secret(tmp_path / "token", "secret")
-    Client(token_file=str(tmp_path / "token")).close()
+    ctxcache.connect(token_file=str(tmp_path / "token")).close()
     with pytest.raises(InvalidConfiguration, match="/nonexistent: No such file"):
-        Client(tls=ClientTls(ca="/nonexistent"))
+        ctxcache.connect(tls=ClientTls(ca="/nonexistent"))

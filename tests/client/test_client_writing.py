@@ -22,8 +22,8 @@ def test_appended_rows_are_kept_as_they_were_given(client: Client, far_side: Far
     """Two appends in a row continue where the session ended, from the session each returned."""
     session = far_side.add(NAME, 0)
 
-    session = client.append(session, OWN, make_rows(5))
-    session = client.append(session, OWN, make_rows(6, first=5))
+    session = client.sessions.open(session, OWN).append(make_rows(5))
+    session = client.sessions.open(session, OWN).append(make_rows(6, first=5))
 
     assert session.token_count == 11
     _assert_holds(far_side, 11)
@@ -36,7 +36,7 @@ def test_rows_larger_than_a_message_arrive_whole(
     monkeypatch.setattr("ctxcache.client.grpc_rows.CHUNK_BYTES", 40)
     far_side.add(NAME, 0)
 
-    connect(access="remote").append(NAME, OWN, make_rows(23))
+    connect(access="remote").sessions.open(NAME, OWN).append(make_rows(23))
 
     _assert_holds(far_side, 23)
 
@@ -51,7 +51,7 @@ def test_arrays_of_any_type_count_as_their_bytes(client: Client, far_side: FarSi
         KV: rows[KV],
     }
 
-    client.append(NAME, OWN, typed)
+    client.sessions.open(NAME, OWN).append(typed)
 
     _assert_holds(far_side, 4)
 
@@ -76,7 +76,7 @@ def test_rows_of_a_wrong_shape_are_refused(
     far_side.add(NAME, 0)
 
     with pytest.raises(InvalidArgument):
-        client.append(NAME, OWN, rows)
+        client.sessions.open(NAME, OWN).append(rows)
     assert "reserve" not in far_side.operations
 
 
@@ -88,7 +88,7 @@ def test_a_stream_without_its_rows_is_an_incomplete_append(
     far_side.add(NAME, 0)
 
     with pytest.raises(IncompleteAppend):
-        client.append(NAME, OWN, rows)
+        client.sessions.open(NAME, OWN).append(rows)
 
 
 def test_a_writer_takes_rows_layer_by_layer(client: Client, far_side: FarSide) -> None:
@@ -96,7 +96,7 @@ def test_a_writer_takes_rows_layer_by_layer(client: Client, far_side: FarSide) -
     far_side.add(NAME, 0)
     rows = make_rows(10)
 
-    with client.writer(NAME, OWN, 10) as writer:
+    with client.sessions.open(NAME, OWN).writer(10) as writer:
         for stream in LAYOUT:
             for begin in range(0, 10, 3):
                 writer.write(stream, begin, rows[stream][begin : begin + 3])
@@ -110,7 +110,7 @@ def test_a_writer_that_is_kept_open_commits_in_steps(client: Client, far_side: F
     far_side.add(NAME, 0)
     rows = make_rows(6)
 
-    with client.writer(NAME, OWN, 6) as writer:
+    with client.sessions.open(NAME, OWN).writer(6) as writer:
         for end in range(1, 7):
             for stream in LAYOUT:
                 writer.write(stream, end - 1, rows[stream][end - 1 : end])
@@ -126,11 +126,11 @@ def test_a_writer_whose_room_is_full_holds_nothing(connect: Connect, far_side: F
     rows = make_rows(4)
     client = connect(access="local")
 
-    with client.writer(session, OWN, 4) as writer:
+    with client.sessions.open(session, OWN).writer(4) as writer:
         for stream in LAYOUT:
             writer.write(stream, 0, rows[stream])
         session = writer.commit(keep_open=True)
-        with client.writer(session, OWN, 1) as second:
+        with client.sessions.open(session, OWN).writer(1) as second:
             assert second.write_offset == 4
 
 
@@ -138,9 +138,9 @@ def test_a_writer_left_without_a_commit_leaves_the_session_alone(client: Client,
     """The room is given back, and the next writer gets it."""
     far_side.add(NAME, 0)
 
-    with client.writer(NAME, OWN, 4) as writer:
+    with client.sessions.open(NAME, OWN).writer(4) as writer:
         writer.write(KV, 0, make_rows(4)[KV])
-    client.append(NAME, OWN, make_rows(4))
+    client.sessions.open(NAME, OWN).append(make_rows(4))
 
     _assert_holds(far_side, 4)
 
@@ -149,7 +149,7 @@ def test_a_commit_of_rows_nobody_wrote_is_refused(client: Client, far_side: FarS
     """The arena holds somebody's old bytes where nothing was written."""
     far_side.add(NAME, 0)
 
-    with client.writer(NAME, OWN, 4) as writer:
+    with client.sessions.open(NAME, OWN).writer(4) as writer:
         writer.write(TOKENS, 0, make_rows(4)[TOKENS])
         writer.write(KV, 0, make_rows(2)[KV])
         with pytest.raises(IncompleteAppend):
@@ -160,7 +160,7 @@ def test_a_gap_between_rows_is_refused(client: Client, far_side: FarSide) -> Non
     """Rows of a stream follow one another."""
     far_side.add(NAME, 0)
 
-    with client.writer(NAME, OWN, 4) as writer, pytest.raises(InvalidArgument):
+    with client.sessions.open(NAME, OWN).writer(4) as writer, pytest.raises(InvalidArgument):
         writer.write(KV, 1, make_rows(1)[KV])
 
 
@@ -168,7 +168,7 @@ def test_rows_past_the_room_are_refused(client: Client, far_side: FarSide) -> No
     """What lies behind the room is somebody else's."""
     far_side.add(NAME, 0)
 
-    with client.writer(NAME, OWN, 4) as writer, pytest.raises(InvalidArgument):
+    with client.sessions.open(NAME, OWN).writer(4) as writer, pytest.raises(InvalidArgument):
         writer.write(KV, 0, make_rows(5)[KV])
 
 
@@ -176,7 +176,7 @@ def test_a_committed_row_is_not_written_again(client: Client, far_side: FarSide)
     """Readers may be looking at it."""
     far_side.add(NAME, 0)
 
-    with client.writer(NAME, OWN, 4) as writer:
+    with client.sessions.open(NAME, OWN).writer(4) as writer:
         for stream in LAYOUT:
             writer.write(stream, 0, make_rows(2)[stream])
         writer.commit(2, keep_open=True)
@@ -188,7 +188,7 @@ def test_a_closed_writer_takes_nothing(client: Client, far_side: FarSide) -> Non
     """After the commit the rows belong to the session."""
     far_side.add(NAME, 0)
 
-    with client.writer(NAME, OWN, 2) as writer:
+    with client.sessions.open(NAME, OWN).writer(2) as writer:
         for stream in LAYOUT:
             writer.write(stream, 0, make_rows(2)[stream])
         writer.commit()
@@ -201,8 +201,8 @@ def test_a_session_has_one_writer_in_place(connect: Connect, far_side: FarSide) 
     far_side.add(NAME, 0)
     client = connect(access="local")
 
-    with client.writer(NAME, OWN, 2), pytest.raises(WriteInProgress):
-        client.writer(NAME, OWN, 2)
+    with client.sessions.open(NAME, OWN).writer(2), pytest.raises(WriteInProgress):
+        client.sessions.open(NAME, OWN).writer(2)
 
 
 def test_a_reservation_past_its_deadline_takes_no_rows(connect: Connect, far_side: FarSide) -> None:
@@ -210,5 +210,8 @@ def test_a_reservation_past_its_deadline_takes_no_rows(connect: Connect, far_sid
     far_side.add(NAME, 0)
     far_side.lease_ttl_s = -1.0
 
-    with connect(access="local").writer(NAME, OWN, 2) as writer, pytest.raises(ReservationNotFound):
+    with (
+        connect(access="local").sessions.open(NAME, OWN).writer(2) as writer,
+        pytest.raises(ReservationNotFound),
+    ):
         writer.write(KV, 0, make_rows(2)[KV])

@@ -10,8 +10,8 @@ import pytest
 from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, Connect, FarSide, make_rows
 from live_server import LiveServer
 
+import ctxcache
 from ctxcache.client import Client, SessionRows
-from ctxcache.client.client import Access
 from ctxcache.client.filed_rows import FiledRows
 from ctxcache.client.hold import Hold
 from ctxcache.client.leased_rows import LeasedRows
@@ -31,6 +31,7 @@ from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2
+from lab.routes import Route, route_options
 
 NAME = "sessions/a"
 TOKEN_COUNT = 200
@@ -61,8 +62,8 @@ def live(tmp_path: Path) -> Iterator[LiveServer]:
 @pytest.fixture
 def client(live: LiveServer) -> Iterator[Client]:
     """A client, and session a on SSD only."""
-    with Client(live.target, timeout_s=10) as made:
-        made.register_model(SPEC)
+    with ctxcache.connect(live.target, timeout_s=10) as made:
+        made.models.register(SPEC)
         add(made, "a", TOKEN_COUNT)
         leave(live)
         yield made
@@ -70,9 +71,9 @@ def client(live: LiveServer) -> Iterator[Client]:
 
 def add(client: Client, session_id: str, token_count: int, *, first: int = 0) -> None:
     """A durable session."""
-    client.create_session("models/tiny", session_id=session_id, layout=LAYOUT)
-    client.append(
-        f"sessions/{session_id}", OWN, make_rows(token_count, first=first), durability=Durability.DISK
+    client.sessions.create(OWN, id=session_id, layout=LAYOUT)
+    client.sessions.open(f"sessions/{session_id}", OWN).append(
+        make_rows(token_count, first=first), durability=Durability.DISK
     )
 
 
@@ -123,26 +124,29 @@ def assert_same(found: dict[Stream, np.ndarray], tokens: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("access", ["local-socket", "local-grpc"])
-def test_rows_of_files_are_those_of_the_arena(live: LiveServer, client: Client, access: Access) -> None:
+def test_rows_of_files_are_those_of_the_arena(live: LiveServer, client: Client, access: Route) -> None:
     """All of it, by lease and past the arena; it stays on SSD, of which a session has one path."""
-    with Client(live.target, access=access) as other, other.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with (
+        ctxcache.connect(live.target, **route_options(access)) as other,
+        other.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows,
+    ):
         assert isinstance(rows, FiledRows)
         assert rows.ssd_token_count == TOKEN_COUNT
         assert_same(read_all(rows), range(TOKEN_COUNT))
         assert_same({piece.stream: piece.rows for piece in rows.chunks()}, range(TOKEN_COUNT))
-    assert client.get_session(NAME).dram_bytes == 0
+    assert client.sessions.get(NAME).dram_bytes == 0
     assert len({slot.path_index for slot in slots_of(live)}) == 1
 
-    with client.read(NAME, OWN) as rows:
+    with client.sessions.open(NAME, OWN).read() as rows:
         assert isinstance(rows, LeasedRows)
         assert_same(read_all(rows), range(TOKEN_COUNT))
-    assert client.get_session(NAME).dram_bytes > 0
+    assert client.sessions.get(NAME).dram_bytes > 0
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 1), (63, 65), (100, 200), (64, 128), (5, 5)])
 def test_a_part_is_read_as_a_part(client: Client, begin: int, end: int) -> None:
     """Whatever it cuts."""
-    with client.read(NAME, OWN, begin=begin, end=end, streams=[KV], leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(begin=begin, end=end, streams=[KV], leave_on_ssd=True) as rows:
         found = rows.array(KV)
 
         assert np.array_equal(found, make_rows(TOKEN_COUNT)[KV][begin:end])
@@ -152,17 +156,17 @@ def test_a_part_is_read_as_a_part(client: Client, begin: int, end: int) -> None:
 
 def test_what_was_appended_since_comes_from_the_arena(live: LiveServer, client: Client) -> None:
     """A session of both, cut in its middle, and its fork."""
-    client.append(NAME, OWN, make_rows(70, first=TOKEN_COUNT))
-    client.keep_recent(NAME, 180, sink_token_count=4)
-    client.fork_session(NAME, session_id="b", token_count=150)
+    client.sessions.open(NAME, OWN).append(make_rows(70, first=TOKEN_COUNT))
+    client.sessions.keep_recent(NAME, 180, sink_token_count=4)
+    client.sessions.fork(NAME, id="b", token_count=150)
     kept = [*range(4), *range(90, 270)]
 
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         assert isinstance(rows, FiledRows)
         assert 0 < rows.ssd_token_count < len(kept)
         assert_same(read_all(rows), kept)
     leave(live)
-    with client.read("sessions/b", OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open("sessions/b", OWN).read(leave_on_ssd=True) as rows:
         assert isinstance(rows, FiledRows)
         assert rows.ssd_token_count == 150
         assert_same(read_all(rows), kept[:150])
@@ -172,7 +176,7 @@ def test_what_is_in_the_arena_is_leased_there(client: Client) -> None:
     """Nothing is on SSD only: an ordinary lease."""
     add(client, "warm", 10)
 
-    with client.read("sessions/warm", OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open("sessions/warm", OWN).read(leave_on_ssd=True) as rows:
         assert isinstance(rows, LeasedRows)
         assert_same(read_all(rows), range(10))
 
@@ -199,28 +203,31 @@ def test_a_damaged_byte_is_a_miss(live: LiveServer, client: Client, place: str) 
     offset = {**_HEADER_PLACES, "first row": chunk.start, "last row": chunk.stop - 1}[place]
     flip(live, slots_of(live)[number], offset)
 
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows, pytest.raises(CorruptSegment) as direct:
+    with (
+        client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows,
+        pytest.raises(CorruptSegment) as direct,
+    ):
         rows.array(HIDDEN)
     with pytest.raises(CorruptSegment) as loaded:
-        client.read(NAME, OWN)
+        client.sessions.open(NAME, OWN).read()
 
     assert int(direct.value.facts["segment_id"]) == int(loaded.value.facts["segment_id"])
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         assert rows.token_count == 64 * number
 
 
 def test_what_is_leased_keeps_its_place_when_its_session_goes(live: LiveServer, client: Client) -> None:
     """Deleted under the reader: all can be read, and the slots are free only when it has gone."""
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
-        client.delete_session(NAME)
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
+        client.sessions.delete(NAME)
         used = live.ask(lambda server: server._cache.ledger.below.used_bytes_by_path)
         add(client, "b", TOKEN_COUNT, first=1000)
 
         assert sum(used) > 0
         assert_same(read_all(rows), range(TOKEN_COUNT))
-    client.get_session("sessions/b")
+    client.sessions.get("sessions/b")
     live.until(lambda server: len(server._cache.leases._leases) == 0)
-    client.delete_session("sessions/b")
+    client.sessions.delete("sessions/b")
     assert sum(live.ask(lambda server: server._cache.ledger.below.used_bytes_by_path)) == 0
 
 
@@ -233,7 +240,7 @@ def _reused(live: LiveServer, client: Client) -> None:
             server._cache.leases.release(lease_id)
 
     live.ask(release_all)
-    client.delete_session(NAME)
+    client.sessions.delete(NAME)
     # A session's segments lie on one path: one of so many as there are paths comes to lie there.
     for number in range(PATHS):
         add(client, f"b{number}", TOKEN_COUNT, first=1000)
@@ -257,7 +264,7 @@ def test_a_stale_lease_never_shows_others_rows(
     The header says so, even where nobody notices that the lease has ended.
     """
     _never_checked(monkeypatch)
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         _reused(live, client)
 
         for stream in LAYOUT:
@@ -270,7 +277,7 @@ def test_rows_that_change_behind_their_header_are_seen(
 ) -> None:
     """The slots become another's between header and rows."""
     _never_checked(monkeypatch)
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         rows.array(TOKENS)
         _reused(live, client)
 
@@ -284,7 +291,7 @@ def test_a_lease_that_ended_is_told_from_damage(
     live: LiveServer, client: Client, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The session is not damaged: only the lease has ended, by its deadline as it is known here."""
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         assert isinstance(rows, FiledRows)
         if when == "meanwhile":
             rows.array(TOKENS)
@@ -297,7 +304,7 @@ def test_a_lease_that_ended_is_told_from_damage(
 
 def test_a_server_that_ended_ends_the_read(live: LiveServer, client: Client) -> None:
     """What was read is not returned: who knows whose it is by now."""
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         live.stop()
         with pytest.raises(LeaseNotFound):
             rows.array(KV)
@@ -317,12 +324,12 @@ def test_a_device_that_fails_says_so(
     client: Client, monkeypatch: pytest.MonkeyPatch, preadv: Callable[..., int]
 ) -> None:
     """An error, or nothing more to read: a reason, and rows of the store by the usual way."""
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         monkeypatch.setattr(os, "preadv", preadv)
         with pytest.raises(TierFailure):
             rows.array(KV)
     monkeypatch.undo()
-    with client.read(NAME, OWN) as rows:
+    with client.sessions.open(NAME, OWN).read() as rows:
         assert_same(read_all(rows), range(TOKEN_COUNT))
 
 
@@ -333,7 +340,7 @@ def test_reads_that_come_in_parts_are_put_together(client: Client, monkeypatch: 
     def part(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return whole(fd, [buffers[0][:4096]], offset)
 
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         monkeypatch.setattr(os, "preadv", part)
         assert_same(read_all(rows), range(TOKEN_COUNT))
 
@@ -343,7 +350,7 @@ def test_files_that_cannot_be_opened_leave_the_usual_way(live: LiveServer, clien
     path = live.settings.ssd_directories[1] / "segments.dat"
     path.rename(path.with_name("elsewhere"))
 
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         assert isinstance(rows, LeasedRows)
         assert_same(read_all(rows), range(TOKEN_COUNT))
     files = client.ssd_files()
@@ -375,7 +382,7 @@ def test_a_brief_answer_cannot_say_where_in_a_file(client: Client) -> None:
     request = arena_pb2.AcquireLease(
         session=NAME, model_fingerprint=SPEC.fingerprint(), is_brief=True, leave_on_ssd=True
     )
-    attachment = client._attach()
+    attachment = client._routes.attach()
     assert attachment is not None
     with pytest.raises(InvalidArgument):
         attachment.stream.carry_out(arena_pb2.Operation(acquire_lease=request))
@@ -384,13 +391,15 @@ def test_a_brief_answer_cannot_say_where_in_a_file(client: Client) -> None:
 def test_more_than_the_arena_holds_is_leased_on_ssd(live: LiveServer, client: Client) -> None:
     """It takes no room there."""
     for i in range(20):
-        client.append(NAME, OWN, make_rows(64, first=TOKEN_COUNT + 64 * i), durability=Durability.DISK)
+        client.sessions.open(NAME, OWN).append(
+            make_rows(64, first=TOKEN_COUNT + 64 * i), durability=Durability.DISK
+        )
         leave(live)
     count = TOKEN_COUNT + 64 * 20
 
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         assert_same(read_all(rows), range(count))
-        assert client.get_session(NAME).dram_bytes == 0
+        assert client.sessions.get(NAME).dram_bytes == 0
 
 
 @pytest.mark.parametrize("names_files", [True, False])
@@ -406,7 +415,7 @@ def test_a_server_that_knows_nothing_of_it_is_read_as_ever(
             far_side.control.welcomes.CopyFrom(far_side.facts)
     client = connect()
 
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         assert isinstance(rows, LeasedRows)
         assert_same(read_all(rows), range(10))
     files = client.ssd_files()
@@ -416,9 +425,12 @@ def test_a_server_that_knows_nothing_of_it_is_read_as_ever(
 
 def test_elsewhere_there_are_no_files(live: LiveServer, client: Client) -> None:
     """By stream, as ever."""
-    with Client(live.target, access="remote") as remote:
+    with ctxcache.connect(live.target, access="remote") as remote:
         assert remote.ssd_files() is None
-        with remote.read(NAME, OWN, leave_on_ssd=True) as rows:
+        with remote.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
             assert_same(read_all(rows), range(TOKEN_COUNT))
-    with pytest.raises(Unavailable), Client(f"unix:{live.settings.unix_socket}.not", timeout_s=0.5) as nobody:
+    with (
+        pytest.raises(Unavailable),
+        ctxcache.connect(f"unix:{live.settings.unix_socket}.not", timeout_s=0.5) as nobody,
+    ):
         nobody.ssd_files()

@@ -17,13 +17,13 @@ from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, make_rows
 from live_server import LiveServer
 from xxhash import xxh3_64_intdigest
 
+import ctxcache
 from ctxcache.archive.exporting import Exporter
 from ctxcache.archive.files import source
 from ctxcache.archive.frames import FILE_ID_BYTES, ROWS, ArchiveFrameReader, FrameWriter
 from ctxcache.archive.outcomes import ArchiveOutcome, ArchiveStatus
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.client import Client
-from ctxcache.client.client import Access
 from ctxcache.client.types import Durability, StorageTier
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, LeaseNotFound
@@ -31,10 +31,11 @@ from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2
+from lab.routes import Route, route_options
 
 NAME = "sessions/a"
 FAR = datetime(2200, 1, 1, tzinfo=UTC)
-WAYS: tuple[Access, ...] = ("local-socket", "local-grpc", "grpc", "bulk")
+WAYS: tuple[Route, ...] = ("local-socket", "local-grpc", "grpc", "bulk")
 
 
 @pytest.fixture
@@ -65,10 +66,12 @@ async def _without_upkeep(server: Server) -> None:
 
 
 @pytest.fixture
-def connect(live: LiveServer) -> Iterator[Callable[[Access], Client]]:
+def connect(live: LiveServer) -> Iterator[Callable[[Route], Client]]:
     """Make clients, closed at the end."""
     with ExitStack() as clients:
-        yield lambda access: clients.enter_context(Client(live.target, timeout_s=10, access=access))
+        yield lambda access: clients.enter_context(
+            ctxcache.connect(live.target, timeout_s=10, **route_options(access))
+        )
 
 
 def segments(live: LiveServer) -> list[Segment]:
@@ -92,19 +95,19 @@ def counters(live: LiveServer) -> tuple[int, int]:
 
 def events(client: Client) -> list[int]:
     """What `why-miss` says of the session."""
-    return [one.event for one in client.why_miss(NAME).happenings]
+    return [one.event for one in client.admin.why_miss(NAME).happenings]
 
 
 def made(client: Client, token_count: int, durability: Durability) -> None:
     """Session a with so many tokens."""
-    client.register_model(SPEC)
-    client.create_session("models/tiny", session_id="a", layout=LAYOUT)
-    client.append(NAME, OWN, make_rows(token_count), durability=durability)
+    client.models.register(SPEC)
+    client.sessions.create(OWN, id="a", layout=LAYOUT)
+    client.sessions.open(NAME, OWN).append(make_rows(token_count), durability=durability)
 
 
 def read(client: Client, begin: int = 0, end: int | None = None) -> dict[Stream, np.ndarray]:
     """All rows, copied."""
-    with client.read(NAME, OWN, begin=begin, end=end) as rows:
+    with client.sessions.open(NAME, OWN).read(begin=begin, end=end) as rows:
         return {stream: rows.array(stream) for stream in rows.streams}
 
 
@@ -124,7 +127,7 @@ def check_books(live: LiveServer) -> None:
 @pytest.mark.parametrize("writer", WAYS)
 @pytest.mark.parametrize("reader", WAYS)
 def test_what_ssd_has_takes_the_place_of_a_flipped_byte(
-    live: LiveServer, connect: Callable[[Access], Client], writer: Access, reader: Access
+    live: LiveServer, connect: Callable[[Route], Client], writer: Route, reader: Route
 ) -> None:
     """No reader gets a wrong byte, none gets an error, and the operator is told."""
     made(connect(writer), 150, Durability.DISK)
@@ -143,7 +146,7 @@ def test_what_ssd_has_takes_the_place_of_a_flipped_byte(
 @pytest.mark.parametrize("writer", WAYS)
 @pytest.mark.parametrize("reader", WAYS)
 def test_where_memory_alone_has_it_the_session_ends_before_a_flipped_byte(
-    live: LiveServer, connect: Callable[[Access], Client], writer: Access, reader: Access
+    live: LiveServer, connect: Callable[[Route], Client], writer: Route, reader: Route
 ) -> None:
     """The reader is told at once, and the next one gets what is right."""
     made(connect(writer), 150, Durability.MEMORY)
@@ -152,7 +155,7 @@ def test_where_memory_alone_has_it_the_session_ends_before_a_flipped_byte(
     with pytest.raises(CorruptSegment):
         read(client)
 
-    assert client.get_session(NAME).token_count == 64
+    assert client.sessions.get(NAME).token_count == 64
     check(read(client), 0, 64)
     assert counters(live) == (0, 1)
     assert events(client) == [admin_pb2.MISS_EVENT_CORRUPT]
@@ -161,17 +164,17 @@ def test_where_memory_alone_has_it_the_session_ends_before_a_flipped_byte(
 
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_views_and_files_beside_the_server_are_verified_too(
-    live: LiveServer, connect: Callable[[Access], Client], way: Access
+    live: LiveServer, connect: Callable[[Route], Client], way: Route
 ) -> None:
     """Before a view is handed out, and where some of the rows come from the SSD tier's own files."""
     client = connect(way)
     made(client, 150, Durability.DISK)
     flip(live, 1, 7)
-    with client.read(NAME, OWN) as rows:
+    with client.sessions.open(NAME, OWN).read() as rows:
         pieces = rows.pieces(KV)
         np.testing.assert_array_equal(np.concatenate(pieces), make_rows(150)[KV])
     flip(live, 1, 7)
-    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
+    with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         check({stream: rows.array(stream) for stream in rows.streams}, 0, 150)
 
     assert counters(live) == (2, 0)
@@ -179,7 +182,7 @@ def test_views_and_files_beside_the_server_are_verified_too(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_export_has_no_flipped_byte(
-    live: LiveServer, connect: Callable[[Access], Client], tmp_path: Path, way: Access
+    live: LiveServer, connect: Callable[[Route], Client], tmp_path: Path, way: Route
 ) -> None:
     """What is written is what was stored; of a session of which memory alone has it, nothing is."""
     client = connect(way)
@@ -187,7 +190,7 @@ def test_an_export_has_no_flipped_byte(
     whole = exported(client, tmp_path / "whole")
     flip(live, 1, 7)
     assert exported(client, tmp_path / "flipped") == whole
-    client.append(NAME, OWN, {stream: rows[150:] for stream, rows in make_rows(170).items()})
+    client.sessions.open(NAME, OWN).append({stream: rows[150:] for stream, rows in make_rows(170).items()})
     flip(live, 2, 40)
 
     (outcome,) = outcomes_of(client, tmp_path / "lost")
@@ -208,29 +211,29 @@ def outcomes_of(client: Client, path: Path) -> list[ArchiveOutcome]:
     with path.open("wb", buffering=0) as file:
         writer = FrameWriter(file.fileno(), str(path), bytes(FILE_ID_BYTES), 0)
         exporter = Exporter(client, writer, lambda *_: None, skips_gone=False)
-        client.update_session(NAME, expire_time=FAR)
+        client.sessions.update(NAME, expire_time=FAR)
         return list(exporter.export([NAME]))
 
 
 def test_a_byte_that_changes_before_its_first_flush_is_never_made_durable(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """Who asks for durability is told, what is before it is durable, and a restart serves nothing else."""
     client = connect("local-socket")
     made(client, 150, Durability.MEMORY)
     flip(live, 2, 5)
     with pytest.raises(CorruptSegment):
-        client.flush_session(NAME)
-    assert client.get_session(NAME).durable_token_count == 128
+        client.sessions.flush(NAME)
+    assert client.sessions.get(NAME).durable_token_count == 128
     live.stop()
     live.start()
 
-    with Client(live.target, timeout_s=10) as other:
+    with ctxcache.connect(live.target, timeout_s=10) as other:
         check(read(other), 0, 128)
 
 
 def test_a_byte_that_changes_before_the_server_ends_is_never_made_durable(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """The flush at the end finds it as any other does, and ends in order."""
     made(connect("grpc"), 150, Durability.MEMORY)
@@ -238,12 +241,12 @@ def test_a_byte_that_changes_before_the_server_ends_is_never_made_durable(
     live.stop()
     live.start()
 
-    with Client(live.target, timeout_s=10) as other:
+    with ctxcache.connect(live.target, timeout_s=10) as other:
         check(read(other), 0, 128)
 
 
 def test_durable_rows_outlive_a_byte_that_changes_behind_them(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """Of a segment that grew since it was flushed, what SSD has is mended or kept.
 
@@ -251,7 +254,7 @@ def test_durable_rows_outlive_a_byte_that_changes_behind_them(
     """
     client = connect("local-socket")
     made(client, 100, Durability.DISK)
-    client.append(NAME, OWN, {stream: rows[100:] for stream, rows in make_rows(120).items()})
+    client.sessions.open(NAME, OWN).append({stream: rows[100:] for stream, rows in make_rows(120).items()})
     flip(live, 1, 5)
     check(read(client), 0, 120)
     assert counters(live) == (1, 0)
@@ -259,40 +262,40 @@ def test_durable_rows_outlive_a_byte_that_changes_behind_them(
     with pytest.raises(CorruptSegment):
         read(client)
 
-    assert client.get_session(NAME).token_count == 100
+    assert client.sessions.get(NAME).token_count == 100
     check(read(client), 0, 100)
-    client.append(NAME, OWN, {stream: rows[100:] for stream, rows in make_rows(130).items()})
+    client.sessions.open(NAME, OWN).append({stream: rows[100:] for stream, rows in make_rows(130).items()})
     check(read(client), 0, 130)
-    client.flush_session(NAME)
+    client.sessions.flush(NAME)
     check_books(live)
 
 
-def test_scrubbing_finds_what_nobody_has_read(live: LiveServer, connect: Callable[[Access], Client]) -> None:
+def test_scrubbing_finds_what_nobody_has_read(live: LiveServer, connect: Callable[[Route], Client]) -> None:
     """A pass over everything tells both sorts apart, and says where each was."""
     client = connect("local-socket")
     made(client, 128, Durability.DISK)
-    client.append(NAME, OWN, {stream: rows[128:] for stream, rows in make_rows(150).items()})
-    assert [report.bad for report in client.verify() if report.bad] == []
+    client.sessions.open(NAME, OWN).append({stream: rows[128:] for stream, rows in make_rows(150).items()})
+    assert [report.bad for report in client.admin.verify() if report.bad] == []
     flip(live, 0, 9)
     flip(live, 2, 9)
-    bad = [found for report in client.verify() for found in report.bad]
+    bad = [found for report in client.admin.verify() for found in report.bad]
 
     assert sorted((found.position_begin, found.is_mended) for found in bad) == [(0, True), (128, False)]
     assert {found.tier for found in bad} == {StorageTier.DRAM}
     assert counters(live) == (1, 1)
     check(read(client), 0, 128)
-    assert [report.bad for report in client.verify() if report.bad] == []
+    assert [report.bad for report in client.admin.verify() if report.bad] == []
     check_books(live)
 
 
 def test_tokens_of_a_decode_batch_are_summed_one_by_one(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """Their sums hold for whoever reads and flushes them, and find a byte that changed in any row."""
     client = connect("local-socket")
     made(client, 10, Durability.MEMORY)
     rows = make_rows(70)
-    with client.decode_batch([NAME], OWN) as batch:
+    with client.sessions.decode_batch([NAME], OWN) as batch:
         for token in range(10, 70):
             for stream in LAYOUT:
                 batch.write(stream, rows[stream][token : token + 1])
@@ -300,13 +303,13 @@ def test_tokens_of_a_decode_batch_are_summed_one_by_one(
     check(read(connect("grpc")), 0, 70)
     flip(live, 1, 3)
     with pytest.raises(CorruptSegment):
-        client.flush_session(NAME)
+        client.sessions.flush(NAME)
 
     check(read(client), 0, 64)
 
 
 def test_a_local_writer_that_says_something_else_serves_nobody_wrong_rows(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """Too few sums are refused and change nothing.
 
@@ -314,7 +317,7 @@ def test_a_local_writer_that_says_something_else_serves_nobody_wrong_rows(
     """
     client = connect("local-socket")
     made(client, 64, Durability.DISK)
-    attachment = client._attach()
+    attachment = client._routes.attach()
     assert attachment is not None
     stream = attachment.stream
     reserve = arena_pb2.Reserve(
@@ -331,7 +334,7 @@ def test_a_local_writer_that_says_something_else_serves_nobody_wrong_rows(
         with pytest.raises(InvalidArgument) as refused:
             stream.carry_out(commit(few))
         assert refused.value.facts["field"] == "checksums"
-        assert client.get_session(NAME).token_count == 64
+        assert client.sessions.get(NAME).token_count == 64
     stream.carry_out(commit([1] * len(LAYOUT)))
     with pytest.raises(CorruptSegment):
         read(client)
@@ -340,12 +343,12 @@ def test_a_local_writer_that_says_something_else_serves_nobody_wrong_rows(
 
 
 def test_a_reader_that_lies_costs_nobody_anything(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """The server looks for itself: what is right stays, and foreign leases do not exist."""
     client = connect("local-socket")
     made(client, 150, Durability.MEMORY)
-    attachment = client._attach()
+    attachment = client._routes.attach()
     assert attachment is not None
     lease = arena_pb2.AcquireLease(session=NAME, model_fingerprint=OWN.fingerprint, is_brief=True)
     number = attachment.stream.carry_out(arena_pb2.Operation(acquire_lease=lease)).lease.lease_id
@@ -361,7 +364,7 @@ def test_a_reader_that_lies_costs_nobody_anything(
 
 
 def test_a_place_that_keeps_nothing_is_used_no_more(
-    live: LiveServer, connect: Callable[[Access], Client], monkeypatch: pytest.MonkeyPatch
+    live: LiveServer, connect: Callable[[Route], Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where mending does not help, the next reader is served from SSD, in another place."""
     client = connect("local-socket")
@@ -382,24 +385,24 @@ def test_a_place_that_keeps_nothing_is_used_no_more(
 
 
 def test_a_fork_and_a_cut_session_are_verified_by_whole_chunks(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """Sums are of whole chunks, whatever part of them a session still has."""
     client = connect("local-socket")
     made(client, 150, Durability.DISK)
-    client.keep_first(NAME, 100)
-    fork = client.fork_session(NAME, session_id="b", token_count=70)
+    client.sessions.keep_first(NAME, 100)
+    fork = client.sessions.fork(NAME, id="b", token_count=70)
     flip(live, 1, 1)
     for way in WAYS:
         check(read(connect(way)), 0, 100)
-        with connect(way).read(fork.name, OWN, begin=66, end=70) as rows:
+        with connect(way).sessions.open(fork.name, OWN).read(begin=66, end=70) as rows:
             np.testing.assert_array_equal(rows.array(KV), make_rows(70)[KV][66:])
         flip(live, 1, 60)
     assert counters(live)[1] == 0
 
 
 def test_flips_at_random_between_operations_at_random(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """Whatever comes between.
 
@@ -411,18 +414,20 @@ def test_flips_at_random_between_operations_at_random(
     durable = 0
     for _ in range(120):
         client = clients[random.integers(len(clients))]
-        token_count = client.get_session(NAME).token_count
+        token_count = client.sessions.get(NAME).token_count
         assert token_count >= durable
         match random.integers(5):
             case 0:
                 more = token_count + int(random.integers(1, 90))
-                client.append(NAME, OWN, {s: r[token_count:] for s, r in make_rows(more).items()})
+                client.sessions.open(NAME, OWN).append(
+                    {s: r[token_count:] for s, r in make_rows(more).items()}
+                )
             case 1:
                 with contextlib.suppress(CorruptSegment):
-                    client.flush_session(NAME)
-                durable = client.get_session(NAME).durable_token_count
+                    client.sessions.flush(NAME)
+                durable = client.sessions.get(NAME).durable_token_count
             case 2 if token_count > 600:
-                client.keep_first(NAME, 30)
+                client.sessions.keep_first(NAME, 30)
                 durable = min(durable, 30)
             case 3 if token_count:
                 there = segments(live)
@@ -443,7 +448,7 @@ def test_flips_at_random_between_operations_at_random(
 
 
 def test_readers_of_all_ways_at_once_see_no_flipped_byte(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """Rows are mended where they lie, while others read them."""
     made(connect("local-socket"), 150, Durability.DISK)
@@ -451,7 +456,7 @@ def test_readers_of_all_ways_at_once_see_no_flipped_byte(
     is_over = threading.Event()
     read_counts = dict.fromkeys(WAYS, 0)
 
-    def go_on(way: Access, client: Client) -> None:
+    def go_on(way: Route, client: Client) -> None:
         try:
             while not is_over.is_set():
                 check(read(client), 0, 150)
@@ -475,7 +480,7 @@ def test_readers_of_all_ways_at_once_see_no_flipped_byte(
 
 
 def test_the_sums_of_a_lease_are_those_of_its_rows(
-    live: LiveServer, connect: Callable[[Access], Client]
+    live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
     """They are on the wire for any reader.
 
@@ -485,8 +490,10 @@ def test_the_sums_of_a_lease_are_those_of_its_rows(
     made(client, 1, Durability.MEMORY)
     rows = make_rows(80)
     for token in range(1, 80):
-        client.append(NAME, OWN, {stream: one[token : token + 1] for stream, one in rows.items()})
-    attachment = client._attach()
+        client.sessions.open(NAME, OWN).append(
+            {stream: one[token : token + 1] for stream, one in rows.items()}
+        )
+    attachment = client._routes.attach()
     assert attachment is not None
     lease = arena_pb2.AcquireLease(session=NAME, model_fingerprint=OWN.fingerprint)
     found = attachment.stream.carry_out(arena_pb2.Operation(acquire_lease=lease)).lease

@@ -15,6 +15,7 @@ import pytest
 from far_side import SPEC
 from server_process import COMMAND_LINE, ServerProcess
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.convert import model_to_wire
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, ModelProbeMismatch
@@ -42,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
     """A client of it."""
-    with Client(server.target) as connected:
+    with ctxcache.connect(server.target) as connected:
         yield connected
 
 
@@ -54,19 +55,19 @@ def spec(request: pytest.FixtureRequest) -> ModelSpec:
 
 def kept(client: Client, spec: ModelSpec) -> ModelProbe | None:
     """What the store has of a model."""
-    return client.get_model(f"models/{spec.model_id}").probe
+    return client.models.get(f"models/{spec.model_id}").probe
 
 
 def test_the_first_probe_is_kept(client: Client, spec: ModelSpec) -> None:
     """A model may come without one; the first that comes stays, and those that are near it pass."""
-    client.register_model(spec)
+    client.models.register(spec)
     assert kept(client, spec) is None
-    client.register_model(spec, probe())
-    client.register_model(spec, probe(1.0005))
-    client.register_model(spec)
+    client.models.register(spec, probe())
+    client.models.register(spec, probe(1.0005))
+    client.models.register(spec)
 
     assert kept(client, spec) == probe()
-    listed = [model for model in client.list_models() if model.name == f"models/{spec.model_id}"]
+    listed = [model for model in client.models.list() if model.name == f"models/{spec.model_id}"]
     assert [model.probe for model in listed] == [None]
 
 
@@ -88,13 +89,13 @@ def test_probes_that_lie_apart_are_refused(
     client: Client, spec: ModelSpec, mine: ModelProbe, theirs: ModelProbe, *, passes: bool
 ) -> None:
     """By the coarser type's tolerance; the error says how far, and what is kept does not change."""
-    client.register_model(spec, theirs)
+    client.models.register(spec, theirs)
 
     if passes:
-        client.register_model(spec, mine)
+        client.models.register(spec, mine)
     else:
         with pytest.raises(ModelProbeMismatch) as refused:
-            client.register_model(spec, mine)
+            client.models.register(spec, mine)
         assert f"models/{spec.model_id} computes something else" in str(refused.value)
         if mine.token_ids == IDS and mine.group_size == 4:
             assert refused.value.facts.keys() >= {"group", "measured", "allowed"}
@@ -115,10 +116,10 @@ def test_a_few_values_far_off_are_no_difference() -> None:
 
 def test_only_one_of_many_is_the_first(client: Client, server: ServerProcess, spec: ModelSpec) -> None:
     """Engines that start at once are compared with one and the same probe."""
-    client.register_model(spec)
+    client.models.register(spec)
 
     def register(number: int) -> bytes:
-        with Client(server.target) as own:
+        with ctxcache.connect(server.target) as own:
             model = model_to_wire(spec, probe(1.0 + number))
             request = model_pb2.RegisterModelRequest(model=model)
             return own._wire.call(own._wire.models.RegisterModel, request).probe.values
@@ -159,7 +160,7 @@ def test_what_is_no_probe_is_refused(client: Client, spec: ModelSpec, wrong: dic
     with pytest.raises(InvalidArgument, match=r"model\.probe"):
         client._wire.call(client._wire.models.RegisterModel, model_pb2.RegisterModelRequest(model=message))
 
-    assert spec.model_id not in [model.name.removeprefix("models/") for model in client.list_models()]
+    assert spec.model_id not in [model.name.removeprefix("models/") for model in client.models.list()]
 
 
 def test_bytes_of_a_probe_are_read_or_refused() -> None:
@@ -179,34 +180,34 @@ def test_bytes_of_a_probe_are_read_or_refused() -> None:
 
 def test_probes_survive_and_travel(server: ServerProcess, spec: ModelSpec, tmp_path: Path) -> None:
     """SIGKILL right after the answer, a backup laid out elsewhere, sessions exported to another store."""
-    with Client(server.target) as client:
-        model = client.register_model(spec, probe())
-        session = client.create_session(model.name, session_id=spec.model_id, layout=[])
-        client.append(session, model, {TOKENS: np.arange(5, dtype=np.int32).reshape(-1, 1)})
+    with ctxcache.connect(server.target) as client:
+        model = client.models.register(spec, probe())
+        session = client.sessions.create(model, id=spec.model_id, layout=[])
+        session.append({TOKENS: np.arange(5, dtype=np.int32).reshape(-1, 1)})
     server.kill9()
     server.start()
-    with Client(server.target) as client:
+    with ctxcache.connect(server.target) as client:
         assert kept(client, spec) == probe()
-        model = client.register_model(spec, probe())
-        client.append(
-            f"sessions/{spec.model_id}", model, {TOKENS: np.arange(5, dtype=np.int32).reshape(-1, 1)}
+        model = client.models.register(spec, probe())
+        client.sessions.open(f"sessions/{spec.model_id}", model).append(
+            {TOKENS: np.arange(5, dtype=np.int32).reshape(-1, 1)}
         )
     _run(server.target, "export", "--store", "--to", tmp_path / "backup")
     _run(server.target, "export", spec.model_id, "--to", tmp_path / "export")
     sizes = ("--data-directory", tmp_path / "restored", "--ssd-size-bytes", "64MiB")
     _run(server.target, "import", tmp_path / "backup", "--new-store", *sizes)
 
-    with ServerProcess(tmp_path / "restored") as other, Client(other.target) as client:
+    with ServerProcess(tmp_path / "restored") as other, ctxcache.connect(other.target) as client:
         assert kept(client, spec) == probe()
-    with ServerProcess(tmp_path / "empty") as other, Client(other.target) as client:
+    with ServerProcess(tmp_path / "empty") as other, ctxcache.connect(other.target) as client:
         _run(other.target, "import", tmp_path / "export")
         assert kept(client, spec) == probe()
-        client.delete_session(f"sessions/{spec.model_id}")
-        client.delete_model(f"models/{spec.model_id}")
-        client.register_model(spec, probe(2.0))
+        client.sessions.delete(f"sessions/{spec.model_id}")
+        client.admin.delete_model(f"models/{spec.model_id}")
+        client.models.register(spec, probe(2.0))
         refused = _run(other.target, "import", tmp_path / "export", code=4)
         assert "MODEL_PROBE_MISMATCH" in refused or "computes something else" in refused
-        assert list(client.list_sessions()) == []
+        assert list(client.sessions.list()) == []
 
 
 def _run(target: str, *arguments: str | Path, code: int = 0) -> str:
@@ -228,10 +229,10 @@ def test_what_makes_it_another_model_is_named(
     client: Client, spec: ModelSpec, changes: dict[str, object], fields: str, said: str
 ) -> None:
     """An id that is taken says by which fields the two models differ."""
-    client.register_model(spec)
+    client.models.register(spec)
 
     with pytest.raises(ModelFingerprintMismatch) as refused:
-        client.register_model(replace(spec, **changes))  # type: ignore[arg-type]
+        client.models.register(replace(spec, **changes))  # type: ignore[arg-type]
 
     assert refused.value.fields == fields
     assert said in str(refused.value)
@@ -240,13 +241,15 @@ def test_what_makes_it_another_model_is_named(
 def test_packed_kinds_are_named(client: Client, spec: ModelSpec) -> None:
     """A model that may be stored in few bits is another one, and that is what is said."""
     packed = StreamSpec(Stream(0, StateKind.HIDDEN_INT8), 64, DType.PACKED)
-    client.register_model(spec)
+    client.models.register(spec)
 
     with pytest.raises(
         ModelFingerprintMismatch, match="packed kinds: only registered none; only asked for HIDDEN_INT8"
     ):
-        client.register_model(replace(spec, streams=(*spec.streams, packed)))
+        client.models.register(replace(spec, streams=(*spec.streams, packed)))
     with pytest.raises(
         ModelFingerprintMismatch, match="the same state kinds, of other layers, row sizes or types"
     ):
-        client.register_model(replace(spec, streams=tuple(one._replace(row_bytes=8) for one in spec.streams)))
+        client.models.register(
+            replace(spec, streams=tuple(one._replace(row_bytes=8) for one in spec.streams))
+        )

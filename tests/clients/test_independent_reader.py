@@ -26,6 +26,7 @@ from independent_reader import (
 )
 from server_process import ServerProcess
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.model import ModelSpec
@@ -80,17 +81,19 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     directory = tmp_path_factory.mktemp("format") / "data"
     path = directory / "ssd" / "segments.dat"
     with ServerProcess(directory) as server:
-        with Client(server.target, access="remote") as client:
+        with ctxcache.connect(server.target, access="remote") as client:
             model, source = new_session(client)
-            client.append(source.name, model, saved_rows(0, EARLY_COUNT), durability=Durability.DISK)
-            early_file = path.read_bytes()
-            client.append(
-                source.name, model, saved_rows(EARLY_COUNT, TOKEN_COUNT), durability=Durability.DISK
+            client.sessions.open(source.name, model).append(
+                saved_rows(0, EARLY_COUNT), durability=Durability.DISK
             )
-            fork = client.fork_session(source.name, token_count=FORK_TOKEN_COUNT)
+            early_file = path.read_bytes()
+            client.sessions.open(source.name, model).append(
+                saved_rows(EARLY_COUNT, TOKEN_COUNT), durability=Durability.DISK
+            )
+            fork = client.sessions.fork(source.name, token_count=FORK_TOKEN_COUNT)
             added = saved_rows(TOKEN_COUNT, TOKEN_COUNT + FORK_APPENDED_COUNT)
-            client.append(fork.name, model, added, durability=Durability.DISK)
-            source = client.drop_ranges(source.name, [(DROPPED.start, DROPPED.stop)])
+            client.sessions.open(fork.name, model).append(added, durability=Durability.DISK)
+            source = client.sessions.drop_ranges(source.name, [(DROPPED.start, DROPPED.stop)])
         assert server.terminate() == 0
     return Stopped(path, early_file, path.read_bytes(), source, fork)
 
@@ -98,13 +101,13 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
 def new_session(client: Client) -> tuple[CallerModel, SessionInfo]:
     """Create a session that stores hidden states of one layer and K/V of another, packed too."""
     specs = tuple(StreamSpec(stream, ROW_BYTES[stream], dtype) for stream, dtype in DTYPES.items())
-    model = client.register_model(
+    model = client.models.register(
         ModelSpec(
             "tiny", "TinyForCausalLM", "", "", "", DType.BFLOAT16, 2, 48, 3, 8, "", "",
             is_relocatable=True, streams=specs,
         )
     )  # fmt: skip
-    return model, client.create_session(model.name, layout=list(DTYPES))
+    return model, client.sessions.create(model, layout=list(DTYPES)).info
 
 
 def whole_segments(file: bytes) -> list[Segment]:

@@ -5,10 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from documents import ROOT, blocks
+from documents import ROOT, aimed_at, blocks
 from server_process import ServerProcess
 
-DEFAULT_TARGET = "127.0.0.1:7420"
 TIMEOUT_S = 60
 README = blocks(ROOT / "README.md", "python")[0]
 CLIENT = "".join(blocks(ROOT / "docs" / "python.md", "python"))
@@ -22,7 +21,7 @@ def test_the_blocks_run(source: str, printed: str, tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "data") as server:
         checked = f"{source}\nimport sys\nassert 'torch' not in sys.modules\n"
         ran = subprocess.run(
-            [sys.executable, "-c", checked.replace(DEFAULT_TARGET, server.target)],
+            [sys.executable, "-c", aimed_at(checked, server.target)],
             cwd=tmp_path,
             check=False,
             capture_output=True,

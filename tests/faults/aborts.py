@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import grpc
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import stream_to_wire
 from ctxcache.client.types import Durability, SessionInfo
@@ -72,7 +73,7 @@ class Aborter(threading.Thread):
     def run(self) -> None:
         """Abort as many saves as asked for."""
         try:
-            with Client(self._target, access="local") as client:
+            with ctxcache.connect(self._target, access="local") as client:
                 for i in range(self._count):
                     way = self._ways[i % len(self._ways)]
                     self._abort(client, way, self._random.choice(self._sessions))
@@ -150,7 +151,7 @@ class Aborter(threading.Thread):
         self._expect_failure(call, session)
 
     def _give_up(self, client: Client, session: SessionInfo) -> None:
-        with client.writer(session, OWN, SAVED_TOKENS) as writer:
+        with client.sessions.open(session, OWN).writer(SAVED_TOKENS) as writer:
             for stream, rows in self._rows.items():
                 writer.write(stream, 0, rows[: self._random.randint(1, SAVED_TOKENS)])
 
@@ -164,7 +165,7 @@ class Aborter(threading.Thread):
 
 def check(client: Client, ledger: Ledger, session: SessionInfo) -> None:
     """See that a session is as it was before any abort."""
-    now = client.get_session(session.name)
+    now = client.sessions.get(session.name)
     if (now.token_count, now.generation) != (session.token_count, session.generation):
         ledger.find(
             f"{session.name}: {now.token_count} tokens at generation {now.generation} after aborted saves, "
@@ -175,12 +176,12 @@ def check(client: Client, ledger: Ledger, session: SessionInfo) -> None:
 def abort_saves(server: ServerProcess, report: Report, count: int, *, seed: int) -> None:
     """Abort `count` saves on a running server, then see that nothing of them is there and nothing is held."""
     ledger = Ledger(SHAPE)
-    with Client(server.target, access="remote") as client:
-        model = client.register_model(SHAPE.model)
+    with ctxcache.connect(server.target, access="remote") as client:
+        model = client.models.register(SHAPE.model)
         sessions = [
-            client.append(
-                client.create_session(model.name, session_id=f"kept{i}", layout=SHAPE.streams),
-                model,
+            client.sessions.open(
+                client.sessions.create(model, id=f"kept{i}", layout=SHAPE.streams).info, model
+            ).append(
                 ledger.rows(ledger.take_tags(KEPT_TOKENS)),
                 durability=Durability.DISK,
             )
@@ -205,10 +206,10 @@ def abort_saves(server: ServerProcess, report: Report, count: int, *, seed: int)
 def _die_writing(target: str, sessions: Sequence[SessionInfo], ledger: Ledger) -> None:
     """A client process that is killed while it holds a reservation with rows in it."""
     script = (
-        "import sys, time, numpy as np; from ctxcache.client import Client\n"
+        "import sys, time, numpy as np, ctxcache\n"
         "from tests.faults.aborts import OWN\n"
-        "client = Client(sys.argv[1], access='local')\n"
-        f"writers = [client.writer(name, OWN, {SAVED_TOKENS}) for name in sys.argv[2:]]\n"
+        "client = ctxcache.connect(sys.argv[1], access='local')\n"
+        f"writers = [client.sessions.open(name, OWN).writer({SAVED_TOKENS}) for name in sys.argv[2:]]\n"
         "for writer in writers:\n"
         "    for stream, spec in writer._specs.items():\n"
         f"        writer.write(stream, 0, np.ones(({SAVED_TOKENS}, spec.row_bytes), np.uint8))\n"
@@ -225,18 +226,18 @@ def _die_writing(target: str, sessions: Sequence[SessionInfo], ledger: Ledger) -
 
 def _look(client: Client, ledger: Ledger, sessions: Sequence[SessionInfo]) -> None:
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-    while (stats := client.stats()).reservation_count and time.monotonic() < deadline_s:
+    while (stats := client.admin.stats()).reservation_count and time.monotonic() < deadline_s:
         time.sleep(0.02)
     if stats.reservation_count:
         ledger.find(f"{stats.reservation_count} reservations are left of aborted saves")
     for session in sessions:
         check(client, ledger, session)
-        with client.read(session.name, OWN) as rows:
+        with client.sessions.open(session.name, OWN).read() as rows:
             tags, problem = ledger.read_tags(rows)
         ledger.find(problem)
         if len(tags) != KEPT_TOKENS:
             ledger.find(f"{session.name}: {len(tags)} tokens are read after aborted saves")
         try:
-            client.keep_first(session.name, KEPT_TOKENS)
+            client.sessions.keep_first(session.name, KEPT_TOKENS)
         except CacheError as error:
             ledger.find(f"{session.name} cannot be changed after aborted saves: {error}")

@@ -22,9 +22,9 @@ def compare(client: Client, ledger: Ledger, terms: Terms) -> None:
 
     `client` reads by stream, so that an arena smaller than a session does not matter.
     """
-    _check_books(ledger, client.stats(), is_fresh=True)
+    _check_books(ledger, client.admin.stats(), is_fresh=True)
     asked_ns = time.time_ns()
-    present = {session.name: session for session in client.list_sessions()}
+    present = {session.name: session for session in client.sessions.list()}
     answered_ns = time.time_ns()
     for name in present.keys() - ledger.sessions.keys():
         ledger.find(f"{name} is there: it was deleted, or never created")
@@ -36,17 +36,17 @@ def compare(client: Client, ledger: Ledger, terms: Terms) -> None:
             ledger.find(f"{session.name} is there, and has expired")
         else:
             _check_session(client, ledger, session, view)
-    _check_books(ledger, client.stats(), is_fresh=False)
+    _check_books(ledger, client.admin.stats(), is_fresh=False)
 
 
 def empty(client: Client, ledger: Ledger) -> None:
     """Delete everything and see every byte come back."""
-    for session in list(client.list_sessions()):
+    for session in list(client.sessions.list()):
         _remove(client, session.name)
     ledger.sessions.clear()
     # What has expired is removed when upkeep comes by, and its bytes come back behind its record.
     deadline_s = time.monotonic() + EMPTYING_TIMEOUT_S
-    while (left := _left(client.stats())) and time.monotonic() < deadline_s:
+    while (left := _left(client.admin.stats())) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     if left:
         ledger.find(f"all was deleted, and there are {left}")
@@ -60,7 +60,7 @@ def _left(stats: StoreStats) -> str:
 
 def _remove(client: Client, name: str) -> None:
     with suppress(SessionNotFound):  # it has expired
-        client.delete_session(name)
+        client.sessions.delete(name)
 
 
 def _check_absence(ledger: Ledger, session: Expected, now_ns: int, terms: Terms) -> None:
@@ -78,7 +78,7 @@ def _check_session(client: Client, ledger: Ledger, session: Expected, view: Sess
     if not has_sliding_expiry and expire_time_ns not in session.expire_times_ns():
         ledger.find(f"{session.name} expires at {expire_time_ns}, not at one of {session.expire_times_ns()}")
     try:
-        with client.read(view, CallerModel(ledger.shape.model)) as rows:
+        with client.sessions.open(view, CallerModel(ledger.shape.model)).read() as rows:
             tags, problem = ledger.read_tags(rows)
     except SessionNotFound:
         _check_absence(ledger, session, time.time_ns(), Terms())

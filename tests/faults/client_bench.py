@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
@@ -75,11 +76,11 @@ class Bench:
     def store(self, session_id: str, owner: int) -> str:
         """Create a session with the owner's rows, on SSD too; its name."""
         name = f"sessions/{session_id}"
-        self.client.create_session("models/clients", session_id=session_id, layout=[KV])
-        self.client.append(
-            name, OWN, {s: rows_of(owner, s, 0, TOKENS_EACH, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
+        self.client.sessions.create(OWN, id=session_id, layout=[KV])
+        self.client.sessions.open(name, OWN).append(
+            {s: rows_of(owner, s, 0, TOKENS_EACH, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
         )
-        self.client.flush_session(name)
+        self.client.sessions.flush(name)
         return name
 
     def wait_until(self, what: str, is_so: Callable[[], bool], within_s: float) -> float:
@@ -87,7 +88,7 @@ class Bench:
         began_s = time.monotonic()
         while not is_so():
             if time.monotonic() - began_s > within_s:
-                held = self.client.stats()
+                held = self.client.admin.stats()
                 self.report.find(
                     f"{what} is not so after {within_s:g} s, with {held.lease_count} leases"
                     f" and {held.reservation_count} reservations"
@@ -99,21 +100,21 @@ class Bench:
 
     def holds_nothing(self) -> bool:
         """Whether no lease and no reservation is left."""
-        stats = self.client.stats()
+        stats = self.client.admin.stats()
         return not stats.lease_count and not stats.reservation_count
 
     def holds_all(self) -> bool:
         """Whether there is a lease or a reservation for each session."""
-        stats = self.client.stats()
+        stats = self.client.admin.stats()
         return stats.lease_count + stats.reservation_count == SESSIONS
 
     def check_rows(self, owner: int, access: str) -> None:
         """Read a session, locally or by stream: all that was written, and nothing else."""
         with (
-            Client(
+            ctxcache.connect(
                 self.server.target, timeout_s=TIMEOUT_S, access="local" if access == "local" else "remote"
             ) as client,
-            client.read(f"sessions/s{owner}", OWN) as rows,
+            client.sessions.open(f"sessions/s{owner}", OWN).read() as rows,
         ):
             found = np.concatenate([np.asarray(piece) for piece in rows.pieces(KV)])
             if len(found) != TOKENS_EACH or first_difference(found, owner, KV, 0) is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.format.identity import wire_checksum
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
@@ -87,13 +87,13 @@ def thawed_clients(bench: Bench) -> None:
             waited_s = bench.wait_until(
                 "a frozen gRPC client is gone", bench.holds_nothing, SILENT_GONE_WITHIN_S
             )
-            bench.client.demote_session(bench.names[0])
+            bench.client.admin.demote_session(bench.names[0])
             thieves = [bench.store(f"thief{i}", SESSIONS + i) for i in range(THIEVES)]
             copier.thaw()
             if (said := copier.word()) != "refused foreign":
                 bench.report.find(f"a frozen client goes on: its copy was {said or 'good for ever'}")
         for thief in thieves:
-            bench.client.delete_session(thief)
+            bench.client.sessions.delete(thief)
         bench.report.count("thawed_clients")
         bench.report.end_if_found()
     bench.report.figures["frozen_grpc_client_gone_s"] = waited_s
@@ -258,12 +258,12 @@ def _wrong_appends() -> dict[str, tuple[list[session_pb2.AppendSessionRequest], 
 
 def _append_and_drop(bench: Bench, owner: int) -> None:
     rows = {s: rows_of(owner, s, TOKENS_EACH, TOKENS_EACH + 8, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
-    bench.client.append(f"sessions/s{owner}", OWN, rows)
-    bench.client.keep_first(f"sessions/s{owner}", TOKENS_EACH)
+    bench.client.sessions.open(f"sessions/s{owner}", OWN).append(rows)
+    bench.client.sessions.keep_first(f"sessions/s{owner}", TOKENS_EACH)
 
 
 def _used_bytes(bench: Bench) -> list[int]:
-    return [tier.used_bytes for tier in bench.client.stats().tiers]
+    return [tier.used_bytes for tier in bench.client.admin.stats().tiers]
 
 
 def _rss_bytes(pid: int) -> int:
@@ -302,8 +302,8 @@ def run(options: argparse.Namespace, report: Report) -> None:
             str(options.stalled + STREAMS_BESIDE),
         )
         server = ServerProcess(Path(folder) / "data", *given, program=program)
-        with server, Client(server.target, timeout_s=TIMEOUT_S) as client:
-            client.register_model(MODEL)
+        with server, ctxcache.connect(server.target, timeout_s=TIMEOUT_S) as client:
+            client.models.register(MODEL)
             bench = Bench(server, client, report, options)
             for owner in range(SESSIONS):
                 bench.store(f"s{owner}", owner)

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from ctxcache.client import Client
+import ctxcache
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import seconds
 from ctxcache.errors import SessionNotFound
 from tests.cli.stored import HIDDEN, model_spec
@@ -75,25 +76,29 @@ def _lives_as_long(
     name: str,
     wall_s: float,
 ) -> None:
-    with Client(server.target) as client:
-        client.register_model(model_spec())
+    with ctxcache.connect(server.target) as client:
+        client.models.register(model_spec())
         began_s = time.monotonic()
-        client.create_session("models/tiny", session_id=name, layout=[HIDDEN], ttl=seconds(options.ttl_s))
-        client.create_session("models/tiny", session_id=f"{name}-hour", layout=[HIDDEN], ttl=seconds(3600))
+        client.sessions.create(
+            CallerModel(model_spec()), id=name, layout=[HIDDEN], ttl=seconds(options.ttl_s)
+        )
+        client.sessions.create(
+            CallerModel(model_spec()), id=f"{name}-hour", layout=[HIDDEN], ttl=seconds(3600)
+        )
         at = datetime.now(UTC) + timedelta(seconds=options.ttl_s)
-        client.create_session("models/tiny", session_id=f"{name}-at", layout=[HIDDEN], expire_time=at)
+        client.sessions.create(CallerModel(model_spec()), id=f"{name}-at", layout=[HIDDEN], expire_time=at)
     made_s = time.monotonic()
     clock.set(wall_s=wall_s)
     if name.endswith("True"):
         server.kill9()
         server.start()
-    with Client(server.target) as client:
-        stays = client.get_session(f"sessions/{name}-hour")
+    with ctxcache.connect(server.target) as client:
+        stays = client.sessions.get(f"sessions/{name}-hour")
         told_s = (stays.expire_time_ns or 0) / NS - (time.time() + wall_s)
         if not -SLACK_S < 3600 - told_s < time.monotonic() - began_s + SLACK_S:
             report.find(f"{name}: an hour's session says that it has {told_s:.0f} s by the wall clock")
         _given_afterwards(report, client, name, wall_s)
-        listed = {session.name for session in client.list_sessions()}
+        listed = {session.name for session in client.sessions.list()}
         if (
             time.monotonic() - began_s < options.ttl_s
             and not {f"sessions/{name}", f"sessions/{name}-at"} <= listed
@@ -102,7 +107,7 @@ def _lives_as_long(
         time.sleep(max(0.0, made_s + options.ttl_s + 1 - time.monotonic()))
         for ended in (name, f"{name}-at"):
             try:
-                client.get_session(f"sessions/{ended}")
+                client.sessions.get(f"sessions/{ended}")
             except SessionNotFound:
                 continue
             report.find(f"{ended}: a session of {options.ttl_s} s outlives its time")
@@ -111,7 +116,9 @@ def _lives_as_long(
 def _given_afterwards(report: Report, client: Client, name: str, wall_s: float) -> None:
     """A time that a caller gives is the wall clock's as it is then."""
     began_s, at = time.monotonic(), datetime.fromtimestamp(time.time() + wall_s + 600, UTC)
-    made = client.create_session("models/tiny", session_id=f"{name}-late", layout=[HIDDEN], expire_time=at)
+    made = client.sessions.create(
+        CallerModel(model_spec()), id=f"{name}-late", layout=[HIDDEN], expire_time=at
+    ).info
     left_s = ((made.expire_time_ns or 0) - (made.create_time_ns or 0)) / NS
     if not -SLACK_S < 600 - left_s < time.monotonic() - began_s + SLACK_S:
         report.find(f"{name}: a session that was to have 600 s has {left_s:.0f} s")
@@ -119,11 +126,11 @@ def _given_afterwards(report: Report, client: Client, name: str, wall_s: float) 
 
 def _sleeps(report: Report, server: ServerProcess, clock: SetClock) -> None:
     """Two hours pass for the machine in no time."""
-    with Client(server.target) as client:
-        client.create_session("models/tiny", session_id="sleeper", layout=[HIDDEN], ttl=seconds(3600))
+    with ctxcache.connect(server.target) as client:
+        client.sessions.create(CallerModel(model_spec()), id="sleeper", layout=[HIDDEN], ttl=seconds(3600))
         clock.set(wall_s=HOURS_S, slept_s=HOURS_S)
         try:
-            client.get_session("sessions/sleeper")
+            client.sessions.get("sessions/sleeper")
             report.find("a session of an hour is there after the machine has slept for two")
         except SessionNotFound:
             report.figures["sleep_s"] = HOURS_S

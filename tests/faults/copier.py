@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.errors import LeaseNotFound
 from ctxcache.format.streams import TOKENS
 from tests.faults import planted, plants  # noqa: F401  # they register
@@ -25,8 +25,10 @@ The thread that receives hears of nothing before.
 
 def copy_on(target: str, name: str) -> str:
     """Copy for as long as the copies are good; returns what ended it."""
-    with Client(target, access="local-grpc") as client:
-        rows = client.read(name, stored_model(client, name), streams=[TOKENS], end=TOKENS_COPIED)
+    with ctxcache.connect(target, access="local", transport="grpc") as client:
+        rows = client.sessions.open(name, stored_model(client, name)).read(
+            streams=[TOKENS], end=TOKENS_COPIED
+        )
         first, views = rows.array(TOKENS), rows.pieces(TOKENS)
         copy = np.empty_like(first)
         _say("copies")

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctxcache.client import Client
+import ctxcache
 from tests.faults import planted
 from tests.faults.aborts import KEPT_TOKENS, abort_saves
 from tests.faults.blows import Blows, Kind
@@ -82,8 +82,8 @@ def _abort(options: argparse.Namespace, report: Report, directory: Path, plants:
         abort_saves(server, report, options.aborts, seed=options.seed)
         server.kill9()
         server.start()
-        with Client(server.target) as client:
-            counts = {session.token_count for session in client.list_sessions()}
+        with ctxcache.connect(server.target) as client:
+            counts = {session.token_count for session in client.sessions.list()}
     if counts != {KEPT_TOKENS}:
         report.find(
             f"sessions of {sorted(counts)} tokens after aborted saves and a restart, not of {KEPT_TOKENS}"

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability, InjectedFaultKind, MissEvent, PathState, seconds
 from ctxcache.errors import CacheError
@@ -81,13 +82,13 @@ def run(options: argparse.Namespace, report: Report) -> None:
 
 def _scenario(options: argparse.Namespace, report: Report, server: ServerProcess, places: Places) -> None:
     sizes = {f"sessions/s{i}": 100 + 61 * i % 500 for i in range(options.sessions)}
-    with server, Client(server.target) as client:
+    with server, ctxcache.connect(server.target) as client:
         _fill(client, sizes)
     server.kill9()
     places.take(1, is_left_empty=True)
     _refuses_by_default(report, server, places)
     server.start()
-    with Client(server.target) as client:
+    with ctxcache.connect(server.target) as client:
         _judge(report, "start", client, sizes)
         if list(places.paths[1].iterdir()):
             report.find("the place of a directory that is not mounted was written to")
@@ -110,19 +111,19 @@ def _scenario(options: argparse.Namespace, report: Report, server: ServerProcess
 
 def _fill(client: Client, sizes: Mapping[str, int]) -> None:
     """Turn by turn, so that sessions are written beside each other; each append is durable."""
-    client.register_model(model_spec())
+    client.models.register(model_spec())
     for name in sizes:
-        client.create_session("models/tiny", session_id=name.removeprefix("sessions/"), layout=[HIDDEN])
+        client.sessions.create(MODEL, id=name.removeprefix("sessions/"), layout=[HIDDEN])
     done = dict.fromkeys(sizes, 0)
     while any(done[name] < size for name, size in sizes.items()):
         for i, (name, size) in enumerate(sizes.items()):
             begin, end = done[name], min(done[name] + TOKENS_PER_APPEND, size)
             if begin < end:
                 rows = {s: rows_of(i, s, begin, end, row_bytes) for s, row_bytes in STREAMS.items()}
-                client.append(name, MODEL, rows, durability=Durability.DISK)
+                client.sessions.open(name, MODEL).append(rows, durability=Durability.DISK)
                 done[name] = end
     for name in sizes:
-        client.demote_session(name)
+        client.admin.demote_session(name)
 
 
 def _refuses_by_default(report: Report, server: ServerProcess, places: Places) -> None:
@@ -140,11 +141,11 @@ def _refuses_by_default(report: Report, server: ServerProcess, places: Places) -
 def _judge(report: Report, when: str, client: Client, sizes: Mapping[str, int]) -> None:
     """What is claimed before anything is read must be there, and right, and about half of all."""
     fingerprint = model_spec().fingerprint()
-    found = client.lookup((name, fingerprint) for name in sizes)
+    found = client.sessions.lookup((name, fingerprint) for name in sizes)
     claimed = {result.name: result.token_count for result in found if not result.reason}
     reasons = {result.reason for result in found if result.reason}
-    listed = {session.name: session.token_count for session in client.list_sessions()}
-    got = {name: client.get_session(name).token_count for name in sizes}
+    listed = {session.name: session.token_count for session in client.sessions.list()}
+    got = {name: client.sessions.get(name).token_count for name in sizes}
     if listed != got or {name: count for name, count in got.items() if count} != claimed:
         report.find(f"{when}: look-ups, lists and GetSession do not say the same")
     if reasons - {"DEVICE_LOST"}:
@@ -168,7 +169,7 @@ def _read(report: Report, when: str, client: Client, name: str, owner: int, coun
     if not count:
         return 0
     try:
-        with client.read(name, MODEL) as rows:
+        with client.sessions.open(name, MODEL).read() as rows:
             for stream in STREAMS:
                 if first_difference(rows.array(stream), owner, stream, 0) is not None:
                     report.find(f"{when}: {name} has wrong bytes")
@@ -179,26 +180,26 @@ def _read(report: Report, when: str, client: Client, name: str, owner: int, coun
 
 
 def _is_explained(report: Report, when: str, client: Client, name: str, missing_count: int) -> None:
-    answer = client.why_miss(name)
+    answer = client.admin.why_miss(name)
     if answer.reason != MissEvent.DEVICE_LOST or answer.withheld_token_count != missing_count:
         report.find(f"{when}: why-miss does not explain {missing_count} tokens of {name}")
 
 
 def _is_whole(report: Report, when: str, server: ServerProcess, sizes: Mapping[str, int]) -> None:
-    with Client(server.target) as client:
+    with ctxcache.connect(server.target) as client:
         for i, (name, size) in enumerate(sizes.items()):
-            count = client.get_session(name).token_count
+            count = client.sessions.get(name).token_count
             if count != size or _read(report, when, client, name, i, count) != size:
                 report.find(f"{when}: the device is back, and {name} has {count} of {size} tokens")
 
 
 def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int]) -> None:
     """The device under one path answers every read with an error, and then none."""
-    with Client(server.target) as client:
-        path = next(tier.path for tier in client.stats().tiers if "ssd1" in tier.path)
+    with ctxcache.connect(server.target) as client:
+        path = next(tier.path for tier in client.admin.stats().tiers if "ssd1" in tier.path)
         for name in sizes:
-            client.demote_session(name)
-        client.inject_fault(
+            client.admin.demote_session(name)
+        client.admin.inject_fault(
             InjectedFaultKind.SSD_READ_ERROR,
             path=path,
             count=10_000,
@@ -207,13 +208,13 @@ def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int]
         )
         for name in sizes:
             # Who finds it out is refused.
-            with suppress(CacheError), client.read(name, MODEL) as rows:
+            with suppress(CacheError), client.sessions.open(name, MODEL).read() as rows:
                 rows.array(TOKENS)
         if not _until(lambda: _state(client, path) == PathState.LOST):
             report.find("run time: a device of which nothing can be read is not lost")
         _judge(report, "run_time", client, sizes)
         report.end_if_found()
-        client.clear_faults()
+        client.admin.clear_faults()
         if not _until(lambda: _state(client, path) != PathState.LOST):
             report.find("run time: a device that answers again is still lost")
     _is_whole(report, "run time", server, sizes)
@@ -224,8 +225,8 @@ def _displaced(report: Report, server: ServerProcess, places: Places, sizes: Map
     server.terminate()
     server.start()
     places.take(1, is_left_empty=False)
-    with Client(server.target) as client:
-        path = next(tier.path for tier in client.stats().tiers if "ssd1" in tier.path)
+    with ctxcache.connect(server.target) as client:
+        path = next(tier.path for tier in client.admin.stats().tiers if "ssd1" in tier.path)
         if not _until(lambda: _state(client, path) == PathState.RESTING):
             report.find("a path whose directory is gone goes on taking writes")
         report.end_if_found()
@@ -233,9 +234,9 @@ def _displaced(report: Report, server: ServerProcess, places: Places, sizes: Map
         _fill(client, late)
     server.kill9()
     server.start()
-    with Client(server.target) as client:
+    with ctxcache.connect(server.target) as client:
         for i, (name, size) in enumerate(late.items()):
-            if _read(report, "displaced", client, name, i, client.get_session(name).token_count) != size:
+            if _read(report, "displaced", client, name, i, client.sessions.get(name).token_count) != size:
                 report.find(f"{name} was acknowledged on a path whose directory was gone")
         places.put_back(1)
         if not _until(lambda: _state(client, path) == PathState.OPEN):
@@ -271,9 +272,9 @@ def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int
         )
         try:
             sizes = {f"sessions/h{i}": 100 + 61 * i % 500 for i in range(options.sessions)}
-            with server, Client(server.target) as client:
+            with server, ctxcache.connect(server.target) as client:
                 _fill(client, sizes)
-                path = next(tier.path for tier in client.stats().tiers if str(mount_point) in tier.path)
+                path = next(tier.path for tier in client.admin.stats().tiers if str(mount_point) in tier.path)
                 _is_noticed(report, when, client, server, disk, path, sizes)
                 report.end_if_found()
                 server.signal(signal.SIGTERM)
@@ -318,7 +319,7 @@ def _is_noticed(
             report.end_if_found()
             filling.result()
             for i, (name, size) in enumerate(late.items()):
-                if _read(report, when, client, name, i, client.get_session(name).token_count) != size:
+                if _read(report, when, client, name, i, client.sessions.get(name).token_count) != size:
                     report.find(
                         f"{when}: {name} was acknowledged beside a device that hangs, and is not there"
                     )
@@ -329,7 +330,7 @@ def _is_noticed(
 
 
 def _read_or_refused(client: Client, name: str) -> None:
-    with suppress(CacheError), client.read(name, MODEL) as rows:
+    with suppress(CacheError), client.sessions.open(name, MODEL).read() as rows:
         rows.array(TOKENS)
 
 
@@ -347,7 +348,7 @@ def _main_thread_is_gone(pid: int) -> bool:
 
 
 def _state(client: Client, path: str) -> PathState:
-    return next(tier.state for tier in client.stats().tiers if tier.path == path)
+    return next(tier.state for tier in client.admin.stats().tiers if tier.path == path)
 
 
 def _until(is_so: Callable[[], bool]) -> bool:

@@ -22,8 +22,10 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ctxcache.client import CallerModel, Client
+import ctxcache
+from ctxcache.client import CallerModel
 from ctxcache.errors import CacheError, CapacityExceeded, Draining, TooManyRequests, Unavailable
+from lab.routes import route_options
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.planted import forked
 from tests.faults.rows import first_difference, rows_of
@@ -49,7 +51,9 @@ class Writer(threading.Thread):
     def run(self) -> None:
         """Until it is refused."""
         draw = random.Random(self._owner)
-        with Client(self._target, access=draw.choice(("remote", "local", "grpc")), timeout_s=20.0) as client:
+        with ctxcache.connect(
+            self._target, **route_options(draw.choice(("remote", "local", "grpc"))), timeout_s=20.0
+        ) as client:
             sessions = {}
             while True:
                 name = f"sessions/w{self._owner}-{draw.randrange(SESSIONS_EACH)}"
@@ -60,8 +64,8 @@ class Writer(threading.Thread):
                 }
                 try:
                     if name not in sessions:
-                        sessions[name] = client.get_session(name)
-                    sessions[name] = client.append(sessions[name], CallerModel(model(0)), rows)
+                        sessions[name] = client.sessions.get(name)
+                    sessions[name] = client.sessions.open(sessions[name], CallerModel(model(0))).append(rows)
                     self.acknowledged[name] = begin + count
                 except (TooManyRequests, CapacityExceeded):
                     continue
@@ -100,8 +104,8 @@ class Slow(threading.Thread):
 def _slow_work(server: ServerProcess, acknowledged: dict[str, int], report: Report) -> list[Slow]:
     def read(slow: Slow, access: str) -> None:
         with (
-            Client(server.unix_target, access=access) as client,  # type: ignore[arg-type]  # one of the words
-            client.read("sessions/slow", CallerModel(model(0))) as rows,
+            ctxcache.connect(server.unix_target, **route_options(access)) as client,
+            client.sessions.open("sessions/slow", CallerModel(model(0))).read() as rows,
         ):
             slow.wait_past_signal()
             for spec in STORED:
@@ -110,10 +114,12 @@ def _slow_work(server: ServerProcess, acknowledged: dict[str, int], report: Repo
                     report.find(f"rows read by {access} are not the session's own")
 
     def write(slow: Slow) -> None:
-        with Client(server.unix_target, access="local") as client:
+        with ctxcache.connect(server.unix_target, access="local") as client:
             begin = acknowledged.get("sessions/slow-writer", 0)
             end = begin + SLOW_WRITE_TOKENS
-            with client.writer("sessions/slow-writer", CallerModel(model(0)), SLOW_WRITE_TOKENS) as writer:
+            with client.sessions.open("sessions/slow-writer", CallerModel(model(0))).writer(
+                SLOW_WRITE_TOKENS
+            ) as writer:
                 for spec in STORED:
                     writer.write(spec.stream, 0, rows_of(98, spec.stream, begin, end, spec.row_bytes))
                 slow.wait_past_signal()
@@ -156,14 +162,14 @@ def run(options: argparse.Namespace, report: Report) -> None:
 
 
 def _prepare(server: ServerProcess) -> None:
-    with Client(server.target, access="remote") as client:
-        client.register_model(model(0))
+    with ctxcache.connect(server.target, access="remote") as client:
+        client.models.register(model(0))
         names = [f"w{owner}-{i}" for owner in range(WRITERS) for i in range(SESSIONS_EACH)]
         for name in ("slow", "slow-writer", *names):
             layout = [spec.stream for spec in STORED[1:]]
-            client.create_session("models/soak-0", session_id=name, layout=layout)
+            client.sessions.create(CallerModel(model(0)), id=name, layout=layout)
         rows = {s.stream: rows_of(99, s.stream, 0, SLOW_TOKENS, s.row_bytes) for s in STORED}
-        client.append("sessions/slow", CallerModel(model(0)), rows)
+        client.sessions.open("sessions/slow", CallerModel(model(0))).append(rows)
 
 
 def _cycle(
@@ -226,22 +232,22 @@ class HealthWatch(threading.Thread):
 
 
 def _verify(report: Report, server: ServerProcess, acknowledged: dict[str, int]) -> None:
-    with Client(server.target, access="remote") as client:
+    with ctxcache.connect(server.target, access="remote") as client:
         for name, token_count in acknowledged.items():
-            session = client.get_session(name)
+            session = client.sessions.get(name)
             if session.token_count != token_count:
                 # What was committed and not answered may be there, what was answered must be.
                 if session.token_count < token_count:
                     report.find(f"{name}: {session.token_count} tokens of {token_count} acknowledged")
                 acknowledged[name] = session.token_count
             owner = 98 if "slow" in name else int(name.removeprefix("sessions/w").split("-")[0])
-            with client.read(name, CallerModel(model(0)), streams=[STORED[1].stream]) as rows:
+            with client.sessions.open(name, CallerModel(model(0))).read(streams=[STORED[1].stream]) as rows:
                 found = np.asarray(rows.array(STORED[1].stream)).view(np.uint8)
                 wrong = first_difference(found.reshape(-1, STORED[1].row_bytes), owner, STORED[1].stream, 0)
             if wrong is not None:
                 report.find(f"{name}: row {wrong} is not its own")
             if session.token_count > SLOW_TOKENS * 2:
-                client.keep_first(name, 0)
+                client.sessions.keep_first(name, 0)
                 acknowledged[name] = 0
 
 

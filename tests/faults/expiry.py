@@ -21,6 +21,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import ranges_to_wire
 from ctxcache.errors import CacheError, SessionNotFound
@@ -68,7 +69,7 @@ class Watch:
         return sorted(took for began, took in self.latencies if began + took > begin_s and began < end_s)
 
     def _run(self) -> None:
-        with Client(self.target, access="local" if self.is_read else "remote") as client:
+        with ctxcache.connect(self.target, access="local" if self.is_read else "remote") as client:
             while not self._ended.wait(0.005):
                 began_s = time.monotonic()
                 try:
@@ -79,9 +80,9 @@ class Watch:
 
     def _once(self, client: Client) -> None:
         if not self.is_read:
-            client.get_session(STAYS)
+            client.sessions.get(STAYS)
             return
-        with client.read(STAYS, CallerModel(model(0))) as rows:
+        with client.sessions.open(STAYS, CallerModel(model(0))).read() as rows:
             rows.array(STORED[1].stream)
 
 
@@ -90,8 +91,8 @@ def run(options: argparse.Namespace, report: Report) -> None:
     program = forked([options.control] if options.control else [])
     with tempfile.TemporaryDirectory(prefix="ctxcache-expiry-") as folder:
         server = ServerProcess(Path(folder) / "data", "--max-concurrent-rpcs", "256", program=program)
-        with server, Client(server.target) as client:
-            client.register_model(model(0))
+        with server, ctxcache.connect(server.target) as client:
+            client.models.register(model(0))
             _fill(client, STAYS, STAYS_TOKENS)
             used_bytes = _used_bytes(client)
             for number in range(min(WITH_ROWS, options.sessions)):
@@ -101,7 +102,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
 
 
 def _used_bytes(client: Client) -> list[int]:
-    return [tier.used_bytes for tier in client.stats().tiers]
+    return [tier.used_bytes for tier in client.admin.stats().tiers]
 
 
 def _date(target: str, count: int, rate_hz: float) -> datetime:
@@ -120,13 +121,11 @@ def _date(target: str, count: int, rate_hz: float) -> datetime:
 
 def _fill(client: Client, name: str, token_count: int) -> None:
     layout = [spec.stream for spec in STORED[1:]]
-    client.create_session("models/soak-0", session_id=name.removeprefix("sessions/"), layout=layout)
-    client.append(
-        name,
-        CallerModel(model(0)),
+    client.sessions.create(CallerModel(model(0)), id=name.removeprefix("sessions/"), layout=layout)
+    client.sessions.open(name, CallerModel(model(0))).append(
         {s.stream: rows_of(1, s.stream, 0, token_count, s.row_bytes) for s in STORED},
     )
-    client.flush_session(name)
+    client.sessions.flush(name)
 
 
 async def _date_many(target: str, count: int, at: datetime) -> None:
@@ -208,19 +207,19 @@ def _check_gone(options: argparse.Namespace, report: Report, client: Client) -> 
     """From the instant on, at once."""
     for number in random.Random(options.seed).sample(range(options.sessions), min(SAMPLED, options.sessions)):
         try:
-            client.get_session(f"sessions/ends-{number}")
+            client.sessions.get(f"sessions/ends-{number}")
         except SessionNotFound:
             continue
         report.find(f"sessions/ends-{number} is there after its time")
-    listed = [session.name for session in client.list_sessions(page_size=100)]
+    listed = [session.name for session in client.sessions.list(page_size=100)]
     if listed != [STAYS]:
         report.find(f"{len(listed) - 1} sessions are listed after their time")
 
 
 def _wait_until_gone(report: Report, client: Client, used_bytes: Sequence[int]) -> float:
     """When all are removed and their space is back, which it is behind their records."""
-    if not _until(lambda: client.stats().session_count == 1, GONE_S):
-        report.find(f"{client.stats().session_count - 1} sessions are not removed after {GONE_S} s")
+    if not _until(lambda: client.admin.stats().session_count == 1, GONE_S):
+        report.find(f"{client.admin.stats().session_count - 1} sessions are not removed after {GONE_S} s")
     if not _until(lambda: _is_back(client, used_bytes), BACK_S):
         report.find(f"space is not back: {used_bytes} B before, {_used_bytes(client)} B {BACK_S} s after")
     return time.monotonic()

@@ -17,7 +17,7 @@ class Foresight:
 
     def __init__(self, client: Client, engine: str, draw: random.Random) -> None:
         self._client, self._draw = client, draw
-        self._queue = client.engine_queue(engine, grace=seconds(1))
+        self._queue = client.hints.engine_queue(engine, grace=seconds(1))
         self._jobs: list[str] = []
         self._job_count = 0
 
@@ -27,13 +27,13 @@ class Foresight:
         client, draw = self._client, self._draw
         ttl, priority = seconds(draw.choice((1, 600))), draw.randrange(101)
         hints: dict[str, Callable[[], HintResult]] = {
-            "share": lambda: client.share(name),
-            "prefetch": lambda: client.prefetch(name, ttl=ttl),
-            "demote": lambda: client.demote(name),
-            "pin": lambda: client.pin(name, ttl=ttl, priority=priority),
-            "retain": lambda: client.retain(name, ttl=ttl, priority=priority),
-            "release": lambda: client.release(name),
-            "expect": lambda: client.expect(name, draw.choice((None, seconds(1), seconds(10)))),
+            "share": lambda: client.hints.share(name),
+            "prefetch": lambda: client.hints.prefetch(name, ttl=ttl),
+            "demote": lambda: client.hints.demote(name),
+            "pin": lambda: client.hints.pin(name, ttl=ttl, priority=priority),
+            "retain": lambda: client.hints.retain(name, ttl=ttl, priority=priority),
+            "release": lambda: client.hints.release(name),
+            "expect": lambda: client.hints.expect(name, draw.choice((None, seconds(1), seconds(10)))),
         }
         kind = draw.choice([*hints])
         return hints[kind]().outcome == HintOutcome.ACCEPTED and kind in ("share", "demote")

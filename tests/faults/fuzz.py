@@ -25,6 +25,7 @@ import grpc
 import numpy as np
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
 
+import ctxcache
 import ctxcache.v1
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError
@@ -257,7 +258,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
     program = forked([options.control] if options.control else [])
     with tempfile.TemporaryDirectory(prefix="ctxcache-fuzz-") as folder:
         server = ServerProcess(Path(folder) / "data", program=program)
-        with server, Client(server.target, timeout_s=CALL_TIMEOUT_S) as client:
+        with server, ctxcache.connect(server.target, timeout_s=CALL_TIMEOUT_S) as client:
             _run(options, report, server, client)
 
 
@@ -324,24 +325,22 @@ def _count(report: Report, fuzzers: Sequence[Fuzzer]) -> None:
 
 
 def _make_canaries(client: Client) -> None:
-    own = client.register_model(_model("canary"))
+    own = client.models.register(_model("canary"))
     for owner in range(CANARIES):
-        client.create_session(
-            "models/canary", session_id=f"canary-{owner}", layout=[s.stream for s in STREAMS]
-        )
+        client.sessions.create(own, id=f"canary-{owner}", layout=[s.stream for s in STREAMS])
         rows = {s.stream: rows_of(owner, s.stream, 0, CANARY_TOKENS, s.row_bytes) for s in STREAMS}
         rows[TOKENS] = rows_of(owner, TOKENS, 0, CANARY_TOKENS, 4)
-        client.append(f"sessions/canary-{owner}", own, rows)
-        client.flush_session(f"sessions/canary-{owner}")
+        client.sessions.open(f"sessions/canary-{owner}", own).append(rows)
+        client.sessions.flush(f"sessions/canary-{owner}")
 
 
 def _make_plausible(client: Client) -> Plausible:
     spec = _model("fuzzed")
-    client.register_model(spec)
+    client.models.register(spec)
     names = [f"sessions/fz{i}" for i in range(12)]
     for name in names[:6]:
-        client.create_session(
-            "models/fuzzed", session_id=name.removeprefix("sessions/"), layout=[STREAMS[0].stream]
+        client.sessions.create(
+            CallerModel(spec), id=name.removeprefix("sessions/"), layout=[STREAMS[0].stream]
         )
     return Plausible(names, ["models/fuzzed", "models/none"], [spec.fingerprint(), bytes(32)])
 
@@ -366,25 +365,25 @@ def _model(model_id: str) -> ModelSpec:
 
 
 def _used_bytes(client: Client) -> list[int]:
-    return [tier.used_bytes for tier in client.stats().tiers]
+    return [tier.used_bytes for tier in client.admin.stats().tiers]
 
 
 def _check_after(report: Report, server: ServerProcess, client: Client, used_bytes: list[int]) -> None:
-    if not client.health():
+    if not client.admin.health():
         report.find("the server is not healthy afterwards")
     for owner in range(CANARIES):
         _check_canary(report, client, owner)
-    names = [s.name for s in client.list_sessions() if not s.name.startswith("sessions/canary-")]
+    names = [s.name for s in client.sessions.list() if not s.name.startswith("sessions/canary-")]
     for name in names:
         try:
-            client.delete_session(name)
+            client.sessions.delete(name)
         except CacheError as error:
             report.find(f"{name} cannot be deleted: {error}")
-    stats = client.stats()
+    stats = client.admin.stats()
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline and (stats.lease_count or stats.reservation_count):
         time.sleep(0.1)
-        stats = client.stats()
+        stats = client.admin.stats()
     if stats.session_count != CANARIES or stats.lease_count or stats.reservation_count:
         report.find(
             f"left behind: {stats.session_count} sessions, {stats.lease_count} leases, "
@@ -400,7 +399,7 @@ def _check_after(report: Report, server: ServerProcess, client: Client, used_byt
 
 def _check_canary(report: Report, client: Client, owner: int) -> None:
     try:
-        with client.read(f"sessions/canary-{owner}", CallerModel(_model("canary"))) as rows:
+        with client.sessions.open(f"sessions/canary-{owner}", CallerModel(_model("canary"))).read() as rows:
             for spec in STREAMS:
                 found = np.concatenate([np.asarray(piece) for piece in rows.pieces(spec.stream)])
                 if len(found) != CANARY_TOKENS or first_difference(found, owner, spec.stream, 0) is not None:

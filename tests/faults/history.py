@@ -27,9 +27,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ctxcache.client import Client
-from ctxcache.client.client import Access
+import ctxcache
 from ctxcache.errors import SessionNotFound, Unavailable
+from lab.routes import Route
 from tests.faults import planted
 from tests.faults.crash import ProcessGround
 from tests.faults.harness import Harness, Report, progress
@@ -48,7 +48,7 @@ CONTROLS = {
     "deleted_record_stays": "the record of a deleted session is not removed",
 }
 POWER_CONTROLS = {"slots_not_synced": "SSD files are never synced (with --power)"}
-ACCESSES: tuple[Access, ...] = ("local-grpc", "local-socket", "grpc", "bulk")
+ACCESSES: tuple[Route, ...] = ("local-grpc", "local-socket", "grpc", "bulk")
 NAMES_PER_ACT = 3
 OPERATIONS_PER_CLIENT = 20
 ACTS_PER_GROUND = 12
@@ -154,14 +154,14 @@ class Play:
         )
         self._stage = stage = Stage(self._ground, server)
         server.start()
-        with Client(server.target, access="remote") as client:
-            client.register_model(MODEL)
+        with ctxcache.connect(server.target, access="remote") as client:
+            client.models.register(MODEL)
         for access in ACCESSES:
             stage.hands.append(self._hire(server, access))
         self._report.count("data_directory_count")
         return stage
 
-    def _hire(self, server: ServerProcess, access: Access) -> Hand:
+    def _hire(self, server: ServerProcess, access: Route) -> Hand:
         self._writer_count += 1
         ours, theirs = _CONTEXT.Pipe()
         log = self._directory / f"client-{self._writer_count}.jsonl"
@@ -256,10 +256,10 @@ class Play:
         for access in self._random.sample(ACCESSES, 2):
             Worker(stage.server.target, access, log, 0, 0).look_at_all(names)
         log.close()
-        with Client(stage.server.target, access="remote") as client:
-            for session in client.list_sessions():
+        with ctxcache.connect(stage.server.target, access="remote") as client:
+            for session in client.sessions.list():
                 with suppress(SessionNotFound):
-                    client.delete_session(session.name)
+                    client.sessions.delete(session.name)
 
 
 def _begun_count(hands: Iterable[Hand]) -> int:

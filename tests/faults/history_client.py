@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.client import Access
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.types import Durability, SessionInfo, seconds
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, SessionNotFound, TierFailure, Unavailable
 from ctxcache.format.streams import TOKENS, Stream
+from lab.routes import Route, route_options
 from tests.faults.ledger import Shape
 from tests.faults.rows import _mix
 
@@ -157,7 +158,7 @@ def view_of(session: SessionInfo) -> dict[str, Any]:
 class Worker:
     """Draws operations, and does them until there were enough."""
 
-    def __init__(self, target: str, access: Access, log: Log, writer: int, seed: int) -> None:
+    def __init__(self, target: str, access: Route, log: Log, writer: int, seed: int) -> None:
         self._target, self._access, self._log = target, access, log
         self._random = random.Random(seed)
         self._next_tag = (writer << WRITER_BITS) + 1
@@ -185,8 +186,10 @@ class Worker:
         left, deadline_s = operation_count, time.monotonic() + RETURN_TIMEOUT_S
         while left > 0 and time.monotonic() < deadline_s:
             try:
-                with Client(self._target, access=self._access, timeout_s=TIMEOUT_S) as client:
-                    client.stats()
+                with ctxcache.connect(
+                    self._target, **route_options(self._access), timeout_s=TIMEOUT_S
+                ) as client:
+                    client.admin.stats()
                     deadline_s = time.monotonic() + RETURN_TIMEOUT_S
                     while left > 0:
                         left -= 1
@@ -212,12 +215,12 @@ class Worker:
     def _create(self, client: Client, name: str) -> None:
         try:
             with self._log.op("create", name) as answer:
-                session = client.create_session(
-                    f"models/{MODEL.model_id}",
-                    session_id=name.partition("/")[2],
+                session = client.sessions.create(
+                    OWN,
+                    id=name.partition("/")[2],
                     layout=SHAPE.streams,
                     expire_time=_moment(time.time_ns() + 3600 * 10**9),
-                )
+                ).info
                 answer.update(view_of(session))
         except (*_UNKNOWN, Draining):
             raise
@@ -226,13 +229,13 @@ class Worker:
 
     def _get(self, client: Client, name: str) -> SessionInfo:
         with self._log.op("get", name) as answer:
-            session = client.get_session(name)
+            session = client.sessions.get(name)
             answer.update(view_of(session))
         return session
 
     def _look_up(self, client: Client, name: str) -> None:
         with self._log.op("lookup", name) as answer:
-            (found,) = client.lookup([(name, MODEL.fingerprint())])
+            (found,) = client.sessions.lookup([(name, MODEL.fingerprint())])
             if found.reason == "SESSION_NOT_FOUND":
                 answer.update({"error": "SessionNotFound", "says": found.reason})
             else:
@@ -254,9 +257,7 @@ class Worker:
         ) as answer:
             answer.update(
                 view_of(
-                    client.append(
-                        session,
-                        OWN,
+                    client.sessions.open(session, OWN).append(
                         rows,
                         durability=Durability.DISK if is_durable else Durability.MEMORY,
                         if_generation_match=generation,
@@ -268,7 +269,7 @@ class Worker:
         session = self._get(client, name)
         count, first = self._tags(session)
         middle = self._random.randint(1, count)
-        with client.writer(session, OWN, count) as writer:
+        with client.sessions.open(session, OWN).writer(count) as writer:
             for begin, end in ((0, middle), (middle, count)):
                 if begin == end:
                     continue
@@ -298,7 +299,7 @@ class Worker:
     def _abandon(self, client: Client, name: str) -> None:
         session = self._get(client, name)
         count, first = self._tags(session)
-        with client.writer(session, OWN, count) as writer:
+        with client.sessions.open(session, OWN).writer(count) as writer:
             for stream, rows in rows_to_append(name, first, session.token_count, count).items():
                 writer.write(stream, 0, rows)
 
@@ -306,13 +307,13 @@ class Worker:
         session = self._get(client, name)
         count = self._random.randint(session.token_count // 2, session.token_count)
         with self._log.op("keep_first", name, count=count) as answer:
-            answer.update(view_of(client.keep_first(name, count)))
+            answer.update(view_of(client.sessions.keep_first(name, count)))
 
     def _keep_recent(self, client: Client, name: str) -> None:
         session = self._get(client, name)
         count, sinks = self._random.randint(session.token_count // 2, session.token_count), 4
         with self._log.op("keep_recent", name, count=count, sinks=sinks) as answer:
-            answer.update(view_of(client.keep_recent(name, count, sink_token_count=sinks)))
+            answer.update(view_of(client.sessions.keep_recent(name, count, sink_token_count=sinks)))
 
     def _fork_and_write_both(self, client: Client, name: str) -> None:
         """Have room in both at once, behind what they share."""
@@ -320,7 +321,10 @@ class Worker:
         with suppress(SessionNotFound):
             self._delete(client, new_name)
         fork = self._fork_to(client, source, new_name, source.token_count)
-        with client.writer(source, OWN, 3) as first, client.writer(fork, OWN, 3) as second:
+        with (
+            client.sessions.open(source, OWN).writer(3) as first,
+            client.sessions.open(fork, OWN).writer(3) as second,
+        ):
             for writer, session in ((first, source), (second, fork)):
                 self._fill(writer, session)
 
@@ -348,9 +352,9 @@ class Worker:
 
     def _fork_to(self, client: Client, source: SessionInfo, new_name: str, count: int) -> SessionInfo:
         with self._log.op("fork", source.name, target=new_name, count=count) as answer:
-            fork = client.fork_session(
+            fork = client.sessions.fork(
                 source.name,
-                session_id=new_name.partition("/")[2],
+                id=new_name.partition("/")[2],
                 token_count=count,
                 expire_time=_moment(time.time_ns() + 3600 * 10**9),
             )
@@ -362,35 +366,35 @@ class Worker:
 
     def _delete(self, client: Client, name: str) -> None:
         with self._log.op("delete", name):
-            client.delete_session(name)
+            client.sessions.delete(name)
 
     def _update(self, client: Client, name: str) -> None:
         if self._is_heads():
             left_ns = self._random.randint(1000, 1500) * 10**6
             with self._log.op("update", name, ttl_ns=left_ns) as answer:
-                answer.update(view_of(client.update_session(name, ttl=seconds(left_ns / 10**9))))
+                answer.update(view_of(client.sessions.update(name, ttl=seconds(left_ns / 10**9))))
         else:
             left_ns = self._random.randint(100, 1500) * 10**6
             # Read one after the other: how long that may take is allowed for.
             due_ns, moment = time.monotonic_ns() + left_ns, _moment(time.time_ns() + left_ns)
             with self._log.op("update", name, due_ns=due_ns) as answer:
-                answer.update(view_of(client.update_session(name, expire_time=moment)))
+                answer.update(view_of(client.sessions.update(name, expire_time=moment)))
 
     def _flush(self, client: Client, name: str) -> None:
         with self._log.op("flush", name) as answer:
-            answer.update(view_of(client.flush_session(name)))
+            answer.update(view_of(client.sessions.flush(name)))
 
     def _demote(self, client: Client, name: str) -> None:
         with self._log.op("flush", name) as answer:
-            answer.update(view_of(client.demote_session(name)))
+            answer.update(view_of(client.admin.demote_session(name)))
 
     def _read(self, client: Client, name: str) -> None:
-        with self._log.op("read", name) as answer, client.read(name, OWN) as rows:
+        with self._log.op("read", name) as answer, client.sessions.open(name, OWN).read() as rows:
             answer.update(view_of(rows.session) | look_into(rows))
 
     def look_at_all(self, names: Sequence[str]) -> None:
         """Read every session once, whatever is there. Raises Unavailable."""
-        with Client(self._target, access=self._access, timeout_s=TIMEOUT_S) as client:
+        with ctxcache.connect(self._target, **route_options(self._access), timeout_s=TIMEOUT_S) as client:
             for name in names:
                 try:
                     self._read(client, name)
@@ -410,7 +414,7 @@ def _moment(unix_ns: int) -> datetime:
     return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=unix_ns // 1000)
 
 
-def work(orders: Connection, target: str, access: Access, log_path: str, writer: int, seed: int) -> None:
+def work(orders: Connection, target: str, access: Route, log_path: str, writer: int, seed: int) -> None:
     """Do what is ordered, until nothing is any more: the whole life of a client's process."""
     log = Log(Path(log_path), writer)
     worker = Worker(target, access, log, writer, seed)

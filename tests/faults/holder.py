@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.v1.session_pb2 import AppendHeader, AppendSessionRequest, ReadSessionRequest
 from ctxcache.v1.session_pb2_grpc import SessionServiceStub
@@ -22,23 +23,26 @@ NEW_TOKENS = 64
 
 def lease(target: str, names: list[str]) -> list[Any]:
     """Lease all tokens of each."""
-    client = Client(target, access="local")
-    return [client, *(client.read(name, stored_model(client, name)) for name in names)]
+    client = ctxcache.connect(target, access="local")
+    return [client, *(client.sessions.open(name, stored_model(client, name)).read() for name in names)]
 
 
 def reservation(target: str, names: list[str]) -> list[Any]:
     """Reserve room behind each."""
-    client = Client(target, access="local")
-    return [client, *(client.writer(name, stored_model(client, name), NEW_TOKENS) for name in names)]
+    client = ctxcache.connect(target, access="local")
+    return [
+        client,
+        *(client.sessions.open(name, stored_model(client, name)).writer(NEW_TOKENS) for name in names),
+    ]
 
 
 def read(target: str, names: list[str]) -> list[Any]:
     """Begin to read each by stream, take the header, and nothing after it."""
-    channel, client = grpc.insecure_channel(target), Client(target, access="remote")
+    channel, client = grpc.insecure_channel(target), ctxcache.connect(target, access="remote")
     stub = SessionServiceStub(channel)
     held: list[Any] = [channel]
     for name in names:
-        fingerprint = client.get_session(name).model_fingerprint
+        fingerprint = client.sessions.get(name).model_fingerprint
         call = stub.ReadSession(ReadSessionRequest(name=name, model_fingerprint=fingerprint))
         next(call)
         held.append(call)
@@ -47,13 +51,13 @@ def read(target: str, names: list[str]) -> list[Any]:
 
 def append(target: str, names: list[str]) -> list[Any]:
     """Begin to append to each by stream, send the header, and nothing after it."""
-    channel, client = grpc.insecure_channel(target), Client(target, access="remote")
+    channel, client = grpc.insecure_channel(target), ctxcache.connect(target, access="remote")
     stub = SessionServiceStub(channel)
     return [channel, *(_begin_append(stub, client, name) for name in names)]
 
 
 def _begin_append(stub: SessionServiceStub, client: Client, name: str) -> Any:
-    session = client.get_session(name)
+    session = client.sessions.get(name)
     header = AppendHeader(
         name=name, model_fingerprint=session.model_fingerprint, write_offset=session.token_count
     )

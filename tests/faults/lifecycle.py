@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, CapacityExceeded, SessionNotFound, TierFailure
@@ -59,9 +60,9 @@ class Lifecycle:
             self.create(client, "a")
             self.append(client, "a", 100, is_durable=True)
             self.append(client, "a", 90, is_durable=False)
-            self._make_durable("flush a", client.flush_session, "a")
+            self._make_durable("flush a", client.sessions.flush, "a")
             self.append(client, "a", 30, is_durable=False)
-            self._make_durable("demote a", client.demote_session, "a")
+            self._make_durable("demote a", client.admin.demote_session, "a")
             self.read(client, "a")
             self.create(client, "b")
             self.append(client, "b", 130, is_durable=True)
@@ -86,7 +87,7 @@ class Lifecycle:
     def append(self, client: Client, name: str, count: int, *, is_durable: bool) -> None:
         """Append tokens; acknowledged durable ones are a bound from below."""
         known = self.sessions[name]
-        before = self.try_("get", lambda: client.get_session(f"sessions/{name}"), known)
+        before = self.try_("get", lambda: client.sessions.get(f"sessions/{name}"), known)
         if before is None:
             return
         begin = before.token_count
@@ -96,14 +97,16 @@ class Lifecycle:
             for stream, row_bytes in STREAMS.items()
         }
         durability = {"durability": Durability.DISK} if is_durable else {}
-        done = self.try_(f"append {name}", lambda: client.append(before, OWN, rows, **durability), known)
+        done = self.try_(
+            f"append {name}", lambda: client.sessions.open(before, OWN).append(rows, **durability), known
+        )
         if done is not None and is_durable:
             known.least = max(known.least, begin + count)
 
     def read(self, client: Client, name: str) -> None:
         """Read all rows of a session and compare them."""
         known = self.sessions[name]
-        session = self.try_("get", lambda: client.get_session(f"sessions/{name}"), known)
+        session = self.try_("get", lambda: client.sessions.get(f"sessions/{name}"), known)
         if session is None:
             return
         if known.must_be_gone:
@@ -137,13 +140,13 @@ class Lifecycle:
     def create(self, client: Client, name: str, *, life_s: float | None = None) -> None:
         """Create a session, of the one model; with `life_s` it ends then."""
         known = self.sessions[name] = Known(owner=len(self.sessions) + 1)
-        model = self.try_("register", lambda: client.register_model(model_spec()))
+        model = self.try_("register", lambda: client.models.register(model_spec()))
         if model is None:
             return
         end = None if life_s is None else datetime.now(UTC) + timedelta(seconds=life_s)
         made = self.try_(
             f"create {name}",
-            lambda: client.create_session(model.name, session_id=name, layout=[HIDDEN], expire_time=end),
+            lambda: client.sessions.create(model, id=name, layout=[HIDDEN], expire_time=end).info,
         )
         known.may_be_gone = made is None or end is not None
 
@@ -158,18 +161,20 @@ class Lifecycle:
     def truncate(self, client: Client, name: str, count: int) -> None:
         """Keep the first tokens."""
         known = self.sessions[name]
-        session = self.try_("get", lambda: client.get_session(f"sessions/{name}"), known)
+        session = self.try_("get", lambda: client.sessions.get(f"sessions/{name}"), known)
         if session is None or session.token_count < count:
             return
         known.least = min(known.least, count)
-        done = self.try_(f"truncate {name}", lambda: client.keep_first(f"sessions/{name}", count), known)
+        done = self.try_(
+            f"truncate {name}", lambda: client.sessions.keep_first(f"sessions/{name}", count), known
+        )
         if done is not None:
             known.most = count
 
     def _fork(self, client: Client, source: str, name: str) -> None:
         parent = self.sessions[source]
         known = self.sessions[name] = Known(owner=parent.owner, most=parent.most)
-        call = lambda: client.fork_session(f"sessions/{source}", session_id=name)  # noqa: E731
+        call = lambda: client.sessions.fork(f"sessions/{source}", id=name)  # noqa: E731
         done = self.try_(f"fork {source}", call, parent)
         if done is not None:
             known.least, known.may_be_gone = done.token_count, False
@@ -179,12 +184,12 @@ class Lifecycle:
         known = self.sessions[name]
         was_there = not known.may_be_gone
         known.may_be_gone, known.least = True, 0
-        call = lambda: client.delete_session(f"sessions/{name}") or True  # type: ignore[func-returns-value]  # noqa: E731
+        call = lambda: client.sessions.delete(f"sessions/{name}") or True  # type: ignore[func-returns-value]  # noqa: E731
         if self.try_(f"delete {name}", call, known) and was_there:
             known.must_be_gone = True
 
     def _compare(self, client: Client, session: SessionInfo, known: Known) -> bool:
-        with client.read(session, OWN) as rows:
+        with client.sessions.open(session, OWN).read() as rows:
             for stream in STREAMS:
                 self._compare_stream(
                     np.concatenate([np.asarray(p) for p in rows.pieces(stream)]), known, stream
@@ -200,4 +205,4 @@ class Lifecycle:
 
 
 def _client(target: str) -> Client:
-    return Client(target, access="remote", timeout_s=DEADLINE_S)
+    return ctxcache.connect(target, access="remote", timeout_s=DEADLINE_S)

@@ -31,6 +31,7 @@ from statistics import median
 
 import numpy as np
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, TooManyRequests
 from ctxcache.format.identity import wire_checksum
@@ -133,12 +134,12 @@ class LocalClient(threading.Thread):
 
     def run(self) -> None:
         """Until the time is over."""
-        with Client(self._target, access="local") as client:
+        with ctxcache.connect(self._target, access="local") as client:
             until_s = time.monotonic() + self._seconds
             while time.monotonic() < until_s:
                 began_s = time.monotonic()
                 try:
-                    client.read("sessions/context-0", OWN).close()
+                    client.sessions.open("sessions/context-0", OWN).read().close()
                     self.latencies_s.append(time.monotonic() - began_s)
                 except TooManyRequests:
                     self._report.count("refused_lease_count")
@@ -164,8 +165,8 @@ class Rig:
 
     def __init__(self, server: ServerProcess, core: int, report: Report) -> None:
         self.server, self._core, self._report = server, core, report
-        with Client(server.target) as client:
-            client.register_model(SPEC)
+        with ctxcache.connect(server.target) as client:
+            client.models.register(SPEC)
             for owner in range(CONTEXTS):
                 _fill(client, f"context-{owner}", owner)
             for owner in range(WRITERS):
@@ -225,13 +226,13 @@ def _outcomes(process: "subprocess.Popen[str]") -> list[Outcome]:
 
 
 def _create(client: Client, name: str) -> None:
-    client.create_session("models/load", session_id=name, layout=[s.stream for s in SPEC.streams])
+    client.sessions.create(OWN, id=name, layout=[s.stream for s in SPEC.streams])
 
 
 def _fill(client: Client, name: str, owner: int) -> None:
     _create(client, name)
     rows = {s.stream: rows_of(owner, s.stream, 0, CONTEXT_TOKENS, s.row_bytes) for s in STORED}
-    client.append(f"sessions/{name}", OWN, rows)
+    client.sessions.open(f"sessions/{name}", OWN).append(rows)
 
 
 def _read(name: str, token_count: int = CONTEXT_TOKENS) -> str:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ctxcache.client import Client
-from ctxcache.client.client import Access
+import ctxcache
 from ctxcache.errors import DeadlineExceeded, Unavailable
+from lab.routes import Route
 from tests.faults import afterwards, planted
 from tests.faults.blows import Blow, Blows, Kind
 from tests.faults.expected import Expected
@@ -24,7 +24,7 @@ from tests.faults.workload import Terms, Worker
 from tests.nursery import Nursery
 from tests.server_process import ServerDidNotStart, ServerProcess
 
-ACCESSES: tuple[Access, ...] = ("local-grpc", "local-socket", "grpc", "bulk")
+ACCESSES: tuple[Route, ...] = ("local-grpc", "local-socket", "grpc", "bulk")
 FRESH_RATIO = 0.1
 """Share of starts by a new interpreter, as an operator starts one; the others are forked, which is faster."""
 POLL_S = 0.002
@@ -151,11 +151,11 @@ class Rounds:
             began_s = time.monotonic()
             server.start()
             times.ready_s.append(time.monotonic() - began_s)
-            with Client(server.target, access="remote") as client:
-                client.stats()
+            with ctxcache.connect(server.target, access="remote") as client:
+                client.admin.stats()
                 times.answer_s.append(time.monotonic() - began_s)
                 if not epoch.ledger.sessions:
-                    client.register_model(epoch.ledger.shape.model)
+                    client.models.register(epoch.ledger.shape.model)
                 afterwards.compare(client, epoch.ledger, epoch.terms)
         except Unavailable as error:
             code = server.wait(END_TIMEOUT_S)
@@ -222,7 +222,7 @@ class Rounds:
             self._ground.strike(server)
 
     def _end(self, epoch: Epoch, server: ServerProcess) -> None:
-        with Client(server.target, access="remote") as client:
+        with ctxcache.connect(server.target, access="remote") as client:
             afterwards.empty(client, epoch.ledger)
         self._epoch = None
 

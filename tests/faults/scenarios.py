@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.types import seconds
 from ctxcache.errors import CacheError, SessionNotFound, WriteInProgress
@@ -34,7 +35,7 @@ def hanging_device(
 ) -> None:
     """While every write to SSD hangs, rows in memory are read and control calls are answered."""
     life = Lifecycle(problem)
-    with Client(server.target, access="remote", timeout_s=QUICK_S) as client:
+    with ctxcache.connect(server.target, access="remote", timeout_s=QUICK_S) as client:
         life.create(client, "a")
         life.append(client, "a", 100, is_durable=True)
         life.create(client, "b")
@@ -45,8 +46,8 @@ def hanging_device(
             for _ in range(3):
                 life.read(client, "a")
                 life.read(client, "b")
-                life.try_("stats", client.stats)
-                life.try_("health", client.health)
+                life.try_("stats", client.admin.stats)
+                life.try_("health", client.admin.health)
             life.create(client, "c")
             faults.disarm()
         life.check_all(client)
@@ -57,18 +58,18 @@ def hanging_device(
 def no_descriptors(server: ServerProcess, problem: Problem) -> None:
     """Without descriptors for new connections the old ones go on, and new ones come when there are some."""
     life = Lifecycle(problem)
-    with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+    with ctxcache.connect(server.target, access="remote", timeout_s=DEADLINE_S) as client:
         life.create(client, "a")
         life.append(client, "a", 100, is_durable=True)
         taken = max(int(name) for name in os.listdir(f"/proc/{server.pid}/fd")) + 1  # noqa: PTH208
         limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (taken, limits[1]))
-        with Client(server.target, access="remote", timeout_s=2.0) as other:
-            expect(CacheError, "a new connection", other.stats, problem)
+        with ctxcache.connect(server.target, access="remote", timeout_s=2.0) as other:
+            expect(CacheError, "a new connection", other.admin.stats, problem)
             life.read(client, "a")
             life.append(client, "a", 50, is_durable=True)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
-        with Client(server.target, access="remote", timeout_s=DEADLINE_S) as other:
+        with ctxcache.connect(server.target, access="remote", timeout_s=DEADLINE_S) as other:
             life.check_all(other)
 
 
@@ -79,7 +80,7 @@ def clock_jump(make: Callable[[], ServerProcess], clock: Path, jump: str, proble
     server = make()
     try:
         server.start()
-        with Client(server.target, access="local", timeout_s=DEADLINE_S) as client:
+        with ctxcache.connect(server.target, access="local", timeout_s=DEADLINE_S) as client:
             life.create(client, "kept", life_s=10 * 86400)
             life.append(client, "kept", 100, is_durable=True)
             life.create(client, "due", life_s=1800)
@@ -90,7 +91,7 @@ def clock_jump(make: Callable[[], ServerProcess], clock: Path, jump: str, proble
             _check_due(client, jump, problem)
         server.terminate()
         server.start()
-        with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+        with ctxcache.connect(server.target, access="remote", timeout_s=DEADLINE_S) as client:
             life.read(client, "kept")
             _check_due(client, jump, problem)
             if is_forward:
@@ -130,12 +131,18 @@ def _write_across(client: Client, life: Lifecycle, jump: Callable[[], None], pro
     known = life.sessions["kept"]
     rows = {s: rows_of(known.owner, s, 100, 110, row_bytes) for s, row_bytes in STREAMS.items()}
     try:
-        with client.read("sessions/kept", OWN), client.writer("sessions/kept", OWN, 10) as writer:
+        with (
+            client.sessions.open("sessions/kept", OWN).read(),
+            client.sessions.open("sessions/kept", OWN).writer(10) as writer,
+        ):
             jump()
-            if client.stats().lease_count != 1:
+            if client.admin.stats().lease_count != 1:
                 problem("a lease ended with the jump")
             expect(
-                WriteInProgress, "a second writer", lambda: client.writer("sessions/kept", OWN, 1), problem
+                WriteInProgress,
+                "a second writer",
+                lambda: client.sessions.open("sessions/kept", OWN).writer(1),
+                problem,
             )
             for stream, view in rows.items():
                 writer.write(stream, 0, view)
@@ -153,13 +160,17 @@ def _set(clock: Path, jump: str, client: Client, left_count: int, problem: Probl
     set_to = clock.with_suffix(".new")
     set_to.write_text(f"{jump}\n")
     set_to.replace(clock)
-    client.create_session("models/tiny", session_id="mark", layout=[HIDDEN], ttl=seconds(1))
-    _until(lambda: client.stats().session_count == left_count, problem, f"upkeep does not turn after {jump}")
+    client.sessions.create(OWN, id="mark", layout=[HIDDEN], ttl=seconds(1))
+    _until(
+        lambda: client.admin.stats().session_count == left_count,
+        problem,
+        f"upkeep does not turn after {jump}",
+    )
 
 
 def _check_due(client: Client, jump: str, problem: Problem) -> None:
     try:
-        client.get_session("sessions/due")
+        client.sessions.get("sessions/due")
         is_there = True
     except SessionNotFound:
         is_there = False
@@ -171,8 +182,8 @@ def _check_due(client: Client, jump: str, problem: Problem) -> None:
 def _flushing(target: str, name: str, problem: Problem) -> Iterator[None]:
     def flush() -> None:
         try:
-            with Client(target, access="remote", timeout_s=4 * DEADLINE_S) as client:
-                client.flush_session(name)
+            with ctxcache.connect(target, access="remote", timeout_s=4 * DEADLINE_S) as client:
+                client.sessions.flush(name)
         except CacheError as error:
             problem(f"the flush that waited: {error.reason}: {error}")
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.errors import CapacityExceeded, DeadlineExceeded, TooManyRequests, Unavailable
 from tests.faults.endings import check_refusal, stop
 from tests.faults.harness import Unsupported
-from tests.faults.lifecycle import DEADLINE_S, Lifecycle
+from tests.faults.lifecycle import DEADLINE_S, OWN, Lifecycle
 from tests.faults.scenarios import expect
 from tests.server_process import ServerDidNotStart, ServerProcess
 
@@ -65,7 +66,7 @@ def full_disk(make: Callable[[], ServerProcess], ballast: Path, problems: list[s
     _check_no_start(make(), problems)
     ballast.unlink()
     with make() as server:
-        with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+        with ctxcache.connect(server.target, access="remote", timeout_s=DEADLINE_S) as client:
             _be_crowded(client, life, ballast, problems)
             if life.refused_count:
                 problems.append(f"{life.refused_count} calls were refused that need no room")
@@ -93,7 +94,7 @@ def refused_memory(
         _check_no_start(bounded(limit_bytes), problems)
     life = Lifecycle(problems.append)
     with make() as server:
-        with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+        with ctxcache.connect(server.target, access="remote", timeout_s=DEADLINE_S) as client:
             life.create(client, "a")
             life.append(client, "a", 100, is_durable=True)
         now_bytes = int(Path(f"/proc/{server.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -101,7 +102,7 @@ def refused_memory(
         starved = Lifecycle(problems.append, refusals=(Unavailable, DeadlineExceeded, TooManyRequests))
         starved.sessions = life.sessions
         for _ in range(CLIENTS):
-            with Client(server.target, access="remote", timeout_s=STARVED_DEADLINE_S) as client:
+            with ctxcache.connect(server.target, access="remote", timeout_s=STARVED_DEADLINE_S) as client:
                 starved.append(client, "a", MANY_TOKENS, is_durable=True)
                 starved.read(client, "a")
         if server.wait(0) is None:
@@ -123,9 +124,9 @@ def _be_crowded(client: Client, life: Lifecycle, ballast: Path, problems: list[s
     life.append(client, "a", 30, is_durable=False)
     _fill(ballast, CROWDED_BYTES)
     for what, call in (
-        ("create", lambda: client.create_session("models/tiny", session_id="x")),
-        ("fork", lambda: client.fork_session("sessions/a", session_id="y")),
-        ("flush", lambda: client.flush_session("sessions/a")),
+        ("create", lambda: client.sessions.create(OWN, id="x")),
+        ("fork", lambda: client.sessions.fork("sessions/a", id="y")),
+        ("flush", lambda: client.sessions.flush("sessions/a")),
     ):
         expect(CapacityExceeded, what, call, problems.append)
     life.append(client, "a", 50, is_durable=False)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ctxcache.client import Client
-from ctxcache.client.client import Access
+import ctxcache
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability, seconds
 from ctxcache.errors import (
     CacheError,
@@ -29,6 +29,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
+from lab.routes import Route, route_options
 from tests.faults.foresight import Foresight
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.planted import command
@@ -37,7 +38,7 @@ from tests.server_process import ServerProcess
 from tests.stored_model import stored_model
 
 STORED = (TOKENS_SPEC, *(StreamSpec(Stream(i, StateKind.KV), 1024, DType.FLOAT16) for i in range(3)))
-WAYS: tuple[Access, ...] = ("local", "remote", "grpc", "local-grpc")
+WAYS: tuple[Route, ...] = ("local", "remote", "grpc", "local-grpc")
 SESSIONS_EACH, MOST_TOKENS, CLIENT_LIFE = 6, 1500, 60
 WARM_ROUNDS_SHARE = 0.4
 RSS_GROWTH_LIMIT_BYTES, COUNT_GROWTH_LIMIT = 12 << 20, 12
@@ -111,7 +112,9 @@ class Churn:
         refused = done = 0
         while done < operation_count:
             self._is_gone, life = False, 0
-            with Client(self._server.unix_target, access=self._draw.choice(WAYS)) as client:
+            with ctxcache.connect(
+                self._server.unix_target, **route_options(self._draw.choice(WAYS))
+            ) as client:
                 self._foresight = Foresight(client, f"soak-{self._owner}", self._draw)
                 while done < operation_count and life < CLIENT_LIFE and not self._is_gone:
                     refused += self._one(client)
@@ -141,32 +144,30 @@ class Churn:
         return 0
 
     def _create_of_a_model(self, client: Client, name: str, number: int) -> None:
-        client.register_model(model(number))
-        client.create_session(
-            f"models/soak-{number}",
-            session_id=name.removeprefix("sessions/"),
+        client.models.register(model(number))
+        client.sessions.create(
+            CallerModel(model(number)),
+            id=name.removeprefix("sessions/"),
             layout=[s.stream for s in STORED[1:]],
             ttl=seconds(self._draw.choice((5, 3600))),
         )
 
     def _append(self, client: Client, name: str) -> None:
-        session = client.get_session(name)
+        session = client.sessions.get(name)
         if session.token_count > MOST_TOKENS:
-            client.keep_first(name, 0)
+            client.sessions.keep_first(name, 0)
             return
         count = self._draw.choice((1, 5, 64, 200))
         begin = session.token_count
         rows = {s.stream: rows_of(self._owner, s.stream, begin, begin + count, s.row_bytes) for s in STORED}
         is_durable = self._draw.random() < 0.1
-        client.append(
-            session,
-            stored_model(client, name),
+        client.sessions.open(session, stored_model(client, name)).append(
             rows,
             **({"durability": Durability.DISK} if is_durable else {}),
         )
 
     def _read(self, client: Client, name: str) -> None:
-        with client.read(name, stored_model(client, name)) as rows:
+        with client.sessions.open(name, stored_model(client, name)).read() as rows:
             for spec in STORED:
                 at = 0
                 for piece in rows.pieces(spec.stream):
@@ -177,7 +178,9 @@ class Churn:
 
     def _half_read(self, client: Client, name: str) -> None:
         """Take the first piece, and let the client be closed with the rest in hand."""
-        next(iter(client.read(name, stored_model(client, name)).pieces(STORED[1].stream)), None)
+        next(
+            iter(client.sessions.open(name, stored_model(client, name)).read().pieces(STORED[1].stream)), None
+        )
         self._go(client)
 
     def _go(self, client: Client) -> None:
@@ -186,7 +189,7 @@ class Churn:
         self._is_gone = True
 
     def _give_up_writing(self, client: Client, name: str) -> None:
-        writer = client.writer(name, stored_model(client, name), self._draw.choice((1, 100)))
+        writer = client.sessions.open(name, stored_model(client, name)).writer(self._draw.choice((1, 100)))
         spec = STORED[1]
         writer.write(spec.stream, 0, rows_of(self._owner, spec.stream, 0, 1, spec.row_bytes))
         if self._draw.random() < 0.2:
@@ -196,31 +199,31 @@ class Churn:
             return
 
     def _truncate(self, client: Client, name: str) -> None:
-        client.keep_first(name, client.get_session(name).token_count // 2)
+        client.sessions.keep_first(name, client.sessions.get(name).token_count // 2)
 
     def _fork(self, client: Client, name: str) -> None:
         fork = f"{name.removeprefix('sessions/')}-fork"
         try:
-            client.fork_session(name, session_id=fork)
+            client.sessions.fork(name, id=fork)
         except SessionAlreadyExists:
-            client.delete_session(f"sessions/{fork}")
+            client.sessions.delete(f"sessions/{fork}")
 
     def _delete(self, client: Client, name: str) -> None:
-        client.delete_session(name)
+        client.sessions.delete(name)
 
     def _touch(self, client: Client, name: str) -> None:
-        client.update_session(name, ttl=seconds(self._draw.choice((5, 3600))))
+        client.sessions.update(name, ttl=seconds(self._draw.choice((5, 3600))))
 
     def _flush(self, client: Client, name: str) -> None:
-        (client.demote_session if self._draw.random() < 0.3 else client.flush_session)(name)
+        (client.admin.demote_session if self._draw.random() < 0.3 else client.sessions.flush)(name)
 
     def _foretell(self, _: Client, name: str) -> None:
         self._foresight.tell(name)
 
     def _look(self, client: Client, name: str) -> None:
-        client.lookup([(name, model(0).fingerprint())])
-        list(client.list_sessions(page_size=50))
-        client.stats()
+        client.sessions.lookup([(name, model(0).fingerprint())])
+        list(client.sessions.list(page_size=50))
+        client.admin.stats()
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -261,9 +264,9 @@ def _round(options: argparse.Namespace, report: Report, server: ServerProcess, n
 def _settled(server: ServerProcess, patience_s: float) -> Sample:
     """Delete everything and wait until what is left is let go."""
     deadline_s = time.monotonic() + patience_s
-    with Client(server.target, access="remote") as client:
+    with ctxcache.connect(server.target, access="remote") as client:
         while True:
-            for session in list(client.list_sessions()):
+            for session in list(client.sessions.list()):
                 _delete(client, session.name)
             sample = _look_at(server, client)
             if not any((*sample.used_bytes, *sample.left_over)) or time.monotonic() > deadline_s:
@@ -273,13 +276,13 @@ def _settled(server: ServerProcess, patience_s: float) -> Sample:
 
 def _delete(client: Client, name: str) -> None:
     try:
-        client.delete_session(name)
+        client.sessions.delete(name)
     except CacheError:
         return  # expired meanwhile, or somebody's writer is not given up yet: looked at again
 
 
 def _look_at(server: ServerProcess, client: Client) -> Sample:
-    stats = client.stats()
+    stats = client.admin.stats()
     process = Path(f"/proc/{server.pid}")
     rss_kib = next(
         int(line.split()[1])

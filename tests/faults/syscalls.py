@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.client.types import PathState
 from tests.faults import planted, scenarios, shortages
 from tests.faults.endings import check_refusal, last_line, stop
@@ -143,8 +143,8 @@ def _check_paths(point: Point, server: ServerProcess, run: Run, life: Lifecycle,
     if point.place != "ssd" or run.faults.hit_count == 0 or point.error not in ("EIO", "ENOSPC"):
         return
     if point.call in ("write", "fdatasync"):
-        with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
-            tiers = {tier.path: tier for tier in client.stats().tiers}
+        with ctxcache.connect(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+            tiers = {tier.path: tier for tier in client.admin.stats().tiers}
         hit = tiers[run.faults.where.split()[-1]]
         if point.error == "EIO" or point.call == "fdatasync":
             if hit.state is not PathState.FENCED or not hit.problem:

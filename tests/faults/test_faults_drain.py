@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+import ctxcache
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import CallerModel, Client
+from ctxcache.client import CallerModel
 from tests.faults.drain import HARNESS
 from tests.faults.planted import command
 from tests.faults.rows import rows_of
@@ -33,15 +34,18 @@ def test_a_device_that_hangs_does_not_hold_the_end(tmp_path: Path) -> None:
     options = ("--drain-timeout-s", "1", "--flush-timeout-s", "1")
     rows = {s.stream: rows_of(1, s.stream, 0, 10, s.row_bytes) for s in STORED}
     with ServerProcess(tmp_path / "data", *options, program=command(["device_hangs"])) as hanging:
-        with Client(hanging.target, access="remote") as client:
-            client.register_model(model(0))
-            client.create_session("models/soak-0", session_id="a", layout=[s.stream for s in STORED[1:]])
-            client.append("sessions/a", CallerModel(model(0)), rows)
+        with ctxcache.connect(hanging.target, access="remote") as client:
+            client.models.register(model(0))
+            client.sessions.create(CallerModel(model(0)), id="a", layout=[s.stream for s in STORED[1:]])
+            client.sessions.open("sessions/a", CallerModel(model(0))).append(rows)
         code = hanging.terminate()
         arena = Path(hanging.ready["arena"]["path"])
         is_arena_left = arena.exists()
-    with ServerProcess(tmp_path / "data", *options) as again, Client(again.target, access="remote") as client:
-        token_count = client.get_session("sessions/a").token_count
+    with (
+        ServerProcess(tmp_path / "data", *options) as again,
+        ctxcache.connect(again.target, access="remote") as client,
+    ):
+        token_count = client.sessions.get("sessions/a").token_count
 
     assert code == ExitCode.DEVICE
     assert "longer than 1 + 1 s; what was not on disk by then is lost (TIER_FAILURE)" in hanging.stderr

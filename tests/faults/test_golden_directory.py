@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ctxcache.client import CallerModel, Client
+import ctxcache
+from ctxcache.client import CallerModel
 from ctxcache.runtime.files import write_facts
 from tests.faults.rows import rows_of
 from tests.golden.make_directory import ARCHIVE, MODEL, SESSIONS, SSD_NAMES, SSD_SIZE_BYTES, STREAMS, owner_of
@@ -34,11 +35,11 @@ def server(golden: Path, *names: str) -> ServerProcess:
 def wrong_sessions(running: ServerProcess) -> list[str]:
     """Read everything; return the sessions that are not what they were."""
     wrong = []
-    with Client(running.target, access="remote") as client:
-        found = {session.name.removeprefix("sessions/") for session in client.list_sessions()}
+    with ctxcache.connect(running.target, access="remote") as client:
+        found = {session.name.removeprefix("sessions/") for session in client.sessions.list()}
         for name, ranges in SESSIONS.items():
             indexes = [i for begin, end in ranges for i in range(begin, end)]
-            with client.read(f"sessions/{name}", CallerModel(MODEL)) as rows:
+            with client.sessions.open(f"sessions/{name}", CallerModel(MODEL)).read() as rows:
                 for spec in STREAMS:
                     whole = [
                         rows_of(owner_of(name, i), spec.stream, i, i + 1, spec.row_bytes) for i in indexes

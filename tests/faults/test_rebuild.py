@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import ctxcache
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import Client
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.format.slot import Slot
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
@@ -41,8 +41,8 @@ def made_anew(stored: Path, *, is_dry_run: bool = False) -> Rebuilt:
 
 def expire_times(running: ServerProcess) -> set[datetime]:
     """When its sessions end."""
-    with Client(running.target, access="remote") as client:
-        return {session.expire_time for session in client.list_sessions()}
+    with ctxcache.connect(running.target, access="remote") as client:
+        return {session.expire_time for session in client.sessions.list()}
 
 
 @pytest.mark.parametrize("lost", ["metadata", "."])

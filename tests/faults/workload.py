@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.client import Access
 from ctxcache.client.types import Durability, SessionInfo, seconds
 from ctxcache.errors import (
     CacheError,
@@ -28,6 +28,7 @@ from ctxcache.errors import (
     Unavailable,
     WriteInProgress,
 )
+from lab.routes import Route, route_options
 from tests.faults.expected import Change, Expected
 from tests.faults.foresight import Foresight
 from tests.faults.ledger import Ledger
@@ -52,7 +53,7 @@ class Worker(threading.Thread):
     def __init__(
         self,
         target: str,
-        access: Access,
+        access: Route,
         ledger: Ledger,
         sessions: list[Expected],
         terms: Terms,
@@ -93,7 +94,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Work until stopped, or until the server is gone."""
         try:
-            with Client(self._target, access=self._access, timeout_s=TIMEOUT_S) as client:
+            with ctxcache.connect(self._target, **route_options(self._access), timeout_s=TIMEOUT_S) as client:
                 self._foresight = Foresight(client, self._engine, self._random)
                 while not self._stopping.is_set():
                     self._turn(client)
@@ -129,7 +130,7 @@ class Worker(threading.Thread):
         except LeaseNotFound as error:
             # Of a server that has died meanwhile, which the next call is told; otherwise nothing ends a lease
             # so soon.
-            client.get_session(session.name)
+            client.sessions.get(session.name)
             self._ledger.find(f"{act.__name__} of {session.name}: {error}")
             session.is_done = True
         except CacheError as error:
@@ -165,7 +166,7 @@ class Worker(threading.Thread):
         if isinstance(error, CapacityExceeded) and not self._terms.may_evict and error.facts["tier"] == "SSD":
             self._ledger.find(f"{session.name}: {error}")
         try:
-            view = client.get_session(session.name)
+            view = client.sessions.get(session.name)
         except SessionNotFound:
             self._vanished(session)
             return
@@ -183,13 +184,13 @@ class Worker(threading.Thread):
         session.seen = reused.seen if reused else session.seen
         self._ledger.sessions[name] = session
         self.sessions.append(session)
-        view = client.create_session(
-            "models/crash",
-            session_id=name.partition("/")[2],
+        view = client.sessions.create(
+            self._own,
+            id=name.partition("/")[2],
             layout=self._ledger.shape.streams,
             ttl=seconds(3600),
             is_pinned=session.is_pinned,
-        )
+        ).info
         session.may_be_absent = False
         self._look(session, view)
 
@@ -200,13 +201,17 @@ class Worker(threading.Thread):
     def _append(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
         session.begin(Change((*session.live, *tags), cut=tags[-1] + 1))
-        view = client.append(session.name, self._own, self._ledger.rows(tags), durability=Durability.MEMORY)
+        view = client.sessions.open(session.name, self._own).append(
+            self._ledger.rows(tags), durability=Durability.MEMORY
+        )
         self._acknowledged(session, view)
 
     def _append_durably(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
         session.begin(Change((*session.live, *tags), cut=tags[-1] + 1))
-        view = client.append(session.name, self._own, self._ledger.rows(tags), durability=Durability.DISK)
+        view = client.sessions.open(session.name, self._own).append(
+            self._ledger.rows(tags), durability=Durability.DISK
+        )
         self._acknowledged(session, view)
         session.flushed()
         self._ledger.count("durable_token_count", len(tags))
@@ -214,7 +219,7 @@ class Worker(threading.Thread):
     def _write_in_parts(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
         first = self._random.randint(1, len(tags))
-        with client.writer(session.name, self._own, len(tags)) as writer:
+        with client.sessions.open(session.name, self._own).writer(len(tags)) as writer:
             for begin, end in ((0, first), (first, len(tags))):
                 if begin == end:
                     continue
@@ -233,27 +238,27 @@ class Worker(threading.Thread):
 
     def _abandon(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
-        with client.writer(session.name, self._own, len(tags)) as writer:
+        with client.sessions.open(session.name, self._own).writer(len(tags)) as writer:
             for stream, rows in list(self._ledger.rows(tags).items())[: self._random.randint(1, 3)]:
                 writer.write(stream, 0, rows)
-        self._look(session, client.get_session(session.name))
+        self._look(session, client.sessions.get(session.name))
 
     def _keep_first(self, client: Client, session: Expected) -> None:
         kept = self._random.randint(len(session.live) // 2, len(session.live))
         session.begin(Change(session.live[:kept]))
-        self._acknowledged(session, client.keep_first(session.name, kept))
+        self._acknowledged(session, client.sessions.keep_first(session.name, kept))
 
     def _keep_recent(self, client: Client, session: Expected) -> None:
         count, recent = len(session.live), self._random.randint(len(session.live) // 2, len(session.live))
         sinks = min(4, count)
         cut = max(sinks, count - recent)
         session.begin(Change((*session.live[:sinks], *session.live[cut:])))
-        self._acknowledged(session, client.keep_recent(session.name, recent))
+        self._acknowledged(session, client.sessions.keep_recent(session.name, recent))
 
     def _drop(self, client: Client, session: Expected) -> None:
         a, b, c, d = sorted(self._random.randint(0, len(session.live)) for _ in range(4))
         session.begin(Change((*session.live[:a], *session.live[b:c], *session.live[d:])))
-        self._acknowledged(session, client.drop_ranges(session.name, [(a, b), (c, d)]))
+        self._acknowledged(session, client.sessions.drop_ranges(session.name, [(a, b), (c, d)]))
 
     def _fork(self, client: Client, session: Expected) -> None:
         kept = self._random.randint(0, len(session.live))
@@ -262,7 +267,7 @@ class Worker(threading.Thread):
         fork.cuts = [fork.live[-1] + 1 if fork.live else 0]
         fork.flushed()
         self._ledger.sessions[fork.name] = fork
-        view = client.fork_session(session.name, session_id=name, token_count=kept, ttl=seconds(3600))
+        view = client.sessions.fork(session.name, id=name, token_count=kept, ttl=seconds(3600))
         fork.may_be_absent = False
         self._look(fork, view)
         session.flushed()
@@ -272,21 +277,21 @@ class Worker(threading.Thread):
 
     def _remove(self, client: Client, session: Expected) -> None:
         session.begin(Change(is_removal=True))
-        client.delete_session(session.name)
+        client.sessions.delete(session.name)
         session.change, session.is_done = None, True
         del self._ledger.sessions[session.name]
         self._deleted.append(session)
 
     def _flush(self, client: Client, session: Expected) -> None:
-        self._look(session, client.flush_session(session.name))
+        self._look(session, client.sessions.flush(session.name))
         session.flushed()
 
     def _demote(self, client: Client, session: Expected) -> None:
-        self._look(session, client.demote_session(session.name))
+        self._look(session, client.admin.demote_session(session.name))
         session.flushed()
 
     def _read(self, client: Client, session: Expected) -> None:
-        with client.read(session.name, self._own) as rows:
+        with client.sessions.open(session.name, self._own).read() as rows:
             tags, problem = self._ledger.read_tags(rows)
         self._ledger.find(problem)
         if problem is None and tags != session.live:
@@ -301,4 +306,4 @@ class Worker(threading.Thread):
         expire_time_ns = time.time_ns() // 1000 * 1000 + self._random.randint(10, 1000) * 10**6
         session.begin(Change(session.live, expire_time_ns=expire_time_ns))
         when = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=expire_time_ns // 1000)
-        self._acknowledged(session, client.update_session(session.name, expire_time=when))
+        self._acknowledged(session, client.sessions.update(session.name, expire_time=when))

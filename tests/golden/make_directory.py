@@ -16,6 +16,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability
 from ctxcache.format.model import ModelSpec
@@ -69,15 +70,15 @@ def append(client: Client, name: str, begin: int, end: int) -> None:
     """Append self-describing rows, durable; `[begin, end)` are the tokens' indexes."""
     owner = int(name.rpartition("s")[2])
     rows = {spec.stream: rows_of(owner, spec.stream, begin, end, spec.row_bytes) for spec in STREAMS}
-    client.append(name, CallerModel(MODEL), dict(rows), durability=Durability.DISK)
+    client.sessions.open(name, CallerModel(MODEL)).append(dict(rows), durability=Durability.DISK)
 
 
 def fill(client: Client) -> None:
     """Make what lies in tables after a restart."""
-    client.register_model(MODEL)
+    client.models.register(MODEL)
     for session_id in ("s1", "s2", "s3", "s5", "s6"):
         layout = [spec.stream for spec in MODEL.streams]
-        client.create_session("models/golden", session_id=session_id, layout=layout, expire_time=EXPIRE_TIME)
+        client.sessions.create(CallerModel(MODEL), id=session_id, layout=layout, expire_time=EXPIRE_TIME)
     append(client, "sessions/s1", 0, 130)
     append(client, "sessions/s2", 0, 150)
     append(client, "sessions/s3", 0, 100)
@@ -89,9 +90,9 @@ def go_on(client: Client) -> None:
     append(client, "sessions/s1", 130, 200)
     client.drop_ranges("sessions/s2", [(4, 100)])
     client.keep_first("sessions/s3", 64)
-    client.fork_session("sessions/s1", session_id="s4", token_count=FORKED_TOKENS)
+    client.sessions.fork("sessions/s1", id="s4", token_count=FORKED_TOKENS)
     append(client, "sessions/s4", FORKED_TOKENS, 70)
-    client.delete_session("sessions/s6")
+    client.sessions.delete("sessions/s6")
 
 
 def pack(directory: Path) -> bytes:
@@ -119,11 +120,11 @@ def main() -> None:
         ssd = [part for name in SSD_NAMES for part in ("--ssd-directories", str(data.parent / name))]
         server = ServerProcess(data, *ssd, "--ssd-size-bytes", str(SSD_SIZE_BYTES))
         with server:
-            with Client(server.target, access="remote") as client:
+            with ctxcache.connect(server.target, access="remote") as client:
                 fill(client)
             server.terminate()
             server.start()
-            with Client(server.target, access="remote") as client:
+            with ctxcache.connect(server.target, access="remote") as client:
                 go_on(client)
             server.kill9()
         facts = json.loads((data / "FORMAT").read_text())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from server_process import ServerProcess
 
+import ctxcache
 from ctxcache.client import Client
 
 
@@ -20,7 +21,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
     """A client of it."""
-    with Client(server.target) as connected:
+    with ctxcache.connect(server.target) as connected:
         yield connected
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import DOCUMENTS, ROOT, blocks
+from documents import DOCUMENTS, ROOT, aimed_at, blocks
 from server_process import ServerProcess
 from tiny_models import build
 
 from gpu_worker.plan import Method, RestorePlan
-
-DEFAULT_TARGET = "127.0.0.1:7420"
 
 
 class Tokenizer:
@@ -49,7 +47,7 @@ def test_the_block_runs_and_its_second_turn_restores(
         "new_ids": list(range(5, 75)),
     }
     name = f"documented-{Path(document).stem}"
-    source = blocks(ROOT / document, "python")[block].replace(DEFAULT_TARGET, server.target)
+    source = aimed_at(blocks(ROOT / document, "python")[block], server.target)
     code = compile(source.replace('"alice"', f'"{name}"'), document, "exec")
 
     exec(code, names)  # noqa: S102  the project's own document

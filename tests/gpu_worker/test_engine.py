@@ -14,8 +14,9 @@ from stored_model import stored_model
 from tiny_models import build
 from transformers import DynamicCache, PreTrainedModel
 
+import ctxcache
 from ctxcache.client import Client
-from ctxcache.client.client import Access
+from ctxcache.client.routes import Access
 from ctxcache.errors import ModelFingerprintMismatch, SessionNotFound, WriteInProgress
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
@@ -84,16 +85,18 @@ def _turn(
 
 
 def _saved_ids(client: Client, session_id: str) -> list[int]:
-    with client.read(f"sessions/{session_id}", stored_model(client, f"sessions/{session_id}")) as rows:
+    with client.sessions.open(
+        f"sessions/{session_id}", stored_model(client, f"sessions/{session_id}")
+    ).read() as rows:
         return token_ids_of(rows.array(TOKENS))
 
 
 def _corrupt(server: ServerProcess, client: Client, session_id: str, token: int) -> None:
     """Flip a bit of one token's KV wherever it lies on disk: other tests' sessions say the same."""
     name = f"sessions/{session_id}"
-    with client.read(name, stored_model(client, name)) as rows:
+    with client.sessions.open(name, stored_model(client, name)).read() as rows:
         row = rows.array(Stream(1, StateKind.KV))[token].tobytes()
-    client.demote_session(name)
+    client.admin.demote_session(name)
     path = next(Path(server.data_directory).rglob("segments.dat"))
     with path.open("r+b") as file:
         for match in re.finditer(re.escape(row), file.read()):
@@ -118,7 +121,7 @@ def test_dropped_after_every_turn_says_the_same(
     server: ServerProcess, session_id: str, name: str, method: str, access: Access
 ) -> None:
     """Each turn on an engine of its own that knows nothing gives the reply of the engine that kept all."""
-    with Client(server.target, access=access) as client:
+    with ctxcache.connect(server.target, access=access) as client:
         turns = [_turn(client, session_id, ids, name=name, method=Method(method)) for ids in TURNS]
         saved = _saved_ids(client, session_id)
 
@@ -187,7 +190,7 @@ def test_a_deleted_session_is_prefilled_again(client: Client, session_id: str) -
     """With the history at hand, a session that is gone costs time and nothing else."""
     for ids in TURNS[:2]:
         _turn(client, session_id, ids)
-    client.delete_session(f"sessions/{session_id}")
+    client.sessions.delete(f"sessions/{session_id}")
 
     turn = _turn(client, session_id, TURNS[2], history=_history("llama", 2))
 
@@ -219,7 +222,7 @@ def _delete(client: Client, name: str) -> None:
     deadline_s = time.monotonic() + 30
     while True:
         try:
-            client.delete_session(name)
+            client.sessions.delete(name)
         except WriteInProgress:
             if time.monotonic() > deadline_s:
                 raise
@@ -311,7 +314,7 @@ def test_another_models_session_is_refused(client: Client, session_id: str) -> N
 def test_another_model_of_the_same_id_is_refused(client: Client) -> None:
     """An id names one set of weights and settings for good."""
     plan = RestorePlan.uniform(Method.KV, 3)
-    client.register_model(model_spec(_model("llama"), model_id="taken"))
+    client.models.register(model_spec(_model("llama"), model_id="taken"))
 
     with pytest.raises(ModelFingerprintMismatch):
         TransformersEngine(_model("qwen2"), client, model_spec(_model("qwen2"), model_id="taken"), plan)

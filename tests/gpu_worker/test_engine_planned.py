@@ -12,7 +12,8 @@ from stored_model import stored_model
 from tiny_models import build
 from transformers import DynamicCache, PreTrainedModel
 
-from ctxcache.client import Client, SessionRows
+import ctxcache
+from ctxcache.client import CallerModel, Client, SessionHandle, SessionRows
 from ctxcache.client.arena import Bytes
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, GenerationMismatch, InvalidArgument, Unavailable
@@ -85,7 +86,7 @@ def test_a_planned_restore_says_the_same(
 ) -> None:
     """Each turn on an engine of its own; what was planned and what it took are both told."""
     turns = []
-    with Client(client._wire.target, access=access) as reader:  # type: ignore[arg-type]
+    with ctxcache.connect(client._wire.target, access=access) as reader:  # type: ignore[arg-type]
         for index in range(3):
             with _engine(reader, name, hardware) as engine:
                 turns.append(_turn(engine, session_id, index))
@@ -174,7 +175,7 @@ def test_what_the_store_still_has_is_not_saved_again(
     with _engine(client, "llama") as engine:
         _turn(engine, session_id, 0)
         monkeypatch.setattr(LeasedSource, "fill", _failing_at(piece, error))
-        monkeypatch.setattr(client, "keep_first", _never)
+        monkeypatch.setattr(client.sessions, "keep_first", _never)
         history = _history("llama", 1)
         turn = _turn(engine, session_id, 1, history=history if is_known else None)
         monkeypatch.undo()
@@ -194,7 +195,7 @@ def test_a_session_that_grows_before_it_is_read_is_planned_anew(
     client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read counts, not what was looked up."""
-    read = client.read
+    read = SessionHandle.read
 
     def growing(*args: Any, **options: Any) -> SessionRows:  # Any: as read takes them
         monkeypatch.undo()
@@ -203,12 +204,12 @@ def test_a_session_that_grows_before_it_is_read_is_planned_anew(
 
     with _engine(client, "llama") as engine, _engine(client, "llama") as other:
         _turn(engine, session_id, 0)
-        monkeypatch.setattr(client, "read", growing)
+        monkeypatch.setattr(SessionHandle, "read", growing)
         turn = _turn(engine, session_id, 2)
 
     assert turn.token_ids == _never_dropped("llama")[2]
     assert turn.reused_token_count == len(_history("llama", 2))
-    assert client.get_session(f"sessions/{session_id}").token_count == len(_history("llama", 3))
+    assert client.sessions.get(f"sessions/{session_id}").token_count == len(_history("llama", 3))
 
 
 @pytest.mark.parametrize("planned_by", ["profile", "kv:0-2", "hidden:0-2", "tokens:0,kv:1-2"])
@@ -217,11 +218,11 @@ def test_sessions_are_saved_and_restored_as_they_were_created(
 ) -> None:
     """Whatever this engine would create: three layouts in turn, more than savers are kept for."""
     layouts = ["hidden:0,kv:1-2", "kv:0,hidden:1-2", "tokens:0-1,kv:2"]
-    client.register_model(_spec("llama"))
+    client.models.register(_spec("llama"))
     for layout in layouts:
-        client.create_session(
-            "models/planned-llama",
-            session_id=f"{session_id}-{layout[0]}",
+        client.sessions.create(
+            CallerModel(_spec("llama")),
+            id=f"{session_id}-{layout[0]}",
             layout={TOKENS, *RestorePlan.parse(layout).streams()},
         )
     plan = None if planned_by == "profile" else RestorePlan.parse(planned_by)
@@ -263,7 +264,7 @@ def test_what_another_wrote_under_a_restore_that_fails_is_not_cut(
         turn = engine.turn(session_id, TURNS[1], max_new_tokens=REPLY_TOKENS, eos_token_ids=())
         failure = engine.wait(session_id)
         name = f"sessions/{session_id}"
-        with client.read(name, stored_model(client, name), streams=[TOKENS]) as rows:
+        with client.sessions.open(name, stored_model(client, name)).read(streams=[TOKENS]) as rows:
             held = token_ids_of(rows.array(TOKENS))
 
     assert turn.token_ids == _never_dropped("llama")[1]
@@ -283,7 +284,7 @@ def test_what_the_store_cut_off_is_written_anew(
     def cutting(source: LeasedSource, stream: Stream, begin: int, end: int, into: Bytes) -> None:
         left[0] -= 1
         if left[0] == -1:
-            client.keep_first(f"sessions/{session_id}", 64)
+            client.sessions.keep_first(f"sessions/{session_id}", 64)
             raise CorruptSegment(segment_id="1", problem="planted")
         fill(source, stream, begin, end, into)
 
@@ -303,7 +304,7 @@ def test_a_session_that_changes_before_it_is_cut_is_looked_at_again(
     client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An edited history cuts the session as it was seen, or sees it anew."""
-    keep_first = client.keep_first
+    keep_first = client.sessions.keep_first
 
     def overtaken(*args: Any, **options: Any) -> SessionInfo:  # Any: as keep_first takes them
         monkeypatch.undo()
@@ -313,11 +314,11 @@ def test_a_session_that_changes_before_it_is_cut_is_looked_at_again(
     edited = [*_history("llama", 1)[:30], 90, 91, 92]
     with _engine(client, "llama") as engine, _engine(client, "llama") as other:
         _turn(engine, session_id, 0)
-        monkeypatch.setattr(client, "keep_first", overtaken)
+        monkeypatch.setattr(client.sessions, "keep_first", overtaken)
         turn = _turn(engine, session_id, 1, history=edited)
 
     assert (turn.reused_token_count, turn.miss_reason) == (30, "GENERATION_MISMATCH")
-    assert client.get_session(f"sessions/{session_id}").token_count == 33 + len(TURNS[1]) + REPLY_TOKENS
+    assert client.sessions.get(f"sessions/{session_id}").token_count == 33 + len(TURNS[1]) + REPLY_TOKENS
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, 0.0, 1e12, float("inf")])
@@ -342,6 +343,6 @@ def test_what_is_saved_follows_the_profile(client: Client, session_id: str) -> N
     """A model whose latents are smaller is never saved as hidden states."""
     with _engine(client, "deepseek", "h100") as engine:
         _turn(engine, session_id, 0)
-    layout = client.get_session(f"sessions/{session_id}").layout
+    layout = client.sessions.get(f"sessions/{session_id}").layout
 
     assert StateKind.HIDDEN not in {StateKind(stream.kind) for stream in layout}

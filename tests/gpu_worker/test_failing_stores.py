@@ -17,9 +17,10 @@ from server_process import ServerProcess
 from tiny_models import build
 from transformers import DynamicCache, PreTrainedModel
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.arena import Bytes
-from ctxcache.client.client import Access
+from ctxcache.client.routes import Access
 from ctxcache.errors import CacheError, Unavailable
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
@@ -81,7 +82,7 @@ def _wait_until_back(client: Client) -> None:
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s:
         with suppress(Unavailable):
-            client.stats()
+            client.admin.stats()
             return
         threading.Event().wait(0.02)
     pytest.fail("the store did not come back")
@@ -117,7 +118,7 @@ def test_a_store_that_stands_still_under_a_restore_costs_its_deadline(
     It is saved when the store goes on.
     """
     with (
-        Client(server.target, access=access) as client,
+        ctxcache.connect(server.target, access=access) as client,
         _engine(client, restore_timeout_s=0.5) as engine,
     ):
         _turn(engine, session_id, 0)
@@ -143,7 +144,7 @@ def test_a_store_that_dies_under_a_restore_and_comes_back(
     server: ServerProcess, session_id: str, monkeypatch: pytest.MonkeyPatch, access: Access, piece: int
 ) -> None:
     """The reply is right without it; a store that was started again has what it had, and sessions go on."""
-    with Client(server.target, access=access) as client, _engine(client) as engine:
+    with ctxcache.connect(server.target, access=access) as client, _engine(client) as engine:
         _turn(engine, session_id, 0)
         assert engine.wait(session_id) is None
         with monkeypatch.context() as patch:
@@ -154,7 +155,7 @@ def test_a_store_that_dies_under_a_restore_and_comes_back(
         _wait_until_back(client)
         last = _turn(engine, session_id, 2)
         end = engine.wait(session_id)
-        held = client.get_session(f"sessions/{session_id}").token_count
+        held = client.sessions.get(f"sessions/{session_id}").token_count
 
     assert [turn.token_ids, last.token_ids] == _never_dropped()[1:]
     assert turn.miss_reason in MISSES
@@ -168,7 +169,7 @@ def test_a_store_that_is_started_again_between_turns_is_a_hit(
     server: ServerProcess, session_id: str, access: Access
 ) -> None:
     """What was saved for good comes back through the same client."""
-    with Client(server.target, access=access) as client, _engine(client) as engine:
+    with ctxcache.connect(server.target, access=access) as client, _engine(client) as engine:
         first = _turn(engine, session_id, 0)
         assert engine.wait(session_id) is None
         server.kill9()

@@ -16,6 +16,7 @@ from stored_model import stored_model
 from tiny_models import VOCABULARY_SIZE, build
 from transformers import Cache, PreTrainedModel
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
@@ -129,12 +130,12 @@ class _Walk:
 
     def _demote(self, session_id: str) -> None:
         self.story.append(f"demote {session_id}")
-        self._client.demote_session(f"sessions/{session_id}")
+        self._client.admin.demote_session(f"sessions/{session_id}")
 
     def _fork(self, session_id: str) -> None:
         fork_id = f"{self._seed}-{len(self._kept)}"
         self.story.append(f"fork {session_id} {fork_id}")
-        self._client.fork_session(f"sessions/{session_id}", session_id=fork_id)
+        self._client.sessions.fork(f"sessions/{session_id}", id=fork_id)
         self._kept[fork_id], self._plans[fork_id] = self._kept[session_id], self._plans[session_id]
 
     def _keep_recent(self, session_id: str) -> None:
@@ -143,7 +144,7 @@ class _Walk:
         sinks = self.random.choice([0, 4])
         recent = self.random.randint(0, max(count - sinks, 0))
         self.story.append(f"keep_recent {session_id} {sinks}+{recent} of {count}")
-        self._client.keep_recent(f"sessions/{session_id}", recent, sink_token_count=sinks)
+        self._client.sessions.keep_recent(f"sessions/{session_id}", recent, sink_token_count=sinks)
         indexes = [*range(min(sinks, count)), *range(max(count - recent, min(sinks, count)), count)]
         self._kept[session_id] = kept.only(indexes, self._model)
 
@@ -151,7 +152,7 @@ class _Walk:
         kept = self._kept[session_id]
         count = self.random.randint(0, len(kept.token_ids))
         self.story.append(f"keep_first {session_id} {count} of {len(kept.token_ids)}")
-        self._client.keep_first(f"sessions/{session_id}", count)
+        self._client.sessions.keep_first(f"sessions/{session_id}", count)
         self._kept[session_id] = kept.first(count)
 
     # -- turns -------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ class _Walk:
         self._check_computed(count, [*prefilled, *new], turn.token_ids, all_cached)
         token_ids = [*expected.token_ids, *prefilled, *new, *turn.token_ids]
         name = f"sessions/{session_id}"
-        with client.read(name, stored_model(client, name), streams=[TOKENS]) as rows:
+        with client.sessions.open(name, stored_model(client, name)).read(streams=[TOKENS]) as rows:
             assert token_ids_of(rows.array(TOKENS)) == token_ids
         # What was saved before stays as it was saved, whatever this turn made of it.
         self._kept[session_id] = expected.and_then(Kept.of_cache(token_ids, all_cached))
@@ -281,7 +282,10 @@ def _recomputed(expected: Kept, computed: Kept, layer_count: int, token_count: i
 @pytest.mark.parametrize("seed", range(WALKS))
 def test_each_turn_begins_on_the_cache_that_its_session_had(server: ServerProcess, seed: int) -> None:
     """All methods and their mixes, forks, truncations, other histories, and rows from SSD, near and far."""
-    with Client(server.target, access="local") as near, Client(server.target, access="remote") as far:
+    with (
+        ctxcache.connect(server.target, access="local") as near,
+        ctxcache.connect(server.target, access="remote") as far,
+    ):
         walk = _Walk(seed, [near, far])
         try:
             for _ in range(STEPS):

@@ -12,8 +12,9 @@ from server_process import ServerProcess
 from tiny_models import build
 from transformers import PreTrainedModel
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.client import Access
+from ctxcache.client.routes import Access
 from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
@@ -62,9 +63,9 @@ def test_turns_are_restored_from_few_bits(
 ) -> None:
     """Every turn reuses all before it, and the store has the bytes of the layout, no more."""
     parsed = RestorePlan.parse(plan)
-    with Client(server.target, access=access) as far:
+    with ctxcache.connect(server.target, access=access) as far:
         turns = _turns(far, session_id, parsed)
-        session = far.get_session(f"sessions/{session_id}")
+        session = far.sessions.get(f"sessions/{session_id}")
 
     lengths = [len(ids) + REPLY_TOKENS for ids in TURNS]
     assert [turn.reused_token_count for turn in turns] == [0, lengths[0], sum(lengths[:2])]
@@ -80,9 +81,9 @@ def test_what_the_store_has_is_what_was_computed_but_for_packing(client: Client,
         with TransformersEngine(_model(), client, _spec(), plan) as engine:
             engine.turn(f"{session_id}-{kind}", TURNS[0], max_new_tokens=1)
     exact, packed = (Stream(1, kind) for kind in (StateKind.HIDDEN, StateKind.HIDDEN_INT8))
-    with client.read(f"sessions/{session_id}-{exact.kind}", CallerModel(_spec())) as rows:
+    with client.sessions.open(f"sessions/{session_id}-{exact.kind}", CallerModel(_spec())).read() as rows:
         wide = torch.from_numpy(rows.array(exact).copy()).view(torch.float32)
-    with client.read(f"sessions/{session_id}-{packed.kind}", CallerModel(_spec())) as rows:
+    with client.sessions.open(f"sessions/{session_id}-{packed.kind}", CallerModel(_spec())).read() as rows:
         stored = torch.from_numpy(rows.array(packed).copy())
 
     assert stored.shape == (len(TURNS[0]) + 1, PACKINGS[packed.kind].row_bytes(64))
@@ -128,7 +129,7 @@ def test_a_row_that_cannot_be_packed_ends_what_is_saved_not_the_turn(client: Cli
     assert isinstance(failure, RowNotRepresentable)
     assert "kv_int8" in str(failure)
     # The prompt of the second turn was saved before its reply.
-    assert client.get_session(f"sessions/{session_id}").token_count == len(TURNS[0]) + 1 + len(TURNS[1])
+    assert client.sessions.get(f"sessions/{session_id}").token_count == len(TURNS[0]) + 1 + len(TURNS[1])
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -143,7 +144,7 @@ def test_a_planner_saves_and_restores_in_few_bits_where_the_model_lists_them(
     with TransformersEngine(_model(), client, _spec(is_packed=is_packed), profile=slow) as engine:
         turns = [engine.turn(session_id, ids, max_new_tokens=2) for ids in TURNS[:2]]
         assert engine.wait(session_id) is None
-    session = client.get_session(f"sessions/{session_id}")
+    session = client.sessions.get(f"sessions/{session_id}")
 
     kinds = {StateKind(item.kind) for item in session.layout} - {StateKind.TOKENS}
     assert kinds

@@ -184,7 +184,7 @@ def test_rows_of_one_model_are_never_restored_into_another(
 
     assert refused.value.model == f"models/{session_id}"
     assert float(str(refused.value.measured)) > float(str(refused.value.allowed)) == 0.001
-    assert client.get_session(f"sessions/{session_id}").token_count == len(PROMPT) + 4
+    assert client.sessions.get(f"sessions/{session_id}").token_count == len(PROMPT) + 4
 
 
 def test_packed_weights_are_another_model(client: Client, session_id: str) -> None:
@@ -212,7 +212,7 @@ def test_packed_passes_are_compared_too(client: Client, session_id: str) -> None
     alone = build("llama")
     with TransformersEngine(alone, client, spec, PLAN):
         pass
-    with Saver(client, client.register_model(spec), PLAN.streams()) as saver:
+    with Saver(client, client.models.register(spec), PLAN.streams()) as saver:
         BatchedEngine(build("llama"), saver)
         changed = build("llama")
         _scaled(1.05)(changed)

@@ -16,8 +16,9 @@ import torch
 from server_process import ServerProcess
 from torch import Tensor
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.client import Access
+from ctxcache.client.routes import Access
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import (
     CacheError,
@@ -64,9 +65,9 @@ Create = Callable[[str], SessionInfo]
 @pytest.fixture
 def create(client: Client, session_id: str) -> Create:
     """Makes empty sessions of a model with two layers."""
-    model = client.register_model(_SPEC).name
+    client.models.register(_SPEC)
     layout = [spec.stream for spec in _STATE]
-    return lambda suffix: client.create_session(model, session_id=f"{session_id}-{suffix}", layout=layout)
+    return lambda suffix: client.sessions.create(_OWN, id=f"{session_id}-{suffix}", layout=layout).info
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def _pass(saver: Saver, *slices: tuple[SessionInfo, int, int]) -> None:
 
 
 def _assert_holds(client: Client, session: SessionInfo, ids: Sequence[int]) -> None:
-    with client.read(session.name, _OWN) as rows:
+    with client.sessions.open(session.name, _OWN).read() as rows:
         assert token_ids_of(rows.array(TOKENS)) == list(ids)
         for spec in _STATE:
             found = rows.array(spec.stream).view(np.float32)
@@ -125,7 +126,7 @@ def test_a_packed_batch_is_sorted_into_its_sessions(
     Each session has its own, bit for bit.
     """
     long, short, other = create("long"), create("short"), create("other")
-    with Client(server.target, access=access) as client, Saver(client, _OWN, _LAYOUT) as saver:
+    with ctxcache.connect(server.target, access=access) as client, Saver(client, _OWN, _LAYOUT) as saver:
         for session in (long, short):
             saver.open(session)
         _pass(saver, (long, 0, 150), (short, 0, 3))
@@ -139,8 +140,8 @@ def test_a_packed_batch_is_sorted_into_its_sessions(
         assert failures == [None, None]
         _assert_holds(client, long, range(386))
         _assert_holds(client, short, [*range(1000, 1003), 2003, *range(1004, 1090)])
-        assert client.get_session(long.name).durable_token_count == 386
-        assert client.get_session(other.name).token_count == 0
+        assert client.sessions.get(long.name).durable_token_count == 386
+        assert client.sessions.get(other.name).token_count == 0
         assert (saver.saved_token_count, saver.shed_token_counts) == (476, {})
 
 
@@ -153,9 +154,9 @@ def test_decoding_commits_a_segment_at_a_time(client: Client, session: SessionIn
         _wait_until_saved(saver, 64)
         for token in range(64, 70):
             _pass(saver, (session, token, token + 1))
-        before = client.get_session(session.name).token_count
+        before = client.sessions.get(session.name).token_count
         failure = saver.flush(session.name)
-        flushed = client.get_session(session.name).token_count
+        flushed = client.sessions.get(session.name).token_count
         _pass(saver, (session, 70, 71))
         saver.wait(session.name)
 
@@ -194,7 +195,7 @@ def test_after_a_look_at_the_session_saves_go_on(client: Client, session: Sessio
         _pass(saver, (session, 8, 12))
         _pass(saver, (session, 6, 8))
         failure = saver.wait(session.name)
-        end = client.get_session(session.name)
+        end = client.sessions.get(session.name)
         saver.open(end)
         _pass(saver, (session, end.token_count, 12))
         again = saver.wait(session.name)
@@ -212,7 +213,7 @@ def test_a_failed_save_stops_only_its_session(client: Client, create: Create) ->
     with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         saver.open(other)
-        client.delete_session(session.name)
+        client.sessions.delete(session.name)
         _pass(saver, (session, 0, 3), (other, 0, 7))
         first = saver.flush(session.name)
         _pass(saver, (session, 3, 5), (other, 7, 8))
@@ -221,7 +222,7 @@ def test_a_failed_save_stops_only_its_session(client: Client, create: Create) ->
     assert isinstance(first, SessionNotFound)
     assert [type(failure) for failure in failures] == [SessionNotFound, type(None)]
     assert saver.shed_token_counts == {"SESSION_NOT_FOUND": 5}
-    assert client.get_session(other.name).token_count == 8
+    assert client.sessions.get(other.name).token_count == 8
 
 
 def test_waiting_has_an_end(server: ServerProcess, client: Client, session: SessionInfo) -> None:
@@ -248,7 +249,7 @@ def test_closing_saves_what_is_in_staging(client: Client, session: SessionInfo) 
 
     saver.close()
 
-    assert client.get_session(session.name).token_count == 9
+    assert client.sessions.get(session.name).token_count == 9
     _pass(saver, (session, 9, 10))
     assert saver.shed_token_counts == {"INVALID_FIELD": 1}
     assert isinstance(saver.wait(session.name), InvalidArgument)
@@ -303,9 +304,9 @@ def test_sessions_that_nobody_waits_for_are_forgotten(
             saver.finish(session.name)
         saver.wait(sessions[-1].name)
 
-        saver.open(client.get_session(sessions[0].name))
+        saver.open(client.sessions.get(sessions[0].name))
         with pytest.raises(InvalidArgument, match="is being saved"):
-            saver.open(client.get_session(sessions[-2].name))
+            saver.open(client.sessions.get(sessions[-2].name))
         _pass(saver, (sessions[0], 3, 5))
 
     _assert_holds(client, sessions[0], range(5))
@@ -352,7 +353,7 @@ def test_rows_of_another_shape_are_a_gap(client: Client, create: Create) -> None
         assert saver.wait(next_session.name) is None
 
     assert isinstance(failure, ShapeMismatch)
-    assert client.get_session(session.name).token_count == 0
+    assert client.sessions.get(session.name).token_count == 0
 
 
 def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: SessionInfo) -> None:
@@ -362,9 +363,9 @@ def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: S
     """
     row = {TOKENS: np.array([7], "<i4"), **{spec.stream: _rows(spec, [7]).numpy() for spec in _STATE}}
     with Saver(client, _OWN, _LAYOUT) as saver:
-        first = client.append(session, _OWN, row)
+        first = client.sessions.open(session, _OWN).append(row)
         saver.open(first)
-        client.append(client.keep_first(first.name, 0), _OWN, row)
+        client.sessions.open(client.sessions.keep_first(first.name, 0), _OWN).append(row)
         _pass(saver, (session, 1, 3))
         failure = saver.wait(session.name)
 
@@ -393,17 +394,17 @@ def test_a_full_arena_sheds_until_there_is_room(server: ServerProcess, create: C
     Where there is little, rows get what they need, and where there is none they are shed.
     """
     session, big, more = create("one"), create("big"), create("more")
-    with Client(server.target, access="local") as client, Saver(client, _OWN, _LAYOUT) as saver:
+    with ctxcache.connect(server.target, access="local") as client, Saver(client, _OWN, _LAYOUT) as saver:
         segment_tokens, slot_bytes = 64, 4 << 12
         half = (server.ready["arena"]["size_bytes"] // 2 // slot_bytes) * segment_tokens
         saver.open(session)
-        with client.writer(big, _OWN, half - 2 * segment_tokens):
+        with client.sessions.open(big, _OWN).writer(half - 2 * segment_tokens):
             _pass(saver, (session, 0, 64))
             fitting = saver.flush(session.name)
-            with client.writer(more, _OWN, segment_tokens):
+            with client.sessions.open(more, _OWN).writer(segment_tokens):
                 _pass(saver, (session, 64, 128))
                 failure = saver.wait(session.name)
-        saver.open(client.get_session(session.name))
+        saver.open(client.sessions.get(session.name))
         _pass(saver, (session, 64, 70))
         again = saver.wait(session.name)
 
@@ -538,7 +539,7 @@ def test_a_failed_device_is_a_gap(client: Client, session: SessionInfo, *, is_fa
 
     assert isinstance(failure, DeviceFailed)
     assert saver.shed_token_counts == {"DEVICE_FAILED": 64}
-    assert client.get_session(session.name).token_count == 0
+    assert client.sessions.get(session.name).token_count == 0
 
 
 def test_a_killed_store_leaves_whole_tokens(tmp_path: Path, session_id: str) -> None:
@@ -547,11 +548,11 @@ def test_a_killed_store_leaves_whole_tokens(tmp_path: Path, session_id: str) -> 
     What is shed is counted, and what it wakes up with is a prefix, bit for bit.
     """
     with ServerProcess(tmp_path / "data") as server:
-        with Client(server.target, timeout_s=5) as client, Saver(client, _OWN, _LAYOUT) as saver:
+        with ctxcache.connect(server.target, timeout_s=5) as client, Saver(client, _OWN, _LAYOUT) as saver:
             layout = [spec.stream for spec in _STATE]
-            model = client.register_model(_SPEC).name
+            client.models.register(_SPEC)
             sessions = [
-                client.create_session(model, session_id=f"{session_id}-{i}", layout=layout) for i in range(3)
+                client.sessions.create(_OWN, id=f"{session_id}-{i}", layout=layout).info for i in range(3)
             ]
             for session in sessions:
                 saver.open(session)
@@ -564,9 +565,9 @@ def test_a_killed_store_leaves_whole_tokens(tmp_path: Path, session_id: str) -> 
             failures = [saver.wait(session.name) for session in sessions[1:]]
             shed: Mapping[str, int] = saver.shed_token_counts
         server.start()
-        with Client(server.target) as client:
+        with ctxcache.connect(server.target) as client:
             _assert_holds(client, sessions[0], range(64))
-            counts = [client.get_session(session.name).token_count for session in sessions[1:]]
+            counts = [client.sessions.get(session.name).token_count for session in sessions[1:]]
 
     assert all(isinstance(failure, CacheError) for failure in failures)
     assert sum(shed.values()) == 128

@@ -95,12 +95,12 @@ def test_a_model_that_was_changed_takes_no_turn(client: Client, session_id: str,
     with TransformersEngine(model, client, model_spec(model, model_id=session_id), PLAN) as engine:
         engine.turn(session_id, PROMPT, max_new_tokens=4)
         engine.wait(session_id)
-        count = client.get_session(f"sessions/{session_id}").token_count
+        count = client.sessions.get(f"sessions/{session_id}").token_count
         change(model)
         with pytest.raises(ModelChanged, match="was changed since it was described"):
             engine.turn(session_id, [7, 8], max_new_tokens=4)
         engine.wait(session_id)
-        assert client.get_session(f"sessions/{session_id}").token_count == count
+        assert client.sessions.get(f"sessions/{session_id}").token_count == count
         undo(model)
         if is_undone:
             turn = engine.turn(session_id, [7, 8], max_new_tokens=4)

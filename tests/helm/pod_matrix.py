@@ -23,6 +23,7 @@ from chart import CHART, ROOT, helm
 from pki import Pki
 from run_pod import Cluster, Pod, built_images, lacking
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
 from ctxcache.client.types import Durability
@@ -170,20 +171,20 @@ def _rows() -> dict[Stream, npt.NDArray[np.generic]]:
 
 
 def _write(client: Client, session_id: str) -> None:
-    model = client.register_model(_spec())
-    session = client.create_session(model.name, session_id=session_id, layout=[HIDDEN])
-    client.append(session, model, _rows(), durability=Durability.DISK)
+    model = client.models.register(_spec())
+    session = client.sessions.create(model, id=session_id, layout=[HIDDEN])
+    session.append(_rows(), durability=Durability.DISK)
 
 
 def _assert_rows_are_there(client: Client, session_id: str) -> None:
-    session = client.get_session(f"sessions/{session_id}")
-    with client.read(session, client.register_model(_spec())) as rows:
+    session = client.sessions.get(f"sessions/{session_id}")
+    with client.sessions.open(session, client.models.register(_spec())).read() as rows:
         for stream, expected in _rows().items():
             assert rows.array(stream).tobytes() == expected.tobytes()
 
 
 def _remote(target: str, **options: Any) -> Client:
-    return Client(target, access="remote", **options)
+    return ctxcache.connect(target, access="remote", **options)
 
 
 def test_the_default_command_serves_from_its_volume(tmp_path: Path, release: Any) -> None:
@@ -233,7 +234,7 @@ def test_killed_and_run_again_it_has_what_it_acknowledged(release: Any) -> None:
     assert set(asked) == {"store startupProbe", "store readinessProbe", "store livenessProbe"}
     with _remote(made.target) as client:
         _assert_rows_are_there(client, "alice")
-        for _ in client.drain():
+        for _ in client.admin.drain():
             continue
         assert again.probe("readinessProbe")
         assert again.probe("livenessProbe") == ""
@@ -289,7 +290,7 @@ def test_callers_show_certificates_and_tokens_and_backups_come_back(release: Any
     with _remote(made.target, **options) as client:
         _write(client, "alice")
     with _remote(made.target, tls=tls) as stranger, pytest.raises(Unauthenticated):
-        stranger.get_session("sessions/alice")
+        stranger.sessions.get("sessions/alice")
     port, authority = made.values["metrics"]["port"], tmp_path / "authority.pem"
     assert _metrics_status(port, "", authority) == 401
     assert _metrics_status(port, METRICS_TOKEN, authority) == 200

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.engine_queue import EngineQueue
 from ctxcache.client.queue_outbox import QueuedJob
@@ -60,7 +61,7 @@ def run(policy: str, directory: Path, *, turn_count: int, seed: int) -> Ahead:
         Sizes(SESSION_COUNT * SESSION_SEGMENTS // 4, 2 * SESSION_COUNT * SESSION_SEGMENTS), policy
     )
     uids = [b"s%d" % number for number in range(SESSION_COUNT)]
-    with KilledServer(directory, setting, at=()) as server, Client(server.target) as client:
+    with KilledServer(directory, setting, at=()) as server, ctxcache.connect(server.target) as client:
         engine = Engine(server, client, is_durable=True)
         for uid in uids:
             _turn(engine, uid, SESSION_SEGMENTS)
@@ -68,7 +69,7 @@ def run(policy: str, directory: Path, *, turn_count: int, seed: int) -> Ahead:
         session_bytes = SESSION_SEGMENTS * SLOT_BYTES
         needed_s = FACTOR * JOBS_AHEAD * session_bytes / bytes_per_s + GRACE_S
         period_s = needed_s / (JOBS_AHEAD - 1)
-        with client.engine_queue("engine") as queue:
+        with client.hints.engine_queue("engine") as queue:
             order = _order(uids, turn_count, seed)
             found = _play(engine, queue, order, period_s)
     hits = [tier for tier, _ in found if tier]
@@ -92,7 +93,7 @@ def _measured(engine: Engine, client: Client, uids: Sequence[bytes]) -> float:
         raise AssertionError("they are not where they are to be read from")
     began_s = time.monotonic()
     for uid in uids:
-        client.read(name_of(uid), OWN).close()
+        client.sessions.open(name_of(uid), OWN).read().close()
     return len(uids) * SESSION_SEGMENTS * SLOT_BYTES / (time.monotonic() - began_s)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.core.placement.policy import Level
@@ -150,7 +151,7 @@ def live(
     replay.waiting = engine.policy  # type: ignore[assignment]
 
     def counts() -> tuple[int, int]:
-        stats = client.stats()
+        stats = client.admin.stats()
         return stats.evicted_session_count, stats.flushed_segment_count * SLOT_BYTES
 
     return replay.outcome(turns, counts), engine
@@ -158,10 +159,10 @@ def live(
 
 def live_here(turns: Sequence[TraceTurn], setting: Setting, directory: Path) -> Outcome:
     """What a server in this process does, undisturbed; where turns wait, their queue is published."""
-    with RunningServer(setting.settings(directory)) as server, Client(server.target) as client:
+    with RunningServer(setting.settings(directory)) as server, ctxcache.connect(server.target) as client:
         if setting.slot_count is None and not setting.hints:
             return live(turns, setting, server, client)[0]
-        with client.engine_queue("engine") as queue:
+        with client.hints.engine_queue("engine") as queue:
             return live(turns, setting, server, client, Scheduler(client, queue))[0]
 
 

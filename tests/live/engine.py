@@ -80,13 +80,13 @@ class Engine:
         self._found_tokens = 0
         """What the last look-up found."""
         self._open: dict[bytes, SessionRows] = {}
-        client.register_model(MODEL)
+        client.models.register(MODEL)
 
     def tier(self, uid: bytes) -> Level | None:
         """Where the whole session lies; None for one that is there in part, too."""
         known_tokens = self._sizes.get(uid, 0)
         try:
-            (found,) = self._client.lookup([(name_of(uid), self._fingerprint)])
+            (found,) = self._client.sessions.lookup([(name_of(uid), self._fingerprint)])
         except CacheError as error:
             self._trouble(error)
             return None
@@ -160,10 +160,10 @@ class Engine:
             self._trouble(error)
             # What cannot be read is made anew.
             with suppress(CacheError):
-                self._client.delete_session(name_of(uid))
+                self._client.sessions.delete(name_of(uid))
 
     def _read(self, uid: bytes) -> SessionRows:
-        rows = self._client.read(name_of(uid), OWN)
+        rows = self._client.sessions.open(name_of(uid), OWN).read()
         for spec in STORED:
             wrong = first_difference(rows.array(spec.stream), owner_of(uid), spec.stream, 0)
             if wrong is not None:
@@ -176,7 +176,7 @@ class Engine:
         begin, end = session.token_count, self._sizes[uid]
         if begin == end:
             return
-        with self._client.writer(session, OWN, end - begin) as writer:
+        with self._client.sessions.open(session, OWN).writer(end - begin) as writer:
             if held:
                 held.close()
             for spec in STORED:
@@ -187,9 +187,9 @@ class Engine:
 
     def _made(self, uid: bytes) -> SessionInfo:
         with suppress(SessionNotFound):
-            return self._client.get_session(name_of(uid))
+            return self._client.sessions.get(name_of(uid))
         layout = [spec.stream for spec in STORED]
-        return self._client.create_session(f"models/{MODEL.model_id}", session_id=uid.decode(), layout=layout)
+        return self._client.sessions.create(OWN, id=uid.decode(), layout=layout).info
 
     def _trouble(self, error: CacheError) -> None:
         if not self._goes_on:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.recordings.writing import created, write
 from ctxcache.simulate.recorded import Called
 from lab.replay.replay import Due
@@ -23,8 +23,8 @@ def recorded(target: str, path: Path) -> Iterator[None]:
 
     def record() -> None:
         parts_left = PARTS_UNTIL_ALL
-        with Client(target, access="remote") as client, created(path) as lines:
-            for _ in write(client.record(), lines):
+        with ctxcache.connect(target, access="remote") as client, created(path) as lines:
+            for _ in write(client.admin.record(), lines):
                 has_begun.set()
                 parts_left -= is_over.is_set()
                 if not parts_left:

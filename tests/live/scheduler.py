@@ -73,7 +73,9 @@ class Scheduler(Hints):
         """See Hints."""
         return_in_s = None if return_s is None else max(return_s - self._now_s, 0.0)
         self.outcomes[
-            self._client.expect(name_of(uid), None if return_in_s is None else seconds(return_in_s)).outcome
+            self._client.hints.expect(
+                name_of(uid), None if return_in_s is None else seconds(return_in_s)
+            ).outcome
         ] += 1
 
 

@@ -3,7 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 
-from ctxcache.client import Client
+import ctxcache
 from tests.faults.blackhole import Blackhole
 from tests.live.compare import Setting, Sizes, differences, live, simulated
 from tests.live.failing import FailingServer
@@ -23,7 +23,7 @@ def test_a_path_that_fails_costs_hits_alone(tmp_path: Path) -> None:
     settings = setting.settings(tmp_path / "data")
     with (
         FailingServer(settings, no_writes_after=60, no_reads_after=64) as server,
-        Client(server.target) as client,
+        ctxcache.connect(server.target) as client,
     ):
         running, engine = live(turns, setting, server, client, goes_on=True)
     expected = simulated(turns, setting)
@@ -39,16 +39,18 @@ def test_a_lost_queue_is_forgotten(tmp_path: Path) -> None:
     turns, setting = make_turns(QUEUED), Setting(Sizes(96, 384), "look-ahead", slot_count=2)
     with (
         RunningServer(setting.settings(tmp_path / "data")) as server,
-        Client(server.target) as client,
+        ctxcache.connect(server.target) as client,
         Blackhole(server.target) as way,
-        Client(way.target, timeout_s=5) as far,
+        ctxcache.connect(way.target, timeout_s=5) as far,
     ):
 
         def cut() -> None:
             way.end()
             server.await_no_queue()
 
-        hints = LostScheduler(client, far.engine_queue("engine", grace=timedelta()), at=LOST_AT, cut=cut)
+        hints = LostScheduler(
+            client, far.hints.engine_queue("engine", grace=timedelta()), at=LOST_AT, cut=cut
+        )
         running, _ = live(turns, setting, server, client, hints)
 
     assert not differences(running, simulated(turns, setting, lost_at=LOST_AT))
@@ -60,7 +62,7 @@ def test_a_kill_costs_nothing_that_was_durable(tmp_path: Path) -> None:
     turns, setting = make_turns(SMALL), Setting(Sizes(64, 256), "lru")
     with (
         KilledServer(tmp_path / "data", setting, at=(201, 322, 443)) as server,
-        Client(server.target) as client,
+        ctxcache.connect(server.target) as client,
     ):
         running, engine = live(turns, setting, server, client, goes_on=True, is_durable=True)
     expected = simulated(turns, setting)

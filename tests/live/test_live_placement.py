@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.core.placement.policy import Level
 from ctxcache.simulate.load import TraceHint
 from tests.live.compare import Setting, Sizes, differences, live, live_here, simulated
@@ -53,10 +53,13 @@ def test_one_shot_sessions_do_not_reach_an_ssd_that_is_full_of_better_ones(
         make_turns(replace(ONE_SHOT, spacing_s=spacing_s)),
         Setting(Sizes(64, 128), policy, slot_count),
     )
-    with RunningServer(setting.settings(tmp_path / "data")) as server, Client(server.target) as client:
-        with client.engine_queue("engine") as queue:
+    with (
+        RunningServer(setting.settings(tmp_path / "data")) as server,
+        ctxcache.connect(server.target) as client,
+    ):
+        with client.hints.engine_queue("engine") as queue:
             running, _ = live(turns, setting, server, client, Scheduler(client, queue))
-        stats = client.stats()
+        stats = client.admin.stats()
     expected = simulated(turns, setting)
 
     assert len(differences(running, expected)) <= len(turns) / 100

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.recordings.reading import contents
 from ctxcache.simulate.trace import Trace, TraceTurn
 from lab.replay.replay import replay
@@ -31,7 +31,7 @@ def recording(load: Sequence[TraceTurn], tmp_path_factory: pytest.TempPathFactor
     path = directory / "calls.jsonl.gz"
     with (
         RunningServer(SETTING.settings(directory / "data")) as server,
-        Client(server.target) as client,
+        ctxcache.connect(server.target) as client,
         recorded(server.target, path),
     ):
         running, _ = live(load, SETTING, server, client)
@@ -81,7 +81,7 @@ def test_a_store_of_the_same_size_gives_the_same_hits(
     """Look-ups and reads by tier, evictions and tokens: what is played is asked again, with other rows."""
     path, running = recording
     with RunningServer(SETTING.settings(tmp_path / "data")) as server:
-        outcome = replay(path, lambda: Client(server.target), make_due=lambda _: Stepped(server))
+        outcome = replay(path, lambda: ctxcache.connect(server.target), make_due=lambda _: Stepped(server))
 
     assert outcome.replayed.found == outcome.recorded.found
     assert outcome.recorded.calls["evict"] == outcome.replayed.calls["evict"] == running.evicted_count
@@ -96,7 +96,7 @@ def test_a_store_with_less_memory_hits_less(recording: tuple[Path, Outcome], tmp
     path, _ = recording
     smaller = Setting(Sizes(48, 96), "value")
     with RunningServer(smaller.settings(tmp_path / "data")) as server:
-        outcome = replay(path, lambda: Client(server.target), make_due=lambda _: Stepped(server))
+        outcome = replay(path, lambda: ctxcache.connect(server.target), make_due=lambda _: Stepped(server))
 
     hits = [
         sum(tally.found["read", tier] for tier in ("dram", "ssd"))

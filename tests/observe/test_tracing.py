@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.client import Access
 from ctxcache.client.tracing import trace_metadata, trace_parent
 from ctxcache.errors import InvalidConfiguration, SessionNotFound
 from ctxcache.format.model import ModelSpec
@@ -24,6 +24,7 @@ from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.observe import tracing
 from ctxcache.observe.tracing import OtelSpans, open_spans
 from ctxcache.server.server import Server
+from lab.routes import Route, route_options
 
 HIDDEN = Stream(0, StateKind.HIDDEN)
 MODEL = ModelSpec(
@@ -61,11 +62,11 @@ def provider(exporter: InMemorySpanExporter) -> TracerProvider:
 
 
 @asynccontextmanager
-async def served(directory: Path, provider: TracerProvider, access: Access) -> AsyncIterator[Client]:
+async def served(directory: Path, provider: TracerProvider, access: Route) -> AsyncIterator[Client]:
     """A server that traces, and a client of it."""
     server = await Server.start(small_settings(directory), spans=OtelSpans(provider))
     try:
-        client = await asyncio.to_thread(Client, server.addresses[0], access=access)
+        client = await asyncio.to_thread(ctxcache.connect, server.addresses[0], **route_options(access))
         try:
             yield client
         finally:
@@ -81,15 +82,15 @@ def _turn(client: Client, provider: TracerProvider) -> str:
     """
     rows = {Stream(-1, StateKind.TOKENS): np.zeros((64, 4), np.uint8), HIDDEN: np.zeros((64, 96), np.uint8)}
     with provider.get_tracer("engine").start_as_current_span("request") as request:
-        client.register_model(MODEL)
-        session = client.create_session("models/tiny", session_id="one", layout=[HIDDEN])
-        session = client.append(session, CallerModel(MODEL), rows)
-        client.flush_session(session.name)
-        client.demote_session(session.name)
-        with client.read(session, CallerModel(MODEL)) as read:
+        client.models.register(MODEL)
+        session = client.sessions.create(CallerModel(MODEL), id="one", layout=[HIDDEN]).info
+        session = client.sessions.open(session, CallerModel(MODEL)).append(rows)
+        client.sessions.flush(session.name)
+        client.admin.demote_session(session.name)
+        with client.sessions.open(session, CallerModel(MODEL)).read() as read:
             read.array(HIDDEN)
         with pytest.raises(SessionNotFound):
-            client.get_session("sessions/none")
+            client.sessions.get("sessions/none")
     return f"{request.get_span_context().trace_id:032x}"
 
 
@@ -103,7 +104,7 @@ async def test_a_request_is_one_trace(
     tmp_path: Path,
     provider: TracerProvider,
     exporter: InMemorySpanExporter,
-    access: Access,
+    access: Route,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its calls, what they wait for, and what failed, on each way to the store."""
@@ -130,7 +131,7 @@ async def test_what_comes_without_a_trace_has_one_of_its_own(
 ) -> None:
     """Unless it is a local client's batch, which is asked for too often."""
     async with served(tmp_path, provider, "local-socket") as client:
-        await asyncio.to_thread(client.register_model, MODEL)
+        await asyncio.to_thread(client.models.register, MODEL)
 
     assert [span.name for span in exporter.get_finished_spans()] == ["ctxcache.v1.ModelService/RegisterModel"]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from server_process import ServerProcess
 
+import ctxcache
 from ctxcache.client import CallerModel, Client, DecodeBatch
 from ctxcache.client.grpc_access import GrpcAccess
 from ctxcache.client.types import Durability
@@ -22,6 +23,7 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import AccessResponse, AcquireLease, Operation, ReleaseLease, ReleaseReservation
+from lab.routes import route_options
 
 KV, HIDDEN, ODD = Stream(0, StateKind.KV), Stream(1, StateKind.HIDDEN), Stream(2, StateKind.HIDDEN)
 ROW_BYTES = {TOKENS: 4, KV: 4096, HIDDEN: 12288, ODD: 6}
@@ -56,11 +58,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Client]:
     """A client by either way."""
     with ExitStack() as stack:
-        made = stack.enter_context(Client(server.target, access=request.param))
-        made.register_model(SPEC)
+        made = stack.enter_context(ctxcache.connect(server.target, **route_options(request.param)))
+        made.models.register(SPEC)
         yield made
-        for session in list(made.list_sessions()):
-            made.delete_session(session.name)
+        for session in list(made.sessions.list()):
+            made.sessions.delete(session.name)
 
 
 def rows(step: int, stream: Stream, lanes: Sequence[int]) -> np.ndarray:
@@ -74,11 +76,11 @@ def create(client: Client, count: int = LANES) -> list[str]:
     """Sessions of different lengths, so that their segments end at different steps."""
     names = []
     for lane in range(count):
-        session = client.create_session("models/tiny", session_id=f"s{lane}", layout=list(ROW_BYTES))
+        session = client.sessions.create(OWN, id=f"s{lane}", layout=list(ROW_BYTES))
         names.append(session.name)
         if lane:
             first = {s: np.concatenate([rows(i, s, [lane]) for i in range(-lane * 9, 0)]) for s in ROW_BYTES}
-            client.append(session, OWN, first)
+            session.append(first)
     return names
 
 
@@ -90,7 +92,7 @@ def step(batch: DecodeBatch, number: int) -> None:
 
 def check(client: Client, name: str, lane: int, steps: int) -> None:
     """Every row of a session is what was written."""
-    with client.read(name, OWN) as found:
+    with client.sessions.open(name, OWN).read() as found:
         assert found.end == lane * 9 + steps
         for stream in ROW_BYTES:
             expected = np.concatenate([rows(i, stream, [lane]) for i in range(-lane * 9, steps)])
@@ -100,28 +102,28 @@ def check(client: Client, name: str, lane: int, steps: int) -> None:
 def test_steps_arrive_across_segments_and_rooms(client: Client) -> None:
     """Room for 50 steps at a time, segments of 64 tokens, 120 steps: each row is where it belongs."""
     names = create(client)
-    with client.decode_batch(names, OWN, room_tokens=50) as batch:
+    with client.sessions.decode_batch(names, OWN, room_tokens=50) as batch:
         for number in range(120):
             step(batch, number)
             assert batch.commit().tolist() == list(range(LANES))
         counts, generations = batch.token_counts.tolist(), batch.generations.tolist()
 
-    sessions = [client.get_session(name) for name in names]
+    sessions = [client.sessions.get(name) for name in names]
     assert counts == [session.token_count for session in sessions]
     assert generations == [session.generation for session in sessions]
     for lane, name in enumerate(names):
         check(client, name, lane, 120)
     # What was not used is given back: another writer may come at once.
-    client.append(names[0], OWN, {s: rows(120, s, [0]) for s in ROW_BYTES})
+    client.sessions.open(names[0], OWN).append({s: rows(120, s, [0]) for s in ROW_BYTES})
 
 
 def test_a_session_that_fails_leaves_the_others_alone(client: Client, server: ServerProcess) -> None:
     """Its lane is left out from then on, with its reason."""
     names = create(client)
     with (
-        Client(server.target, access="local") as other,
-        other.writer(names[1], OWN, 1),
-        client.decode_batch(names, OWN, room_tokens=10) as batch,
+        ctxcache.connect(server.target, access="local") as other,
+        other.sessions.open(names[1], OWN).writer(1),
+        client.sessions.decode_batch(names, OWN, room_tokens=10) as batch,
     ):
         assert isinstance(batch.failures[1], WriteInProgress)
         for number in range(15):
@@ -138,7 +140,7 @@ def test_a_session_that_fails_leaves_the_others_alone(client: Client, server: Se
 
 def _lose_reservation(client: Client, batch: DecodeBatch, lane: int) -> None:
     release = ReleaseReservation(reservation_id=int(batch._reservation_ids[lane]))
-    attachment = client._attach()
+    attachment = client._routes.attach()
     assert attachment is not None
     attachment.stream.carry_out(Operation(release_reservation=release))
 
@@ -148,11 +150,13 @@ def test_an_answer_of_many_locations_arrives(client: Client) -> None:
 
     That has what stock clients can take.
     """
-    session = client.create_session("models/tiny", session_id="long", layout=[ODD])
+    session = client.sessions.create(OWN, id="long", layout=[ODD]).info
     count = 64 * 100
-    client.append(session, OWN, {TOKENS: np.zeros((count, 4), np.uint8), ODD: np.zeros((count, 6), np.uint8)})
+    client.sessions.open(session, OWN).append(
+        {TOKENS: np.zeros((count, 4), np.uint8), ODD: np.zeros((count, 6), np.uint8)}
+    )
     acquire = AcquireLease(session=session.name, model_fingerprint=session.model_fingerprint)
-    attachment = client._attach()
+    attachment = client._routes.attach()
     assert attachment is not None
     results = attachment.stream.call([Operation(acquire_lease=acquire)] * 1024)
 
@@ -170,7 +174,7 @@ def test_a_batch_that_was_frozen_asks_before_it_writes(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slots may be others' by now; the server's answer decides."""
-    with client.decode_batch(create(client, 2), OWN) as batch:
+    with client.sessions.decode_batch(create(client, 2), OWN) as batch:
         stream = batch._stream
         assert isinstance(stream, GrpcAccess)
         stream._sure_until_ns = 0
@@ -189,18 +193,18 @@ def _unheard(_: list[Operation]) -> AccessResponse:
 def test_a_step_can_be_durable(client: Client) -> None:
     """The commit waits for the disk when it is asked to."""
     names = create(client, 3)
-    with client.decode_batch(names, OWN) as batch:
+    with client.sessions.decode_batch(names, OWN) as batch:
         step(batch, 0)
         batch.commit(Durability.DISK)
 
-    sessions = [client.get_session(name) for name in names]
+    sessions = [client.sessions.get(name) for name in names]
     assert [session.durable_token_count for session in sessions] == [1, 10, 19]
 
 
 def test_a_step_without_a_stream_is_not_committed(client: Client) -> None:
     """Nothing becomes visible that nobody wrote; the step may be completed then."""
     names = create(client, 2)
-    with client.decode_batch(names, OWN) as batch:
+    with client.sessions.decode_batch(names, OWN) as batch:
         batch.write(TOKENS, rows(0, TOKENS, range(2)))
         with pytest.raises(IncompleteAppend):
             batch.commit()
@@ -214,33 +218,32 @@ def test_a_step_without_a_stream_is_not_committed(client: Client) -> None:
 
 def test_sessions_that_differ_are_no_batch(client: Client) -> None:
     """One write fits all or none."""
-    client.create_session("models/tiny", session_id="a", layout=[TOKENS, KV])
-    client.create_session("models/tiny", session_id="b", layout=[TOKENS, HIDDEN])
+    client.sessions.create(OWN, id="a", layout=[TOKENS, KV])
+    client.sessions.create(OWN, id="b", layout=[TOKENS, HIDDEN])
     for sessions in ([], ["sessions/a", "sessions/b"]):
         with pytest.raises(InvalidArgument, match="sessions"):
-            client.decode_batch(sessions, OWN)
-    assert client.stats().reservation_count == 0
+            client.sessions.decode_batch(sessions, OWN)
+    assert client.admin.stats().reservation_count == 0
 
 
 def test_a_lane_that_cannot_be_durable_leaves_its_session_free(tmp_path: Path) -> None:
     """Its step is visible and not on disk, as its failure says; another writer may come at once."""
     with (
         ServerProcess(tmp_path / "data", "--ssd-size-bytes=4194304") as server,
-        Client(server.target, access="local") as client,
+        ctxcache.connect(server.target, access="local") as client,
     ):
-        client.register_model(SPEC)
+        client.models.register(SPEC)
         names = [
-            client.create_session("models/tiny", layout=list(ROW_BYTES), is_pinned=True).name
-            for _ in range(LANES)
+            client.sessions.create(OWN, layout=list(ROW_BYTES), is_pinned=True).name for _ in range(LANES)
         ]
-        with client.decode_batch(names, OWN) as batch:
+        with client.sessions.decode_batch(names, OWN) as batch:
             step(batch, 0)
             done = batch.commit(Durability.DISK).tolist()
             failed = sorted(batch.failures)
             counts = batch.token_counts.tolist()
             for lane in failed:
                 assert isinstance(batch.failures[lane], CapacityExceeded)
-                client.append(names[lane], OWN, {s: rows(1, s, [lane]) for s in ROW_BYTES})
+                client.sessions.open(names[lane], OWN).append({s: rows(1, s, [lane]) for s in ROW_BYTES})
 
         assert done
         assert failed

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.settings.config import Settings
 from gpu_worker.engines.transformers import TransformersEngine
@@ -55,7 +56,7 @@ def tell(directory: Path, bound: Figures | None = None) -> Told:
 def _turn(tracer: Tracer, client: Client, engine: TransformersEngine, session_id: str) -> Walk:
     first = engine.turn(session_id, FIRST, max_new_tokens=REPLY_TOKENS)
     engine.wait(session_id)
-    assert client.demote_session(f"sessions/{session_id}").dram_bytes == 0
+    assert client.admin.demote_session(f"sessions/{session_id}").dram_bytes == 0
     with tracer.walk() as walk:
         second = engine.turn(session_id, SECOND, max_new_tokens=REPLY_TOKENS)
         engine.wait(session_id)
@@ -77,7 +78,7 @@ def _store(directory: Path) -> Iterator[Client]:
     live = LiveServer(settings)
     try:
         live.run(still(live.server))
-        with Client(live.target, access="local") as client:
+        with ctxcache.connect(live.target, access="local") as client:
             yield client
     finally:
         live.stop()

@@ -251,7 +251,7 @@ def server(call: CliCall) -> Finding:
     name = f"server at {call.target}"
     try:
         with call.but(None, None, min(call.timeout_s, ANSWER_TIMEOUT_S)).client() as client:
-            is_healthy, stats = client.health(), client.stats()
+            is_healthy, stats = client.admin.health(), client.admin.stats()
     except Unavailable:
         return missing(name, "no answer", "nothing", "start one with `ctxcache serve`")
     except CacheError as error:

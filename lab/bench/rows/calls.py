@@ -93,14 +93,14 @@ def _asking(c: Contexts, traffic: _Traffic, number: int, percent: float, call_co
     name = c.sessions[0].name
 
     def call() -> None:
-        if c.client.get_session(name).token_count != c.sessions[0].token_count:
+        if c.client.sessions.get(name).token_count != c.sessions[0].token_count:
             raise WrongBytes("GetSession answered with another session")
 
     def side(_: int) -> float:
         traffic.let(number)
-        before = c.client.stats().read_token_count
+        before = c.client.admin.stats().read_token_count
         taken = timed_calls(call, call_count, percent)
-        moved = c.client.stats().read_token_count - before
+        moved = c.client.admin.stats().read_token_count - before
         if traffic.failure is not None:
             raise traffic.failure
         if number == signal.SIGCONT and not moved and traffic.walk_count == 0:
@@ -119,7 +119,7 @@ def _decoding(place: Place) -> Iterator[Sides]:
         names = [c.create(f"decode{index}").name for index in range(DECODING_COUNT)]
         steps = [_step(one, owner) for owner in range(2)]
         copied = {stream: np.ones_like(rows) for stream, rows in steps[0].items()}
-        with c.client.decode_batch(names, c.model) as batch:
+        with c.client.sessions.decode_batch(names, c.model) as batch:
 
             def ours(number: int) -> float:
                 step = steps[number % 2]
@@ -164,7 +164,9 @@ def _append_step(batch: DecodeBatch, step: Rows) -> None:
 
 def _verify_step(c: Contexts, names: list[str], batch: DecodeBatch, step: Rows) -> None:
     for lane, (name, token_count) in enumerate(zip(names, batch.token_counts, strict=True)):
-        with c.client.read(name, c.model, begin=int(token_count) - 1, end=int(token_count)) as rows:
+        with c.client.sessions.open(name, c.model).read(
+            begin=int(token_count) - 1, end=int(token_count)
+        ) as rows:
             for stream in rows.streams:
                 check(np.concatenate(rows.pieces(stream)), step[stream][lane], "a decoded token")
 
@@ -183,12 +185,12 @@ def _looking_up(place: Place) -> Iterator[Sides]:
         fingerprint = model_of(long).fingerprint()
 
         def look_up() -> None:
-            (found,) = c.client.lookup([(c.sessions[0].name, fingerprint)])
+            (found,) = c.client.sessions.lookup([(c.sessions[0].name, fingerprint)])
             if found.token_count != token_count:
                 raise WrongBytes(f"{found.token_count} tokens found of {token_count}")
 
         def empty() -> None:
-            if not c.client.health():
+            if not c.client.admin.health():
                 raise WrongBytes("the server says it does not serve")
 
         yield Sides(
@@ -292,7 +294,7 @@ def _copy(c: Contexts, index: int) -> None:
 
 
 def _read(c: Contexts, index: int) -> None:
-    with c.client.read(c.sessions[index], c.model) as rows:
+    with c.client.sessions.open(c.sessions[index], c.model).read() as rows:
         copy_out(rows, c.out)
 
 

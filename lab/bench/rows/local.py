@@ -43,7 +43,7 @@ def handing_over(c: Contexts) -> Side:
             rows.pieces(stream)
 
     def acquire(index: int) -> None:
-        with c.client.read(c.sessions[index], c.model) as rows:
+        with c.client.sessions.open(c.sessions[index], c.model).read() as rows:
             views(rows)
 
     def step(index: int) -> float:
@@ -60,18 +60,18 @@ def saving(c: Contexts) -> Side:
 
     def step(index: int) -> float:
         session = c.create("saved")
-        taken = seconds(lambda: c.client.append(session, c.model, c.rows[index]))
-        with c.client.read(session.name, c.model) as rows:
+        taken = seconds(lambda: c.client.sessions.open(session, c.model).append(c.rows[index]))
+        with c.client.sessions.open(session.name, c.model).read() as rows:
             for stream, expected in c.rows[index].items():
                 check(np.concatenate(rows.pieces(stream)), expected, "what was saved")
-        c.client.delete_session(session.name)
+        c.client.sessions.delete(session.name)
         return taken
 
     return lambda _: c.walk(step)
 
 
 def _read(c: Contexts, index: int) -> None:
-    with c.client.read(c.sessions[index], c.model) as rows:
+    with c.client.sessions.open(c.sessions[index], c.model).read() as rows:
         copy_out(rows, c.out)
 
 

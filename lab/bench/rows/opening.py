@@ -7,6 +7,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from lab.bench.contexts import check, model_of
 from lab.bench.many_segments import SHAPE, Made, make, session_name
@@ -41,13 +42,13 @@ def _open_once(place: Place, made: Made) -> tuple[float, int]:
     begin_ns = perf_counter_ns()
     with (
         serving(place.directory / "many", arena_bytes=ARENA_BYTES, ssd_bytes=made.ssd_bytes) as server,
-        Client(server.target("tcp"), access="remote") as client,
+        ctxcache.connect(server.target("tcp"), access="remote") as client,
     ):
         _verify(client, made, made.session_count - 1)
         taken = (perf_counter_ns() - begin_ns) / 1e9
         resident_bytes = _resident_bytes(server)
         _verify(client, made, 0)
-        if client.stats().segment_count != made.segment_count:
+        if client.admin.stats().segment_count != made.segment_count:
             raise RuntimeError("segments are missing after opening")
         server.process.kill()
         server.process.wait()
@@ -55,7 +56,7 @@ def _open_once(place: Place, made: Made) -> tuple[float, int]:
 
 
 def _verify(client: Client, made: Made, session: int) -> None:
-    with client.read(session_name(session), CallerModel(model_of(SHAPE))) as rows:
+    with client.sessions.open(session_name(session), CallerModel(model_of(SHAPE))).read() as rows:
         found = np.concatenate([piece.rows.reshape(-1) for piece in rows.chunks()])
     check(found, made.data(session), f"session {session} of many")
 

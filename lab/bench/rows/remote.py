@@ -26,7 +26,7 @@ def reading(c: Contexts) -> Side:
     """Read every context into warm memory."""
 
     def whole(index: int) -> None:
-        with c.client.read(c.sessions[index], c.model) as rows:
+        with c.client.sessions.open(c.sessions[index], c.model).read() as rows:
             copy_out(rows, c.out)
 
     def step(index: int) -> float:
@@ -42,11 +42,11 @@ def saving(c: Contexts) -> Side:
 
     def step(index: int) -> float:
         session = c.create("saved")
-        taken = seconds(lambda: c.client.append(session, c.model, c.rows[index]))
-        with c.client.read(session.name, c.model) as rows:
+        taken = seconds(lambda: c.client.sessions.open(session, c.model).append(c.rows[index]))
+        with c.client.sessions.open(session.name, c.model).read() as rows:
             copy_out(rows, c.out)
         c.verify(index, "remote save")
-        c.client.delete_session(session.name)
+        c.client.sessions.delete(session.name)
         return taken
 
     return lambda _: c.walk(step)
@@ -200,7 +200,7 @@ class Pages:
 
     def fill(self, c: Contexts, index: int) -> None:
         """Lease a context and put every row into its page, straight from the arena."""
-        with c.client.read(c.sessions[index], c.model) as reading:
+        with c.client.sessions.open(c.sessions[index], c.model).read() as reading:
             for stream, pages in self._layers.items():
                 begin = 0
                 for rows in reading.pieces(stream):
@@ -229,11 +229,11 @@ def _retrieving(c: Contexts) -> Side:
 def _storing(c: Contexts) -> Side:
     def once(index: int) -> float:
         session = c.create("saved")
-        took_s = seconds(lambda: c.client.append(session, c.model, c.rows[index]))
-        with c.client.read(session.name, c.model) as rows:
+        took_s = seconds(lambda: c.client.sessions.open(session, c.model).append(c.rows[index]))
+        with c.client.sessions.open(session.name, c.model).read() as rows:
             for stream, expected in c.rows[index].items():
                 check(np.concatenate(rows.pieces(stream)), expected, "what was saved")
-        c.client.delete_session(session.name)
+        c.client.sessions.delete(session.name)
         return took_s
 
     return lambda _: median(once(i % len(c.data)) for i in range(REQUESTS))

@@ -171,25 +171,27 @@ class _Served:
 
     def demote(self) -> None:
         """Leave the arena to the device."""
-        self.contexts.client.demote_session(NAME)
+        self.contexts.client.admin.demote_session(NAME)
 
     def save(self, index: int) -> float:
         """Append a context, durable before the answer; seconds."""
         session = self.contexts.create(NAME.removeprefix("sessions/"))
         c = self.contexts
-        return seconds(lambda: c.client.append(session, c.model, c.rows[index], durability=Durability.DISK))
+        return seconds(
+            lambda: c.client.sessions.open(session, c.model).append(c.rows[index], durability=Durability.DISK)
+        )
 
     def delete(self) -> None:
         """Make room for the next one."""
-        self.contexts.client.delete_session(NAME)
+        self.contexts.client.sessions.delete(NAME)
 
     def promote(self) -> float:
         """Lease all of a demoted session: seconds until its rows are in the arena, verified."""
-        return seconds(lambda: self.contexts.client.read(NAME, self.contexts.model).close())
+        return seconds(lambda: self.contexts.client.sessions.open(NAME, self.contexts.model).read().close())
 
     def verify(self, index: int, what: str) -> None:
         """Check what the server has."""
-        with self.contexts.client.read(NAME, self.contexts.model) as rows:
+        with self.contexts.client.sessions.open(NAME, self.contexts.model).read() as rows:
             copy_out(rows, self.contexts.out)
         self.contexts.verify(index, what)
 
@@ -282,12 +284,14 @@ _NAME = "sessions/measured"
 
 def _promoting(c: Contexts) -> Side:
     """Lease a demoted context: seconds until its rows are in the arena, verified."""
-    c.client.append(c.create(_NAME.removeprefix("sessions/")), c.model, c.rows[0], durability=Durability.DISK)
+    c.client.sessions.open(c.create(_NAME.removeprefix("sessions/")), c.model).append(
+        c.rows[0], durability=Durability.DISK
+    )
 
     def side(_: int) -> float:
-        c.client.demote_session(_NAME)
-        taken = seconds(lambda: c.client.read(_NAME, c.model).close())
-        with c.client.read(_NAME, c.model) as rows:
+        c.client.admin.demote_session(_NAME)
+        taken = seconds(lambda: c.client.sessions.open(_NAME, c.model).read().close())
+        with c.client.sessions.open(_NAME, c.model).read() as rows:
             copy_out(rows, c.out)
         c.verify(0, "read from SSD")
         return taken

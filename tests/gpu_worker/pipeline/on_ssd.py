@@ -41,7 +41,7 @@ def save(client: Client, session: Session, session_id: str, kinds: Sequence[Stat
     """Have the store keep all rows of these kinds, appended in two parts, on SSD only."""
     packed = [kind for kind in kinds if kind in PACKINGS]
     spec = model_spec(session.adapter.model, model_id=f"direct-{session_id}"[:60], packed_kinds=packed)
-    model = client.register_model(spec)
+    model = client.models.register(spec)
     streams = [Stream(layer, kind) for layer in range(len(session.adapter.layers)) for kind in kinds]
     rows = {TOKENS: session.token_ids.to(torch.int32).numpy().view(np.uint8).reshape(-1, 4)}
     for one in (each for each in spec.resolve(streams) if each.stream != TOKENS):
@@ -52,20 +52,20 @@ def save(client: Client, session: Session, session_id: str, kinds: Sequence[Stat
             else pack_rows(part, one)
         )
         rows[one.stream] = np.frombuffer(data, np.uint8).reshape(session.token_count, -1)
-    kept = client.create_session(model.name, session_id=session_id, layout=list(rows))
+    kept = client.sessions.create(model, id=session_id, layout=list(rows)).info
     for begin, end in ((0, FIRST_TOKENS), (FIRST_TOKENS, session.token_count)):
         parts = {stream: part[begin:end] for stream, part in rows.items()}
-        kept = client.append(kept, model, parts, durability=Durability.DISK)
+        kept = client.sessions.open(kept, model).append(parts, durability=Durability.DISK)
         leave(client, kept.name)
-    return client.get_session(kept.name)
+    return client.sessions.get(kept.name)
 
 
 def leave(client: Client, name: str) -> None:
     """Have a session on SSD only."""
     end_s = monotonic() + PATIENCE_S
-    while client.get_session(name).dram_bytes:
+    while client.sessions.get(name).dram_bytes:
         assert monotonic() < end_s
-        client.demote(name)
+        client.hints.demote(name)
 
 
 class FakeReading:
@@ -181,7 +181,7 @@ def flip(path: Path, offset_bytes: int) -> None:
 
 def flip_in_arena(client: Client, kept: SessionInfo, stream: Stream) -> None:
     """Damage a byte of a stream's first row in shared memory, as a process would that maps it."""
-    attachment = client._attach()
+    attachment = client._routes.attach()
     assert attachment is not None
     arena = attachment.arena.writable()
     assert arena is not None

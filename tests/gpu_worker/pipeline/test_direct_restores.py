@@ -16,6 +16,7 @@ from sessions import Session, contents, saved_session
 from slow_pipelines import SMALL, poisoned_target, slowed
 from stored_model import stored_model
 
+import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.filed_rows import FiledRows
 from ctxcache.errors import CorruptSegment, LeaseNotFound, Unavailable
@@ -96,7 +97,7 @@ def test_every_path_restores_the_same(
             caches[way] = restored(direct, pipeline, session, kept, plan)
         assert not direct.failures
         assert (direct.read_bytes > 0) == (way != "store")
-        assert (client.get_session(kept.name).dram_bytes > 0) == (way == "store")
+        assert (client.sessions.get(kept.name).dram_bytes > 0) == (way == "store")
         if way == "gds":
             assert direct.live.path is DirectPath.GDS
             assert sum(files.read_count for files in opened) > 0
@@ -113,12 +114,12 @@ def test_a_byte_that_changed_in_memory_is_not_restored(
     kept = save(client, session, session_id, [StateKind.KV])
     with slowed(settings=CHUNKS) as pipeline:
         expected = restored(direct_by(client, "store", monkeypatch)[0], pipeline, session, kept, plan)
-        before = client.stats().mended_segment_count
+        before = client.admin.stats().mended_segment_count
         flip_in_arena(client, kept, Stream(1, StateKind.KV))
         found = restored(direct_by(client, way, monkeypatch)[0], pipeline, session, kept, plan)
 
     assert is_same(found, expected)
-    assert client.stats().mended_segment_count == before + 1
+    assert client.admin.stats().mended_segment_count == before + 1
 
 
 @pytest.mark.parametrize("fault", ["raises", "short"])
@@ -183,7 +184,7 @@ def test_bytes_that_are_wrong_on_the_device_are_a_miss(
         if at == 0:
             assert all(bool(half.isnan().all()) for layer in range(3) for half in target.tensors(layer))
         again = restored(direct, pipeline, session, kept, plan)
-        assert client.get_session(kept.name).dram_bytes > 0
+        assert client.sessions.get(kept.name).dram_bytes > 0
 
     assert direct.failures == {"CORRUPT_SEGMENT": 1}
     assert is_same(again, expected)
@@ -228,14 +229,14 @@ def test_damage_on_the_device_ends_the_session_there(
     with slowed(settings=CHUNKS) as pipeline:
         reasons = []
         for _ in range(2):
-            if client.get_session(kept.name).token_count < session.token_count:
+            if client.sessions.get(kept.name).token_count < session.token_count:
                 break
             with pytest.raises(CorruptSegment) as caught:
                 restored(direct, pipeline, session, kept, plan)
             reasons.append(caught.value.reason)
 
     assert 1 <= len(reasons) <= 2
-    assert client.get_session(kept.name).token_count == SEGMENT_TOKENS
+    assert client.sessions.get(kept.name).token_count == SEGMENT_TOKENS
     assert direct.failures == {"CORRUPT_SEGMENT": 1}
 
 
@@ -284,7 +285,7 @@ def test_a_store_that_is_killed_meanwhile_is_a_miss(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(LandingSource, "land", land_later)
     with ServerProcess(tmp_path / "data") as server:
-        with Client(server.unix_target, timeout_s=5) as client:
+        with ctxcache.connect(server.unix_target, timeout_s=5) as client:
             kept = save(client, session, "killed", [StateKind.KV])
             direct, _ = direct_by(client, "gds", monkeypatch)
             with (
@@ -294,7 +295,7 @@ def test_a_store_that_is_killed_meanwhile_is_a_miss(monkeypatch: pytest.MonkeyPa
                 restored(direct, pipeline, session, kept, plan, meanwhile=lambda: kill(server))
         assert is_killed.is_set()
         server.start()
-        with Client(server.unix_target, timeout_s=5) as client, slowed(settings=CHUNKS) as pipeline:
+        with ctxcache.connect(server.unix_target, timeout_s=5) as client, slowed(settings=CHUNKS) as pipeline:
             direct, _ = direct_by(client, "posix", monkeypatch)
             restored(direct, pipeline, session, kept, plan)
             assert direct.read_bytes > 0
@@ -309,7 +310,7 @@ def test_files_that_cannot_be_opened_are_said(
     path = files_of(client)[0]
     hidden = path.rename(path.with_name("hidden"))
     try:
-        with Client(server.unix_target) as fresh, slowed(settings=CHUNKS) as pipeline:
+        with ctxcache.connect(server.unix_target) as fresh, slowed(settings=CHUNKS) as pipeline:
             direct, _ = direct_by(fresh, "posix", monkeypatch)
             restored(direct, pipeline, session, kept, plan)
             assert direct.live.path is DirectPath.OFF

@@ -11,7 +11,7 @@ from time import monotonic
 from paged_engine import PROMPT_TOKENS, PagedEngine, conversation, running_engine, write_weights
 from server_process import ServerProcess
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.client.types import Durability
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind
@@ -75,10 +75,10 @@ def saved_case(
 def leave(store: ServerProcess, name: str) -> None:
     """Have a session on SSD only."""
     end_s = monotonic() + PATIENCE_S
-    with Client(store.target) as client:
-        while client.get_session(name).dram_bytes:
+    with ctxcache.connect(store.target) as client:
+        while client.sessions.get(name).dram_bytes:
             assert monotonic() < end_s
-            client.demote(name)
+            client.hints.demote(name)
 
 
 @contextmanager

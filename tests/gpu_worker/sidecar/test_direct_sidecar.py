@@ -9,14 +9,14 @@ from attached import Case, leave, saved_case
 from server_process import ServerProcess
 from worker_process import WorkerProcess
 
-from ctxcache.client import Client
+import ctxcache
 from gpu_worker.sidecar.client import WorkerClient
 
 
 def dram_bytes(store: ServerProcess, case: Case) -> int:
     """What the store has of the session in memory."""
-    with Client(store.target) as client:
-        return client.get_session(case.session).dram_bytes
+    with ctxcache.connect(store.target) as client:
+        return client.sessions.get(case.session).dram_bytes
 
 
 def test_an_engine_is_restored_from_the_stores_files(

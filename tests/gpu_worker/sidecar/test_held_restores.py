@@ -13,7 +13,7 @@ from paged_engine import PROMPT_TOKENS, PagedEngine, running_engine, write_weigh
 from server_process import ServerProcess
 from worker_process import WorkerProcess, mortal_engine
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.errors import Unavailable
 from gpu_worker.sidecar.client import WorkerClient
 from tests.nursery import Entry
@@ -48,12 +48,12 @@ def test_what_is_killed_while_a_restore_is_held_up_is_let_go_of(
     Then the worker: all that it had.
     """
     with (
-        Client(store.target) as admin,
+        ctxcache.connect(store.target) as admin,
         WorkerClient(held.path) as client,
         saved_case(client, weights, session_id) as case,
         running_engine("llama") as other,
     ):
-        until(lambda: not list(admin.list_leases()))
+        until(lambda: not list(admin.admin.list_leases()))
         hello = other.hello(write_weights("llama", weights), engine="mortal")
         (tmp_path / "hello").write_bytes(hello.SerializeToString())
         with mortal_engine(held.path, tmp_path / "hello", case.session, PROMPT_TOKENS) as mortal:
@@ -63,22 +63,22 @@ def test_what_is_killed_while_a_restore_is_held_up_is_let_go_of(
             mortal.stdin.write("go on\n")
             mortal.stdin.flush()
             until(held.is_held.exists)
-            assert len(list(admin.list_leases())) == 1
+            assert len(list(admin.admin.list_leases())) == 1
             mortal.kill()
             mortal.wait()
         until(lambda: [each.engine for each in client.stats().attachments] == ["engine"])
         assert _is_mapped(held, other)
         held.may_go_on.touch()
-        until(lambda: not _is_mapped(held, other) and not list(admin.list_leases()))
+        until(lambda: not _is_mapped(held, other) and not list(admin.admin.list_leases()))
         held.may_go_on.unlink()
         held.is_held.unlink()
 
         later = Later(case.restore)
         until(held.is_held.exists)
-        assert len(list(admin.list_leases())) == 1
+        assert len(list(admin.admin.list_leases())) == 1
         held.signal(signal.SIGKILL)
 
         with pytest.raises(Unavailable):
             later.result()
-        until(lambda: not list(admin.list_leases()))
+        until(lambda: not list(admin.admin.list_leases()))
         assert case.attached.ended.wait(30)

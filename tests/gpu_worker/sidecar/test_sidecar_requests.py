@@ -15,7 +15,7 @@ from paged_engine import BLOCK_COUNT, BLOCK_TOKENS, PROMPT_TOKENS, conversation,
 from server_process import ServerProcess
 from stored_model import stored_model
 
-from ctxcache.client import Client
+import ctxcache
 from ctxcache.errors import (
     CacheError,
     InvalidArgument,
@@ -222,10 +222,10 @@ def test_wrong_requests_are_refused_and_the_rest_are_misses(
 
 def _corrupted(store: ServerProcess, session: str) -> bool:
     """Flip a bit of a session's rows on disk, and have the store forget its copy in memory."""
-    with Client(store.target) as direct:
-        with direct.read(session, stored_model(direct, session)) as rows:
+    with ctxcache.connect(store.target) as direct:
+        with direct.sessions.open(session, stored_model(direct, session)).read() as rows:
             row = rows.array(Stream(1, StateKind.KV))[3].tobytes()
-        direct.demote_session(session)
+        direct.admin.demote_session(session)
     path = next(Path(store.data_directory).rglob("segments.dat"))
     data = path.read_bytes()
     # Other tests' sessions have the same rows: those of before are nobody's any more, the last is this one's.

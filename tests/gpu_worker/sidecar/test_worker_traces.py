@@ -44,13 +44,13 @@ async def test_an_engines_trace_goes_through_its_worker(
     settings = WorkerSettings(store=store.target, listen=tmp_path / "worker.sock")
     worker = Worker(settings, on_stuck=lambda error: pytest.fail(str(error)), spans=OtelSpans(provider))
     asked_by: list[str] = []
-    get_session = worker._client.get_session
+    get_session = worker._client.sessions.get
 
     def asked(*arguments: Any) -> Any:  # as get_session
         asked_by.append(trace_parent().split("-")[2])
         return get_session(*arguments)
 
-    monkeypatch.setattr(worker._client, "get_session", asked)
+    monkeypatch.setattr(worker._client.sessions, "get", asked)
     await worker.start()
     try:
         trace_id = await asyncio.to_thread(_requests, settings.socket, weights, session_id, provider)

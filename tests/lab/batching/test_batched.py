@@ -72,7 +72,7 @@ def test_sessions_of_a_batch_are_saved_and_go_on_alone(
     packed, alone = build(family), build(family)
     spec, adapter = model_spec(packed, model_id=family), adapt(packed)
     plan = RestorePlan.uniform(Method(method), spec.layer_count)
-    model, streams = client.register_model(spec), plan.streams()
+    model, streams = client.models.register(spec), plan.streams()
     names = [f"{session_id}-{i}" for i in range(len(PROMPTS))]
     with Saver(client, model, streams) as saver:
         seen = _Seen(saver)
@@ -80,7 +80,7 @@ def test_sessions_of_a_batch_are_saved_and_go_on_alone(
         with Capture(adapter, streams, seen.put, is_on_host=False):
             running = []
             for name, prompt in zip(names, PROMPTS, strict=True):
-                session = client.create_session(model.name, session_id=name, layout=streams)
+                session = client.sessions.create(model, id=name, layout=streams).info
                 running.append(engine.add(session, prompt, reply_count=REPLY_TOKENS))
                 engine.step()
             engine.run()
@@ -90,7 +90,7 @@ def test_sessions_of_a_batch_are_saved_and_go_on_alone(
     assert saver.shed_token_counts == {}
     for one, prompt in zip(running, PROMPTS, strict=True):
         assert one.reply == _alone(alone, prompt, REPLY_TOKENS)
-        with client.read(one.session.name, model) as rows:
+        with client.sessions.open(one.session.name, model).read() as rows:
             assert token_ids_of(rows.array(TOKENS)) == [*prompt, *one.reply]
             for item in spec.resolve(streams)[1:]:
                 found = rows_of(rows.array(item.stream).data.cast("B"), item)

@@ -32,10 +32,10 @@ def test_after_a_kill_another_process_has_the_data() -> None:
     """What was acknowledged is there under another process id; both are gone in the end."""
     with embedded_store(_SIZE_BYTES) as store:
         first_pid = store.ready.pid
-        store.client.create_session(store.client.register_model(_SPEC).name, session_id="kept")
+        store.client.sessions.create(store.client.models.register(_SPEC), id="kept")
         killed_pid = store.kill()
         ready = store.start()
-        session = store.client.get_session("sessions/kept")
+        session = store.client.sessions.get("sessions/kept")
 
     assert killed_pid == first_pid != ready.pid
     assert ready.session_count == 1
@@ -46,7 +46,7 @@ def test_after_a_kill_another_process_has_the_data() -> None:
 def test_a_named_directory_is_kept_and_used_again(tmp_path: Path) -> None:
     """Its data outlives the block, and a store of another size opens it."""
     with embedded_store(_SIZE_BYTES, tmp_path / "data") as store:
-        store.client.create_session(store.client.register_model(_SPEC).name, session_id="kept")
+        store.client.sessions.create(store.client.models.register(_SPEC), id="kept")
 
     with embedded_store(2 * _SIZE_BYTES, tmp_path / "data") as store:
         assert store.ready.session_count == 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from server_process import ServerProcess
 
+import ctxcache
 from ctxcache.client import Client
 
 
@@ -15,6 +16,6 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     torch.set_num_threads(1)
     with (
         ServerProcess(tmp_path_factory.mktemp("store") / "data") as running,
-        Client(running.target) as connected,
+        ctxcache.connect(running.target) as connected,
     ):
         yield connected
