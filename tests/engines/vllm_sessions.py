@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+import ctxcache
 from ctxcache.client import Client
 from gpu_worker.checkpoint import describe_directory
 from gpu_worker.engines.transformers import TransformersEngine
@@ -246,7 +247,7 @@ def test_it_goes_on_in_transformers_and_back(
     hf_model.train(mode=False)
     spec = describe_directory(model, model_id="tiny", dtype=torch.float32).spec
     prompt = opening(5)
-    with Client(store.target) as client:
+    with ctxcache.connect(store.target) as client:
         plan = RestorePlan.uniform(Method.KV, _SHAPE["num_hidden_layers"])
         with TransformersEngine(hf_model, client, spec, plan) as other:
             for turn in range(6):

@@ -8,6 +8,7 @@ import pytest
 from server_process import ServerProcess
 from tiny_models import build
 
+import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, Unavailable
 from ctxcache.format.model import ModelSpec
@@ -34,9 +35,9 @@ def link_to(target: str, spec: ModelSpec) -> StoreLink:
     """A link for a model."""
 
     def register(client: Client) -> CallerModel:
-        return client.register_model(spec)
+        return client.models.register(spec)
 
-    return StoreLink(lambda: Client(target, timeout_s=1.0), register)
+    return StoreLink(lambda: ctxcache.connect(target, timeout_s=1.0), register)
 
 
 def ask(link: StoreLink) -> None:
@@ -45,7 +46,7 @@ def ask(link: StoreLink) -> None:
     assert use is not None
     client, model = use
     try:
-        client.get_model(model.name)
+        client.models.get(model.name)
     except CacheError as error:
         link.failed(error)
 
@@ -83,8 +84,8 @@ def test_a_store_that_starts_later_is_found(store: ServerProcess, spec: ModelSpe
 def test_a_store_with_another_model_is_refused_for_good(store: ServerProcess, spec: ModelSpec) -> None:
     """Nothing is tried again, and closing does not hang."""
     other = build("neox")
-    with Client(store.target) as client:
-        client.register_model(model_spec(other, model_id="linked"))
+    with ctxcache.connect(store.target) as client:
+        client.models.register(model_spec(other, model_id="linked"))
     link = link_to(store.target, spec)
     assert link.wait(TIMEOUT_S) is LinkState.REFUSED
     link.failed(Unavailable(target=store.target, problem="nobody listens"))

@@ -181,11 +181,11 @@ class SchedulerSide:
             session = _get_or_create(client, model, name)
             if not session.token_count:
                 return session
-            with client.read(session, model, streams=[TOKENS]) as rows:
+            with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
                 saved = token_ids_of(rows.array(TOKENS))
             common = _common_count(saved, prompt)
             if common < len(saved):
-                return client.keep_first(name, common, if_generation_match=session.generation)
+                return client.sessions.keep_first(name, common, if_generation_match=session.generation)
         except CacheError as error:
             self.link.failed(error)
             logger.info("session %s is not used: %s", name, error)
@@ -203,12 +203,12 @@ def session_of(request: "Request") -> str | None:
 def _get_or_create(client: Client, model: CallerModel, name: str) -> SessionInfo:
     for _attempt in range(2):
         try:
-            session = client.get_session(name)
+            session = client.sessions.get(name)
         except SessionNotFound:
             with suppress(SessionAlreadyExists):
-                return client.create_session(
-                    model.name, session_id=name.removeprefix("sessions/"), layout=kv_streams(model)
-                )
+                return client.sessions.create(
+                    model, id=name.removeprefix("sessions/"), layout=kv_streams(model)
+                ).info
         else:
             model.check(session.name, session.model_fingerprint)
             return session

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ctxcache.client import CallerModel, Client
+from ctxcache.client import CallerModel, Client, connect
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.checkpoint import DescribedModel, describe_directory
@@ -69,14 +69,14 @@ def link_for(config: "VllmConfig", settings: Settings, *, timeout_s: float) -> S
     """A link to the store for the engine's model."""
     model = config.model_config
 
-    def connect() -> Client:
-        return Client(settings.target, token_file=settings.token_file, timeout_s=timeout_s)
+    def open_client() -> Client:
+        return connect(settings.target, token_file=settings.token_file, timeout_s=timeout_s)
 
     def register(client: Client) -> CallerModel:
         described = _described(model.model, settings.model_id, model.dtype)
-        return client.register_model(described.spec, described.probe)
+        return client.models.register(described.spec, described.probe)
 
-    return StoreLink(connect, register)
+    return StoreLink(open_client, register)
 
 
 def kv_streams(model: CallerModel) -> list[Stream]:

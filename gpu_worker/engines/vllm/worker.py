@@ -167,9 +167,7 @@ class WorkerSide:
         positions = torch.arange(item.begin, item.end)
         blocks = torch.tensor(item.block_ids)[positions // self._block_tokens]
         slots = blocks * self._block_tokens + positions % self._block_tokens
-        with client.read(
-            item.session,
-            model,
+        with client.sessions.open(item.session, model).read(
             streams=streams,
             begin=item.begin,
             end=item.end,
