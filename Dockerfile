@@ -16,12 +16,12 @@ COPY ctxcache ctxcache
 COPY gpu_worker gpu_worker
 COPY proto proto
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /opt/ctxcache/bin/pip install --no-cache-dir --no-compile .
+    /opt/ctxcache/bin/pip install --no-cache-dir --no-compile ".[server]"
 
 FROM build AS build-worker
 ARG TORCH=torch==2.13.0
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /opt/ctxcache/bin/pip install --no-cache-dir --no-compile "${TORCH}" ".[gpu]"
+    /opt/ctxcache/bin/pip install --no-cache-dir --no-compile "${TORCH}" ".[server,gpu]"
 
 FROM ${PYTHON_IMAGE} AS base
 ARG VERSION=0.1.0

@@ -43,8 +43,10 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    "worker": Environment(".venv", extras=("worker",), lab_extras=("demo",), groups=("dev",), has_torch=True),
-    "store": Environment(".venv-store", extras=(), lab_extras=(), groups=("test",), has_torch=False),
+    "worker": Environment(
+        ".venv", extras=("server", "worker"), lab_extras=("demo",), groups=("dev",), has_torch=True
+    ),
+    "store": Environment(".venv-store", extras=("server",), lab_extras=(), groups=("test",), has_torch=False),
     "docs": Environment(
         ".venv-docs", extras=(), lab_extras=(), groups=("docs",), has_torch=False, has_project=False
     ),

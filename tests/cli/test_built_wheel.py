@@ -1,8 +1,10 @@
 """The wheel: what it holds, and what its commands say that need the lab."""
 
+import ast
 import email
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -37,19 +39,28 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The settings of a Python that has the wheel and what it needs, and nothing of the clone."""
-    place = tmp_path_factory.mktemp("installed")
+    return installed(wheel, tmp_path_factory.mktemp("installed"))
+
+
+def installed(wheel: Path, place: Path, *, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """A Python's settings, as `environment`; `without` names packages that it does not have."""
     with zipfile.ZipFile(wheel) as file:
         file.extractall(place / "wheel")
     (place / "needs").mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if not path.name.startswith(OF_THE_CLONE):
+        if not path.name.startswith(OF_THE_CLONE) and path.name not in without:
             (place / "needs" / path.name).symlink_to(path)
     return without_settings(os.environ) | {"PYTHONPATH": f"{place / 'wheel'}:{place / 'needs'}"}
 
 
 def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     """Run the wheel's command; -S: what is installed beside it is not looked for."""
-    command = [sys.executable, "-S", "-m", "ctxcache.cli.main", *words]
+    return run_python(environment, "from ctxcache.cli.start import main; main()", *words)
+
+
+def run_python(environment: dict[str, str], source: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the wheel."""
+    command = [sys.executable, "-S", "-c", source, *words]
     return subprocess.run(
         command, cwd="/", env=environment, check=False, capture_output=True, text=True, timeout=TIMEOUT_S
     )
@@ -117,3 +128,62 @@ def test_its_help_lists_them(environment: dict[str, str]) -> None:
 
     assert ran.returncode == ExitCode.OK, ran.stderr
     assert all(f" {name} " in ran.stdout for name in ("bench", "demo", "serve", "simulate", "worker"))
+
+
+def test_the_client_imports_no_more_than_the_wheel_alone_brings(
+    wheel: Path, environment: dict[str, str]
+) -> None:
+    """Every distribution behind `import ctxcache.client` is a requirement without an extra, and none is cffi."""
+    source = (
+        "import sys, ctxcache.client\n"
+        "from importlib.metadata import packages_distributions\n"
+        "found = {name.partition('.')[0] for name in sys.modules}\n"
+        "places = packages_distributions()\n"
+        "print(sorted({one for name in found for one in places.get(name, [])}))\n"
+        "print(sorted(found & {'cffi', '_cffi_backend', 'cryptography', 'torch', 'typer', 'pydantic'}))"
+    )
+    ran = run_python(environment, source)
+    assert ran.returncode == 0, ran.stderr
+    distributions, unwanted = (ast.literal_eval(line) for line in ran.stdout.splitlines())
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(file.read(name))
+    alone = {
+        re.split(r"[<>=!~ ;]", line)[0].lower()
+        for line in metadata.get_all("Requires-Dist", [])
+        if "extra ==" not in line
+    }
+
+    assert unwanted == []
+    # Names of packages may be shared, as `google` is: what they bring is looked at by distribution.
+    needed = {one.lower().replace("_", "-") for one in distributions} - {"ctxcache"}
+    assert {"grpcio", "numpy", "protobuf"} <= needed
+    shared = {one for one in needed if one.startswith(("google", "grpcio"))}
+    assert needed - shared <= alone
+
+
+@pytest.mark.parametrize(
+    ("absent", "command"), [("typer", "serve"), ("rocksdict", "serve"), ("pydantic", "config")]
+)
+def test_what_only_an_extra_brings_is_named(wheel: Path, tmp_path: Path, absent: str, command: str) -> None:
+    """One sentence says what to install, and the exit code is that of wrong usage."""
+    environment = installed(wheel, tmp_path, without=(absent,))
+
+    ran = run(environment, command, "show")
+
+    assert ran.returncode == ExitCode.USAGE
+    assert ran.stderr == (
+        f"ctxcache: `ctxcache {command}` needs {absent}, which is not installed; "
+        "install it with pip install 'ctxcache[server]'\n"
+    )
+
+
+def test_a_part_of_ours_that_is_missing_is_a_bug(wheel: Path, tmp_path: Path) -> None:
+    """Nobody is told to install what the wheel should have brought."""
+    environment = installed(wheel, tmp_path)
+    (tmp_path / "wheel/ctxcache/cli/main.py").write_text("import ctxcache.no_such_part")
+
+    ran = run(environment, "serve")
+
+    assert ran.returncode == ExitCode.INTERNAL
+    assert "Traceback" in ran.stderr
