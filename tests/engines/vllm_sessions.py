@@ -96,8 +96,8 @@ def compare(reply: Reply, prompt: Sequence[int], plain: VllmEngine) -> None:
 def wait_for(client: Client, name: str, token_count: int) -> None:
     """Wait until a session's tokens are durable."""
     deadline_s = time.monotonic() + 30
-    while client.get_session(name).durable_token_count < token_count:
-        assert time.monotonic() < deadline_s, client.get_session(name)
+    while client.sessions.get(name).durable_token_count < token_count:
+        assert time.monotonic() < deadline_s, client.sessions.get(name)
         time.sleep(0.01)
 
 
@@ -257,7 +257,7 @@ def test_it_goes_on_in_transformers_and_back(
                     answer, cached = list(reply.token_ids), reply.cached_count
                     wait_for(client, "sessions/alice", len(prompt) + COUNT - 1)
                 else:
-                    known = client.get_session("sessions/alice").token_count
+                    known = client.sessions.get("sessions/alice").token_count
                     found = other.turn("alice", prompt[known:], max_new_tokens=COUNT, history=prompt[:known])
                     answer, cached = found.token_ids, found.reused_token_count
                     assert tuple(answer) == plain.turn(prompt, None, COUNT).token_ids
