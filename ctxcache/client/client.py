@@ -12,6 +12,7 @@ from ctxcache.client.admin import AdminCalls
 from ctxcache.client.authorized import OwnTokenFile
 from ctxcache.client.hints import HintCalls
 from ctxcache.client.models import ModelCalls
+from ctxcache.client.prefixes import PrefixCalls
 from ctxcache.client.routes import Access, RowRoutes, Transport
 from ctxcache.client.sessions import SessionCalls
 from ctxcache.client.ssd_files import SsdReader
@@ -27,14 +28,15 @@ Verify = Literal["always", "never"]
 class Client:
     """A connection to one server. Made by `connect`; a context manager that closes itself.
 
-    `sessions` makes and opens sessions, `hints` tells the store what an engine expects, `models` registers
-    models, `admin` is for operators. A session is named `sessions/{id}`, a model `models/{id}`.
+    `sessions` makes and opens sessions, `prefixes` finds what they have by its tokens, `hints` tells the store what
+    an engine expects, `models` registers models, `admin` is for operators. A session is named `sessions/{id}`, a model `models/{id}`.
     """
 
     def __init__(self, wire: Wire, routes: RowRoutes) -> None:
         self.sessions = SessionCalls(wire, routes)
         self.hints = HintCalls(wire)
         self.models = ModelCalls(wire)
+        self.prefixes = PrefixCalls(wire, routes)
         self.admin = AdminCalls(wire)
         self._wire = wire
         self._routes = routes

@@ -27,6 +27,7 @@ from ctxcache.v1 import (
     hints_pb2,
     model_pb2,
     operations_pb2,
+    prefix_pb2,
     recording_pb2,
     session_pb2,
 )
@@ -38,6 +39,7 @@ _MESSAGES: dict[type, type[Message]] = {
     ModelProbe: model_pb2.ModelProbe,
     SessionInfo: session_pb2.Session,
     LookupResult: session_pb2.LookupResult,
+    types.PrefixMatch: prefix_pb2.MatchPrefixResponse,
     types.KindAvailability: session_pb2.KindAvailability,
     types.LayerRange: session_pb2.LayerRange,
     ModelInfo: model_pb2.Model,

@@ -22,6 +22,7 @@ from ctxcache.client.convert import (
 )
 from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
 from ctxcache.client.models import CallerModel
+from ctxcache.client.prefixes import PrefixCalls, TokenIds
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.shapes import check_append
@@ -43,6 +44,7 @@ class SessionCalls:
     def __init__(self, wire: Wire, routes: RowRoutes) -> None:
         self._wire = wire
         self._routes = routes
+        self.prefixes = PrefixCalls(wire, routes)
 
     def create(
         self,
@@ -267,6 +269,18 @@ class SessionHandle:
         return info
 
     # -- rows ----------------------------------------------------------------------------------
+
+    def adopt(self, token_ids: TokenIds, *, if_generation_match: int | None = None) -> SessionInfo:
+        """Begin with as many of these tokens as another session has; append the rest behind them.
+
+        For a session that never had a token. Its `token_count` says how many it has got: 0, or a multiple of 64.
+        Nothing is copied. Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
+        InvalidArgument (it has or had tokens), CapacityExceeded, TierFailure.
+        """
+        self._info = self._sessions.prefixes.adopt(
+            self.name, self.model, token_ids, if_generation_match=if_generation_match
+        )
+        return self._info
 
     def append(
         self,

@@ -260,6 +260,20 @@ class LookupResult:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What was found of a prompt's first tokens."""
+
+    state: LookupState = LookupState.UNSPECIFIED
+    """HIT where it can be adopted at once. PENDING where memory alone has some of it: an adoption writes it to disk
+    first. MISS where no session has the first 64 tokens.
+    """
+    token_count: int = 0
+    """How many of the tokens are there, from the first one on: a multiple of 64."""
+    dram_token_count: int = 0
+    """How many of those lie in DRAM; the others come from SSD."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredStreams:
     """Streams that a model can save, alike in all but the layer."""
 

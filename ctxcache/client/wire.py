@@ -23,6 +23,7 @@ from ctxcache.v1 import (
     bulk_pb2_grpc,
     hints_pb2_grpc,
     model_pb2_grpc,
+    prefix_pb2_grpc,
     session_pb2_grpc,
 )
 from ctxcache.v1.session_pb2 import AppendSessionResponse, ReadSessionRequest, ReadSessionResponse
@@ -39,6 +40,7 @@ _IDEMPOTENT = {
     "ctxcache.v1.ModelService": ("GetModel", "ListModels"),
     "ctxcache.v1.SessionService": ("GetSession", "ListSessions", "LookupSessions"),
     "ctxcache.v1.ArenaService": ("GetArena",),
+    "ctxcache.v1.PrefixService": ("MatchPrefix",),
     "ctxcache.v1.AdminService": (
         "GetStats",
         "ListTenants",
@@ -137,6 +139,7 @@ class Wire:
             self._channel = AuthorizedChannel(self._channel, token)
         self.models = model_pb2_grpc.ModelServiceStub(self._channel)
         self.sessions = session_pb2_grpc.SessionServiceStub(self._channel)
+        self.prefixes = prefix_pb2_grpc.PrefixServiceStub(self._channel)
         self.arena = arena_pb2_grpc.ArenaServiceStub(self._channel)
         self.bulk = bulk_pb2_grpc.BulkServiceStub(self._channel)
         self.hints = hints_pb2_grpc.HintServiceStub(self._channel)

@@ -61,6 +61,7 @@ from ctxcache.service.health import Health
 from ctxcache.service.hints import HintService
 from ctxcache.service.local_client import ArenaService
 from ctxcache.service.models import ModelService
+from ctxcache.service.prefixes import PrefixService
 from ctxcache.service.reflection import Reflection
 from ctxcache.service.sessions import DECODERS, SessionService
 from ctxcache.service.tls import load_tls
@@ -79,6 +80,8 @@ from ctxcache.v1 import (
     hints_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    prefix_pb2,
+    prefix_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
 )
@@ -93,6 +96,7 @@ SERVICES = (
     arena_pb2.DESCRIPTOR.services_by_name["ArenaService"].full_name,
     bulk_pb2.DESCRIPTOR.services_by_name["BulkService"].full_name,
     hints_pb2.DESCRIPTOR.services_by_name["HintService"].full_name,
+    prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
 
@@ -419,6 +423,8 @@ class Server:
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, served)
         hint_service = HintService(self._cache, self._admissions.engines, self._local_turns)
         hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, served)
+        prefix_service = PrefixService(self._cache, self._local_turns)
+        prefix_pb2_grpc.add_PrefixServiceServicer_to_server(prefix_service, served)
         controls = Controls(
             self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold, self.storage.faults
         )

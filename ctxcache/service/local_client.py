@@ -34,7 +34,7 @@ from ctxcache.errors import (
     ReservationNotFound,
 )
 from ctxcache.runtime.spans import TRACE_PARENT
-from ctxcache.service import convert, validate
+from ctxcache.service import convert, prefixes, validate
 from ctxcache.service.admission import OK, Admission
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer
@@ -160,6 +160,8 @@ class LocalClient:
                     reservation = self._commit_in_memory(operation.commit)
                     await self._cache.appends.flush(reservation)
                     self._fill_committed(result, reservation)
+                case "match_prefix" | "adopt_prefix":
+                    await self._do_prefix(operation, result)
                 case "commit_many":
                     await self._commit_many(operation.commit_many, result.committed_many)
                 case _:
@@ -168,6 +170,15 @@ class LocalClient:
         except CacheError as error:
             end = _refuse(result, error)
         self._cache.state.seen.operations[kind or "none", end] += 1
+
+    async def _do_prefix(self, operation: arena_pb2.Operation, result: arena_pb2.OperationResult) -> None:
+        if self._admission.is_draining:
+            raise Draining
+        cache, tenant, pace = self._cache, self._tenant, LoopSlice(self._turns)
+        if operation.HasField("match_prefix"):
+            result.matched.CopyFrom(await prefixes.match(cache, operation.match_prefix, tenant, pace))
+        else:
+            result.adopted.CopyFrom(await prefixes.adopt(cache, operation.adopt_prefix, tenant, pace))
 
     def check_empty(self) -> None:
         """Raise Draining unless something is still held."""

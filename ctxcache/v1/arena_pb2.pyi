@@ -5,6 +5,7 @@ The local path: rows are written and read in place in shared memory; messages ca
 
 from collections import abc as _abc
 from ctxcache.v1 import model_pb2 as _model_pb2
+from ctxcache.v1 import prefix_pb2 as _prefix_pb2
 from ctxcache.v1 import session_pb2 as _session_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -237,6 +238,8 @@ class Operation(_message.Message):
     COMMIT_MANY_FIELD_NUMBER: _builtins.int
     MARK_WRITTEN_FIELD_NUMBER: _builtins.int
     RECHECK_LEASE_FIELD_NUMBER: _builtins.int
+    MATCH_PREFIX_FIELD_NUMBER: _builtins.int
+    ADOPT_PREFIX_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def acquire_lease(self) -> Global___AcquireLease:
         """Lease a session's rows for reading."""
@@ -269,6 +272,14 @@ class Operation(_message.Message):
     def recheck_lease(self) -> Global___RecheckLease:
         """Have what a lease holds verified by the server."""
 
+    @_builtins.property
+    def match_prefix(self) -> _prefix_pb2.MatchPrefixRequest:
+        """See PrefixService.MatchPrefix."""
+
+    @_builtins.property
+    def adopt_prefix(self) -> _prefix_pb2.AdoptPrefixRequest:
+        """See PrefixService.AdoptPrefix."""
+
     def __init__(
         self,
         *,
@@ -280,12 +291,14 @@ class Operation(_message.Message):
         commit_many: Global___CommitReservations | None = ...,
         mark_written: Global___MarkWritten | None = ...,
         recheck_lease: Global___RecheckLease | None = ...,
+        match_prefix: _prefix_pb2.MatchPrefixRequest | None = ...,
+        adopt_prefix: _prefix_pb2.AdoptPrefixRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "adopt_prefix", b"adopt_prefix", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "match_prefix", b"match_prefix", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "adopt_prefix", b"adopt_prefix", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "match_prefix", b"match_prefix", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "reserve", "commit", "release_reservation", "commit_many", "mark_written", "recheck_lease"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "reserve", "commit", "release_reservation", "commit_many", "mark_written", "recheck_lease", "match_prefix", "adopt_prefix"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -639,6 +652,8 @@ class OperationResult(_message.Message):
     COMMITTED_MANY_FIELD_NUMBER: _builtins.int
     MARKED_FIELD_NUMBER: _builtins.int
     RECHECKED_FIELD_NUMBER: _builtins.int
+    MATCHED_FIELD_NUMBER: _builtins.int
+    ADOPTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> Global___OperationError:
         """The operation failed and changed nothing."""
@@ -671,6 +686,14 @@ class OperationResult(_message.Message):
     def rechecked(self) -> Global___Rechecked:
         """Result of RecheckLease."""
 
+    @_builtins.property
+    def matched(self) -> _prefix_pb2.MatchPrefixResponse:
+        """Result of MatchPrefix."""
+
+    @_builtins.property
+    def adopted(self) -> _prefix_pb2.AdoptPrefixResponse:
+        """Result of AdoptPrefix."""
+
     def __init__(
         self,
         *,
@@ -682,12 +705,14 @@ class OperationResult(_message.Message):
         committed_many: Global___CommittedReservations | None = ...,
         marked: Global___Marked | None = ...,
         rechecked: Global___Rechecked | None = ...,
+        matched: _prefix_pb2.MatchPrefixResponse | None = ...,
+        adopted: _prefix_pb2.AdoptPrefixResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "matched", b"matched", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "matched", b"matched", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "lease", "reservation", "committed", "released", "committed_many", "marked", "rechecked"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "lease", "reservation", "committed", "released", "committed_many", "marked", "rechecked", "matched", "adopted"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -1,5 +1,8 @@
 """Sessions are found by their tokens, and share what is equal: one copy, whoever comes and goes."""
 
+import random
+import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +11,7 @@ from cache_rig import (
     FINGERPRINT,
     SEGMENT_TOKENS,
     SLOT_BYTES,
+    STREAMS,
     TENANT,
     DiskRig,
     MemoryRig,
@@ -21,7 +25,7 @@ from fakes import Operation
 from ctxcache.cache.prefixes import Found, Match
 from ctxcache.core.ledger.keyed import Keyed
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, WriteInProgress
-from ctxcache.format.streams import TOKENS
+from ctxcache.format.streams import TOKENS, ranges_of
 
 PROMPT_TOKENS = 1024
 CHATS = 1000
@@ -259,3 +263,42 @@ async def test_a_thousand_chats_hold_one_prompt_once(
     assert isinstance(ledger.keyed, Keyed)
     assert len(ledger.keyed.index) == 0
     await rig.close()
+
+
+TRIES = 5_000
+"""Of each of two kinds."""
+SEED = 11
+
+
+async def test_time_does_not_tell_what_another_tenant_has(rig: MemoryRig, writer: Writer) -> None:
+    """A tenant that asks for another one's prompt, and for one that nobody has, cannot tell them apart.
+
+    Ten thousand looks, in an order drawn by chance; the share of pairs in which the slower one is the first kind is
+    a half, whatever the machine does meanwhile, for it does it to both. The control asks for a prompt of its own.
+    """
+    known, unknown = writer.make(4 * SEGMENT_TOKENS), writer.make(4 * SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", known, is_durable=True)
+    await rig.cache.models.register("other", rig.cache.state.model(TENANT, "tiny").spec)
+
+    async def seen_by(tenant: str) -> float:
+        # Drawn together, so that both kinds meet the same moments of the machine.
+        draws = [True, False] * TRIES
+        random.Random(SEED).shuffle(draws)
+        prompts = {True: rows_of(known, TOKENS), False: rows_of(unknown, TOKENS)}
+        took: dict[bool, list[int]] = {True: [], False: []}
+        for is_known in draws:
+            begun_ns = time.perf_counter_ns()
+            await rig.cache.prefixes.match(tenant, "tiny", ranges_of(STREAMS), prompts[is_known])
+            took[is_known].append(time.perf_counter_ns() - begun_ns)
+        return area_under_curve(took[True], took[False])
+
+    assert abs(await seen_by("other") - 0.5) <= 0.05
+    assert await seen_by(TENANT) >= 0.9
+
+
+def area_under_curve(positive: list[int], negative: list[int]) -> float:
+    """How often one of the first is larger than one of the second; ties count half."""
+    negative = sorted(negative)
+    wins = sum(bisect_left(negative, one) + bisect_right(negative, one) for one in positive)
+    return wins / (2 * len(positive) * len(negative))

@@ -168,6 +168,7 @@ def test_reflection_lists_every_service(curl: Curl) -> None:
         "ctxcache.v1.ArenaService",
         "ctxcache.v1.HintService",
         "ctxcache.v1.ModelService",
+        "ctxcache.v1.PrefixService",
         "ctxcache.v1.SessionService",
         "grpc.health.v1.Health",
     }

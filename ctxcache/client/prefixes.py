@@ -1,0 +1,79 @@
+"""Prefixes: what some session has is found by its tokens, and shared. The calls of PrefixService.
+
+On the server's host they go over the control socket. Worst case: one deadline per call.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxcache.client.convert import from_wire, ranges_to_wire, session_from_wire
+from ctxcache.client.models import CallerModel
+from ctxcache.client.routes import RowRoutes
+from ctxcache.client.types import PrefixMatch, SessionInfo
+from ctxcache.client.wire import Wire
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.streams import Stream
+from ctxcache.v1.arena_pb2 import Operation
+from ctxcache.v1.prefix_pb2 import AdoptPrefixRequest, MatchPrefixRequest, Prefix
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer]
+
+
+class PrefixCalls:
+    """The calls about prefixes."""
+
+    def __init__(self, wire: Wire, routes: RowRoutes) -> None:
+        self._wire, self._routes = wire, routes
+
+    def match(
+        self, model: CallerModel, token_ids: TokenIds, *, layout: Iterable[Stream] | None = None
+    ) -> PrefixMatch:
+        """How many of the first tokens a session of `model` has that stores these streams, no more and no fewer.
+
+        `layout`: by default all of the model's, as a session is made. Counts as no access. Raises ModelNotFound,
+        InvalidArgument.
+        """
+        if layout is None:
+            layout = (spec.stream for spec in model.spec.streams)
+        request = MatchPrefixRequest(
+            model=model.name, layout=ranges_to_wire(layout), prefix=Prefix(token_ids=_packed(token_ids))
+        )
+        attachment = self._routes.attach()
+        if attachment is None:
+            return from_wire(PrefixMatch, self._wire.call(self._wire.prefixes.MatchPrefix, request))
+        result = attachment.stream.carry_out(Operation(match_prefix=request))
+        return from_wire(PrefixMatch, result.matched)
+
+    def adopt(
+        self,
+        session: str | SessionInfo,
+        model: CallerModel,
+        token_ids: TokenIds,
+        *,
+        if_generation_match: int | None = None,
+    ) -> SessionInfo:
+        """Let a new session begin with as many of these tokens as another one has. See SessionHandle.adopt."""
+        request = AdoptPrefixRequest(
+            session=session if isinstance(session, str) else session.name,
+            model_fingerprint=model.fingerprint,
+            if_generation_match=if_generation_match,
+            prefix=Prefix(token_ids=_packed(token_ids)),
+        )
+        attachment = self._routes.attach()
+        if attachment is None:
+            return session_from_wire(self._wire.call(self._wire.prefixes.AdoptPrefix, request).session)
+        result = attachment.stream.carry_out(Operation(adopt_prefix=request))
+        return session_from_wire(result.adopted.session)
+
+
+def _packed(token_ids: TokenIds) -> bytes:
+    """As int32, little endian. Raises InvalidArgument for what is none."""
+    given = np.asarray(token_ids)
+    if given.ndim != 1 or not (given.size == 0 or np.issubdtype(given.dtype, np.integer)):
+        raise InvalidArgument(field="token_ids", problem="are not a list of integers")
+    packed = given.astype("<i4")
+    if not np.array_equal(packed, given):
+        raise InvalidArgument(field="token_ids", problem="are not all within 32 bits")
+    return packed.tobytes()

@@ -1,0 +1,95 @@
+"""PrefixService, and the same operations for local clients: what some session has is found by its tokens."""
+
+from collections.abc import Sequence
+
+from ctxcache.cache import Cache
+from ctxcache.cache.background import Pace
+from ctxcache.cache.prefixes import Found
+from ctxcache.core.prefix.keys import BLOCK_BYTES, KEY_BYTES
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.streams import TOKEN_ROW_BYTES
+from ctxcache.service import convert, validate
+from ctxcache.service.callers import Context, current
+from ctxcache.service.fairness import LoopSlice, Turns
+from ctxcache.v1 import prefix_pb2, prefix_pb2_grpc, session_pb2
+
+TOKENS_LIMIT_BYTES = 1 << 20
+KEYS_LIMIT = TOKENS_LIMIT_BYTES // BLOCK_BYTES
+_STATES = {
+    Found.MISS: session_pb2.LOOKUP_STATE_MISS,
+    Found.HIT: session_pb2.LOOKUP_STATE_HIT,
+    Found.PENDING: session_pb2.LOOKUP_STATE_PENDING,
+}
+
+
+class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
+    """See proto/ctxcache/v1/prefix.proto."""
+
+    def __init__(self, cache: Cache, turns: Turns) -> None:
+        """`turns`: in which long prompts are looked for."""
+        self._cache, self._turns = cache, turns
+
+    async def MatchPrefix(
+        self, request: prefix_pb2.MatchPrefixRequest, context: Context
+    ) -> prefix_pb2.MatchPrefixResponse:
+        """See the proto."""
+        return await match(self._cache, request, current().tenant, LoopSlice(self._turns))
+
+    async def AdoptPrefix(
+        self, request: prefix_pb2.AdoptPrefixRequest, context: Context
+    ) -> prefix_pb2.AdoptPrefixResponse:
+        """See the proto."""
+        return await adopt(self._cache, request, current().tenant, LoopSlice(self._turns))
+
+
+async def match(
+    cache: Cache, request: prefix_pb2.MatchPrefixRequest, tenant: str, pace: Pace
+) -> prefix_pb2.MatchPrefixResponse:
+    """See the proto. Raises InvalidArgument, ModelNotFound."""
+    found = await cache.prefixes.match(
+        tenant,
+        validate.model_id(request.model, "model"),
+        validate.stream_ranges(request.layout, "layout"),
+        _prefix(request.prefix),
+        pace=pace,
+    )
+    return prefix_pb2.MatchPrefixResponse(
+        state=_STATES[found.found], token_count=found.token_count, dram_token_count=found.dram_token_count
+    )
+
+
+async def adopt(
+    cache: Cache, request: prefix_pb2.AdoptPrefixRequest, tenant: str, pace: Pace
+) -> prefix_pb2.AdoptPrefixResponse:
+    """See the proto. Raises as Prefixes.adopt does."""
+    adopted = await cache.prefixes.adopt(
+        tenant,
+        validate.session_id(request.session, "session"),
+        validate.fingerprint(request.model_fingerprint),
+        request.if_generation_match if request.HasField("if_generation_match") else None,
+        _prefix(request.prefix),
+        pace=pace,
+    )
+    response = prefix_pb2.AdoptPrefixResponse()
+    convert.fill_session(response.session, adopted.view, cache.state.clock)
+    return response
+
+
+def _prefix(given: prefix_pb2.Prefix) -> bytes | Sequence[bytes]:
+    """Token ids or keys, of a length that they may have."""
+    if given.token_ids and given.keys:
+        raise InvalidArgument(field="prefix", problem="has token ids and keys")
+    if given.keys:
+        validate.within(len(given.keys), 1, KEYS_LIMIT, "prefix.keys")
+        for i, key in enumerate(given.keys):
+            if len(key) != KEY_BYTES:
+                problem = f"{KEY_BYTES} bytes expected, {len(key)} given"
+                raise InvalidArgument(field=f"prefix.keys[{i}]", problem=problem)
+        return given.keys
+    size_bytes = validate.within(
+        len(given.token_ids), TOKEN_ROW_BYTES, TOKENS_LIMIT_BYTES, "prefix.token_ids"
+    )
+    if size_bytes % TOKEN_ROW_BYTES:
+        problem = f"{size_bytes} bytes are no whole number of {TOKEN_ROW_BYTES}"
+        raise InvalidArgument(field="prefix.token_ids", problem=problem)
+    return given.token_ids
