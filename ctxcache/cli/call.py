@@ -23,7 +23,7 @@ from ctxcache.cli.printers import print_fact, print_list
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.client import Client
 from ctxcache.client.client import connect
-from ctxcache.client.tls import ClientTls
+from ctxcache.client.credentials import ClientTls
 
 WATCH_INTERVAL_S = 2.0
 CLEAR = "\x1b[H\x1b[2J"

@@ -2,9 +2,8 @@
 
 from ctxcache.client.client import Client, connect
 from ctxcache.client.decode_batch import DecodeBatch
-from ctxcache.client.engine_queue import EngineQueue
+from ctxcache.client.engine_queue import EngineQueue, QueuedJob
 from ctxcache.client.models import CallerModel
-from ctxcache.client.queue_outbox import QueuedJob
 from ctxcache.client.rows import RowPiece, SessionRows
 from ctxcache.client.sessions import SessionHandle
 from ctxcache.client.types import (

@@ -9,14 +9,13 @@ from types import TracebackType
 from typing import Literal, Self, get_args
 
 from ctxcache.client.admin import AdminCalls
-from ctxcache.client.authorized import OwnTokenFile
+from ctxcache.client.credentials import ClientTls, OwnTokenFile
 from ctxcache.client.hints import HintCalls
 from ctxcache.client.models import ModelCalls
 from ctxcache.client.prefixes import PrefixCalls
 from ctxcache.client.routes import Access, RowRoutes, Transport
 from ctxcache.client.sessions import SessionCalls
 from ctxcache.client.ssd_files import SsdReader
-from ctxcache.client.tls import ClientTls
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument
 

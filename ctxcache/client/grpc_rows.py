@@ -12,8 +12,7 @@ import numpy as np
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import durability_to_wire, session_from_wire, stream_from_wire
-from ctxcache.client.row_transport import Landing
-from ctxcache.client.rows import RowPiece
+from ctxcache.client.rows import Landing, RowPiece
 from ctxcache.client.tracing import trace_metadata
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import ReadMessage, Wire

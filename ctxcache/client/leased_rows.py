@@ -1,27 +1,292 @@
-"""Reading in place: a lease on the arena, and views of the rows under it.
+"""Rows read where they lie: views of the arena under a lease, and files of the SSD tier.
 
-Copies nothing unless asked to. Rows are verified against what their writer said of them: copies in the copy,
-views
-before they are handed out. Worst case: a lease that ended raises LeaseNotFound before rows are returned as
-good.
+Every row is verified before or while it is copied out. Not thread-safe. Worst case: the lease ends during a
+copy, and the check after the copy raises LeaseNotFound.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from ctxcache.client.access import AccessStream
+from ctxcache.client.access import AccessStream, Hold, acquire
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import session_from_wire
-from ctxcache.client.filed_rows import FiledRows
-from ctxcache.client.hold import Hold, acquire
 from ctxcache.client.rows import RowPiece, SessionRows
-from ctxcache.client.slots import Chunk, SlotLayout, SlotRows, spans_of_runs, spans_of_segments
-from ctxcache.client.verifier import Verifier
-from ctxcache.errors import InvalidArgument, LeaseNotFound
+from ctxcache.client.slots import (
+    Chunk,
+    SlotLayout,
+    SlotRows,
+    Verifier,
+    identity_of,
+    spans_of_runs,
+    spans_of_segments,
+)
+from ctxcache.client.ssd_files import SsdReader, aligned, is_aligned
+from ctxcache.errors import CorruptSegment, InvalidArgument, LeaseNotFound
+from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
+from ctxcache.format.identity import SegmentIdentity, chunk_checksum
+from ctxcache.format.layout import HEADER_FIXED_BYTES, HEADER_STREAM_BYTES, SegmentLayout, align
 from ctxcache.format.streams import Stream
-from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, RecheckLease, ReleaseLease
+from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, RecheckLease, ReleaseLease, SegmentLocation
+
+
+class StoredChunk(NamedTuple):
+    """A stream's rows in a file, as one piece: `size_bytes` of them at `offset_bytes`, and their bound checksum.
+
+    `seed` is that of the segment's identity, to which it is bound.
+    """
+
+    path_index: int
+    offset_bytes: int
+    size_bytes: int
+    seed: int
+    checksum: int
+
+
+class SsdSlot:
+    """One segment that was left on SSD."""
+
+    def __init__(
+        self,
+        files: SsdReader,
+        layout: SlotLayout,
+        identity: SegmentIdentity,
+        location: SegmentLocation,
+        check: Callable[[], None],
+    ) -> None:
+        """`check` raises when the lease has ended. Raises TierFailure for a place that no file has."""
+        self._files, self._layout, self._location, self._check = files, layout, location, check
+        self.token_count = location.token_count
+        """Rows that its checksums cover."""
+        self._identity = identity
+        self._header_bytes = align(HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * len(layout.chunks))
+        self._seed = identity.seed()
+        self._checksums: Sequence[int] = ()
+        size_bytes = max(self._header_bytes, layout.end_bytes(self.token_count))
+        files.check_place(location.path_index, location.offset_bytes, align(size_bytes))
+
+    def chunk(self, stream: Stream) -> StoredChunk:
+        """Where a stream's rows lie and what they must be. Raises CorruptSegment, TierFailure, KeyError, what `check` raises."""
+        if not self._checksums:
+            self._checksums = self._read_header()
+        chunk = self._layout.chunks[stream]
+        return StoredChunk(
+            self._location.path_index,
+            self._location.offset_bytes + chunk.offset_bytes,
+            self.token_count * chunk.row_bytes,
+            self._seed,
+            self._checksums[chunk.index],
+        )
+
+    def differs(self, stream: Stream) -> CorruptSegment:
+        """What to raise for rows that are not those of the checksum. Raises what `check` raises: that is no damage."""
+        return self._bad(f"{stream} does not match its checksum")
+
+    def _bad(self, problem: str) -> CorruptSegment:
+        # A slot that was handed on under us differs too.
+        self._check()
+        return CorruptSegment(segment_id=self._location.segment_id, problem=problem)
+
+    def _read_header(self) -> Sequence[int]:
+        data = aligned(self._header_bytes)
+        self._files.read(self._location.path_index, self._location.offset_bytes, data)
+        try:
+            header = decode_header(data)
+        except CorruptSegment as error:
+            raise self._bad(str(error.facts["problem"])) from error
+        if header_checksum(bytes(data)) != self._location.header_checksum:
+            raise self._bad("its header is not the one recorded")
+        if header.segment_id != self._location.segment_id or header.identity != self._identity:
+            raise self._bad("its header names another segment")
+        if not self._is_laid_out(header):
+            raise self._bad("its header has another layout")
+        return header.checksums
+
+    def _is_laid_out(self, header: SegmentHeader) -> bool:
+        layout: SegmentLayout = header.layout
+        found = [
+            (spec.stream, offset, spec.row_bytes)
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ]
+        known = [(stream, one.offset_bytes, one.row_bytes) for stream, one in self._layout.chunks.items()]
+        return found == known and self.token_count <= layout.segment_tokens
+
+
+class FileRun(NamedTuple):
+    """Consecutive live rows of one segment. `slot`: where on SSD; None: in the arena, whose slot begins at `offset_bytes`."""
+
+    slot: SsdSlot | None
+    offset_bytes: int
+    row_begin: int
+    row_end: int
+    token_begin: int
+
+    @property
+    def token_end(self) -> int:
+        """One past its last token."""
+        return self.token_begin + self.row_end - self.row_begin
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all the rows of a chunk on SSD."""
+        return self.slot is not None and (self.row_begin, self.row_end) == (0, self.slot.token_count)
+
+    def cut(self, begin: int, end: int) -> "FileRun":
+        """The part of it that is tokens [begin, end)."""
+        low, high = max(begin, self.token_begin), min(end, self.token_end)
+        row = self.row_begin - self.token_begin
+        return self._replace(row_begin=row + low, row_end=row + high, token_begin=low)
+
+
+class FiledRows(SessionRows):
+    """Rows under a lease, some or all of which were left on SSD. `runs` and `copy` may be used by several threads."""
+
+    is_local = True
+
+    def __init__(
+        self,
+        arena: Bytes,
+        files: SsdReader,
+        layout: SlotLayout,
+        hold: Hold,
+        lease: Lease,
+        streams: Iterable[Stream],
+        verifier: Verifier | None,
+    ) -> None:
+        """`verifier` for what is in the arena. Raises InvalidArgument, CorruptSegment, TierFailure."""
+        wanted = frozenset(streams)
+        if not wanted <= layout.chunks.keys():
+            raise InvalidArgument(field="streams", problem="one is not part of the session's layout")
+        self.session, self.files = session_from_wire(lease.session), files
+        self.streams = tuple(stream for stream in layout.chunks if not wanted or stream in wanted)
+        self.begin, self.end = lease.range.begin, lease.range.end
+        self._arena, self._layout, self._hold, self._verifier = arena, layout, hold, verifier
+        self._runs = self._all_runs(lease)
+        self._bounces = threading.local()
+
+    @property
+    def ssd_token_count(self) -> int:
+        """How many of the tokens were left on SSD."""
+        return sum(run.row_end - run.row_begin for run in self._runs if run.slot is not None)
+
+    def row_bytes(self, stream: Stream) -> int:
+        """Bytes of one row. Raises KeyError(stream)."""
+        return self._layout.row_bytes(stream)
+
+    def runs(self, begin: int, end: int) -> list[FileRun]:
+        """Where tokens [begin, end) lie, in order."""
+        first = bisect_right(self._runs, begin, key=lambda run: run.token_end)
+        last = bisect_left(self._runs, end, key=lambda run: run.token_begin)
+        return [run.cut(begin, end) for run in self._runs[first:last]]
+
+    def copy(self, stream: Stream, run: FileRun, into: Bytes) -> None:
+        """Copy a run's rows into [n, row_bytes], contiguous, and verify those that come from a file.
+
+        Straight into it where it begins on a page, and is a whole chunk of whole pages. Raises
+        CorruptSegment, TierFailure,
+        LeaseNotFound, InvalidArgument for a stream that is not read.
+        """
+        self._check_stream(stream)
+        if run.slot is None:
+            self._hold.check_known()
+            if self._verifier is not None:
+                self._verifier.copy(stream, run.token_begin, run.token_end, into)
+            else:
+                np.copyto(into, self._view(stream, run))
+            return
+        chunk = run.slot.chunk(stream)
+        place, size_bytes = into.reshape(-1).data, align(chunk.size_bytes)
+        is_in_place = run.is_whole and size_bytes == chunk.size_bytes and is_aligned(place)
+        target = place if is_in_place else self._bounce(size_bytes)
+        self.files.read(chunk.path_index, chunk.offset_bytes, target)
+        rows = target[: chunk.size_bytes]
+        if chunk_checksum(chunk.seed, stream, rows) != chunk.checksum:
+            raise run.slot.differs(stream)
+        if not is_in_place:
+            found = np.frombuffer(rows, np.uint8).reshape(-1, into.shape[1])
+            np.copyto(into, found[run.row_begin : run.row_end])
+
+    def copy_rows(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """Copy the rows of tokens [begin, end) into [end - begin, row_bytes], contiguous; see `copy`. Reads side by side."""
+        self.files.spread(
+            [
+                partial(self.copy, stream, run, into[run.token_begin - begin : run.token_end - begin])
+                for run in self.runs(begin, end)
+            ]
+        )
+
+    def array(self, stream: Stream, *, out: Bytes | None = None) -> Bytes:
+        """See SessionRows."""
+        whole = np.empty((self.token_count, self.row_bytes(stream)), np.uint8) if out is None else out
+        self._check_out(whole, stream)
+        if not whole.flags.c_contiguous:
+            np.copyto(whole, self.array(stream))
+            return whole
+        self._check_stream(stream)
+        self.copy_rows(stream, self.begin, self.end, whole)
+        self.check()
+        return whole
+
+    def pieces(self, stream: Stream) -> Sequence[Bytes]:
+        """See SessionRows; a copy."""
+        return [self.array(stream)]
+
+    def chunks(self) -> Iterator[RowPiece]:
+        """See SessionRows; copies."""
+        for stream in self.streams:
+            yield RowPiece(stream, self.begin, self.array(stream))
+
+    def check(self) -> None:
+        """Raise LeaseNotFound when the lease has ended."""
+        self._hold.check()
+
+    def close(self) -> None:
+        """Release the lease, without waiting for the answer."""
+        self._hold.release_soon()
+
+    def _all_runs(self, lease: Lease) -> list[FileRun]:
+        # What leaves a gap, or is no range, is refused as it is in the arena.
+        spans_of_segments(lease.segments, self.begin, self.end)
+        runs = []
+        for segment in lease.segments:
+            slot, row_count = None, segment.token_count
+            if segment.HasField("path_index"):
+                identity = identity_of(self.session, segment)
+                slot = SsdSlot(self.files, self._layout, identity, segment, self._hold.check)
+            else:
+                row_count = max((rows.row_end for rows in segment.rows), default=0)
+                if (
+                    segment.offset_bytes < 0
+                    or segment.offset_bytes + self._layout.end_bytes(row_count) > self._arena.size
+                ):
+                    raise CorruptSegment(segment_id=segment.segment_id, problem="lies outside the arena")
+            for rows in segment.rows:
+                if rows.row_end > row_count:
+                    raise CorruptSegment(
+                        segment_id=segment.segment_id, problem="has fewer rows than it should"
+                    )
+                runs.append(
+                    FileRun(slot, segment.offset_bytes, rows.row_begin, rows.row_end, rows.token_begin)
+                )
+        return runs
+
+    def _view(self, stream: Stream, run: FileRun) -> Bytes:
+        chunk = self._layout.chunks[stream]
+        begin = run.offset_bytes + chunk.offset_bytes + run.row_begin * chunk.row_bytes
+        size_bytes = (run.row_end - run.row_begin) * chunk.row_bytes
+        return self._arena[begin : begin + size_bytes].reshape(-1, chunk.row_bytes)
+
+    def _bounce(self, size_bytes: int) -> memoryview:
+        """This thread's own memory."""
+        held: memoryview | None = getattr(self._bounces, "memory", None)
+        if held is None or held.nbytes < size_bytes:
+            held = self._bounces.memory = aligned(size_bytes)
+        return held[:size_bytes]
 
 
 class LeasedRows(SessionRows):

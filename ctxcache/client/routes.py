@@ -8,17 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ctxcache.client.attach import ArenaAttachment, BoundedMemo, LocalAccess
-from ctxcache.client.bulk_channel import BulkChannel
-from ctxcache.client.bulk_rows import BulkRows
+from ctxcache.client.bulk_rows import BulkChannel, BulkRows
 from ctxcache.client.grpc_rows import GrpcRows
 from ctxcache.client.leased_rows import lease_rows
 from ctxcache.client.models import CallerModel
-from ctxcache.client.reserved_writer import ReservedWriter, reserve
-from ctxcache.client.row_transport import RowTransport
-from ctxcache.client.rows import SessionRows
+from ctxcache.client.rows import RowTransport, SessionRows
 from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import SessionInfo
 from ctxcache.client.wire import Wire
+from ctxcache.client.writer import ReservedWriter, reserve
 from ctxcache.errors import CapacityExceeded, Unavailable
 from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import AcquireLease, Reserve

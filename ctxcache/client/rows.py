@@ -1,20 +1,21 @@
-"""A session's rows, as a reader gets them: by lease from the arena, or by stream.
+"""A session's rows as a reader gets them, and what each transport of rows offers.
 
-Knows neither; it is what both have in common. Not thread-safe. Worst case: rows that fail their
-checksum, or whose lease has ended, are never returned.
+Knows neither the arena nor the wire: it holds what all routes share. Not thread-safe. Worst case: rows that
+fail their checksum, or whose lease has ended, are never returned; a transport that breaks raises Unavailable.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
 from ctxcache.client.arena import Bytes
-from ctxcache.client.types import SessionInfo
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Stream
+from ctxcache.v1.session_pb2 import AppendHeader, ReadHeader, ReadSessionRequest
 
 
 class RowPiece(NamedTuple):
@@ -111,3 +112,39 @@ class SessionRows(ABC):
     def _check_stream(self, stream: Stream) -> None:
         if stream not in self.streams:
             raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
+
+
+class Landing(Protocol):
+    """Says where rows that arrive belong."""
+
+    def __call__(self, stream: Stream, token_begin: int, size_bytes: int) -> Bytes | None:
+        """Return the place for the rows, [n, row_bytes]; None: wherever they lie. Raises for rows out of order."""
+
+
+class OpenRead(Protocol):
+    """A read under way. Not thread-safe."""
+
+    header: ReadHeader
+
+    def next(self, landing: Landing) -> RowPiece | None:
+        """Return the next rows, verified; None at the end. Raises ChecksumMismatch, Unavailable, the server's."""
+
+    def close(self) -> None:
+        """Stop the server's sending."""
+
+
+class RowTransport(Protocol):
+    """A way to a server. Thread-safe."""
+
+    target: str
+
+    def read(self, request: ReadSessionRequest, *, size_bytes: int) -> OpenRead:
+        """Begin a read of about `size_bytes`. Raises what ReadSession raises."""
+
+    def append(
+        self, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability
+    ) -> SessionInfo:
+        """Append rows, uint8 [T, row_bytes] per stream of the layout, and commit them all.
+
+        Returns the session. Raises what AppendSession raises.
+        """

@@ -25,11 +25,10 @@ from ctxcache.client.models import CallerModel
 from ctxcache.client.prefixes import PrefixCalls, TokenIds
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.rows import SessionRows
-from ctxcache.client.shapes import check_append
 from ctxcache.client.streamed_rows import BufferedWriter, StreamedRows, append_by_stream
 from ctxcache.client.types import Durability, LookupResult, SessionInfo
 from ctxcache.client.wire import Wire
-from ctxcache.client.writer import SessionWriter
+from ctxcache.client.writer import SessionWriter, check_append
 from ctxcache.errors import InvalidArgument, Unavailable
 from ctxcache.format.streams import Stream
 from ctxcache.v1 import session_pb2

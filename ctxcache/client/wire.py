@@ -12,8 +12,7 @@ import grpc
 import grpc.experimental
 from grpc_health.v1 import health_pb2
 
-from ctxcache.client.authorized import AuthorizedChannel, OwnTokenFile
-from ctxcache.client.tls import ClientTls, tls_problem
+from ctxcache.client.credentials import AuthorizedChannel, ClientTls, OwnTokenFile, tls_problem
 from ctxcache.client.tracing import trace_metadata
 from ctxcache.errors import CacheError, TlsFailed, Unavailable
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk

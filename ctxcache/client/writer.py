@@ -1,22 +1,88 @@
-"""Writing layer by layer: what a writer in the arena and one over the wire have in common.
+"""Writing rows: their shapes are checked, rows are counted, and a writer in the arena fills reserved slots.
 
-Counts rows, so that a commit never makes a row visible that nobody wrote. Not thread-safe. Worst
-case: a writer that is left without a commit leaves the session as it was.
+A commit never makes a row visible that nobody wrote. Not thread-safe. Worst case: a writer that ends without
+a commit leaves the session as it was; rows of a wrong shape raise InvalidArgument before anything is copied.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from ctxcache.client.access import Hold, acquire
 from ctxcache.client.arena import Bytes
-from ctxcache.client.shapes import check_complete, view_rows
+from ctxcache.client.attach import ArenaAttachment
+from ctxcache.client.convert import durability_to_wire, session_from_wire
+from ctxcache.client.slots import SlotLayout, SlotRows, spans_of_runs
 from ctxcache.client.types import Durability, SessionInfo
-from ctxcache.errors import InvalidArgument
-from ctxcache.format.streams import Stream, StreamSpec
+from ctxcache.errors import CacheError, IncompleteAppend, InvalidArgument, ReservationNotFound
+from ctxcache.format.identity import rows_checksum
+from ctxcache.format.streams import DType, Stream, StreamSpec
+from ctxcache.format.sums import Tally
+from ctxcache.v1.arena_pb2 import CommitReservation, MarkWritten, Operation, ReleaseReservation, Reserve
+
+_ELEMENTS = {
+    DType.INT32: "int32",
+    DType.FLOAT32: "float32",
+    DType.FLOAT16: "float16",
+    DType.BFLOAT16: "bfloat16",
+    DType.INT8: "int8",
+    DType.FLOAT8_E4M3: "float8_e4m3fn",
+    DType.PACKED: "uint8",
+}
+"""Names of the arrays' types, numpy's own and those that ml_dtypes adds."""
+
+
+def view_rows(stream: Stream, array: npt.NDArray[np.generic], specs: Mapping[Stream, StreamSpec]) -> Bytes:
+    """View a C-contiguous array of T rows as uint8 [T, row_bytes]. Raises InvalidArgument.
+
+    Its elements are the stream's, or unsigned integers, which are raw bytes.
+    """
+    spec = specs.get(stream)
+    if spec is None:
+        raise InvalidArgument(field="rows", problem=f"{stream} is not part of the session's layout")
+    if array.ndim == 0 or not array.flags.c_contiguous or array.dtype.hasobject:
+        raise InvalidArgument(field="rows", problem=f"{stream} is not a C-contiguous array of numbers")
+    if array.dtype.kind != "u" and array.dtype.name != _ELEMENTS[spec.dtype]:
+        problem = f"{stream} is of {array.dtype.name}; the model has {_ELEMENTS[spec.dtype]} there"
+        raise InvalidArgument(field="rows", problem=problem)
+    shape = (array.shape[0], spec.row_bytes)
+    if array.nbytes != shape[0] * shape[1]:
+        problem = f"{stream}: {array.nbytes} B are not {shape[0]} rows of {shape[1]} B"
+        raise InvalidArgument(field="rows", problem=problem)
+    return array.reshape(-1).view(np.uint8).reshape(shape)
+
+
+def check_append(
+    rows: Mapping[Stream, npt.NDArray[np.generic]], specs: Mapping[Stream, StreamSpec]
+) -> dict[Stream, Bytes]:
+    """View the rows of an append, in storage order: every stream of the layout, equally many rows.
+
+    Raises InvalidArgument, and IncompleteAppend for a stream that is missing or short.
+    """
+    views = {stream: view_rows(stream, array, specs) for stream, array in rows.items()}
+    row_counts = {stream: len(view) for stream, view in views.items()}
+    token_count = max(row_counts.values(), default=0)
+    if token_count == 0:
+        raise InvalidArgument(field="rows", problem="there are none")
+    check_complete(row_counts, specs, token_count)
+    return {stream: views[stream] for stream in specs}
+
+
+def check_complete(
+    row_counts: Mapping[Stream, int], specs: Mapping[Stream, StreamSpec], token_count: int
+) -> None:
+    """Raise IncompleteAppend unless every stream of the layout has `token_count` rows."""
+    for stream in specs:
+        row_count = row_counts.get(stream, 0)
+        if row_count < token_count:
+            raise IncompleteAppend(stream=str(stream), row_count=row_count, token_count=token_count)
 
 
 class SessionWriter(ABC):
@@ -105,3 +171,149 @@ class SessionWriter(ABC):
     def _check_open(self) -> None:
         if not self._is_open:
             raise InvalidArgument(field="writer", problem="is closed")
+
+
+FIRST_BATCH_TOKENS = 64
+"""Rows written before the server is told of them for the first time: a segment, so that the disk begins early."""
+BATCH_BYTES = 8 << 20
+"""Rows written between one such message and the next, later on."""
+
+
+class ReservedWriter(SessionWriter):
+    """Writes into a reservation."""
+
+    is_local = True
+
+    def __init__(
+        self,
+        session: SessionInfo,
+        slots: SlotRows,
+        hold: Hold,
+        reservation_id: int,
+        *,
+        token_count: int,
+        specs: Mapping[Stream, StreamSpec],
+    ) -> None:
+        super().__init__(session, token_count, specs)
+        self._slots, self._hold = slots, hold
+        self._reservation_id = reservation_id
+        slots.layout.check(session.name, specs)
+        self._tally = Tally()
+        self._runs = list(slots.runs())
+        self._marked = self.write_offset
+
+    def write_all(self, rows: Mapping[Stream, Bytes], *, is_marked: bool) -> None:
+        """Write all rows of every stream, [T, row_bytes] each.
+
+        `is_marked`: some tokens at a time, and the server may take them to disk while the next ones are
+        copied.
+        """
+        for begin, end in self._batches() if is_marked else [(0, self.token_count)]:
+            for stream, view in rows.items():
+                self._write(stream, begin, view[begin:end])
+                self._written[stream] = end
+            if is_marked and end < self.token_count:
+                # Not waited for: what is wrong with the reservation, the commit will say.
+                self._hold.stream.send([self._mark(end)])
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        limit = max(BATCH_BYTES // sum(spec.row_bytes for spec in self._specs.values()), FIRST_BATCH_TOKENS)
+        # Whole runs: what is marked in parts has to be added up again.
+        ends = [end - self.write_offset for _, end in self._runs]
+        begin, row_count = 0, FIRST_BATCH_TOKENS
+        while begin < self.token_count:
+            end = ends[min(bisect_left(ends, begin + row_count), len(ends) - 1)]
+            yield begin, end
+            begin, row_count = end, min(2 * row_count, limit)
+
+    def _mark(self, row_count: int) -> Operation:
+        token_count = self.write_offset + row_count
+        mark = MarkWritten(
+            reservation_id=self._reservation_id,
+            token_count=token_count,
+            checksums=self._checksums(self._marked, token_count),
+        )
+        self._marked = token_count
+        return Operation(mark_written=mark)
+
+    def _checksums(self, token_begin: int, token_end: int) -> list[int]:
+        """What is said of tokens: run by run, one checksum per stream. Raises ChecksumMismatch."""
+        first = bisect_right(self._runs, token_begin, key=lambda run: run[1])
+        return [
+            self._tally.value(
+                stream, max(begin, token_begin), min(end, token_end), partial(self._slots.rows, stream)
+            )
+            for begin, end in self._runs[first:]
+            if begin < token_end
+            for stream in self._slots.layout.streams
+        ]
+
+    def _write(self, stream: Stream, row_begin: int, rows: Bytes) -> None:
+        begin = self.write_offset + row_begin
+        # After its end the room may be another session's. What ends during the copy, the commit will say.
+        self._hold.check()
+        if row_begin < self._written[stream]:
+            self._tally.drop(stream, begin, begin + len(rows), partial(self._slots.rows, stream))
+        for block_begin, room in self._slots.blocks(stream, begin, begin + len(rows)):
+            run_tokens = room.shape[1]
+            for i, place in enumerate(room):
+                token = block_begin + i * run_tokens
+                part = rows[token - begin : token - begin + run_tokens]
+                # Of what the caller has, before it is copied: the copy then finds it at hand.
+                self._tally.note(stream, token, token + run_tokens, rows_checksum(part.data))
+                np.copyto(place, part)
+
+    def _commit(self, row_count: int, durability: Durability, *, keep_open: bool) -> SessionInfo:
+        begin, end = self.write_offset + self._committed_count, self.write_offset + row_count
+        commit = CommitReservation(
+            reservation_id=self._reservation_id,
+            token_count=end,
+            durability=durability_to_wire(durability),
+            keep_open=keep_open,
+            checksums=self._checksums(begin, end),
+        )
+        session = session_from_wire(self._hold.stream.carry_out(Operation(commit=commit)).committed)
+        self._tally.forget(end)
+        return session
+
+    def _release(self) -> None:
+        # Gone already, or with its stream: either way nobody holds it any more.
+        with suppress(CacheError):
+            self._hold.release()
+
+
+def reserve(
+    attachment: ArenaAttachment,
+    arena: Bytes,
+    session: SessionInfo,
+    request: Reserve,
+    specs: Mapping[Stream, StreamSpec],
+) -> ReservedWriter:
+    """Reserve room (the request is made a brief one) and return its writer. Raises what an append raises before its first row."""
+    request.is_brief = True
+    sent, result = acquire(attachment.stream, Operation(reserve=request))
+    reservation = result.reservation
+    release = ReleaseReservation(reservation_id=reservation.reservation_id)
+    hold = Hold(
+        stream=attachment.stream,
+        deadline_ns=sent.deadline_ns(reservation.expire_time),
+        release_operation=Operation(release_reservation=release),
+        ended=ReservationNotFound(reservation_id=reservation.reservation_id),
+    )
+    try:
+        layout = attachment.layouts.get_or_make(
+            reservation.session_uid, lambda: SlotLayout(reservation.layout)
+        )
+        end = request.write_offset + request.token_count
+        slots = SlotRows(arena, layout, spans_of_runs(reservation.runs, request.write_offset, end))
+        return ReservedWriter(
+            session,
+            slots,
+            hold,
+            reservation.reservation_id,
+            token_count=request.token_count,
+            specs=specs,
+        )
+    except BaseException:
+        hold.release_soon()
+        raise

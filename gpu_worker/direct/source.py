@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.client.filed_rows import FiledRows, FileRun
-from ctxcache.client.ssd_slot import StoredChunk
+from ctxcache.client.leased_rows import FiledRows, FileRun, StoredChunk
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.identity import bound_checksum
 from ctxcache.format.streams import Stream

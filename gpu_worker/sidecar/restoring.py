@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ctxcache.client import Client, SessionRows
-from ctxcache.client.filed_rows import FiledRows
+from ctxcache.client.leased_rows import FiledRows
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import TokenRangeOutOfBounds
 from ctxcache.format.streams import TOKENS, Stream

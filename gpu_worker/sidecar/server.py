@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ctxcache.client.client import connect
-from ctxcache.client.tls import ClientTls
+from ctxcache.client.credentials import ClientTls
 from ctxcache.errors import AddressUnusable, Draining, InvalidConfiguration
 from ctxcache.observe.tracing import open_spans
 from ctxcache.runtime.spans import NO_SPANS, Spans

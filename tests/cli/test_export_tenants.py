@@ -13,7 +13,7 @@ from server_process import ServerProcess, write_secret
 from ctxcache import connect
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
-from ctxcache.client.tls import ClientTls
+from ctxcache.client.credentials import ClientTls
 from ctxcache.identity.grants import ArenaGrant, Role
 from ctxcache.identity.tokens import Token, digest_of
 

@@ -16,7 +16,7 @@ from stored import store_session
 
 from ctxcache import connect
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client.tls import ClientTls
+from ctxcache.client.credentials import ClientTls
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.runtime.files import check_secret, secret_refusal
 

@@ -16,8 +16,8 @@ from far_side import HIDDEN, KV, LAYOUT, OWN, ROW_SIZES, SPEC, Connect, FarSide,
 from server_process import ServerProcess
 
 import ctxcache
-from ctxcache.client import Client, bulk_channel
-from ctxcache.client.bulk_channel import Connection, host_of
+from ctxcache.client import Client, bulk_rows
+from ctxcache.client.bulk_rows import Connection, host_of
 from ctxcache.client.types import Durability
 from ctxcache.errors import (
     CacheError,
@@ -264,7 +264,7 @@ def test_a_connection_that_the_server_is_about_to_end_is_not_used(
     """It says how long it waits for the next request; what is on its way then would be lost."""
     bulk.sessions.open(NAME, OWN).append(make_rows(1))
     before, now_s = kept(bulk), time.monotonic()
-    monkeypatch.setattr(bulk_channel, "time", SimpleNamespace(monotonic=lambda: now_s + idle_s))
+    monkeypatch.setattr(bulk_rows, "time", SimpleNamespace(monotonic=lambda: now_s + idle_s))
     bulk.sessions.open(NAME, OWN).append(make_rows(1))
 
     assert (kept(bulk) is before) is is_same

@@ -17,7 +17,7 @@ from server_process import ServerProcess
 
 import ctxcache
 from ctxcache.client import Client, QueuedJob
-from ctxcache.client.tls import ClientTls
+from ctxcache.client.credentials import ClientTls
 from ctxcache.client.types import HintOutcome, SessionInfo, seconds
 from ctxcache.errors import (
     CacheError,

@@ -12,7 +12,7 @@ from pki import Pki
 from server_process import ServerDidNotStart, ServerProcess, write_secret
 
 import ctxcache
-from ctxcache.client.tls import ClientTls
+from ctxcache.client.credentials import ClientTls
 from ctxcache.errors import InvalidConfiguration, TlsFailed, Unavailable
 from lab.routes import Route, route_options
 

@@ -18,7 +18,7 @@ from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client, QueuedJob
 from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.control import connect_control
-from ctxcache.client.tls import ClientTls
+from ctxcache.client.credentials import ClientTls
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import (
     CacheError,

@@ -12,9 +12,8 @@ from live_server import LiveServer
 
 import ctxcache
 from ctxcache.client import Client, SessionRows
-from ctxcache.client.filed_rows import FiledRows
-from ctxcache.client.hold import Hold
-from ctxcache.client.leased_rows import LeasedRows
+from ctxcache.client.access import Hold
+from ctxcache.client.leased_rows import FiledRows, LeasedRows
 from ctxcache.client.types import Durability
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import (

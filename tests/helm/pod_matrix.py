@@ -25,7 +25,7 @@ from run_pod import Cluster, Pod, built_images, lacking
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.client.tls import ClientTls
+from ctxcache.client.credentials import ClientTls
 from ctxcache.client.types import Durability
 from ctxcache.errors import Unauthenticated
 from ctxcache.format.model import ModelSpec

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.client.engine_queue import EngineQueue
-from ctxcache.client.queue_outbox import QueuedJob
+from ctxcache.client.engine_queue import EngineQueue, QueuedJob
 from ctxcache.core.placement.policy import Facts, Level
 from tests.live.compare import Setting, Sizes
 from tests.live.engine import OWN, SLOT_BYTES, Engine

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ctxcache.client import Client
-from ctxcache.client.engine_queue import EngineQueue
-from ctxcache.client.queue_outbox import QueuedJob
+from ctxcache.client.engine_queue import EngineQueue, QueuedJob
 from ctxcache.client.types import seconds
 from tests.live.names import name_of
 

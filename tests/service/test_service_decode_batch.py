@@ -10,7 +10,7 @@ from server_process import ServerProcess
 
 import ctxcache
 from ctxcache.client import CallerModel, Client, DecodeBatch
-from ctxcache.client.grpc_access import GrpcAccess
+from ctxcache.client.access import GrpcAccess
 from ctxcache.client.types import Durability
 from ctxcache.errors import (
     CapacityExceeded,
