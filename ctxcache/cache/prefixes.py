@@ -90,8 +90,8 @@ class Prefixes:
     ) -> Match:
         """The longest prefix of these token ids (int32, little endian), or keys, that sessions have.
 
-        Sessions of that model and with that layout. Counts as no access. Raises ModelNotFound, InvalidArgument
-        (a stream that the model does not have).
+        Sessions of that model and with that layout. Counts as no access. Raises ModelNotFound,
+        InvalidArgument (a stream that the model does not have).
         """
         model = self._state.model(tenant, model_id)
         try:

@@ -29,11 +29,10 @@ _SHOWN = 24
 class ModelSpec:
     """A model's identity and the streams it can save.
 
-    `model_id` is the caller's name for it and is no part of the fingerprint; everything else is.
-    `rope`, `norm` and `settings` (everything else that changes what the layers compute) are canonical
-    strings: the same settings give the same string.
-    `is_relocatable` is false where state depends on absolute positions (learned embeddings), so
-    that tokens before kept ones cannot be dropped.
+    `model_id` is the caller's name for it and is no part of the fingerprint; everything else is. `rope`,
+    `norm` and `settings` (everything else that changes what the layers compute) are canonical strings: the
+    same settings give the same string. `is_relocatable` is false where state depends on absolute positions
+    (learned embeddings), so that tokens before kept ones cannot be dropped.
     """
 
     model_id: str

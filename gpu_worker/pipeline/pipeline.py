@@ -531,8 +531,8 @@ class Pipeline:
 
         Source and target belong to the restore until it is drained. `token_ids` [T] where layers are
         recomputed. `share`: the tokens of [begin, end) that are read here; `compute` is then given their
-        rows, and room for all.
-        Raises InvalidArgument, LaneStuck; what goes wrong later is told by the restoration.
+        rows, and room for all. Raises InvalidArgument, LaneStuck; what goes wrong later is told by the
+        restoration.
         """
         if self._stuck is not None:
             raise LaneStuck(lane=self._stuck.name)

@@ -265,8 +265,7 @@ class AttachedModel:
         own = slice(self.share.first_layer, self.share.end_layer)
         self._shape, self._gather = ModelShape(weights.shape.name, weights.shape.layers[own]), gather
         # Recomputing needs the whole model, of which only projections are here. An engine whose model has
-        # packed
-        # kinds takes them.
+        # packed kinds takes them.
         lossy = frozenset(kind for kind in self.kinds if kind in PACKINGS)
         self._engine = EngineAbilities(can_recompute=False, starts_by_layer=True, lossy_kinds=lossy)
         self._planner = self._made(profile)

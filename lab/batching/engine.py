@@ -1,8 +1,9 @@
 """Continuous batching in small: sequences join and leave between passes, and every pass is saved in two stages.
 
-A pass has one token of each sequence that decodes, and chunks of the prompts of those that do not yet. Enough to
-test and to measure saving under an engine's load; what a serving engine does besides (paged memory, preemption,
-sampling) is not here. Worst case: prompts wait for one another, for each pass takes so many tokens.
+A pass has one token of each sequence that decodes, and chunks of the prompts of those that do not yet. Enough
+to test and to measure saving under an engine's load; what a serving engine does besides (paged memory,
+preemption, sampling) is not here. Worst case: prompts wait for one another, for each pass takes so many
+tokens.
 """
 
 from collections import deque

@@ -1,7 +1,8 @@
 """Directories that are built at most once by however many processes, where they lie, and how their building shows.
 
-A directory is either whole or absent. Worst case: a builder that hangs makes the others wait for as long. One that
-dies leaves a `.partial-*` directory, which the next builder removes. A terminal that cannot redraw gets no bar.
+A directory is either whole or absent. Worst case: a builder that hangs makes the others wait for as long. One
+that dies leaves a `.partial-*` directory, which the next builder removes. A terminal that cannot redraw gets
+no bar.
 """
 
 import fcntl

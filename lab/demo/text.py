@@ -1,13 +1,15 @@
 """The text of a conversation: real English, quoted by a user's messages, as one token sequence that only grows.
 
-The text is the Python language reference, which every CPython ships: `pydoc_data.topics`, shown by `help("NAMESPACES")`.
-The licence is Python's own, and nothing is copied into this project. The wording differs between Python versions, so a
-figure measured on it names the version. A message quotes the reference and asks about the quote; where not even one
-sentence fits, its head is quoted, and after some 20,000 tokens the quotes repeat.
+The text is the Python language reference, which every CPython ships: `pydoc_data.topics`, shown by
+`help("NAMESPACES")`. The licence is Python's own, and nothing is copied into this project. The wording
+differs between Python versions, so a figure measured on it names the version. A message quotes the reference
+and asks about the quote; where not even one sentence fits, its head is quoted, and after some 20,000 tokens
+the quotes repeat.
 
-A chat template renders a whole conversation anew. The tokens of an old answer need not be those that the model
-produced, while a cache needs each turn to add ids after those there are. So the template is taken apart once, into the
-ids around a user's text. Worst case: a template that treats later turns differently from the second is not followed.
+A chat template renders a whole conversation anew. The tokens of an old answer need not be those that the
+model produced, while a cache needs each turn to add ids after those there are. So the template is taken apart
+once, into the ids around a user's text. Worst case: a template that treats later turns differently from the
+second is not followed.
 """
 
 import re

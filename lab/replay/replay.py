@@ -1,8 +1,8 @@
 """Replay: a recording played against another store, in its own time or faster, and what came of it beside what was recorded.
 
-Calls of one session, and of its forks, follow one another; those of others are made beside them by as many threads
-as are allowed. Bounded: each thread's queue. Worst case: the store is slower than the recorded one; then calls are
-made late, which is told, and none is left out.
+Calls of one session, and of its forks, follow one another; those of others are made beside them by as many
+threads as are allowed. Bounded: each thread's queue. Worst case: the store is slower than the recorded one;
+then calls are made late, which is told, and none is left out.
 """
 
 import secrets

@@ -1,8 +1,8 @@
 """The bed of lab/studies/restore.py and skew.py: one model, one store, sessions, and one restore after another that is checked.
 
-Restores run through the engine's own parts: lease, schedule, pipeline, layer gate. Each is compared with the cache
-that recomputation left and with its logits; a difference beyond the bounds is the case's `problem`. Worst case: a
-model whose rows do not fit into the store, an error before anything is measured.
+Restores run through the engine's own parts: lease, schedule, pipeline, layer gate. Each is compared with the
+cache that recomputation left and with its logits; a difference beyond the bounds is the case's `problem`.
+Worst case: a model whose rows do not fit into the store, an error before anything is measured.
 """
 
 import time

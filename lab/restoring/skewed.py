@@ -1,8 +1,8 @@
 """Requests of lab/studies/skew.py: each a hit of the kept caches or a restore from the store, by every method in turn.
 
-Sessions are drawn by Zipf's law, and the engine keeps the caches of those that were used last. All methods get the
-same requests and keep caches of their own, so that they hit and miss alike. Every cache is compared with
-recomputation's, the kept ones at each use. Worst case: a difference beyond the bounds, and no figures.
+Sessions are drawn by Zipf's law, and the engine keeps the caches of those that were used last. All methods
+get the same requests and keep caches of their own, so that they hit and miss alike. Every cache is compared
+with recomputation's, the kept ones at each use. Worst case: a difference beyond the bounds, and no figures.
 """
 
 from collections import OrderedDict

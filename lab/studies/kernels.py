@@ -4,8 +4,9 @@
     python -m lab.studies.kernels --json > lab/results/DATE-kernels.jsonl     # on a GPU, about three minutes
     TRITON_INTERPRET=1 python -m lab.studies.kernels --tiny                          # the same code on a CPU, no figures
 
-Limits are measured first: copies on the device, pinned copies to it, a large product. Each figure is the median of
-rounds in which the ways take turns, with the quartiles; what is not equal to its reference is not timed at all.
+Limits are measured first: copies on the device, pinned copies to it, a large product. Each figure is the
+median of rounds in which the ways take turns, with the quartiles; what is not equal to its reference is not
+timed at all.
 """
 
 import json

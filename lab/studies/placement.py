@@ -4,8 +4,9 @@
     python -m lab.studies.placement ../shared/data lab/results/DATE-placement.jsonl
     python -m lab.studies.placement --tables lab/results/DATE-placement.jsonl
 
-Each line has its trace, setting, command, commit and date. What the file has already is not run again, so that a run
-may be done in pieces (`--only`, `--policies`). About half an hour on one core; two replays at once (`--jobs`).
+Each line has its trace, setting, command, commit and date. What the file has already is not run again, so
+that a run may be done in pieces (`--only`, `--policies`). About half an hour on one core; two replays at once
+(`--jobs`).
 """
 
 import argparse

@@ -6,10 +6,11 @@
     python -m lab.studies.skew --shapes tiny --history 96 --sessions 8 --kept 2 --requests 10 --rounds 2    # in seconds; figures mean nothing
     python -m lab.studies.skew --plot lab/notes/skew.png FILE...                                              # no measurement
 
-Every session is a real one in a store of its own; requests are drawn by Zipf's law; the caches of the sessions used last stay
-where the engine computes, and every other request is a restore from DRAM, the engine starting at its lead. Contexts are of one
-length, from places of the text that are apart where it is long enough. Figures are medians over rounds, ratios are taken within a round. A cache,
-restored or kept, or a prediction that is not recomputation's leaves no figures and an exit status of 1.
+Every session is a real one in a store of its own; requests are drawn by Zipf's law; the caches of the
+sessions used last stay where the engine computes, and every other request is a restore from DRAM, the engine
+starting at its lead. Contexts are of one length, from places of the text that are apart where it is long
+enough. Figures are medians over rounds, ratios are taken within a round. A cache, restored or kept, or a
+prediction that is not recomputation's leaves no figures and an exit status of 1.
 """
 
 import json

@@ -5,8 +5,9 @@
     python -m lab.studies.truncation --text wiki.txt.gz --window 1024 --tokens 4088 --json
     python -m lab.studies.truncation --model DIR --ids IDS.json.gz --window 256 --no-retrieval
 
-Source: CachedAttention, USENIX ATC '24, section 4.3.5, Tables 1 and 2. Exits with 1 where the default cut is further
-from recomputation than --bound, or the naive one closer than five times its perplexity: then the harness is broken.
+Source: CachedAttention, USENIX ATC '24, section 4.3.5, Tables 1 and 2. Exits with 1 where the default cut is
+further from recomputation than --bound, or the naive one closer than five times its perplexity: then the
+harness is broken.
 """
 
 import gzip

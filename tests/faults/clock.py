@@ -1,9 +1,9 @@
 """Clock: the wall clock is set while a server runs and between two runs, and sessions live as long as they were to.
 
-The server's own wall clock is moved by hours (`set_clock.c`, preloaded). A session of TTL seconds must be there
-shortly before and gone shortly after that many seconds of real time; the times that it answers with follow the
-wall clock. A machine that slept has slept for sessions too. Worst case: a session that outlives its time by
-hours, or all of them gone at once.
+The server's own wall clock is moved by hours (`set_clock.c`, preloaded). A session of TTL seconds must be
+there shortly before and gone shortly after that many seconds of real time; the times that it answers with
+follow the wall clock. A machine that slept has slept for sessions too. Worst case: a session that outlives
+its time by hours, or all of them gone at once.
 """
 
 import argparse

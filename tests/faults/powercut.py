@@ -2,10 +2,10 @@
 
     python -m tests.faults.powercut --cuts 200
 
-The data directory and the SSD files lie on ext4 over loop devices over disks with a volatile cache (`cut_disk`),
-on one disk or on two; clients work as in `crash`, every round ends by a cut, also one whose server ended in
-order. SIGKILL alone proves nothing about syncs. Worst case: a machine without FUSE, loop devices or root,
-where this is skipped (exit code 77).
+The data directory and the SSD files lie on ext4 over loop devices over disks with a volatile cache
+(`cut_disk`), on one disk or on two; clients work as in `crash`, every round ends by a cut, also one whose
+server ended in order. SIGKILL alone proves nothing about syncs. Worst case: a machine without FUSE, loop
+devices or root, where this is skipped (exit code 77).
 """
 
 import argparse

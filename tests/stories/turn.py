@@ -1,8 +1,8 @@
 """The fifth story: a turn of a conversation whose session lies only on SSD, from the engine's call to its saved rows.
 
-Store and engine are in this process, so that both sides of every request are traced, in every thread. Lanes and
-savers run at the same time and wait for each other more or less often, by a percent of all calls. A busy machine
-may need many turns to show the least figures.
+Store and engine are in this process, so that both sides of every request are traced, in every thread. Lanes
+and savers run at the same time and wait for each other more or less often, by a percent of all calls. A busy
+machine may need many turns to show the least figures.
 """
 
 from collections.abc import Iterator

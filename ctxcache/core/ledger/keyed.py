@@ -1,8 +1,9 @@
 """Keyed: which segments are found by the tokens that their rows belong to.
 
-A session's tokens have a key every 64, from its first token on, as they are committed. A key names the segment
-that holds the last of its tokens. No key is made behind a cut: what comes there was computed with tokens that
-are not there any more. A session that goes on behind a short segment which is not in memory gets no more keys.
+A session's tokens have a key every 64, from its first token on, as they are committed. A key names the
+segment that holds the last of its tokens. No key is made behind a cut: what comes there was computed with
+tokens that are not there any more. A session that goes on behind a short segment which is not in memory gets
+no more keys.
 
     committed, whole 64 ──► key ──► segment, rows of it ──► a session that has all tokens up to there
     unlisted, cut before its end ──► the key is gone

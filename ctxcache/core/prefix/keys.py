@@ -59,7 +59,8 @@ class Scope(NamedTuple):
 def layout_tag(ranges: Iterable[StreamRange]) -> bytes:
     """What a session's layout is in a key: SHA-256 of its ranges, token ids left out. 32 bytes.
 
-    Each range is kind, layer_begin and layer_end, int32 little endian; by kind, then by layer, as few as can be.
+    Each range is kind, layer_begin and layer_end, int32 little endian; by kind, then by layer, as few as can
+    be.
     """
     packed = (_RANGE.pack(kind, begin, end) for kind, begin, end in sorted(ranges))
     tokens = _RANGE.pack(*TOKENS_RANGE)

@@ -1,6 +1,7 @@
 """CUDA's streams and events on threads: what is issued runs later, and an event that nobody recorded holds nobody up.
 
-Stands in for `torch.cuda` where the pipeline touches it. Tensors are the host's; what would be a kernel is `launch`ed.
+Stands in for `torch.cuda` where the pipeline touches it. Tensors are the host's; what would be a kernel is
+`launch`ed.
 """
 
 import contextlib
