@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: tiles of rows, pairs of dimensions, their rotation, where they go.
+"""Device functions that several kernels share: tiles of rows, pairs of dimensions, and their rotation.
 
 A head is worked on as two tiles [tokens, pairs]: `first` and `second` dimension of each pair. Dimensions
 that do not rotate are paired too, with angle 0. Arithmetic is float32; what is loaded is widened at once.

@@ -1,4 +1,4 @@
-"""Quantization: rows in 8 or 4 bits with a least value and a step per token and group of neighbours, and back.
+"""Quantization: rows in 8 or 4 bits with a least value and a step per token and group, and back.
 
 Plain torch: saving is off the critical path, and restoring dequantizes inside the kernels. Single
 dimensions of a residual stream are a thousand times the others and would drown their group: the few largest

@@ -1,4 +1,4 @@
-"""Continuous batching in small: sequences join and leave between passes, and every pass is saved in two stages.
+"""Continuous batching in small: sequences join and leave between passes, and every pass is saved.
 
 A pass has one token of each sequence that decodes, and chunks of the prompts of those that do not yet. Enough
 to test and to measure saving under an engine's load; what a serving engine does besides (paged memory,
@@ -53,7 +53,7 @@ class BatchedEngine:
         pass_tokens: int = PASS_TOKENS,
         durability: Durability = Durability.MEMORY,
     ) -> None:
-        """`saver`: None saves nothing; else what packed passes compute is compared with the probe that the store keeps.
+        """`saver`: None saves nothing; else packed passes are compared with the probe that the store keeps.
 
         Raises UnsupportedArchitecture, ModelFingerprintMismatch, ModelProbeMismatch.
         """

@@ -78,7 +78,7 @@ class PackedModel:
     """Passes of one model over packed batches; its attention is ours from here on."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises UnsupportedArchitecture, and leaves the model as it was, for one that packed passes would get wrong."""
+        """Raises UnsupportedArchitecture for a model that packed passes would get wrong, unchanged."""
         check_rope(model)
         self.model, self._windows = model, _windows(model)
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
@@ -209,7 +209,7 @@ def _scored(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention by its scores [1, H, t, T], capped by `softcap`, with `sinks` [H] that take weight and give nothing."""
+    """Attention by its scores [1, H, t, T], capped by `softcap`, with `sinks` [H] that take weight alone."""
     repeats = query.shape[1] // keys.shape[1]
     keys, values = (half.repeat_interleave(repeats, dim=1) for half in (keys, values))
     scores = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -1,4 +1,4 @@
-"""The machine that figures were taken on: processor, memory, kernel, versions, load, and the CPU that others used.
+"""The machine that figures were taken on: processor, memory, kernel, versions, and what others used of it.
 
 Linux alone. Worst case: a fact is `?`; without /proc, an OSError.
 """

@@ -1,4 +1,4 @@
-"""`ctxcache verify` and `ctxcache rebuild` of a directory without a server, beside reading its file with O_DIRECT.
+"""`ctxcache verify` and `ctxcache rebuild` without a server, beside reading the file with O_DIRECT.
 
     python -m lab.bench.offline --directory DIR --make --gib 3
     python -m lab.bench.offline --directory DIR --rounds 5

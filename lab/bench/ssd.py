@@ -78,7 +78,7 @@ class Shape:
 
 
 SHAPES = {"small": Shape(30, 1152), "8b": Shape(32, 4096), "wide": Shape(32, 8192), "tiny": Shape(1, 256)}
-"""Segments of 2, 8 and 16 MiB: SmolLM2's hidden states, K/V of an 8B model with grouped heads, of one without;
+"""Segments of 2, 8 and 16 MiB: SmolLM2's hidden states, K/V of an 8B model with and without grouped heads;
 24 KiB, to have many of."""
 
 
@@ -238,7 +238,7 @@ def summary(limit: Sequence[float], ours: Sequence[float], size_bytes: int) -> d
 async def paths_add_up(
     directory: Path, shape: Shape, session_bytes: int, *, path_bps: float = 100e6, round_count: int = 3
 ) -> dict[str, object]:
-    """Promotions and saves over 1, 2 and 4 throttled paths, of one session and of as many as there are paths at a time.
+    """Promotions and saves over 1, 2 and 4 throttled paths, of one session and of one for each path.
 
     Speeds of all of them together, as multiples of one session's on one path.
     """
@@ -313,7 +313,7 @@ async def into_huge_pages(
 async def small_flushes(
     directory: Path, shape: Shape, *, behind_count: int = 0, round_count: int = 128
 ) -> dict[str, object]:
-    """One token per durable commit, as a decoding engine would at worst: latency, and bytes written per new byte.
+    """One token per durable commit, as a decoding engine at worst: latency, and bytes written per new byte.
 
     `behind_count` segments are there already: the session's record grows with them.
     """

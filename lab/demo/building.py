@@ -1,4 +1,4 @@
-"""Directories that are built at most once by however many processes, where they lie, and how their building shows.
+"""Directories that are built at most once by any number of processes, and how their building shows.
 
 A directory is either whole or absent. Worst case: a builder that hangs makes the others wait for as long. One
 that dies leaves a `.partial-*` directory, which the next builder removes. A terminal that cannot redraw gets

@@ -1,4 +1,4 @@
-"""The text of a conversation: real English, quoted by a user's messages, as one token sequence that only grows.
+"""The text of a conversation: real English in a user's messages, as a token sequence that only grows.
 
 The text is the Python language reference, which every CPython ships: `pydoc_data.topics`, shown by
 `help("NAMESPACES")`. The licence is Python's own, and nothing is copied into this project. The wording

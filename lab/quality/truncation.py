@@ -187,7 +187,7 @@ def perplexities(
     sink_count: int,
     step: Callable[[Cut, int], None] = lambda _cut, _count: None,
 ) -> dict[Cut, Predicted]:
-    """Feed a text half a window at a time, cutting whenever the window is full; score what follows the first cut.
+    """Feed a text half a window at a time, cut whenever the window is full, score what follows the first cut.
 
     The same tokens are scored for every cut: all but the first of each half window. `step` hears how many
     tokens a cut has seen. Raises ValueError unless a whole half window follows the first full one.

@@ -1,4 +1,4 @@
-"""Replay: a recording played against another store, in its own time or faster, and what came of it beside what was recorded.
+"""Replay: a recording played against another store, in its own time or faster, and what came of it.
 
 Calls of one session, and of its forks, follow one another; those of others are made beside them by as many
 threads as are allowed. Bounded: each thread's queue. Worst case: the store is slower than the recorded one;

@@ -1,4 +1,4 @@
-"""The bed of lab/studies/restore.py and skew.py: one model, one store, sessions, and one restore after another that is checked.
+"""The bed of lab/studies/restore.py and skew.py: a model, a store, sessions, and checked restores.
 
 Restores run through the engine's own parts: lease, schedule, pipeline, layer gate. Each is compared with the
 cache that recomputation left and with its logits; a difference beyond the bounds is the case's `problem`.
@@ -101,7 +101,7 @@ class Taken:
 
 @dataclass
 class Saved:
-    """A context's sessions in the store, and what recomputation left: cache, token ids, the new ones and the last one's logits.
+    """A context's sessions in the store, and what recomputation left: cache, token ids, the last logits.
 
     `stored` are its rows, needed for sessions of streams that were not asked for yet.
     """

@@ -39,7 +39,7 @@ def hcache_profile(model: str, *, ssd_bytes_per_s: float = HCACHE_BUS_BYTES_PER_
 def read_buffer_bytes(
     *, bytes_per_s: float, load_s: float, history_tokens: int, prefill_s: float, new_tokens: int
 ) -> float:
-    """CachedAttention's buffer ahead of the engine, S = B (T_load L_hist - T_pref L_new); 0 where that is less.
+    """CachedAttention's buffer ahead of the engine, S = B (T_load L_hist - T_pref L_new), and not below 0.
 
     `load_s` and `prefill_s` are per token, through all layers. So many bytes must be there when the
     engine starts, or it will wait for a layer.

@@ -1,4 +1,4 @@
-"""The pictures of lab/studies/restore.py and skew.py: time to first token over history, and over skew, by model.
+"""The pictures of lab/studies/restore.py and skew.py: time to first token over history, and over skew.
 
 Knows matplotlib. Worst case: it is not installed, a ModuleNotFoundError.
 """
@@ -76,7 +76,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def series(rows: Sequence[Row]) -> Mapping[tuple[str, str], list[tuple[int, float, float, float]]]:
-    """(history, median, low, high) in seconds by method and place, of cases that are right and start as the engine does."""
+    """(history, median, low, high) in seconds by method and place, of right cases."""
     found: dict[tuple[str, str], list[tuple[int, float, float, float]]] = defaultdict(list)
     for row in rows:
         if row["method"] in COLORS and row["start"] in ("", LEAD) and not row["problem"]:

@@ -1,4 +1,4 @@
-"""Requests of lab/studies/skew.py: each a hit of the kept caches or a restore from the store, by every method in turn.
+"""Requests of lab/studies/skew.py: each hits the kept caches or restores from the store, by each method.
 
 Sessions are drawn by Zipf's law, and the engine keeps the caches of those that were used last. All methods
 get the same requests and keep caches of their own, so that they hit and miss alike. Every cache is compared

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Sessions that lie only on SSD: restored through the store, and from its files by each path that this machine has.
+"""Sessions that lie only on SSD: restored through the store, and from its files by each path there is.
 
-    python -m lab.studies.direct                              # SmolLM2-135M's shape on a CPU: the store and POSIX
+    python -m lab.studies.direct      # SmolLM2-135M's shape on a CPU: the store and POSIX
     python -m lab.studies.direct --shape llama-2-7b --layers 8 --tokens 4096 --device cuda --json
 
 From the lease to the last usable layer, all ways in turn in each round, ratios within a round. What verifying

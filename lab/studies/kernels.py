@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The kernels beside the device's limits and beside the same work done by cuBLAS and separate torch operations.
+"""The kernels beside the device's limits, and beside the same work by cuBLAS and torch operations.
 
-    python -m lab.studies.kernels --json > lab/results/DATE-kernels.jsonl     # on a GPU, about three minutes
-    TRITON_INTERPRET=1 python -m lab.studies.kernels --tiny                          # the same code on a CPU, no figures
+    python -m lab.studies.kernels --json > lab/results/DATE-kernels.jsonl      # on a GPU, about three minutes
+    TRITON_INTERPRET=1 python -m lab.studies.kernels --tiny                  # the same code on a CPU
 
 Limits are measured first: copies on the device, pinned copies to it, a large product. Each figure is the
 median of rounds in which the ways take turns, with the quartiles; what is not equal to its reference is not

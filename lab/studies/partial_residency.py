@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Does it pay to keep the first layers of many sessions in DRAM, not all layers of few? lab/notes/partial_residency.md has the answer.
+"""Does it pay to keep the first layers of many sessions in DRAM, not all layers of few?
+
+lab/notes/partial_residency.md has the answer.
 
 `python -m lab.studies.partial_residency` prints what share of a session must be in DRAM for no added latency;
 with `--traces DIR` it replays the traces of that directory, too, and prints a line of JSON for each replay.
@@ -59,7 +61,7 @@ At 20 GB/s the smaller one's do not wait.
 
 
 def needed_share(model: Model, history: int, new: int, read_bytes_per_s: float) -> float:
-    """Share of its layers that a session needs in DRAM for a first token as early as with all of them there."""
+    """Share of its layers that a session needs in DRAM for a first token as early as with all of them."""
     size_bytes = history * model.token_bytes
     copy_s, prefill_s = size_bytes / COPY_BYTES_PER_S, new / model.prefill_tokens_per_s
     layers = Layers(model.layer_count, model.layer_count, copy_s, prefill_s)

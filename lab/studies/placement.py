@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every policy over every trace with sessions: runs `ctxcache simulate`, keeps its lines, and prints the tables.
+"""Every policy over every trace with sessions: runs `ctxcache simulate`, and prints the tables.
 
     python -m lab.studies.placement ../shared/data lab/results/DATE-placement.jsonl
     python -m lab.studies.placement --tables lab/results/DATE-placement.jsonl

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Time to first token: a restored history beside a recomputed one, by method, place and length.
 
-    python -m lab.studies.restore --history 512,2048                       # SmolLM2-135M on this machine's CPU
-    python -m lab.studies.restore --twin --history 512,2048 --json > FILE  # its multi-head twin
-    python -m lab.studies.restore --shapes llama-2-7b,opt-30b --device cuda --history 1024,4096,16384 --layers 8 --json
-    python -m lab.studies.restore --shapes tiny --device cpu --history 96  # the same code, in seconds; its figures mean nothing
+    python -m lab.studies.restore --history 512,2048                   # SmolLM2-135M on this machine's CPU
+    python -m lab.studies.restore --twin --history 512,2048 --json     # its multi-head twin
+    python -m lab.studies.restore --shapes llama-2-7b,opt-30b --device cuda --layers 8 --json
+    python -m lab.studies.restore --shapes tiny --device cpu --history 96   # in seconds; no figures
     python -m lab.studies.restore --plot lab/notes/restore.png FILE...          # no measurement
 
 A store of its own; rows as the model computed them; ceilings first, then a profile of the machine and what

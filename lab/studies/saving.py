@@ -3,8 +3,8 @@
 
     python -m lab.studies.saving                                # SmolLM2-135M on this machine's CPU
     python -m lab.studies.saving --model DIR --batch 1,4,16 --kind kv --json
-    python -m lab.studies.saving --shape llama-2-7b --history 512 --rounds 15 --json     # a GPU, random weights
-    python -m lab.studies.saving --shape tiny --steps 4 --rounds 2                       # the code runs, no more
+    python -m lab.studies.saving --shape llama-2-7b --history 512 --rounds 15 --json   # a GPU, random weights
+    python -m lab.studies.saving --shape tiny --steps 4 --rounds 2                     # in seconds
 
 A server in a process of its own keeps the sessions. `direct` writes each session's row to its place in the
 arena within the layer's hook, as HCache's DirectIO (EuroSys '25, section 6.3.3) does to its disks; both
@@ -150,7 +150,7 @@ class TwoStage:
 
 
 class Direct:
-    """Each session's row goes to its place in the arena within the layer's hook, and commits within the step."""
+    """Each session's row goes to its place in the arena in the layer's hook, and commits within the step."""
 
     def __init__(self, client: Client, model: CallerModel) -> None:
         self._client, self._model = client, model
@@ -377,11 +377,13 @@ def _report(row: dict[str, object], *, as_json: bool) -> None:
         print(json.dumps(row), flush=True)
         return
     mean, over = row["time_between_tokens_s"], row["over_none"]
+    engine_us = 1e6 * row["saving_on_engine_s"]  # type: ignore[operator]
+    threads_us = 1e6 * row["saving_threads_cpu_s"]  # type: ignore[operator]
     print(
         f"batch {row['batch']:>3}  {row['way']:<10} {1e3 * mean['median']:9.2f} ms a token"  # type: ignore[index]
         f"  {over['median']:+7.2%} [{over['low']:+.2%}, {over['high']:+.2%}]"  # type: ignore[index]
         f"  CPU {row['engine_cpu_over_none']['median']:+7.2%}"  # type: ignore[index]
-        f"  of it on the engine {1e6 * row['saving_on_engine_s']:7.0f} us, threads {1e6 * row['saving_threads_cpu_s']:6.0f} us a step",  # type: ignore[operator]
+        f"  of it on the engine {engine_us:7.0f} us, threads {threads_us:6.0f} us a step",  # type: ignore[operator]
         flush=True,
     )
 

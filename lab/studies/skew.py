@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Time to first token with the engine's last caches kept in front of the store, by skew of the requests (HCache, section 6.4).
+"""Time to first token with the engine's last caches kept in front of the store, by skew.
 
-    python -m lab.studies.skew --model DIR --ids IDS.json.gz --history 224 --sessions 100 --kept 15 --skews 0,1,2 --json
-    python -m lab.studies.skew --shapes llama-2-7b --layers 8 --device cuda --history 1024 --sessions 20 --kept 3 --json    # 9 GB of DRAM, as much disk
-    python -m lab.studies.skew --shapes tiny --history 96 --sessions 8 --kept 2 --requests 10 --rounds 2    # in seconds; figures mean nothing
-    python -m lab.studies.skew --plot lab/notes/skew.png FILE...                                              # no measurement
+HCache, section 6.4.
+
+    python -m lab.studies.skew --model DIR --ids IDS.json.gz --sessions 100 --kept 15 --skews 0,1,2 --json
+    python -m lab.studies.skew --shapes llama-2-7b --layers 8 --device cuda --kept 3   # 9 GB of DRAM
+    python -m lab.studies.skew --shapes tiny --sessions 8 --kept 2 --rounds 2     # in seconds; no figures
+    python -m lab.studies.skew --plot lab/notes/skew.png FILE...                              # no measurement
 
 Every session is a real one in a store of its own; requests are drawn by Zipf's law; the caches of the
 sessions used last stay where the engine computes, and every other request is a restore from DRAM, the engine
@@ -46,7 +48,7 @@ _SEGMENT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Tokens of each session and behind it, sessions, caches kept by each method, requests in a round, rounds that count."""
+    """Tokens of sessions and behind them, sessions, caches kept, requests in a round, rounds that count."""
 
     history: int
     new_tokens: int

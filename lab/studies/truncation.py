@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What cutting a full context costs in quality: perplexity, and retrieval from what was kept, by each way to cut.
+"""What cutting a full context costs: perplexity, and retrieval from what was kept, by each way to cut.
 
-    python -m lab.studies.truncation                                  # SmolLM2-135M on the Python language reference
+    python -m lab.studies.truncation                       # SmolLM2-135M on the Python language reference
     python -m lab.studies.truncation --text wiki.txt.gz --window 1024 --tokens 4088 --json
     python -m lab.studies.truncation --model DIR --ids IDS.json.gz --window 256 --no-retrieval
 

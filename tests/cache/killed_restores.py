@@ -1,6 +1,7 @@
-"""Restores that are killed: at each of their steps in turn, each in a process of its own, without a thread to fork beside.
+"""Restores that are killed at each of their steps in turn, each in a process of its own without threads.
 
-python killed_restores.py ARCHIVE DIRECTORY     one JSON line for each: what was left, and what a second one made of it
+`python killed_restores.py ARCHIVE DIRECTORY` prints one JSON line for each: what was left, and what a second
+restore made of it.
 """
 
 import asyncio

@@ -174,7 +174,7 @@ async def test_from_full_memory_it_leaves_and_what_is_better_stays(house: House)
 
 
 async def test_a_bound_on_dirty_rows_holds_up_nobody_for_what_is_not_written(house: House) -> None:
-    """More than writers may fill lies in memory unwritten, and what is to be written finds its room at once."""
+    """More than writers may fill lies in memory unwritten, and what is to be written finds room at once."""
     for number in range(5):
         await house.write(f"once{number}-1", 3)
     ledger = house.rig.cache.ledger

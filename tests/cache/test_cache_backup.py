@@ -427,7 +427,7 @@ class Storm:
 
 @pytest.mark.parametrize("seed", range(STORMS))
 async def test_whatever_goes_on_each_is_as_it_was_at_one_moment(seed: int, tmp_path: Path) -> None:
-    """What comes back of a session is the beginning of what it held after one of its changes, and nothing durable misses."""
+    """A session comes back as it was after one of its changes, cut somewhere; nothing durable misses."""
     rig = MemoryRig(tmp_path, arena_segments=24, ssd_segments=(200, 200))
     await rig.open()
     storm = Storm(rig, seed)

@@ -1,4 +1,4 @@
-"""Where tenants are told apart, one that takes all it can get leaves enough for the next one to begin with."""
+"""Where tenants are told apart, one that takes all it can get leaves the next one enough to begin with."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress

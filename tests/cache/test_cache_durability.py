@@ -57,7 +57,7 @@ async def test_tokens_committed_during_a_flush_are_not_taken_for_older_ones(
 
 
 async def test_a_record_names_only_what_is_on_disk(rig: MemoryRig, writer: Writer) -> None:
-    """Written down for another reason, a session ends where its last flush ended, and lists no segment behind that."""
+    """Written down for another reason, a session ends where its last flush ended, with nothing behind."""
     await rig.create("a")
     await rig.append("a", writer.make(100), is_durable=True)
     await rig.append("a", writer.make(100))

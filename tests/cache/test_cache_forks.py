@@ -384,7 +384,7 @@ LINES_PER_SEGMENT = 30
 
 
 async def test_a_long_fork_is_made_in_steps(rig: MemoryRig, writer: Writer, source: list[Token]) -> None:
-    """Its steps are as long as those of a short one, and the last takes next to nothing for a segment more."""
+    """Its steps are as long as those of a short one, and the last takes hardly more for a segment more."""
 
     async def lines_of(name: str) -> tuple[int, int]:
         """The most between two rests, and those after the last one."""

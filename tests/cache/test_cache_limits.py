@@ -150,7 +150,7 @@ async def test_who_waits_is_served_in_order(rig: MemoryRig) -> None:
 
 
 async def test_what_waits_sees_the_session_as_it_is_when_its_turn_comes(rig: MemoryRig) -> None:
-    """A session that is deleted meanwhile is not leased, and whoever gives up waiting leaves nothing behind."""
+    """A session that is deleted meanwhile is not leased, and a reader that gives up leaves nothing behind."""
     await limited(rig, PATIENT, *"abcd")
     leases = [await acquire(rig, name) for name in "abc"]
     waits = [asyncio.ensure_future(acquire(rig, "d")) for _ in range(2)]
@@ -166,7 +166,7 @@ async def test_what_waits_sees_the_session_as_it_is_when_its_turn_comes(rig: Mem
 
 
 async def test_writers_hold_no_more_than_their_share(rig: MemoryRig) -> None:
-    """Room that is promised counts, rows of a writer that disappeared count until its slots are safe again."""
+    """Promised room counts; rows of a writer that disappeared count until its slots are safe again."""
     await limited(rig, SHARES)
     for name in "ab":
         await rig.create(name)

@@ -48,7 +48,7 @@ async def adopted(rig: MemoryRig | DiskRig, name: str, tokens: list[Token]) -> i
 
 
 async def test_what_was_appended_is_found_by_its_tokens(rig: MemoryRig, writer: Writer) -> None:
-    """Whole runs of 64 from the first token on, as soon as they are committed; pending until they are on SSD."""
+    """Whole runs of 64 from the first token on, as soon as committed; pending until they are on SSD."""
     tokens = writer.make(2 * SEGMENT_TOKENS + 10)
     await rig.create("a")
     assert await rig.match(tokens) == MISS
@@ -142,7 +142,7 @@ async def test_equal_state_that_was_stored_twice_is_found_when_one_is_gone(
 
 
 async def test_an_adoption_goes_on_in_the_middle_of_a_segment(rig: MemoryRig, writer: Writer) -> None:
-    """The source's segments do not begin at multiples of 64: what it has behind these tokens stays its own."""
+    """The source's segments do not begin at multiples of 64: what is behind these tokens stays its own."""
     tokens, own = writer.make(4 * SEGMENT_TOKENS), writer.make(2 * SEGMENT_TOKENS)
     await rig.create("a")
     await rig.append("a", tokens[:100], is_durable=True)

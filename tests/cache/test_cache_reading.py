@@ -234,7 +234,7 @@ async def test_a_session_larger_than_the_arena_is_read_as_a_stream(rig: MemoryRi
 
 
 async def test_a_stream_past_memory_outlives_its_session(rig: MemoryRig) -> None:
-    """It keeps its places on SSD until it is done, and none in memory, to where another reader brought a segment."""
+    """It keeps its places on SSD until it is done, and none in memory that another reader filled."""
     await rig.create("big")
     tokens = Writer(1).make(9 * SEGMENT_TOKENS)
     for i in range(0, len(tokens), SEGMENT_TOKENS):

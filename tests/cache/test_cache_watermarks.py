@@ -251,7 +251,7 @@ async def test_much_that_is_dirty_is_written_tails_too(large: Make, writer: Writ
 
 
 async def test_a_tail_is_durable_after_its_age(large: Make, writer: Writer) -> None:
-    """What nobody flushed survives a power cut once it is 30 seconds old, and a growing tail waits till then."""
+    """What nobody flushed survives a power cut once it is 30 seconds old; a growing tail waits till then."""
     rig = await large()
     await rig.create("a")
     tokens = writer.make(10)

@@ -292,7 +292,7 @@ async def test_an_abandoned_tail_is_not_written_again(rig: MemoryRig, writer: Wr
 async def test_a_session_created_again_under_its_writer_is_not_touched(
     rig: MemoryRig, writer: Writer
 ) -> None:
-    """When a session expires under its writer and its name is taken again, the writer has nothing to commit to."""
+    """When a session expires under its writer and its name is taken again, the writer cannot commit."""
     await rig.create("a", ttl_s=10)
     await rig.append("a", writer.make(100))
     late = await rig.reserve("a", 10)

@@ -273,7 +273,7 @@ async def test_who_comes_before_its_promotion_is_over_waits_for_no_second_one(fo
 
 @pytest.mark.parametrize("ending", ["delete", "truncate", "cancel"])
 async def test_a_promotion_may_lose_its_session(foreseen: Foreseen, ending: str) -> None:
-    """Deletion, truncation and the loop's end while it is under way leave no slot, no hold and no mark behind."""
+    """Deletion, truncation and the loop's end while it is under way leave no slot, hold or mark behind."""
     gate = foreseen.ssd.hold(Operation.READ)
     foreseen.hint("a", "b")
     ahead = asyncio.create_task(foreseen.prefetch())

@@ -139,7 +139,7 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """A server with a token that may write in place, with one that may only read there, and a user that may."""
+    """A server with a token that may write in place, one that may only read there, and a user that may."""
     grants = {
         "writer": ArenaGrant("a", has_shared_memory=True, writes_in_place=True),
         "reader": ArenaGrant("a", has_shared_memory=True),

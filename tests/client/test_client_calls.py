@@ -25,7 +25,7 @@ NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
 
 
 class Recorder(grpc.GenericRpcHandler):
-    """Keeps every unary call and answers it with an empty message, a registration with the model's fingerprint."""
+    """Keeps unary calls and answers with an empty message, a registration with the fingerprint."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bytes]] = []

@@ -45,7 +45,7 @@ def _value(field: Any, draw: random.Random) -> Any:
 
 @pytest.mark.parametrize(("kind", "message"), PAIRS, ids=IDS)
 def test_a_message_comes_back_as_it_was(kind: type, message: type[Message]) -> None:
-    """No field is lost or changed on the way to the plain type and back, set or not, of a newer server or not."""
+    """No field is lost or changed on the way to the plain type and back, whatever the server's version."""
     draw = random.Random(kind.__name__)
     for found in [message(), *(fill(message(), draw) for _ in range(20))]:
         assert convert.to_wire(convert.from_wire(kind, found)) == found

@@ -25,7 +25,7 @@ def pinned_bytes(held: Held, client: Pinner) -> int:
 
 @given(st.lists(st.tuples(PINS, st.booleans()), max_size=30))
 def test_a_budget_is_what_is_held(steps: list[tuple[tuple[Pinner, set[int]], bool]]) -> None:
-    """After any pins and unpins, used bytes are those of the distinct segments held, and no limit is passed."""
+    """After any pins and unpins, used bytes are those of the distinct segments held, within every limit."""
     budget = Budget(limit_bytes=60, client_limit_bytes=35)
     held: Held = []
     for (client, segment_ids), is_release in steps:

@@ -20,7 +20,7 @@ def test_an_absolute_expiry_stays() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-20, 40), st.integers(0, 10)), max_size=60))
 def test_due_sessions_are_found_once_their_time_has_come(steps: list[tuple[int, int, int]]) -> None:
-    """Whatever times sessions are given, earlier or later, each is due when its time holds, and not before."""
+    """Whatever times sessions are given, each is due when its time holds, and not before."""
     queue, times, now = ExpiryQueue(), dict[bytes, int](), 0
     for number, ahead, passed in steps:
         uid = bytes([number])
@@ -76,7 +76,7 @@ class Ranks(dict[bytes, Key]):
     )
 )
 def test_a_ranking_has_the_order_of_the_ranks(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever rises, falls, is added and taken out, the first is the coldest of those that are in and known."""
+    """Whatever rises, falls, comes and goes, the first is the coldest of those that are in and known."""
     ranks, members = Ranks(), set[bytes]()
     ranking = Ranking(ranks.get)
     for step, number, value in steps:

@@ -1,4 +1,4 @@
-"""Every step of the ledger's tables is taken by events of a real ledger, and every pair that is not there is refused."""
+"""Every step of the ledger's tables is taken by events of a real ledger; every other pair is refused."""
 
 import enum
 import re
@@ -489,7 +489,7 @@ def test_the_pictures_have_every_state_and_name_events_of_the_table(
 def test_straight_arrows_of_the_pictures_are_in_the_table(
     title: str, table: Table, states: type[enum.Enum]
 ) -> None:
-    """An arrow from one state to the next in a line is a step of the table by the event that stands over it."""
+    """An arrow from one state to the next in a line is a step of the table by the event above it."""
     lines = drawn(title).splitlines()
     seen = 0
     for above, line in zip(["", *lines], lines, strict=False):

@@ -141,7 +141,7 @@ def test_the_same_events_make_the_same_moves(name: str, events: Events) -> None:
 @settings(max_examples=100)
 @given(events=EVENTS)
 def test_nobody_in_the_window_leaves_while_others_can(events: Events) -> None:
-    """Whom `evict` names is none of the queue's first jobs, or all that may leave are and it is the last of them."""
+    """`evict` names none of the queue's first jobs, unless all that may leave are; then it is their last."""
     policy = LookAhead(CAPACITIES)
     checked = _Checked(policy)
     queue: dict[bytes, float] = {}
@@ -377,7 +377,7 @@ def test_who_comes_up_is_looked_at_again() -> None:
 
 
 def _serve_queue(ledger: Tiers, pick: Callable[[int], int], rounds: int, *, start: int = 0) -> None:
-    """Keep 20 jobs in the queue, in the order of their numbers, and start the one that `pick` says of them."""
+    """Keep 20 jobs in the queue, in the order of their numbers, and start the one that `pick` names."""
     waiting = [start * 100 + number for number in range(20)]
     for number in waiting:
         _turn(ledger, b"%d" % number, start * 1000, size_bytes=1)
@@ -435,7 +435,7 @@ def test_jobs_that_never_come_do_not_keep_their_sessions() -> None:
 @settings(max_examples=60)
 @given(events=EVENTS)
 def test_who_is_evicted_is_whose_rank_is_lowest(make: Callable[[Capacities], Ranked], events: Events) -> None:
-    """The order of ranks is the order in which sessions leave, for the tiers and for whoever asks for ranks."""
+    """The order of ranks is the order in which sessions leave, for the tiers and for others that ask."""
     policy = make(CAPACITIES)
     checked = _Checked(policy)
     for event, number, size_bytes, passed_s in events:

@@ -1,4 +1,4 @@
-"""Keys and the index from keys to segments: against a plain model, by vectors, and by the memory that they take."""
+"""Keys and the index from keys to segments: against a plain model, by vectors, and by their memory."""
 
 import hashlib
 import struct

@@ -137,7 +137,7 @@ def test_extents_never_hand_out_a_byte_twice(asked: list[int]) -> None:
 
 @given(st.lists(st.tuples(st.integers(-5, 45), st.integers(1, 12)), max_size=20))
 def test_adopted_slots_are_taken_once(slots: list[tuple[int, int]]) -> None:
-    """A slot as recorded is taken where it lies, unless one of a lower offset has part of it or it is out of bounds."""
+    """A recorded slot is taken where it lies, unless a lower one has part of it or it is out of bounds."""
     allocator = SlotAllocator([40, 40])
     asked = [Slot(i % 3, begin, size) for i, (begin, size) in enumerate(slots)]
     refused = set(allocator.adopt(asked))

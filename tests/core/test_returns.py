@@ -59,7 +59,7 @@ def _learn(returns: ReturnTimes, count: int = 1024, away_s: float = 8.0) -> None
 
 
 def test_an_age_that_nobody_has_reached_promises_no_more_than_the_last_that_somebody_has() -> None:
-    """Else what is idle for long would be kept for those that have just come, until the load is as old as it."""
+    """Else what is idle for long would be kept for newcomers, until the load is as old as it."""
     returns = ReturnTimes(lambda _: None)
     for number in range(2048):
         returns.advance(0.1 * number)

@@ -245,7 +245,7 @@ def test_a_job_that_was_forgotten_holds_up_nobody() -> None:
 
 
 def test_who_waits_for_a_slow_engine_is_not_overdue() -> None:
-    """Jobs of an engine that takes a minute for each, which nobody could know when they were put, keep their order."""
+    """Jobs of an engine that takes an unforeseen minute for each keep their order."""
     merged = Schedule(lambda *_: None)
     for i in range(100):
         merged.put("a", Job(f"{i}", b"%d" % i, position=float(i)), 0.0)
@@ -288,7 +288,7 @@ def test_keys_in_order_make_no_deep_tree() -> None:
 
 
 def test_two_engines_merge_by_their_rates() -> None:
-    """The tenth job of an engine that starts 10 a second is due before the third of one that starts 1 in 2 s."""
+    """The tenth job at 10 starts a second is due before the third at one start in 2 s."""
     merged = Schedule(lambda *_: None)
     for i in range(100):
         merged.put("fast", Job(f"{i}", None, position=i), 0.0)

@@ -97,7 +97,7 @@ class _Budget:
 def test_a_flood_takes_nothing_while_another_is_within_its_share(
     flood_bytes: int, small_bytes: int, small_count: int
 ) -> None:
-    """Between the coming of a small request and its grant the flood gets no more than its own share of grants."""
+    """Between the coming of a small request and its grant the flood gets no more than its own share."""
     budget = _Budget(EQUAL)
     for _ in range(20):
         budget.line.join("flood", flood_bytes)
@@ -147,7 +147,7 @@ def test_everybody_is_served_and_the_books_are_right(
 
 
 def test_one_tenant_is_served_in_the_order_of_coming() -> None:
-    """A small request that would fit waits behind a large one of its tenant, as all do where tenants are not told apart."""
+    """A small request waits behind a large one of its tenant; all do where tenants are not told apart."""
     line = WaitingLine("room", NO_SHARES, {"x": 90, "y": 1})
     large, small = line.join("x", 50), line.join("y", 1)
     assert (large.account, small.account) == (EVERYONE, EVERYONE)

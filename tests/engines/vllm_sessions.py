@@ -114,7 +114,7 @@ def converse(
 
 @pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
 def test_a_conversation_that_comes_back_is_restored(engine: VllmEngine, plain: VllmEngine) -> None:
-    """Every later turn computes no more than its question, the last token of the answer, and part of a block."""
+    """A later turn computes its question, the last token of the answer, and part of a block, no more."""
     prompt = opening(0)
     before = 0
     for turn in range(4):

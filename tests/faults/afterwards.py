@@ -18,7 +18,7 @@ EMPTYING_TIMEOUT_S = 20.0
 
 
 def compare(client: Client, ledger: Ledger, terms: Terms) -> None:
-    """Judge every session there is and every one there should be; what is found is what is expected from now on.
+    """Judge every session there is and every one there should be; what is found is expected from now on.
 
     `client` reads by stream, so that an arena smaller than a session does not matter.
     """

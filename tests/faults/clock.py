@@ -1,4 +1,4 @@
-"""Clock: the wall clock is set while a server runs and between two runs, and sessions live as long as they were to.
+"""Clock: the wall clock is set under a server and between two, and sessions live as long as they were to.
 
 The server's own wall clock is moved by hours (`set_clock.c`, preloaded). A session of TTL seconds must be
 there shortly before and gone shortly after that many seconds of real time; the times that it answers with

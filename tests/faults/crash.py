@@ -1,4 +1,4 @@
-"""Crash: a server is killed at random moments and at every durable step, and what it acknowledged must be there.
+"""Crash: a server is killed at random moments and at every durable step, and keeps what it acknowledged.
 
     python -m tests.faults.crash --cycles 1000 --aborts 10000
 

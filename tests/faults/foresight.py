@@ -1,4 +1,4 @@
-"""Foresight: what a scheduler and its agents say of sessions, true or not, beside a load that does as it likes.
+"""Foresight: what a scheduler and its agents say of sessions, true or not, beside a load of its own.
 
 One engine's queue, and hints one by one. Worst case: none of it comes true, which must cost nobody a byte.
 """

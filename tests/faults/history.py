@@ -344,7 +344,7 @@ class History:
     # -- rows --------------------------------------------------------------------------------------
 
     def _attribute(self, appends: Sequence[Mapping[str, Any]]) -> None:
-        """Every row that was read was appended by somebody, to the session and at the position that it says."""
+        """Every row that was read was appended by a client, to that session and at that position."""
         made = sorted((a["first"], a["count"], a["begin"], a["name"]) for a in appends)
         for call, end in self._calls:
             if "damage" in end:

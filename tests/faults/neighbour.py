@@ -1,4 +1,4 @@
-"""Neighbour: one tenant sends the most expensive requests that it may, and another one's small calls hardly wait.
+"""Neighbour: one tenant sends the most expensive requests it may; another one's small calls hardly wait.
 
 One real server that tells tenants apart by their tokens. For each attack in turns: *idle*, the neighbour asks
 GetSession of its own session in a closed loop, and nobody else is there; *busy*, the same beside as many

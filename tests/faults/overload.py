@@ -1,4 +1,4 @@
-"""Overload: at ten times what the server can do, it goes on doing what it can, and says no at once to the rest.
+"""Overload: at ten times what the server can do, it goes on doing that, and refuses the rest at once.
 
 One server, which has a core to itself, and generators on another one. In turns: *saturation*, a closed
 loop of exactly as many streams as are admitted, whose rate is the sustainable one and its peak; and

@@ -27,7 +27,7 @@ PLACES = ("directory", "metadata", "ssd", "copies", "arena")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The `number`-th `call` on files of a place, in a phase, `times - 1` more after it, and how they fail."""
+    """The `number`-th `call` on files of a place, in a phase, `times - 1` after it, and their failure."""
 
     phase: str
     place: str

@@ -1,4 +1,4 @@
-"""Power cut: what was not synced is dropped, torn and reordered; what was acknowledged as durable must be there.
+"""Power cut: what was not synced is dropped, torn and reordered; acknowledged durable rows must be there.
 
     python -m tests.faults.powercut --cuts 200
 

@@ -44,7 +44,7 @@ class Ground(Protocol):
         """An empty data directory, and directories for SSD files."""
 
     def strike(self, server: ServerProcess | None) -> None:
-        """Take the server down where it stands, if it still does, and what it did not make sure of with it."""
+        """Take the server down where it stands, if it still does, with what it did not make sure of."""
 
 
 @dataclass(slots=True)

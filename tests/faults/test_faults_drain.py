@@ -30,7 +30,7 @@ def test_a_planted_bug_is_found(control: str) -> None:
 
 
 def test_a_device_that_hangs_does_not_hold_the_end(tmp_path: Path) -> None:
-    """The process ends within what settings allow, says what it means, and leaves nothing that a start minds."""
+    """The process ends within what settings allow, says so, and leaves nothing that a start minds."""
     options = ("--drain-timeout-s", "1", "--flush-timeout-s", "1")
     rows = {s.stream: rows_of(1, s.stream, 0, 10, s.row_bytes) for s in STORED}
     with ServerProcess(tmp_path / "data", *options, program=command(["device_hangs"])) as hanging:

@@ -1,4 +1,4 @@
-"""Overload finds nothing in the product, whatever the machine is busy with, and everything that is planted."""
+"""Overload finds nothing in the product, however busy the machine, and everything that is planted."""
 
 import pytest
 
@@ -8,7 +8,7 @@ SHORT = ["--rounds", "1", "--seconds", "1", "--untimed"]
 
 
 def test_what_is_too_much_is_refused_and_the_rest_served() -> None:
-    """Every call is served or refused with a delay, memory stays in its budget, and afterwards all is as before."""
+    """Calls are served or refused with a delay, memory stays in its budget, afterwards all is as before."""
     report = HARNESS.execute(SHORT)
 
     assert report.findings == []

@@ -7,7 +7,7 @@ from tests.faults.syscalls import HARNESS
 
 
 def test_nothing_is_lost_whatever_call_fails() -> None:
-    """A sample of all points, `fdatasync` and ENOSPC among them, a device that hangs and a full filesystem."""
+    """A sample of all points, `fdatasync` and ENOSPC too, a device that hangs and a full filesystem."""
     assert _run() == []
 
 

@@ -72,7 +72,7 @@ def test_damage_is_found_without_a_server(golden: Path) -> None:
 
 
 def test_damage_is_found_by_a_server(golden: Path) -> None:
-    """A bad segment is listed once, with its session and positions, and the exit code is that of DATA_LOSS."""
+    """A bad segment is listed once, with session and positions, and the exit code is that of DATA_LOSS."""
     offline = stopped(golden)
     whole = verify(*offline)
     path = damage(golden)

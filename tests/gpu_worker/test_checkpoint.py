@@ -24,7 +24,7 @@ def test_files_and_the_loaded_model_have_one_fingerprint(family: str, tmp_path: 
 
 
 def test_other_weights_or_another_type_are_another_model(tmp_path: Path) -> None:
-    """One weight that changes in the files changes the fingerprint and the probe, and so does the row type."""
+    """One weight that changes in the files changes fingerprint and probe, and so does the row type."""
     model = build("llama")
     model.save_pretrained(tmp_path / "a")
     with torch.no_grad():

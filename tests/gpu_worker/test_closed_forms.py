@@ -81,7 +81,7 @@ def test_hcache_section_6_3_2() -> None:
 def test_hcache_formula_is_the_ceiling_of_the_balance(
     layer_count: int, hidden_io_s: float, kv_io_s: float, hidden_compute_s: float, token_compute_s: float
 ) -> None:
-    """One hidden layer fewer than the formula's would let the other stream end later than the one it relieves."""
+    """With one hidden layer fewer the other stream could end later than the one it relieves."""
     times = LayerTimes(hidden_io_s, kv_io_s, hidden_compute_s, token_compute_s)
     schedule = hcache_schedule(layer_count, times)
     hidden, others = schedule.hidden - 1, schedule.recomputed + schedule.kv + 1

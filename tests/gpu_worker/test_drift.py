@@ -42,7 +42,7 @@ def test_noise_is_not_reported(seed: int) -> None:
 
 
 def test_a_stall_is_not_a_trend() -> None:
-    """Single observations of 100 times the prediction, however often they come back alone, are passed over."""
+    """Single observations of 100 times the prediction are passed over, however often they come alone."""
     assert _watch(DriftDetector(), ([100.0] + [1.0] * 30) * 50) == []
 
 

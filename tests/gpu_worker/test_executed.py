@@ -281,7 +281,7 @@ def test_wrappers_are_refused() -> None:
 
 
 def test_what_changes_no_row_does_not_count() -> None:
-    """Generation settings, the attention's implementation, watching hooks, accelerate's placement, training flags of others."""
+    """Generation settings, attention's implementation, watching hooks, placement, others' training flags."""
     model: Any = build("llama")
     before = _fingerprint(model)
     model.generation_config.temperature = 0.3

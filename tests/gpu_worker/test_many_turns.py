@@ -1,4 +1,4 @@
-"""Random walks of many turns: whatever became of a session in between, each turn begins on the cache it should.
+"""Random walks of many turns: whatever became of a session, each turn begins on the right cache.
 
 `WALKS=500 pytest tests/gpu_worker/test_many_turns.py` walks for long; a walk's number is its seed.
 """

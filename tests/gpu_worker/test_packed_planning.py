@@ -173,7 +173,7 @@ def test_a_split_layer_takes_packed_rows_on_both_sides() -> None:
 
 
 def test_unpacking_takes_its_time() -> None:
-    """A stage of its own for every packed method, measured or by datasheet, and what drifts is its own stage."""
+    """A stage of its own for every packed method, measured or by datasheet; each drifts by itself."""
     layer, profile = known_model("llama-2-7b").layers[0], known_profile("a100-40gb")
     slower = profile.corrected({Stage.PROJECT_INT8: 3.0})
 

@@ -96,7 +96,7 @@ def test_a_row_that_few_bits_cannot_hold_is_refused_by_name() -> None:
 
 
 def test_rows_of_other_shapes_and_types_are_refused() -> None:
-    """Rows of another model, another packing, wide rows where packed ones are asked for, and the other way round."""
+    """Rows of another model or packing, wide rows in the place of packed ones, and the other way round."""
     packed = pack(_normal(2, 64), StateKind.HIDDEN_INT8)
     spec = StreamSpec(Stream(0, StateKind.HIDDEN_INT8), packed.shape[1], DType.PACKED)
 

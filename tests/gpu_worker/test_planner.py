@@ -67,7 +67,7 @@ def test_plans_are_never_behind_any_baseline(
     *,
     is_direct: bool,
 ) -> None:
-    """Not behind HCache, KVPR, the naive hybrid, K/V, hidden states or recomputation alone, on any machine."""
+    """Not behind HCache, KVPR, the naive hybrid, K/V, hidden states or recomputation, on any machine."""
     asked = request(
         model,
         history,
@@ -262,7 +262,7 @@ def test_what_lies_in_dram_is_not_read() -> None:
 
 
 def test_starting_by_layer_hides_restoration_behind_the_new_tokens() -> None:
-    """An engine that begins with layer 0 while later ones are on their way ends earlier than one that waits."""
+    """An engine that begins with layer 0 while later ones are on their way ends before one that waits."""
     waits = request(
         "llama-2-13b", 2048, kinds=KV_ONLY, new_tokens=512, engine=EngineAbilities(can_recompute=False)
     )

@@ -158,7 +158,7 @@ CHANGES: dict[str, tuple[str, Edit]] = {
 def test_rows_of_one_model_are_never_restored_into_another(
     client: Client, session_id: str, case: str
 ) -> None:
-    """Under any id, and also by an engine that goes on with the description of the model before the change."""
+    """Under any id, and also by an engine that keeps the description from before the change."""
     family, change = CHANGES[case]
     model = build(family)
     if "adapter" in case:
@@ -188,7 +188,7 @@ def test_rows_of_one_model_are_never_restored_into_another(
 
 
 def test_packed_weights_are_another_model(client: Client, session_id: str) -> None:
-    """A quantised model does not take the rows of the one that it was made of, nor of one with other weights."""
+    """A quantised model takes neither the rows of its original nor those of one with other weights."""
     plain, packed = build("llama"), build("llama")
     for layer in packed.model.layers:
         torch.ao.quantization.quantize_dynamic(layer.mlp, {torch.nn.Linear}, inplace=True)  # type: ignore[no-untyped-call]

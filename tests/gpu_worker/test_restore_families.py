@@ -75,7 +75,7 @@ def test_static_cache_takes_a_restored_session(name: str, plan: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_wrong_positions_or_layers_do_not_pass(name: str) -> None:
-    """The comparison notices positions off by one and two layers swapped, so that its equality means something."""
+    """The comparison notices positions off by one and two layers swapped, so equality means something."""
     session = saved_session(name)
     swapped = copy.copy(session)
     kind = session.adapter.kind

@@ -94,7 +94,7 @@ def _rows(spec: StreamSpec, ids: Sequence[int]) -> Tensor:
 
 
 def _pass(saver: Saver, *slices: tuple[SessionInfo, int, int]) -> None:
-    """A forward pass over tokens `[begin, end)` of sessions, whose ids are their numbers plus 1000 a slice."""
+    """A pass over tokens `[begin, end)` of sessions, whose ids are their numbers plus 1000 a slice."""
     ids = [
         1000 * number + token for number, (_, begin, end) in enumerate(slices) for token in range(begin, end)
     ]
@@ -294,7 +294,7 @@ def test_a_session_is_open_once(client: Client, session: SessionInfo) -> None:
 def test_sessions_that_nobody_waits_for_are_forgotten(
     client: Client, create: Create, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that saves sessions and never looks at them again does not fill memory with what became of them."""
+    """An engine that never looks at saved sessions again does not fill memory with what became of them."""
     monkeypatch.setattr("gpu_worker.saving.saver.CLOSED_LIMIT", 2)
     sessions = [create(str(number)) for number in range(5)]
     with Saver(client, _OWN, _LAYOUT, thread_count=1) as saver:
@@ -341,7 +341,7 @@ def test_a_pass_that_raises_is_a_gap(client: Client, session: SessionInfo) -> No
 
 
 def test_rows_of_another_shape_are_a_gap(client: Client, create: Create) -> None:
-    """What cannot be stored as it is costs the save, never the pass, and the room it had goes to the next one."""
+    """What cannot be stored costs the save, never the pass, and its room goes to the next one."""
     session, next_session = create("one"), create("next")
     with Saver(client, _OWN, _LAYOUT, staging_bytes=2 * _TOKEN_BYTES) as saver:
         saver.open(session)

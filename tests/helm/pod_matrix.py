@@ -1,4 +1,4 @@
-"""The images, and the pods that the chart renders, run as they are: `make pod`, minutes, no part of `make test`.
+"""The images, and the chart's pods, run as they are: `make pod`, minutes, no part of `make test`.
 
 Built by scripts/build_image.py and run by scripts/run_pod.py; skipped where these cannot run. A client of
 this machine's network writes durably, the store is killed, and runs again on the same volumes.

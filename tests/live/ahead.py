@@ -55,7 +55,7 @@ class Ahead:
 
 
 def run(policy: str, directory: Path, *, turn_count: int, seed: int) -> Ahead:
-    """Play turns of sessions that lie on SSD, a quarter of them in DRAM, in an order that only the queue tells."""
+    """Play turns of sessions on SSD, a quarter of them in DRAM, in an order that only the queue tells."""
     setting = Setting(
         Sizes(SESSION_COUNT * SESSION_SEGMENTS // 4, 2 * SESSION_COUNT * SESSION_SEGMENTS), policy
     )

@@ -1,4 +1,4 @@
-"""A recording of a running store, made while a test goes on, and a replay that moves the other store's clock."""
+"""A recording of a running store, made during a test, and a replay that moves the other store's clock."""
 
 import threading
 from collections.abc import Iterator

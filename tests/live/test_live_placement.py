@@ -29,7 +29,7 @@ QUEUED = Shape(session_count=70, most_turns=6, most_segments=3, spacing_s=2.0)
     [("lru", SMALL), ("lru", LARGE), ("look-ahead", SMALL), ("value", SMALL), ("value", LARGE)],
 )
 def test_every_turn_finds_what_it_finds_in_the_simulator(policy: str, sizes: Sizes, tmp_path: Path) -> None:
-    """Each hit, in DRAM or on SSD, each miss and each eviction is the simulator's, but for one in a hundred."""
+    """Hits in DRAM and on SSD, misses and evictions are the simulator's, but for one in a hundred."""
     turns, setting = make_turns(QUICK), Setting(sizes, policy)
     running, expected = live_here(turns, setting, tmp_path / "data"), simulated(turns, setting)
 

@@ -51,7 +51,7 @@ def test_the_format_says_who_created_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["FORMAT", "RUNS"])
 def test_a_fact_is_on_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Its bytes are synced before it gets its name, its directory after that, and nothing else comes first."""
+    """Its bytes are synced before it gets its name, its directory after that; nothing else comes first."""
     steps: list[tuple[str, str]] = []
     fsync, rename = os.fsync, Path.rename
 

@@ -132,7 +132,7 @@ class Tree:
 
 
 def _run_tests(root: Path, said: Path, tests: Sequence[str]) -> None:
-    """Run pytest in the tree at `root`, in a process forked from one that has imported what no mutant changes."""
+    """Run pytest in the tree at `root`, forked from a process that has imported what no mutant changes."""
     os.setsid()
     fd = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(fd, 1)
@@ -149,7 +149,7 @@ def _run_tests(root: Path, said: Path, tests: Sequence[str]) -> None:
 
 
 class FirstFailure:
-    """A plugin of pytest that ends the process at the first failure: its fixtures may never come to an end."""
+    """A plugin of pytest that ends the process at the first failure: its fixtures may never end."""
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Take what pytest itself prints by: it captures everything else."""

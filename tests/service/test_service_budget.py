@@ -67,7 +67,7 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 class _Grants:
-    """How much of the dirty budget the flood was promised while each of the small appends waited for its part."""
+    """How much of the dirty budget the flood was promised while each small append waited for its part."""
 
     def __init__(self, server: Server) -> None:
         self.passed_counts: list[int] = []

@@ -173,7 +173,7 @@ async def tenants(server: Server) -> AsyncIterator[tuple[Client, Client]]:
 
 
 async def test_a_flood_evicts_nothing_that_is_within_half(tenants: tuple[Client, Client]) -> None:
-    """Without any share configured, ten times the capacity of one tenant costs another nothing within half of SSD."""
+    """Without shares, ten times the capacity of one tenant costs another nothing within half of SSD."""
     quiet, flooding = tenants
     for number in range(7):
         await quiet.create(f"s{number}")

@@ -273,7 +273,7 @@ async def test_an_operator_acts_for_another_tenant(client: Client, caplog: pytes
 async def test_a_drain_lets_go_of_who_sleeps_over_what_it_held(
     client: Client, connect: Callable[[], Awaitable[Access]], clock: FakeClock
 ) -> None:
-    """Its lease is over some time, and with it the client's reason to stay, though it says nothing any more."""
+    """Its lease ended some time ago, and with it the client's reason to stay, though it says nothing."""
     await stored(client)
     access = await connect()
     await access.one(acquire_lease=lease_of(client, "a"))

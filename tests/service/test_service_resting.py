@@ -24,7 +24,7 @@ READS = ("ctxcache.v1.reads", "ctxcache.v1.HintService", "ctxcache.v1.AdminServi
 
 
 class Full:
-    """A database that finds no descriptor for its next log, and cannot be opened either, until it is told to."""
+    """A database that finds no descriptor for its next log, and cannot be opened, until it is told to."""
 
     def __init__(self, database: Any) -> None:
         self._database = database

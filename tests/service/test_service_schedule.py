@@ -695,7 +695,7 @@ async def test_a_reader_that_takes_nothing_is_not_read_either(
 async def test_events_of_many_sessions_leave_turns_to_others(
     monkeypatch: pytest.MonkeyPatch, client: Client, engine: Engine
 ) -> None:
-    """However many sessions a message could tell of, it ends when its time is over, and the next one goes on."""
+    """However many sessions a message tells of, it ends when its time is over, and the next one goes on."""
     monkeypatch.setattr(fairness, "SLICE_NS", 0)
     for i in range(8):
         await client.create(f"s{i}")

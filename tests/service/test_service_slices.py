@@ -35,7 +35,7 @@ Code = grpc.StatusCode
 
 @contextmanager
 def longest() -> Iterator[list[int]]:
-    """The most lines of Python that one callback of the event loop took meanwhile, the test's own included."""
+    """The most lines of Python that one callback of the event loop took meanwhile, the test's own too."""
     lines, most, known = 0, [0], asyncio.Handle._run
 
     def trace(_: FrameType, event: str, __: object) -> Any:
@@ -99,7 +99,7 @@ async def facts(client: Client) -> calls.Facts:
 
 
 async def test_no_request_takes_the_loop_for_long(client: Client, facts: calls.Facts) -> None:
-    """Whatever a tenant asks for, others have their turn after so many lines, and its answers are of a size."""
+    """Whatever a tenant asks for, others have their turn after so many lines; its answers have a size."""
     found: dict[str, int] = {}
     for name in calls.ATTACKS.keys() - {"too_large"}:
         requests = calls.ATTACKS[name](facts)

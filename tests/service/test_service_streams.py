@@ -487,7 +487,7 @@ async def code_at_the_end(call: Any) -> Any:
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off(settings: Settings) -> None:
-    """After the stall timeout its lease and its place are somebody else's, whether it ever reads on or not."""
+    """After the stall timeout its lease and its place are somebody else's, whether it reads on or not."""
     changed = settings.model_copy(
         update={
             "stall_timeout_s": 0.2,

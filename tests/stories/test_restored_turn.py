@@ -1,4 +1,4 @@
-"""A restored turn keeps to its bound, and the request that docs/architecture.md tells is the request that runs."""
+"""A restored turn keeps to its bound, and runs as docs/architecture.md tells it."""
 
 import re
 

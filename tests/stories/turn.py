@@ -1,4 +1,4 @@
-"""The fifth story: a turn of a conversation whose session lies only on SSD, from the engine's call to its saved rows.
+"""The fifth story: a turn whose session lies only on SSD, from the engine's call to its saved rows.
 
 Store and engine are in this process, so that both sides of every request are traced, in every thread. Lanes
 and savers run at the same time and wait for each other more or less often, by a percent of all calls. A busy

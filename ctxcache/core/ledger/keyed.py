@@ -117,7 +117,7 @@ def first_row_count(segment: Segment) -> int:
 
 
 def holds(session: Session, segment: Segment, row_count: int) -> bool:
-    """Whether the session's tokens up to the segment's last of so many rows are those that a key stands for."""
+    """Whether the session's tokens up to that row of the segment are those that a key stands for."""
     token_count = segment.begin + row_count
     if token_count > whole_token_count(session) or not session.lists(segment):
         return False

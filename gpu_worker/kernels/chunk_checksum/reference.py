@@ -8,7 +8,7 @@ _SIGN = 1 << 63
 
 
 def chunk_checksum(data: Tensor, offsets: Tensor, sizes: Tensor, seeds: Tensor) -> Tensor:
-    """The checksums [N] of chunks of `data` [B] uint8: `sizes` [N] bytes at `offsets` [N], seeded with `seeds` [N].
+    """The checksums [N] of `sizes` [N] bytes at `offsets` [N] of `data` [B] uint8, seeded with `seeds` [N].
 
     All but the data are int64; seeds and checksums are unsigned numbers in signed clothes, as torch has them.
     Offsets are multiples of 8. Raises ValueError for a chunk that is not within the data.

@@ -31,7 +31,7 @@ def check(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
 
 
 def check_tokens(token_count: int, rotation: Rotation | None, pages: Pages) -> None:
-    """Raise ValueError unless there is one slot and one position for each token, and a head has what rotates."""
+    """Raise ValueError unless each token has one slot and one position, and a head has what rotates."""
     if len(pages.slots) != token_count or (rotation and len(rotation.cos) != token_count):
         raise ValueError(f"{token_count} rows, {len(pages.slots)} slots")
     if rotation and 2 * rotation.pair_count > pages.keys.shape[3]:

@@ -1,4 +1,4 @@
-"""Reading and saving beside peers: over sockets beside Redis and the bare transport, into paged KV beside LMCache.
+"""Reading and saving beside peers: over sockets beside Redis, into paged KV beside LMCache.
 
 A restore into paged KV is timed as LMCache's benchmark times itself: from the request until every row is in
 its page.

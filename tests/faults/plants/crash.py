@@ -174,5 +174,5 @@ def records_not_synced(_: int) -> None:
 
 @plant
 def facts_not_synced(_: int) -> None:
-    """FORMAT and RUNS get their names before their bytes are synced, and the SSD file is never synced whole."""
+    """FORMAT and RUNS get their names before their bytes are synced; the SSD file is never synced whole."""
     _patch(os, "fsync", lambda _fd: None)

@@ -1,4 +1,4 @@
-"""Durable steps, and a SIGKILL at the Nth time that a server comes by one: `kill_STEP:N`, `kill_at_start_STEP:N`.
+"""Durable steps, and a SIGKILL at the Nth pass of one: `kill_STEP:N`, `kill_at_start_STEP:N`.
 
 A step is a call that changes what a restart finds, and a side of it: before, halfway or after. Those
 of the first form wait for SIGUSR1 before they count; those of the second count from the start.

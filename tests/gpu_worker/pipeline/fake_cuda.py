@@ -1,4 +1,4 @@
-"""CUDA's streams and events on threads: what is issued runs later, and an event that nobody recorded holds nobody up.
+"""CUDA's streams and events on threads: what is issued runs later; an unrecorded event holds nobody up.
 
 Stands in for `torch.cuda` where the pipeline touches it. Tensors are the host's; what would be a kernel is
 `launch`ed.
@@ -40,7 +40,7 @@ class Stream:
         self._work.put(work)
 
     def wait_event(self, event: "StreamEvent") -> None:
-        """What is issued from here on comes behind what the event was last recorded behind, if it ever was."""
+        """What is issued from here on comes behind what the event was last recorded behind, if it was."""
         marker, other = event.marker, event.stream
         if marker is None or other is None:
             return

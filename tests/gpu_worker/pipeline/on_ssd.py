@@ -1,4 +1,4 @@
-"""Saved sessions of tiny models that lie only on a real store's SSD, and devices that read its files, or pretend to."""
+"""Saved sessions of tiny models that lie only on a real store's SSD, and devices that read its files."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ class FakeReading:
 
 
 class FakeFiles:
-    """Files read into the memory of a device that is the host, as kvikio would: the driver edge alone is faked.
+    """Files read into the memory of a device that is the host, as kvikio would: only the driver is faked.
 
     `fault`: what its `fault_at`-th read does.
     """

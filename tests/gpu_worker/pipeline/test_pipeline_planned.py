@@ -90,7 +90,7 @@ def test_like_layers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_profile_follows_what_restores_take() -> None:
-    """A machine that is slower than its datasheet is known for it after some restores, and predicted better."""
+    """A machine that is slower than its datasheet is predicted better after some restores."""
     session = saved_session("llama")
     chooser = Chooser(session.adapter, None, known_profile("h100"))
     held = [Stream(layer, StateKind.KV) for layer in range(3)]

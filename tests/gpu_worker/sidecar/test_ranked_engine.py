@@ -53,7 +53,7 @@ def test_ranks_restore_one_session_together(
     is_tensor_parallel: bool,
     reads_files: bool,
 ) -> None:
-    """Each rank's cache has its heads of its layers, as the engine's own cache does; a miss is all ranks' miss.
+    """Each rank's cache has its heads of its layers, as the engine's own has; a miss is all ranks' miss.
 
     From the store's memory, and from its files.
     """

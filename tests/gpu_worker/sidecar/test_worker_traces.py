@@ -37,7 +37,7 @@ def _requests(worker: Path, weights: Path, session_id: str, provider: TracerProv
 async def test_an_engines_trace_goes_through_its_worker(
     store: ServerProcess, weights: Path, session_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rpc is a part of the engine's span, its work a part of the rpc, and what the store is asked a part of that."""
+    """Each rpc is a part of the engine's span, its work a part of the rpc, the store's part of that."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -161,7 +161,7 @@ def test_attention_of_a_models_own_is_refused(family: str) -> None:
     ],
 )
 def test_what_attention_would_swallow_is_refused(given: dict[str, object], problem: str) -> None:
-    """Whatever a model hands to its attention is computed with, or the model is refused before its first pass."""
+    """Whatever a model hands to its attention is computed with, or the model is refused before a pass."""
     model = build("llama")
     attention: nn.Module = model.model.layers[1].self_attn
     attention.forward = _handing(attention.forward, given)

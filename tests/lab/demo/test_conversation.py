@@ -33,7 +33,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def test_turns_add_up_to_what_the_template_renders(
     tokenizer: PreTrainedTokenizerFast, answer_ends: str
 ) -> None:
-    """Turn by turn gives the same ids as the whole conversation, whether or not the model closed its answer."""
+    """Turn by turn gives the ids of the whole conversation, whether or not the model closed its answer."""
     tokenizer.chat_template = _CHATML
     chat = chat_format(tokenizer)
 

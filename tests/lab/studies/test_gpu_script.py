@@ -24,12 +24,14 @@ def python(tmp_path: Path) -> Path:
     path.write_text(f"""#!{sys.executable}
 import os, runpy, sys
 told = " ".join(sys.argv[1:3])
-step = next((key for key in ("pytest", "kernels", "saving", "lab.studies.restore", "lab.studies.direct", "gpu_table") if key in told), "")
+steps = "pytest", "kernels", "saving", "lab.studies.restore", "lab.studies.direct", "gpu_table"
+step = next((key for key in steps if key in told), "")
 if step == "gpu_table":
     sys.argv = sys.argv[2:]
     runpy.run_module("lab.studies.gpu_table", run_name="__main__")
     sys.exit(0)
-print('{{"way": "two-stage", "model": "' + step + '", "batch": 16, "over_none": {{"median": 0.02}}}}', flush=True)
+row = '{{"way": "two-stage", "model": "%s", "batch": 16, "over_none": {{"median": 0.02}}}}'
+print(row % step, flush=True)
 sys.exit(int(os.environ.get("FAILS_" + step.split(".")[-1], 0)))
 """)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
