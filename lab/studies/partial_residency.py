@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does it pay to keep the first layers of many sessions in DRAM, not all layers of few?
+"""Whether it pays to keep the first layers of many sessions in DRAM, and not all layers of few.
 
 lab/notes/partial_residency.md has the answer.
 

@@ -383,7 +383,7 @@ def _report(row: dict[str, object], *, as_json: bool) -> None:
         f"batch {row['batch']:>3}  {row['way']:<10} {1e3 * mean['median']:9.2f} ms a token"  # type: ignore[index]
         f"  {over['median']:+7.2%} [{over['low']:+.2%}, {over['high']:+.2%}]"  # type: ignore[index]
         f"  CPU {row['engine_cpu_over_none']['median']:+7.2%}"  # type: ignore[index]
-        f"  of it on the engine {engine_us:7.0f} us, threads {threads_us:6.0f} us a step",  # type: ignore[operator]
+        f"  of it on the engine {engine_us:7.0f} us, threads {threads_us:6.0f} us a step",
         flush=True,
     )
 

@@ -273,8 +273,9 @@ SEED = 11
 async def test_time_does_not_tell_what_another_tenant_has(rig: MemoryRig, writer: Writer) -> None:
     """A tenant that asks for another one's prompt, and for one that nobody has, cannot tell them apart.
 
-    Ten thousand looks, in an order drawn by chance; the share of pairs in which the slower one is the first kind is
-    a half, whatever the machine does meanwhile, for it does it to both. The control asks for a prompt of its own.
+    Ten thousand looks, in an order drawn by chance; the share of pairs in which the slower one is the first
+    kind is a half, whatever the machine does meanwhile, for it does it to both. The control asks for a prompt
+    of its own.
     """
     known, unknown = writer.make(4 * SEGMENT_TOKENS), writer.make(4 * SEGMENT_TOKENS)
     await rig.create("a")
