@@ -160,6 +160,25 @@ STORE = Board(
             ),
         ),
         Row(
+            "Prefixes",
+            (
+                _one(
+                    "Share of prompt tokens found",
+                    "percentunit",
+                    "sum(rate(ctxcache_prefix_found_tokens_total{$on}[$rate]))"
+                    " / sum(rate(ctxcache_prefix_asked_tokens_total{$on}[$rate]))",
+                    "found",
+                ),
+                _one(
+                    "Bytes not stored again",
+                    "Bps",
+                    "sum(rate(ctxcache_prefix_adopted_bytes_total{$on}[$rate]))",
+                    "adopted",
+                ),
+                _one("Memory of the index", "bytes", "ctxcache_prefix_index_bytes{$on}", "{{instance}}"),
+            ),
+        ),
+        Row(
             "Tiers",
             (
                 _one(

@@ -11,6 +11,9 @@ nothing is adopted.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from heapq import nlargest
+from itertools import takewhile
+from operator import attrgetter
 
 from ctxcache.cache.background import STEP_BY_STEP, Pace
 from ctxcache.cache.eviction import Departures
@@ -28,6 +31,7 @@ LOOKS = 8
 KEYS_PER_LOOK = 64
 """Keys that are made or looked for before others may have their turn."""
 SEGMENTS_PER_LOOK = 64
+SESSIONS_PER_LOOK = 64
 
 
 class Found(Enum):
@@ -40,6 +44,17 @@ class Found(Enum):
     """Memory alone has some of it: an adoption writes it to SSD first."""
 
 
+class Shortfall(Enum):
+    """Why a match found no more."""
+
+    NOT_STORED = "not stored"
+    """No session has the next 64 tokens."""
+    CUT = "cut"
+    """One has them, and lost tokens before them."""
+    SHORT = "short"
+    """Fewer than 64 tokens are left."""
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest prefix that is there. `dram_token_count`: of its tokens, those in memory."""
@@ -47,6 +62,19 @@ class Match:
     found: Found = Found.MISS
     token_count: int = 0
     dram_token_count: int = 0
+    shortfall: Shortfall | None = Shortfall.NOT_STORED
+    """None where all tokens were found."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """What several sessions begin with, one of which is named."""
+
+    session_name: str
+    key: bytes
+    token_count: int
+    session_count: int
+    saved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +130,9 @@ class Prefixes:
         keys = await self._known(scope, asked, pace)
         self.counts.asked_token_count += _token_count(asked)
         holder = self._holder(scope, keys)
+        asked_count, known_count = _token_count(asked), len(keys) * BLOCK_TOKENS
         if holder is None:
-            return Match()
+            return Match(shortfall=_shortfall(asked_count, known_count, 0))
         source, token_count = holder
         self.counts.found_token_count += token_count
         in_memory = token_count
@@ -111,7 +140,12 @@ class Prefixes:
             pieces = source.pieces(0, token_count)
             in_memory = sum(piece.row_end - piece.row_begin for piece in pieces if piece.segment.memory)
         is_durable = source.durable_end >= token_count
-        return Match(Found.HIT if is_durable else Found.PENDING, token_count, in_memory)
+        return Match(
+            Found.HIT if is_durable else Found.PENDING,
+            token_count,
+            in_memory,
+            _shortfall(asked_count, known_count, token_count),
+        )
 
     async def adopt(
         self,
@@ -151,7 +185,34 @@ class Prefixes:
                 return Adopted(session.view(), shared[1])
         return Adopted(session.view(), 0)
 
+    async def most_shared(self, tenant: str, limit: int, *, pace: Pace = STEP_BY_STEP) -> list[SharedPrefix]:
+        """At most so many prefixes that several of a tenant's sessions list, what saves most first.
+
+        Of sessions that part from each other several times, what all of them begin with.
+        """
+        found: dict[int, SharedPrefix] = {}
+        for i, session_id in enumerate(list(self._ledger.names(tenant)), 1):
+            session = self._ledger.named(tenant, session_id)
+            first = session.segments[0] if session and session.segments else None
+            if session and first and first.reference_count > 1 and first.segment_id not in found:
+                found[first.segment_id] = self._shared_prefix(session)
+            if i % SESSIONS_PER_LOOK == 0 and pace.is_over:
+                await pace.rest()
+        return nlargest(limit, found.values(), key=attrgetter("saved_bytes"))
+
     # -- parts -------------------------------------------------------------------------------------
+
+    def _shared_prefix(self, session: Session) -> SharedPrefix:
+        count = session.segments[0].reference_count
+        shared = list(takewhile(lambda segment: segment.reference_count == count, session.segments))
+        keys = self._ledger.keyed.keys_of(shared[-1], shared[-1].row_count)
+        return SharedPrefix(
+            session.name,
+            keys[-1] if keys else b"",
+            shared[-1].end - shared[0].begin,
+            count,
+            (count - 1) * sum(segment.size_bytes for segment in shared),
+        )
 
     def _adopter(self, tenant: str, session_id: str, fingerprint: bytes, generation: int | None) -> Session:
         session = self._ledger.find(tenant, session_id)
@@ -229,6 +290,15 @@ class Prefixes:
                 # Its record may be there, or be owed; it is as it was before, or has these tokens.
                 self._departures.strand(self._ledger.truncated(session, ()))
             raise
+
+
+def _shortfall(asked_count: int, known_count: int, found_count: int) -> Shortfall | None:
+    """Of so many tokens, so many have known keys, and so many of these are held by a session."""
+    if found_count == asked_count:
+        return None
+    if found_count < known_count:
+        return Shortfall.CUT
+    return Shortfall.SHORT if asked_count - found_count < BLOCK_TOKENS else Shortfall.NOT_STORED
 
 
 def _token_count(asked: bytes | Sequence[bytes]) -> int:

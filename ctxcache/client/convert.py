@@ -40,6 +40,7 @@ _MESSAGES: dict[type, type[Message]] = {
     SessionInfo: session_pb2.Session,
     LookupResult: session_pb2.LookupResult,
     types.PrefixMatch: prefix_pb2.MatchPrefixResponse,
+    types.SharedPrefix: prefix_pb2.SharedPrefix,
     types.KindAvailability: session_pb2.KindAvailability,
     types.LayerRange: session_pb2.LayerRange,
     ModelInfo: model_pb2.Model,

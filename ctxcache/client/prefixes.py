@@ -4,6 +4,7 @@ On the server's host they go over the control socket. Worst case: one deadline p
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +12,17 @@ import numpy.typing as npt
 from ctxcache.client.convert import from_wire, ranges_to_wire, session_from_wire
 from ctxcache.client.models import CallerModel
 from ctxcache.client.routes import RowRoutes
-from ctxcache.client.types import PrefixMatch, SessionInfo
+from ctxcache.client.types import ModelInfo, PrefixMatch, SessionInfo, SharedPrefix
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Stream
 from ctxcache.v1.arena_pb2 import Operation
-from ctxcache.v1.prefix_pb2 import AdoptPrefixRequest, MatchPrefixRequest, Prefix
+from ctxcache.v1.prefix_pb2 import (
+    AdoptPrefixRequest,
+    ListSharedPrefixesRequest,
+    MatchPrefixRequest,
+    Prefix,
+)
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
@@ -28,7 +34,7 @@ class PrefixCalls:
         self._wire, self._routes = wire, routes
 
     def match(
-        self, model: CallerModel, token_ids: TokenIds, *, layout: Iterable[Stream] | None = None
+        self, model: CallerModel | ModelInfo, token_ids: TokenIds, *, layout: Iterable[Stream] | None = None
     ) -> PrefixMatch:
         """How many of the first tokens a session of `model` has that stores these streams, no more and no fewer.
 
@@ -36,7 +42,7 @@ class PrefixCalls:
         InvalidArgument.
         """
         if layout is None:
-            layout = (spec.stream for spec in model.spec.streams)
+            layout = _streams(model)
         request = MatchPrefixRequest(
             model=model.name, layout=ranges_to_wire(layout), prefix=Prefix(token_ids=_packed(token_ids))
         )
@@ -45,6 +51,12 @@ class PrefixCalls:
             return from_wire(PrefixMatch, self._wire.call(self._wire.prefixes.MatchPrefix, request))
         result = attachment.stream.carry_out(Operation(match_prefix=request))
         return from_wire(PrefixMatch, result.matched)
+
+    def most_shared(self, *, limit: int = 0) -> list[SharedPrefix]:
+        """What several sessions begin with, what saves most bytes first; at most `limit`, 50 unless said otherwise."""
+        request = ListSharedPrefixesRequest(page_size=limit)
+        found = self._wire.call(self._wire.prefixes.ListSharedPrefixes, request).prefixes
+        return [from_wire(SharedPrefix, one) for one in found]
 
     def adopt(
         self,
@@ -66,6 +78,13 @@ class PrefixCalls:
             return session_from_wire(self._wire.call(self._wire.prefixes.AdoptPrefix, request).session)
         result = attachment.stream.carry_out(Operation(adopt_prefix=request))
         return session_from_wire(result.adopted.session)
+
+
+def _streams(model: CallerModel | ModelInfo) -> Iterable[Stream]:
+    """All of a model's."""
+    if isinstance(model, CallerModel):
+        return [spec.stream for spec in model.spec.streams]
+    return chain.from_iterable(stored.streams.streams() for stored in model.streams)
 
 
 def _packed(token_ids: TokenIds) -> bytes:

@@ -260,6 +260,22 @@ class LookupResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """What several sessions begin with: segments that all of them list."""
+
+    session: str = ""
+    """A session that begins so, `sessions/{session_id}`."""
+    key: bytes = b""
+    """Key of its last whole 64 tokens, 32 bytes; empty where it has none."""
+    token_count: int = 0
+    """How many tokens it has."""
+    session_count: int = 0
+    """How many sessions list it."""
+    saved_bytes: int = 0
+    """Slots that they would take besides, in one tier, if each had its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """What was found of a prompt's first tokens."""
 
@@ -271,6 +287,10 @@ class PrefixMatch:
     """How many of the tokens are there, from the first one on: a multiple of 64."""
     dram_token_count: int = 0
     """How many of those lie in DRAM; the others come from SSD."""
+    reason: str = ""
+    """Why no more was found: NOT_STORED where no session of the model and layout has the next 64 tokens; CUT where
+    one has them and lost tokens before them; SHORT where fewer than 64 tokens are left. Empty where all were found.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ _IDEMPOTENT = {
     "ctxcache.v1.ModelService": ("GetModel", "ListModels"),
     "ctxcache.v1.SessionService": ("GetSession", "ListSessions", "LookupSessions"),
     "ctxcache.v1.ArenaService": ("GetArena",),
-    "ctxcache.v1.PrefixService": ("MatchPrefix",),
+    "ctxcache.v1.PrefixService": ("MatchPrefix", "ListSharedPrefixes"),
     "ctxcache.v1.AdminService": (
         "GetStats",
         "ListTenants",

@@ -38,6 +38,7 @@ SECOND_NS = 10**9
 def read_cache(cache: Cache) -> Iterator[Sample]:
     """Every sample of the cache's metrics."""
     yield from _hits(cache)
+    yield from _prefixes(cache)
     yield from _stay(cache)
     yield from _tiers(cache)
     yield from _moves(cache)
@@ -57,6 +58,16 @@ def _hits(cache: Cache) -> Iterator[Sample]:
     yield Sample("ctxcache_regretted_sessions_total", seen.regretted_session_count)
     yield Sample("ctxcache_regretted_tokens_total", seen.regretted_token_count)
     yield Sample("ctxcache_evict_to_reuse_seconds", taken(seen.evict_to_reuse_s))
+
+
+def _prefixes(cache: Cache) -> Iterator[Sample]:
+    counts, index = cache.prefixes.counts, cache.ledger.keyed.index
+    yield Sample("ctxcache_prefix_asked_tokens_total", counts.asked_token_count)
+    yield Sample("ctxcache_prefix_found_tokens_total", counts.found_token_count)
+    yield Sample("ctxcache_prefix_adopted_tokens_total", counts.adopted_token_count)
+    yield Sample("ctxcache_prefix_adopted_bytes_total", counts.adopted_bytes)
+    yield Sample("ctxcache_prefix_keys", len(index))
+    yield Sample("ctxcache_prefix_index_bytes", index.size_bytes)
 
 
 def _stay(cache: Cache) -> Iterator[Sample]:

@@ -305,6 +305,48 @@ HITS = Group(
         ),
     ),
 )
+PREFIXES = Group(
+    "Prefixes",
+    (
+        counter(
+            "prefix_asked_tokens",
+            "tokens",
+            "Tokens of prompts that matches and adoptions were asked for.",
+            "For scale only.",
+        ),
+        counter(
+            "prefix_found_tokens",
+            "tokens",
+            "Of these, those that some session had.",
+            "A small share of those asked for: prompts begin differently, or their sessions leave before "
+            "they are asked for.",
+        ),
+        counter(
+            "prefix_adopted_tokens",
+            "tokens",
+            "Tokens that sessions have got by adoption.",
+            "It stands still while much is found: callers look, and compute all the same.",
+        ),
+        counter(
+            "prefix_adopted_bytes",
+            "bytes",
+            "Slots of these, in one tier: what was not stored once more.",
+            "For scale only.",
+        ),
+        gauge(
+            "prefix_keys",
+            "keys",
+            "Keys in the index: one for 64 tokens that are found by what they are.",
+            "Far below the tokens held divided by 64: sessions were cut, or went on behind short segments.",
+        ),
+        gauge(
+            "prefix_index_bytes",
+            "bytes",
+            "Memory that the index takes.",
+            "For scale only.",
+        ),
+    ),
+)
 STAY = Group(
     "What stays and what goes",
     (
@@ -622,7 +664,7 @@ TENANTS = Group(
 )
 
 
-TABLE = (WELL, HITS, STAY, TIERS, MOVES, CALLS, LEASES, HINTS, TENANTS, METADATA, PROCESS)
+TABLE = (WELL, HITS, PREFIXES, STAY, TIERS, MOVES, CALLS, LEASES, HINTS, TENANTS, METADATA, PROCESS)
 METRICS = {metric.name: metric for group in TABLE for metric in group.metrics}
 """By name, in the order of the table."""
 OWN = tuple(metric for metric in METRICS.values() if not metric.name.startswith("process_"))

@@ -41,6 +41,26 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
         """See the proto."""
         return await adopt(self._cache, request, current().tenant, LoopSlice(self._turns))
 
+    async def ListSharedPrefixes(
+        self, request: prefix_pb2.ListSharedPrefixesRequest, context: Context
+    ) -> prefix_pb2.ListSharedPrefixesResponse:
+        """See the proto."""
+        limit = validate.page_size(request.page_size)
+        pace = LoopSlice(self._turns)
+        found = await self._cache.prefixes.most_shared(current().tenant, limit, pace=pace)
+        return prefix_pb2.ListSharedPrefixesResponse(
+            prefixes=[
+                prefix_pb2.SharedPrefix(
+                    session=one.session_name,
+                    key=one.key,
+                    token_count=one.token_count,
+                    session_count=one.session_count,
+                    saved_bytes=one.saved_bytes,
+                )
+                for one in found
+            ]
+        )
+
 
 async def match(
     cache: Cache, request: prefix_pb2.MatchPrefixRequest, tenant: str, pace: Pace
@@ -54,7 +74,10 @@ async def match(
         pace=pace,
     )
     return prefix_pb2.MatchPrefixResponse(
-        state=_STATES[found.found], token_count=found.token_count, dram_token_count=found.dram_token_count
+        state=_STATES[found.found],
+        token_count=found.token_count,
+        dram_token_count=found.dram_token_count,
+        reason=found.shortfall.name if found.shortfall else "",
     )
 
 

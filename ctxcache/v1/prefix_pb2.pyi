@@ -93,6 +93,7 @@ class MatchPrefixResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DRAM_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     state: _session_pb2.LookupState.ValueType
     """HIT where it can be adopted at once. PENDING where memory alone has some of it: an adoption writes it to disk
     first. MISS where no session has the first 64 tokens.
@@ -101,16 +102,21 @@ class MatchPrefixResponse(_message.Message):
     """How many of the tokens are there, from the first one on: a multiple of 64."""
     dram_token_count: _builtins.int
     """How many of those lie in DRAM; the others come from SSD."""
+    reason: _builtins.str
+    """Why no more was found: NOT_STORED where no session of the model and layout has the next 64 tokens; CUT where one
+    has them and lost tokens before them; SHORT where fewer than 64 tokens are left. Empty where all were found.
+    """
     def __init__(
         self,
         *,
         state: _session_pb2.LookupState.ValueType = ...,
         token_count: _builtins.int = ...,
         dram_token_count: _builtins.int = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_token_count", b"dram_token_count", "state", b"state", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_token_count", b"dram_token_count", "reason", b"reason", "state", b"state", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,3 +183,87 @@ class AdoptPrefixResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdoptPrefixResponse: _TypeAlias = AdoptPrefixResponse  # noqa: Y015
+
+@_typing.final
+class ListSharedPrefixesRequest(_message.Message):
+    """Request of ListSharedPrefixes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most prefixes to return. 0 means 50; above 1000 is taken as 1000; negative is INVALID_ARGUMENT."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSharedPrefixesRequest: _TypeAlias = ListSharedPrefixesRequest  # noqa: Y015
+
+@_typing.final
+class SharedPrefix(_message.Message):
+    """What several sessions begin with: segments that all of them list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    SAVED_BYTES_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """A session that begins so, `sessions/{session_id}`."""
+    key: _builtins.bytes
+    """Key of its last whole 64 tokens, 32 bytes; empty where it has none."""
+    token_count: _builtins.int
+    """How many tokens it has."""
+    session_count: _builtins.int
+    """How many sessions list it."""
+    saved_bytes: _builtins.int
+    """Slots that they would take besides, in one tier, if each had its own."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        key: _builtins.bytes = ...,
+        token_count: _builtins.int = ...,
+        session_count: _builtins.int = ...,
+        saved_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "saved_bytes", b"saved_bytes", "session", b"session", "session_count", b"session_count", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedPrefix: _TypeAlias = SharedPrefix  # noqa: Y015
+
+@_typing.final
+class ListSharedPrefixesResponse(_message.Message):
+    """Response of ListSharedPrefixes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedPrefix]:
+        """What saves most first."""
+
+    def __init__(
+        self,
+        *,
+        prefixes: _abc.Iterable[Global___SharedPrefix] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefixes", b"prefixes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSharedPrefixesResponse: _TypeAlias = ListSharedPrefixesResponse  # noqa: Y015

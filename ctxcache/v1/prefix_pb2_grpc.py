@@ -52,6 +52,11 @@ class PrefixServiceStub:
                 request_serializer=ctxcache_dot_v1_dot_prefix__pb2.AdoptPrefixRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_prefix__pb2.AdoptPrefixResponse.FromString,
                 _registered_method=True)
+        self.ListSharedPrefixes = channel.unary_unary(
+                '/ctxcache.v1.PrefixService/ListSharedPrefixes',
+                request_serializer=ctxcache_dot_v1_dot_prefix__pb2.ListSharedPrefixesRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_prefix__pb2.ListSharedPrefixesResponse.FromString,
+                _registered_method=True)
 
 
 class PrefixServiceServicer:
@@ -85,6 +90,14 @@ class PrefixServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSharedPrefixes(self, request, context):
+        """Lists what several of the caller's sessions begin with, what saves most bytes first. Counts as no access. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefixServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +110,11 @@ def add_PrefixServiceServicer_to_server(servicer, server):
                     servicer.AdoptPrefix,
                     request_deserializer=ctxcache_dot_v1_dot_prefix__pb2.AdoptPrefixRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_prefix__pb2.AdoptPrefixResponse.SerializeToString,
+            ),
+            'ListSharedPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSharedPrefixes,
+                    request_deserializer=ctxcache_dot_v1_dot_prefix__pb2.ListSharedPrefixesRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_prefix__pb2.ListSharedPrefixesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -161,6 +179,33 @@ class PrefixService:
             '/ctxcache.v1.PrefixService/AdoptPrefix',
             ctxcache_dot_v1_dot_prefix__pb2.AdoptPrefixRequest.SerializeToString,
             ctxcache_dot_v1_dot_prefix__pb2.AdoptPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSharedPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.PrefixService/ListSharedPrefixes',
+            ctxcache_dot_v1_dot_prefix__pb2.ListSharedPrefixesRequest.SerializeToString,
+            ctxcache_dot_v1_dot_prefix__pb2.ListSharedPrefixesResponse.FromString,
             options,
             channel_credentials,
             insecure,

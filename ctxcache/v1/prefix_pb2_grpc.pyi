@@ -53,6 +53,10 @@ class PrefixServiceStub:
     ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH);
     RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
     """
+    ListSharedPrefixes: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.ListSharedPrefixesRequest, _prefix_pb2.ListSharedPrefixesResponse]
+    """Lists what several of the caller's sessions begin with, what saves most bytes first. Counts as no access. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD).
+    """
 
 @_typing.type_check_only
 class PrefixServiceAsyncStub(PrefixServiceStub):
@@ -78,6 +82,10 @@ class PrefixServiceAsyncStub(PrefixServiceStub):
     INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND (SESSION_NOT_FOUND);
     ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH);
     RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
+    """
+    ListSharedPrefixes: _aio.UnaryUnaryMultiCallable[_prefix_pb2.ListSharedPrefixesRequest, _prefix_pb2.ListSharedPrefixesResponse]  # type: ignore[assignment]
+    """Lists what several of the caller's sessions begin with, what saves most bytes first. Counts as no access. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD).
     """
 
 class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -113,6 +121,16 @@ class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND (SESSION_NOT_FOUND);
         ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH);
         RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
+        """
+
+    @_abc_1.abstractmethod
+    def ListSharedPrefixes(
+        self,
+        request: _prefix_pb2.ListSharedPrefixesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefix_pb2.ListSharedPrefixesResponse, _abc.Awaitable[_prefix_pb2.ListSharedPrefixesResponse]]:
+        """Lists what several of the caller's sessions begin with, what saves most bytes first. Counts as no access. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD).
         """
 
 def add_PrefixServiceServicer_to_server(servicer: PrefixServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

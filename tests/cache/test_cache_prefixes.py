@@ -22,7 +22,7 @@ from cache_rig import (
 )
 from fakes import Operation
 
-from ctxcache.cache.prefixes import Found, Match
+from ctxcache.cache.prefixes import Found, Match, Shortfall
 from ctxcache.core.ledger.keyed import Keyed
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, WriteInProgress
 from ctxcache.format.streams import TOKENS, ranges_of
@@ -53,14 +53,15 @@ async def test_what_was_appended_is_found_by_its_tokens(rig: MemoryRig, writer: 
     await rig.create("a")
     assert await rig.match(tokens) == MISS
     await rig.append("a", tokens[:70])
-    assert await rig.match(tokens) == Match(Found.PENDING, 64, 64)
+    assert await rig.match(tokens) == Match(Found.PENDING, 64, 64, Shortfall.NOT_STORED)
     await rig.append("a", tokens[70:], is_durable=True)
-    assert await rig.match(tokens) == Match(Found.HIT, 128, 128)
-    assert await rig.match([*tokens[:100], *writer.make(100)]) == Match(Found.HIT, 64, 64)
+    assert await rig.match(tokens) == Match(Found.HIT, 128, 128, Shortfall.SHORT)
+    other = Match(Found.HIT, 64, 64, Shortfall.NOT_STORED)
+    assert await rig.match([*tokens[:100], *writer.make(100)]) == other
     assert await rig.match(tokens[1:]) == MISS
-    assert await rig.match(tokens[:63]) == MISS
+    assert await rig.match(tokens[:63]) == Match(shortfall=Shortfall.SHORT)
     await rig.demote("a")
-    assert await rig.match(tokens) == Match(Found.HIT, 128, 0)
+    assert await rig.match(tokens[:128]) == Match(Found.HIT, 128, 0, None)
     await rig.check()
 
 
@@ -86,7 +87,7 @@ async def test_keys_are_there_after_a_restart_without_a_read(
     await rig.append("a", tokens[: 2 * SEGMENT_TOKENS], is_durable=True)
     read_count = 0 if is_crash else rig.ssd.counts[Operation.READ]
     await (rig.crash() if is_crash else rig.restart())
-    assert await rig.match(tokens) == Match(Found.HIT, 128, 0)
+    assert await rig.match(tokens) == Match(Found.HIT, 128, 0, Shortfall.NOT_STORED)
     assert rig.ssd.counts[Operation.READ] == read_count
     await rig.append("a", tokens[2 * SEGMENT_TOKENS :])
     assert (await rig.match(tokens)).token_count == 3 * SEGMENT_TOKENS
@@ -121,9 +122,10 @@ async def test_a_fork_goes_on_being_found_when_its_source_is_cut(rig: MemoryRig,
     await rig.truncate("a", (0, 1))
     assert (await rig.match(tokens)).token_count == 128
     await rig.truncate("b", (127, 128))
-    assert (await rig.match(tokens)).token_count == 64
+    # The segment is listed by both, so that its key stays, and nobody holds all before it.
+    assert await rig.match(tokens) == Match(Found.HIT, 64, 64, Shortfall.CUT)
     await rig.delete("b")
-    assert await rig.match(tokens) == MISS
+    assert await rig.match(tokens) == Match(shortfall=Shortfall.CUT)
     await rig.check()
 
 
@@ -237,6 +239,9 @@ async def test_a_thousand_chats_hold_one_prompt_once(
     assert ledger.memory.used_bytes <= 1.05 * slots * SLOT_BYTES
     assert ledger.below.used_bytes <= 1.05 * slots * SLOT_BYTES
     assert rig.cache.prefixes.counts.adopted_bytes == (CHATS - 1) * slots * SLOT_BYTES
+    [most] = await rig.cache.prefixes.most_shared(TENANT, 10)
+    assert (most.token_count, most.session_count) == (PROMPT_TOKENS, CHATS)
+    assert most.saved_bytes == (CHATS - 1) * slots * SLOT_BYTES
     for i in range(0, CHATS, 3):
         await rig.delete(f"s{i}")
     await rig.cache.sessions.evict(TENANT, "s1")
@@ -267,35 +272,45 @@ async def test_a_thousand_chats_hold_one_prompt_once(
 
 TRIES = 5_000
 """Of each of two kinds."""
+PROMPTS = 250
+"""Of each kind: which slot of the index a prompt meets is chance, and must not be one prompt's alone."""
 SEED = 11
 
 
-async def test_time_does_not_tell_what_another_tenant_has(rig: MemoryRig, writer: Writer) -> None:
-    """A tenant that asks for another one's prompt, and for one that nobody has, cannot tell them apart.
+async def test_time_does_not_tell_what_another_tenant_has(tmp_path: Path, writer: Writer) -> None:
+    """A tenant that asks for another one's prompts, and for some that nobody has, cannot tell them apart.
 
-    Ten thousand looks, in an order drawn by chance; the share of pairs in which the slower one is the first
-    kind is a half, whatever the machine does meanwhile, for it does it to both. The control asks for a prompt
-    of its own.
+    Ten thousand looks, in an order drawn by chance. The share of pairs in which the first kind takes longer
+    is a half, whatever the machine does meanwhile, for it does it to both. In the control a tenant asks for
+    its own.
     """
-    known, unknown = writer.make(4 * SEGMENT_TOKENS), writer.make(4 * SEGMENT_TOKENS)
-    await rig.create("a")
-    await rig.append("a", known, is_durable=True)
+    rig = MemoryRig(tmp_path, arena_segments=2 * PROMPTS, ssd_segments=(2 * PROMPTS,))
+    await rig.open()
+    known, unknown = ([writer.make(SEGMENT_TOKENS) for _ in range(PROMPTS)] for _ in range(2))
+    for i, prompt in enumerate(known):
+        await rig.create(f"s{i}")
+        await rig.append(f"s{i}", prompt)
     await rig.cache.models.register("other", rig.cache.state.model(TENANT, "tiny").spec)
+    layout = ranges_of(STREAMS)
 
     async def seen_by(tenant: str) -> float:
-        # Drawn together, so that both kinds meet the same moments of the machine.
-        draws = [True, False] * TRIES
+        draws = [(is_known, i % PROMPTS) for i in range(TRIES) for is_known in (True, False)]
         random.Random(SEED).shuffle(draws)
-        prompts = {True: rows_of(known, TOKENS), False: rows_of(unknown, TOKENS)}
+        prompts = {
+            True: [rows_of(one, TOKENS) for one in known],
+            False: [rows_of(one, TOKENS) for one in unknown],
+        }
         took: dict[bool, list[int]] = {True: [], False: []}
-        for is_known in draws:
+        for is_known, number in draws:
+            asked = prompts[is_known][number]
             begun_ns = time.perf_counter_ns()
-            await rig.cache.prefixes.match(tenant, "tiny", ranges_of(STREAMS), prompts[is_known])
+            await rig.cache.prefixes.match(tenant, "tiny", layout, asked)
             took[is_known].append(time.perf_counter_ns() - begun_ns)
         return area_under_curve(took[True], took[False])
 
     assert abs(await seen_by("other") - 0.5) <= 0.05
     assert await seen_by(TENANT) >= 0.9
+    await rig.close()
 
 
 def area_under_curve(positive: list[int], negative: list[int]) -> float:

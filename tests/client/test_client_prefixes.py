@@ -15,6 +15,7 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.routes import Access, Transport
 from ctxcache.client.types import Durability, LookupState, PrefixMatch
 from ctxcache.errors import CacheError, InvalidArgument, ModelNotFound
+from ctxcache.format.layout import slot_bytes
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.settings.config import Settings
 
@@ -59,11 +60,15 @@ def rows_of(token_ids: np.ndarray) -> dict[Stream, np.ndarray]:
 
 def test_a_prompt_is_adopted_and_continued(client: Client) -> None:
     """Match, adopt, append the rest: the rows are those of both writers."""
-    assert client.prefixes.match(OWN, PROMPT, layout=LAYOUT) == PrefixMatch(LookupState.MISS)
+    assert client.prefixes.match(OWN, PROMPT, layout=LAYOUT) == PrefixMatch(
+        LookupState.MISS, reason="NOT_STORED"
+    )
     first = client.sessions.create(OWN, id="a", layout=LAYOUT)
     assert first.adopt(PROMPT).token_count == 0
     first.append(rows_of(PROMPT), durability=Durability.DISK)
-    assert client.prefixes.match(OWN, PROMPT, layout=LAYOUT) == PrefixMatch(LookupState.HIT, 192, 192)
+    assert client.prefixes.match(OWN, PROMPT, layout=LAYOUT) == PrefixMatch(
+        LookupState.HIT, 192, 192, "SHORT"
+    )
 
     longer = np.concatenate([PROMPT[:130], np.arange(7, 60)])
     assert client.prefixes.match(OWN, list(longer), layout=LAYOUT).token_count == 128
@@ -73,6 +78,10 @@ def test_a_prompt_is_adopted_and_continued(client: Client) -> None:
     with second.read() as found:
         for stream, expected in rows_of(longer).items():
             assert found.array(stream).tobytes() == expected.tobytes()
+    [shared] = client.prefixes.most_shared()
+    assert (shared.token_count, shared.session_count) == (128, 2)
+    assert shared.session in ("sessions/a", "sessions/b")
+    assert shared.saved_bytes == 2 * slot_bytes(list(OWN.specs(LAYOUT).values()))
 
 
 def test_what_cannot_be_asked_is_refused_by_name(client: Client) -> None:

@@ -77,7 +77,8 @@ async def test_a_prompt_is_found_and_adopted(client: Client, stub: Any) -> None:
     assert (found.state, found.token_count, found.dram_token_count) == (PENDING, 192, 192)
     keys = documented_keys("default", client.fingerprint, rows(1, 0, 200, TOKENS))
     by_key = await stub.MatchPrefix(match_of(prefix=prefix_pb2.Prefix(keys=keys)))
-    assert by_key == found
+    assert (found.reason, by_key.reason) == ("SHORT", "")
+    assert (by_key.state, by_key.token_count) == (PENDING, 192)
 
     await client.create("b")
     adopted = (await stub.AdoptPrefix(adopt_of(client))).session
@@ -92,6 +93,27 @@ async def test_a_prompt_is_found_and_adopted(client: Client, stub: Any) -> None:
     await client.create("d")
     nothing = await stub.AdoptPrefix(adopt_of(client, session="sessions/d", prefix=ids(64, tag=2)))
     assert nothing.session.token_count == 0
+
+
+async def test_what_sessions_share_is_listed(client: Client, stub: Any) -> None:
+    """What saves most first, of the caller's own sessions; nothing where nothing is shared."""
+    request = prefix_pb2.ListSharedPrefixesRequest(page_size=1)
+    for name, tag, count in (("a", 1, 200), ("b", 2, 80)):
+        await client.create(name)
+        await client.append(name, tag, 0, count, is_durable=True)
+    assert not (await stub.ListSharedPrefixes(request)).prefixes
+    for name, tag, count in (("c", 1, 200), ("d", 2, 80), ("e", 2, 80)):
+        await client.create(name)
+        session = f"sessions/{name}"
+        await stub.AdoptPrefix(adopt_of(client, session=session, prefix=ids(count, tag)))
+    [most] = (await stub.ListSharedPrefixes(request)).prefixes
+    assert (most.token_count, most.session_count) == (192, 2)
+    assert most.key == documented_keys("default", client.fingerprint, rows(1, 0, 192, TOKENS))[-1]
+    both = (await stub.ListSharedPrefixes(prefix_pb2.ListSharedPrefixesRequest())).prefixes
+    assert 3 * both[1].saved_bytes == 2 * both[0].saved_bytes
+    assert [(one.token_count, one.session_count) for one in both] == [(192, 2), (64, 3)]
+    negative = prefix_pb2.ListSharedPrefixesRequest(page_size=-1)
+    await refused(stub.ListSharedPrefixes(negative), Code.INVALID_ARGUMENT, "INVALID_FIELD")
 
 
 async def test_other_layouts_and_models_have_other_state(client: Client, stub: Any) -> None:

@@ -45,6 +45,7 @@ class PrefixIndex:
         self._by_owner = [array("i", [FREE] * LEAST_SLOTS) for _ in range(PARTS)]
         self._key_counts, self._owner_counts = array("I", bytes(4 * PARTS)), array("I", bytes(4 * PARTS))
         self._count = 0
+        self._table_bytes = 2 * PARTS * LEAST_SLOTS * self._older.itemsize
 
     def __len__(self) -> int:
         """How many entries there are."""
@@ -54,8 +55,7 @@ class PrefixIndex:
     def size_bytes(self) -> int:
         """Of the memory that entries take, room for more included."""
         rows = (self._owners, self._counts, self._older, self._newer, self._next)
-        tables = (*self._by_key, *self._by_owner)
-        return len(self._keys) + sum(len(part) * part.itemsize for part in (*rows, *tables))
+        return len(self._keys) + sum(len(part) * part.itemsize for part in rows) + self._table_bytes
 
     def put(self, scope: Scope, key: bytes, owner: int, token_count: int) -> None:
         """Let a key name an owner's first tokens; an owner's keys come in the order of their token counts."""
@@ -214,12 +214,14 @@ class PrefixIndex:
         self._key_counts[number] += 1
         part = self._by_key[number]
         if 3 * self._key_counts[number] > 2 * len(part):
+            self._table_bytes += len(part) * part.itemsize
             self._by_key[number] = _doubled(part, [self._key_home(row) for row in part if row != FREE])
 
     def _grow_owners(self, number: int) -> None:
         self._owner_counts[number] += 1
         part = self._by_owner[number]
         if 3 * self._owner_counts[number] > 2 * len(part):
+            self._table_bytes += len(part) * part.itemsize
             self._by_owner[number] = _doubled(part, [self._owner_home(row) for row in part if row != FREE])
 
 
