@@ -98,7 +98,8 @@ class VllmEngine:
     def ask(self, *requests: Mapping[str, Any]) -> list[Reply]:
         """Send requests together and wait for their replies, in their order.
 
-        A request has `prompt` (token ids), `session` (an id, or None) and `count` (tokens to generate).
+        A request has `prompt` (token ids), `session` (an id, or None), `count` (tokens to generate), and
+        perhaps a `salt`.
         """
         assert self._process is not None
         assert self._process.stdin is not None
@@ -145,7 +146,10 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
     for line in sys.stdin:
         requests = json.loads(line)
         outputs = llm.generate(
-            [{"prompt_token_ids": request["prompt"]} for request in requests],
+            [
+                {"prompt_token_ids": request["prompt"], "cache_salt": request.get("salt")}
+                for request in requests
+            ],
             [
                 SamplingParams(
                     max_tokens=request["count"],

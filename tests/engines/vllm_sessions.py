@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 import ctxcache
 from ctxcache.client import Client
+from ctxcache.client.types import StorageTier
 from gpu_worker.checkpoint import describe_directory
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.plan import Method, RestorePlan
@@ -101,6 +102,12 @@ def wait_for(client: Client, name: str, token_count: int) -> None:
         time.sleep(0.01)
 
 
+def wait_for_all(cache: Client) -> None:
+    """Wait until all tokens of all sessions are durable."""
+    for session in list(cache.sessions.list()):
+        wait_for(cache, session.name, max(session.token_count, 1))
+
+
 def converse(
     engine: VllmEngine, plain: VllmEngine, session: str, prompt: list[int], turns: Sequence[int]
 ) -> list[int]:
@@ -141,7 +148,7 @@ def test_another_process_goes_on_with_it(
 
 
 def test_conversations_side_by_side_keep_apart(engine: VllmEngine, plain: VllmEngine) -> None:
-    """Requests that are computed in one pass are saved to the sessions that they name, and to no other."""
+    """Requests that are computed in one pass are saved to the sessions of their own, named or not."""
     prompts = {f"user-{number}": opening(number) for number in range(4)}
     for turn in range(3):
         requests = [
@@ -150,9 +157,47 @@ def test_conversations_side_by_side_keep_apart(engine: VllmEngine, plain: VllmEn
         ]
         for (name, prompt), reply in zip(prompts.items(), engine.ask(*requests), strict=True):
             compare(reply, prompt, plain)
-            is_restored = turn > 0 and name != "user-3"
-            assert (reply.cached_count > 0) == is_restored
+            assert (reply.cached_count > 0) == (turn > 0)
             prompts[name] = [*prompt, *reply.token_ids, *asked(turn)]
+
+
+def test_a_conversation_without_a_name_is_found_by_its_tokens(engine: VllmEngine, plain: VllmEngine) -> None:
+    """Each turn begins with what the one before it saved, in whole runs of 64 tokens."""
+    prompt = opening(10)
+    saved_count = 0
+    for turn in range(4):
+        reply = engine.turn(prompt, None, COUNT)
+        compare(reply, prompt, plain)
+        assert reply.cached_count == saved_count
+        saved_count = (len(prompt) + COUNT - 1) // 64 * 64
+        prompt = [*prompt, *reply.token_ids, *asked(turn)]
+
+
+def test_users_with_one_system_prompt_hold_it_once(
+    model: Path, store: ServerProcess, tmp_path: Path, plain: VllmEngine
+) -> None:
+    """The second to the eighth compute their own question alone, and SSD has the prompt once."""
+    system = [(13 * i + i * i) % 500 + 3 for i in range(512)]
+    with VllmEngine(model, store.target, tmp_path / "log") as engine, ctxcache.connect(store.target) as cache:
+        for user in range(8):
+            prompt = [*system, *asked(user)]
+            reply = engine.turn(prompt, f"user-{user}" if user % 2 else None, COUNT)
+            compare(reply, prompt, plain)
+            assert reply.cached_count == (512 if user else 0)
+            wait_for_all(cache)
+        (ssd,) = (one for one in cache.admin.stats().tiers if one.tier is StorageTier.SSD)
+        # Eight of the prompt, and one for what each user asked and was answered.
+        assert ssd.segment_count == 512 // 64 + 8
+
+
+def test_a_salted_prompt_is_not_shared(model: Path, store: ServerProcess, tmp_path: Path) -> None:
+    """What a request asked to keep apart is found by its session's name alone."""
+    with VllmEngine(model, store.target, tmp_path / "log") as engine:
+        prompt = opening(11)
+        engine.turn(prompt, None, COUNT)
+        (reply,) = engine.ask({"prompt": prompt, "session": None, "count": COUNT, "salt": "mine"})
+        assert reply.cached_count == 0
+        assert engine.turn(prompt, None, COUNT).cached_count == 64
 
 
 def test_an_edited_conversation_keeps_what_is_common(engine: VllmEngine, plain: VllmEngine) -> None:

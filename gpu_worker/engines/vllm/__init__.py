@@ -2,7 +2,8 @@
 
 vLLM makes two connectors: one beside its scheduler, which looks sessions up, and one in each worker, which
 moves rows. A request names its session by `session_id` (a field of the OpenAI request, or the header
-`X-Session-ID`), or by `session_id` in its `kv_transfer_params`. A request without one is left alone.
+`X-Session-ID`), or by `session_id` in its `kv_transfer_params`. A request without one gets a session of its
+own. A new session begins with what other sessions have of its prompt.
 
 ```
   scheduler                                   worker

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,16 +32,21 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.ctxcache")
 
 LOOKUP_THREADS = 4
+KEYED_TOKENS = 64
+"""The least prefix that the store finds by its tokens."""
 SAVE_WAIT_S = 5.0
 """How long a conversation's next request waits for the saves of the one before it."""
 
 
 @dataclass(slots=True)
 class Followed:
-    """A request that names a session, from its arrival to its end."""
+    """A request that is restored and saved, from its arrival to its end."""
 
     session_name: str
+    """Empty for a request that names none, until its look-up has made one."""
     prompt: list[int]
+    is_shared: bool
+    """Whether it may begin with what other sessions have."""
     deadline_s: float
     lookup: "Future[SessionInfo | None] | None" = None
     """The session as it is when it holds nothing but tokens of the prompt; None where it is not usable."""
@@ -66,10 +72,15 @@ class SchedulerSide:
 
     def arrived(self, request: "Request") -> None:
         """A request came: begin to look its session up."""
-        name = session_of(request)
-        if name is None or self.link.use() is None:
+        if not is_plain(request) or self.link.use() is None:
             return
-        followed = Followed(name, list(request.prompt_token_ids or ()), time.monotonic() + SAVE_WAIT_S)
+        name = session_of(request)
+        is_shared = self._settings.prefixes and request.cache_salt is None
+        prompt = list(request.prompt_token_ids or ())
+        # Less than a run of tokens is never found: a session of its own would be of no use.
+        if not name and (not is_shared or len(prompt) < KEYED_TOKENS):
+            return
+        followed = Followed(name, prompt, is_shared, time.monotonic() + SAVE_WAIT_S)
         self._followed[request.request_id] = followed
         self._begin_lookup(followed)
 
@@ -104,6 +115,7 @@ class SchedulerSide:
         if session is None:
             return
         (block_ids,) = blocks.get_block_ids()
+        followed.session_name = session.name
         if not followed.is_open:
             if self._saving.setdefault(session.name, request.request_id) != request.request_id:
                 self._leave(request.request_id)
@@ -169,18 +181,19 @@ class SchedulerSide:
 
     def _begin_lookup(self, followed: Followed) -> None:
         if followed.session_name not in self._saving:
-            followed.lookup = self._threads.submit(self._look_up, followed.session_name, followed.prompt)
+            followed.lookup = self._threads.submit(self._look_up, followed)
 
-    def _look_up(self, name: str, prompt: list[int]) -> SessionInfo | None:
-        """The session, cut to what it has in common with the prompt."""
+    def _look_up(self, followed: Followed) -> SessionInfo | None:
+        """The session, holding nothing but tokens of the prompt; None where there is none to use."""
         use = self.link.use()
         if use is None:
             return None
         client, model = use
+        name, prompt = followed.session_name, followed.prompt
         try:
-            session = _get_or_create(client, model, name)
+            session = _get_or_create(client, model, name, self._settings)
             if not session.token_count:
-                return session
+                return client.prefixes.adopt(session, model, prompt) if followed.is_shared else session
             with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
                 saved = token_ids_of(rows.array(TOKENS))
             common = _common_count(saved, prompt)
@@ -188,27 +201,34 @@ class SchedulerSide:
                 return client.sessions.keep_first(name, common, if_generation_match=session.generation)
         except CacheError as error:
             self.link.failed(error)
-            logger.info("session %s is not used: %s", name, error)
+            logger.info("%s is not used: %s", name or "the store", error)
             return None
         return session
 
 
-def session_of(request: "Request") -> str | None:
-    """The name of the session that a request goes on with; None for a request that is left alone."""
-    is_plain = request.lora_request is None and not request.mm_features and request.prompt_token_ids
+def is_plain(request: "Request") -> bool:
+    """Whether a prompt's token ids say all that its rows depend on, besides the model."""
+    return bool(request.prompt_token_ids) and request.lora_request is None and not request.mm_features
+
+
+def session_of(request: "Request") -> str:
+    """The name of the session that a request goes on with; empty where it names none."""
     named = request.session_id or (request.kv_transfer_params or {}).get("session_id")
-    return f"sessions/{named}" if is_plain and named else None
+    return f"sessions/{named}" if named else ""
 
 
-def _get_or_create(client: Client, model: CallerModel, name: str) -> SessionInfo:
+def _get_or_create(client: Client, model: CallerModel, name: str, settings: Settings) -> SessionInfo:
+    """The session of this name, or a new one; of no name, a new one whose name the store chooses."""
+    if not name:
+        ttl = timedelta(seconds=settings.unnamed_ttl_s)
+        return client.sessions.create(model, layout=kv_streams(model), ttl=ttl).info
     for _attempt in range(2):
         try:
             session = client.sessions.get(name)
         except SessionNotFound:
+            session_id = name.removeprefix("sessions/")
             with suppress(SessionAlreadyExists):
-                return client.sessions.create(
-                    model, id=name.removeprefix("sessions/"), layout=kv_streams(model)
-                ).info
+                return client.sessions.create(model, id=session_id, layout=kv_streams(model)).info
         else:
             model.check(session.name, session.model_fingerprint)
             return session

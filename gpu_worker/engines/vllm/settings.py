@@ -30,6 +30,9 @@ class Settings:
     token_file: str | None = None
     model_id: str = ""
     durability: str = "disk"
+    prefixes: bool = True
+    """Whether a request may begin with what other sessions have, and one that names no session is saved."""
+    unnamed_ttl_s: float = 3600.0
     lookup_timeout_s: float = 1.0
     restore_timeout_s: float = 5.0
 
