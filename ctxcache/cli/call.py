@@ -1,5 +1,6 @@
 """Commands that ask a server. Such a command takes a `CliCall` first.
 
+Neither this module nor a command's own imports the client before a server is asked: see `ctxcache.client`.
 `online` gives a command the options --target, --output and --timeout in place of that parameter. `watched`
 adds --watch, which runs the command again and again; `of_tenant` adds --tenant.
 """
@@ -13,17 +14,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_type_hints
 
 import typer
 
+import ctxcache.client
 from ctxcache.cli.documents import Output
 from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS, TENANT, Credentials, Shared, TenantOption, shared_of
 from ctxcache.cli.printers import print_fact, print_list
 from ctxcache.cli.signature import option, with_signature
-from ctxcache.client import Client
-from ctxcache.client.client import connect
-from ctxcache.client.credentials import ClientTls
+
+if TYPE_CHECKING:
+    from ctxcache.client import Client, ClientTls
 
 WATCH_INTERVAL_S = 2.0
 CLEAR = "\x1b[H\x1b[2J"
@@ -51,9 +53,9 @@ class CliCall(Shared):
     """The shared options of a command that asks a server, and what it does with them."""
 
     @contextmanager
-    def client(self, *, moves_rows: bool = False) -> Iterator[Client]:
+    def client(self, *, moves_rows: bool = False) -> "Iterator[Client]":
         """Open a client; one that moves no rows maps no memory."""
-        with connect(
+        with ctxcache.client.connect(
             self.target,
             timeout_s=self.timeout_s,
             access="auto" if moves_rows else "remote",
@@ -103,12 +105,12 @@ def watched_of_tenant(function: Callable[Concatenate[CliCall, P], None]) -> Call
     return _with_options(_repeated(function), (option(TENANT, TenantOption), *WATCHING))
 
 
-def _tls(credentials: Credentials) -> ClientTls | None:
+def _tls(credentials: Credentials) -> "ClientTls | None":
     """What the client takes; None for plaintext."""
     if credentials.ca is None and credentials.certificate is None:
         return None
     ca = None if credentials.ca in (None, SYSTEM) else Path(credentials.ca)
-    return ClientTls(ca, credentials.certificate, credentials.key)
+    return ctxcache.client.ClientTls(ca, credentials.certificate, credentials.key)
 
 
 def _repeated(function: Callable[Concatenate[CliCall, P], None]) -> Callable[..., None]:

@@ -6,13 +6,16 @@ It does not answer within a second, and nothing is offered.
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import typer
 
 from ctxcache.cli.call import CliCall
 from ctxcache.cli.options import Credentials
-from ctxcache.client import Client
 from ctxcache.errors import CacheError
+
+if TYPE_CHECKING:
+    from ctxcache.client import Client
 
 TIMEOUT_S = 1.0
 LIMIT = 200
@@ -39,11 +42,13 @@ def ssd_paths(context: typer.Context, incomplete: str) -> list[str]:
     return _matching(context, incomplete, _paths)
 
 
-def _paths(client: Client) -> Iterator[str]:
+def _paths(client: "Client") -> Iterator[str]:
     return (tier.path for tier in client.admin.stats().tiers[1:])
 
 
-def _matching(context: typer.Context, incomplete: str, names: Callable[[Client], Iterable[str]]) -> list[str]:
+def _matching(
+    context: typer.Context, incomplete: str, names: "Callable[[Client], Iterable[str]]"
+) -> list[str]:
     given = context.find_root().params
     # Their variables, where options are not given, are among the parameters.
     names_of = ("token_file", "tls_ca", "tls_client_certificate", "tls_client_key")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+import ctxcache.client
 from ctxcache.cli import tables
 from ctxcache.cli.documents import Output, Plain, as_json, as_yaml
-from ctxcache.client.convert import document
 from ctxcache.client.types import (
     HeldLease,
     InjectedFault,
@@ -66,14 +66,14 @@ def print_fact(fact: object, output: Output) -> None:
     if output is Output.TABLE:
         print_table(_VIEWS[type(fact)](fact))
     else:
-        print_document(document(fact), output)
+        print_document(ctxcache.client.document(fact), output)
 
 
 def print_list(noun: str, facts: Sequence[object], *, has_more: bool, output: Output) -> None:
     """Print facts under `noun`, and whether there are more of them than were asked for."""
     if output is not Output.TABLE:
-        found: dict[str, Plain] = {noun: [document(fact) for fact in facts], "has_more": has_more}
-        print_document(found, output)
+        documents: list[Plain] = [ctxcache.client.document(fact) for fact in facts]
+        print_document({noun: documents, "has_more": has_more}, output)
         return
     print_table(_LISTS[noun](facts))
     if has_more:

@@ -1,27 +1,37 @@
-"""The client: what an engine needs to keep sessions in a server and to restore them."""
+"""The client: what an engine needs to keep sessions in a server and to restore them.
 
-from ctxcache.client.client import Client, connect
-from ctxcache.client.decode_batch import DecodeBatch
-from ctxcache.client.engine_queue import EngineQueue, QueuedJob
-from ctxcache.client.models import CallerModel
-from ctxcache.client.rows import RowPiece, SessionRows
-from ctxcache.client.sessions import SessionHandle
-from ctxcache.client.types import (
-    Durability,
-    SessionInfo,
-    days,
-    hidden,
-    hours,
-    kv,
-    latent,
-    minutes,
-    seconds,
-)
-from ctxcache.client.writer import SessionWriter
+A name is imported when it is first used: `ctxcache.client.types` alone imports neither gRPC nor protobuf.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ctxcache.client.client import Client, connect
+    from ctxcache.client.convert import document
+    from ctxcache.client.credentials import ClientTls
+    from ctxcache.client.decode_batch import DecodeBatch
+    from ctxcache.client.engine_queue import EngineQueue, QueuedJob
+    from ctxcache.client.models import CallerModel
+    from ctxcache.client.rows import RowPiece, SessionRows
+    from ctxcache.client.sessions import SessionHandle
+    from ctxcache.client.types import (
+        Durability,
+        SessionInfo,
+        days,
+        hidden,
+        hours,
+        kv,
+        latent,
+        minutes,
+        seconds,
+    )
+    from ctxcache.client.writer import SessionWriter
 
 __all__ = [
     "CallerModel",
     "Client",
+    "ClientTls",
     "DecodeBatch",
     "Durability",
     "EngineQueue",
@@ -33,6 +43,7 @@ __all__ = [
     "SessionWriter",
     "connect",
     "days",
+    "document",
     "hidden",
     "hours",
     "kv",
@@ -40,3 +51,25 @@ __all__ = [
     "minutes",
     "seconds",
 ]
+_MODULES = {
+    "CallerModel": "models",
+    "Client": "client",
+    "ClientTls": "credentials",
+    "DecodeBatch": "decode_batch",
+    "EngineQueue": "engine_queue",
+    "QueuedJob": "engine_queue",
+    "RowPiece": "rows",
+    "SessionHandle": "sessions",
+    "SessionRows": "rows",
+    "SessionWriter": "writer",
+    "connect": "client",
+    "document": "convert",
+}
+"""The module of each name; names that are not listed are of `types`."""
+
+
+def __getattr__(name: str) -> object:
+    """Import the module of a public name."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'types')}"), name)

@@ -99,11 +99,24 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("version",), ("config", "show"), ("config", "check"), ("config", "reference")],
+    ids=" ".join,
+)
+def test_commands_that_ask_no_server_import_no_client(words: tuple[str, ...]) -> None:
+    """They start without gRPC and protobuf, which take longer to import than all else together."""
+    imported = _imports_of(*words)
+
+    assert "ctxcache.cli.call" in imported
+    assert not imported & {"grpc", "google.protobuf", "ctxcache.client.wire", "ctxcache.client.sessions"}
+
+
 def test_online_commands_import_no_server() -> None:
     """A command that asks a server brings none along."""
     imported = _imports_of("--target", "127.0.0.1:1", "session", "show", "x")
 
-    assert "ctxcache.client" in imported
+    assert "ctxcache.client.wire" in imported
     assert not imported & set(SERVER_ONLY)
 
 
