@@ -129,7 +129,7 @@ class Prefixes:
         scope = scope_of(tenant, model.fingerprint, made.outline.ranges)
         keys = await self._known(scope, asked, pace)
         self.counts.asked_token_count += _token_count(asked)
-        holder = self._holder(scope, keys)
+        holder = self._holder(scope, keys, is_proven=isinstance(asked, bytes))
         asked_count, known_count = _token_count(asked), len(keys) * BLOCK_TOKENS
         if holder is None:
             return Match(shortfall=_shortfall(asked_count, known_count, 0))
@@ -170,7 +170,7 @@ class Prefixes:
         shared: tuple[bytes, int] | None = None
         for _ in range(LOOKS):
             session = self._adopter(tenant, session_id, fingerprint, generation)
-            holder = self._holder(scope, keys)
+            holder = self._holder(scope, keys, is_proven=isinstance(asked, bytes))
             if holder is None:
                 break
             source, token_count = holder
@@ -244,15 +244,21 @@ class Prefixes:
             parent = found[-1]
         return found
 
-    def _holder(self, scope: Scope, keys: Sequence[bytes]) -> tuple[Session, int] | None:
+    def _holder(self, scope: Scope, keys: Sequence[bytes], *, is_proven: bool) -> tuple[Session, int] | None:
         """A session that has the longest run of these keys, and how many tokens of it others may list.
 
-        What a writer has room in goes on to grow: of a session that is written, whole segments alone.
+        `is_proven`: the keys were made here, of tokens, so that each continues the one before. What a writer
+        has room in goes on to grow: of a session that is written, whole segments alone.
         """
         found = self._ledger.holder(scope, keys)
         if found is None:
             return None
         source, key_count = found
+        if not is_proven:
+            own = self._ledger.keyed.keys_of_session(source, key_count * BLOCK_TOKENS)
+            key_count = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, keys, strict=False))
+            )
         token_count = key_count * BLOCK_TOKENS
         tail = source.growing_tail
         if source.is_writing and tail is not None and tail.begin < token_count:

@@ -44,6 +44,7 @@ COMMANDS = {
     "lease": CommandLine("operations", "Look at leases, which keep bytes in memory, and end them."),
     "quota": CommandLine("operations", "Look at tenants' shares and change them."),
     "hint": CommandLine("sessions", "Give hints, and look at engines' queues."),
+    "prefix": CommandLine("prefixes", "Look for prompts by tokens, and at what sessions share."),
     "trace": CommandLine("trace", "Record what a store is asked, and ask it of another."),
     "fault": CommandLine("operations", "Inject faults into a server for tests."),
     "config": CommandLine("config", "Look at settings, and change them."),

@@ -17,6 +17,7 @@ from ctxcache.client.types import (
     InjectedFault,
     MissReport,
     ModelInfo,
+    PrefixMatch,
     SessionInfo,
     StoreStats,
     TenantStats,
@@ -31,6 +32,7 @@ _VIEWS: Mapping[type, Callable[..., RenderableType]] = {
     ModelInfo: tables.model_grid,
     StoreStats: tables.stats_view,
     MissReport: tables.why_miss_view,
+    PrefixMatch: tables.prefix_grid,
     TenantStats: lambda use: tables.tenants_table([use]),
     TierStats: lambda tier: tables.paths_table([tier]),
     HeldLease: tables.lease_grid,
@@ -44,6 +46,7 @@ _LISTS: Mapping[str, Callable[..., RenderableType]] = {
     "leases": tables.leases_table,
     "engines": tables.engines_table,
     "hints": tables.hints_table,
+    "prefixes": tables.prefixes_table,
     "faults": tables.faults_table,
 }
 

@@ -25,7 +25,9 @@ from ctxcache.client.types import (
     MissEvent,
     MissReport,
     ModelInfo,
+    PrefixMatch,
     SessionInfo,
+    SharedPrefix,
     StoreStats,
     TenantStats,
     TierStats,
@@ -236,6 +238,29 @@ def hints_table(results: Sequence[HintResult]) -> RenderableType:
     for result in results:
         until = "-" if result.valid_until_ns is None else when(result.valid_until_ns)
         rows.add_row(_word(result.outcome), human_size(result.granted_bytes), until, result.reason or "-")
+    return rows
+
+
+def prefix_grid(found: PrefixMatch) -> RenderableType:
+    """What sessions have of a prompt."""
+    return grid(
+        ("state", _word(found.state)),
+        ("tokens", f"{found.token_count}, of which {found.dram_token_count} are in DRAM"),
+        ("why not more", found.reason or "-"),
+    )
+
+
+def prefixes_table(prefixes: Sequence[SharedPrefix]) -> RenderableType:
+    """What sessions share, one prefix per line."""
+    rows = table(">TOKENS", ">SESSIONS", ">SAVED", "ONE OF THEM", "KEY")
+    for one in prefixes:
+        rows.add_row(
+            str(one.token_count),
+            str(one.session_count),
+            human_size(one.saved_bytes),
+            one.session,
+            one.key.hex()[:FINGERPRINT_DIGITS] or "-",
+        )
     return rows
 
 

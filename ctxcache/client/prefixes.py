@@ -34,18 +34,22 @@ class PrefixCalls:
         self._wire, self._routes = wire, routes
 
     def match(
-        self, model: CallerModel | ModelInfo, token_ids: TokenIds, *, layout: Iterable[Stream] | None = None
+        self,
+        model: CallerModel | ModelInfo,
+        token_ids: TokenIds,
+        *,
+        keys: Sequence[bytes] = (),
+        layout: Iterable[Stream] | None = None,
     ) -> PrefixMatch:
         """How many of the first tokens a session of `model` has that stores these streams, no more and no fewer.
 
-        `layout`: by default all of the model's, as a session is made. Counts as no access. Raises ModelNotFound,
-        InvalidArgument.
+        `layout`: by default all of the model's, as a session is made. `keys` of 64 tokens each stand for token
+        ids, where there are none. Counts as no access. Raises ModelNotFound, InvalidArgument.
         """
         if layout is None:
             layout = _streams(model)
-        request = MatchPrefixRequest(
-            model=model.name, layout=ranges_to_wire(layout), prefix=Prefix(token_ids=_packed(token_ids))
-        )
+        prefix = Prefix(token_ids=_packed(token_ids), keys=keys)
+        request = MatchPrefixRequest(model=model.name, layout=ranges_to_wire(layout), prefix=prefix)
         attachment = self._routes.attach()
         if attachment is None:
             return from_wire(PrefixMatch, self._wire.call(self._wire.prefixes.MatchPrefix, request))

@@ -207,6 +207,26 @@ async def test_only_a_session_that_never_had_tokens_adopts(rig: MemoryRig, write
     await rig.check()
 
 
+async def test_keys_that_do_not_follow_each_other_are_not_believed(rig: MemoryRig, writer: Writer) -> None:
+    """A key is of tokens at its place, behind those of the keys before."""
+    tokens, others = writer.make(3 * SEGMENT_TOKENS), writer.make(SEGMENT_TOKENS)
+    for name, appended in (("a", tokens), ("b", others)):
+        await rig.create(name)
+        await rig.append(name, appended, is_durable=True)
+    keyed, layout = rig.cache.ledger.keyed, ranges_of(STREAMS)
+    own = list(keyed.keys_of_session(rig.cache.ledger.find(TENANT, "a"), 192))
+    other = list(keyed.keys_of_session(rig.cache.ledger.find(TENANT, "b"), 64))
+    for given, count in (
+        (own, 192),
+        (own[1:], 0),
+        ([*other, own[1], own[2]], 0),
+        ([own[0], *other, own[2]], 64),
+        ([own[0], own[2]], 64),
+    ):
+        found = await rig.cache.prefixes.match(TENANT, "tiny", layout, given)
+        assert found.token_count == count, given
+
+
 async def test_keys_are_found_within_their_scope_alone(rig: MemoryRig, writer: Writer) -> None:
     """Another tenant that has the very keys finds nothing."""
     tokens = writer.make(SEGMENT_TOKENS)
@@ -218,6 +238,7 @@ async def test_keys_are_found_within_their_scope_alone(rig: MemoryRig, writer: W
     await rig.cache.models.register("other", rig.cache.state.model(TENANT, "tiny").spec)
     layout = segment.layout.outline.ranges
     assert (await match(TENANT, "tiny", layout, keys)).token_count == 64
+    assert (await match(TENANT, "tiny", layout, [keys[0], keys[0]])).token_count == 64
     assert (await match(TENANT, "tiny", layout[:-1], keys)) == MISS
     assert (await match("other", "tiny", layout, keys)) == MISS
     assert (await match("other", "tiny", layout, rows_of(tokens, TOKENS))) == MISS

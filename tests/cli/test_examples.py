@@ -81,6 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "trace.csv").write_text(TRACE)
     (found / "ctxcache.toml").write_text('data_directory = "configured"\n')
     (found / "calls.jsonl").write_text(CALLS)
+    (found / "prompt.json").write_text(str(list(range(100))))
     (found / "state").mkdir()
     with ServerProcess(found / "state" / "ctxcache") as ended:
         store_session(ended.target, SESSION)

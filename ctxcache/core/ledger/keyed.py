@@ -96,6 +96,15 @@ class Keyed:
         keys = self.index.keys_of(_scope(segment), segment.segment_id)
         return tuple([key for key, count in keys if count <= row_count])
 
+    def keys_of_session(self, session: Session, token_count: int) -> Iterator[bytes]:
+        """The keys of a session's first tokens, of which none was dropped, in order."""
+        scope = scope_of(session.tenant, session.model_fingerprint, session.layout.outline.ranges)
+        for piece in session.pieces(0, token_count):
+            segment = piece.segment
+            for key, row_count in self.index.keys_of(scope, segment.segment_id):
+                if piece.row_begin < row_count <= piece.row_end:
+                    yield key
+
     def _key_at(self, session: Session, scope: Scope, token_count: int) -> bytes | None:
         """The key of the session's tokens up to there; None where they have none."""
         if not token_count:

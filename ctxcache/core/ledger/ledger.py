@@ -34,7 +34,7 @@ from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
 from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import EVERYONE, Shares
-from ctxcache.core.prefix.keys import Scope
+from ctxcache.core.prefix.keys import BLOCK_TOKENS, Scope
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import SessionNotFound
 from ctxcache.format.slot import Slot
@@ -260,6 +260,9 @@ class Ledger:
         now_ns, looks = self._clock.now_ns(), 0
         for number, segment_id, row_count in longest(self.keyed.index, scope, keys):
             segment = self._segments[segment_id]
+            if segment.begin + row_count != (number + 1) * BLOCK_TOKENS:
+                # A key that was given for tokens at another place.
+                continue
             home = segment.home
             uids = reversed(home.uids) if isinstance(home, Kin) else [home.uid] if home else []
             for uid in uids:
