@@ -1,0 +1,147 @@
+"""A handle: the session's facts as it last knew them, behind which it appends, and its caller's own model."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from uuid import uuid4
+
+import numpy as np
+import pytest
+from far_side import HIDDEN, OWN, SPEC, make_rows
+from live_server import LiveServer
+
+import ctxcache
+from ctxcache.client import Client
+from ctxcache.client.types import Durability, hours
+from ctxcache.errors import InvalidArgument, SessionNotFound, WriteOffsetMismatch
+from ctxcache.settings.config import Settings
+from lab.routes import Route, route_options
+
+MIB = 1 << 20
+ROUTES: tuple[Route, ...] = ("local-socket", "local-grpc", "bulk", "grpc")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server that has the model."""
+    place = tmp_path_factory.mktemp("handles")
+    started = LiveServer(
+        Settings(
+            data_directory=place / "data",
+            listen="127.0.0.1:0",
+            unix_socket=str(place / "socket"),
+            bulk_listen="127.0.0.1:0",
+            arena_size_bytes=16 * MIB,
+            ssd_size_bytes=16 * MIB,
+            arena_huge_pages="off",
+        )
+    )
+    with ctxcache.connect(started.target) as cache:
+        cache.models.register(SPEC)
+    yield started
+    started.stop()
+    started.close()
+
+
+@pytest.fixture(params=ROUTES)
+def cache(request: pytest.FixtureRequest, server: LiveServer) -> Iterator[Client]:
+    """A client of each route."""
+    with ctxcache.connect(server.target, **route_options(request.param)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def name() -> str:
+    """An id that no other test takes."""
+    return f"handle-{uuid4().hex}"
+
+
+def test_a_session_is_written_and_read_by_its_handle(cache: Client, name: str) -> None:
+    """The design's own lines: create, append, read one stream; the layout is all that the model has."""
+    chat = cache.sessions.create(OWN, id=name, ttl=hours(1))
+    chat.append(make_rows(40), durability=Durability.DISK)
+    chat.append(make_rows(30, first=40))
+
+    with chat.read(streams=[HIDDEN]) as rows:
+        np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(70)[HIDDEN])
+    assert chat.info.token_count == 70
+    assert chat.info.generation == cache.sessions.get(f"sessions/{name}").generation
+
+
+def test_an_append_goes_behind_what_the_handles_writer_committed(cache: Client, name: str) -> None:
+    """Even if the facts were looked at while the writer was open, and in parts."""
+    chat = cache.sessions.create(OWN, id=name)
+    with chat.writer(20) as writer:
+        for stream, rows in make_rows(20).items():
+            writer.write(stream, 0, rows)
+        assert chat.info.token_count == 0
+        writer.commit(8, keep_open=True)
+        assert chat.info.token_count == 8
+        writer.commit()
+    chat.append(make_rows(10, first=20))
+
+    with chat.read() as found:
+        np.testing.assert_array_equal(found.array(HIDDEN), make_rows(30)[HIDDEN])
+
+
+def test_an_append_behind_another_writer_is_refused_until_refreshed(cache: Client, name: str) -> None:
+    """Nothing is appended to a session that is not as the handle knows it."""
+    chat = cache.sessions.create(OWN, id=name)
+    cache.sessions.open(chat.name, OWN).append(make_rows(5))
+
+    with pytest.raises(WriteOffsetMismatch):
+        chat.append(make_rows(5))
+    assert chat.refresh().token_count == 5
+    assert chat.append(make_rows(5, first=5)).token_count == 10
+
+
+def test_a_read_to_the_end_reads_what_others_appended(cache: Client, name: str) -> None:
+    """The end is the session's now, not the one that the handle knows."""
+    chat = cache.sessions.create(OWN, id=name)
+    chat.append(make_rows(5))
+    cache.sessions.open(chat.name, OWN).append(make_rows(5, first=5))
+
+    with chat.read(begin=2) as rows:
+        assert (rows.begin, rows.end) == (2, 10)
+        np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(10)[HIDDEN][2:])
+
+
+def test_what_changes_the_session_is_known_to_the_handle(cache: Client, name: str) -> None:
+    """Truncation, forks, expiry; an append after a cut goes behind the cut."""
+    chat = cache.sessions.create(OWN, id=name)
+    chat.append(make_rows(60))
+    copy = chat.fork(id=f"{name}-copy", token_count=10)
+    assert copy.append(make_rows(1, first=10)).token_count == 11
+    assert chat.keep_first(50).token_count == chat.info.token_count == 50
+    assert chat.drop_ranges([(10, 20)]).token_count == chat.info.token_count == 40
+    assert chat.keep_recent(20, sink_token_count=4).token_count == chat.info.token_count == 24
+    assert chat.append(make_rows(1)).token_count == 25
+    assert chat.update(is_pinned=False, ttl=hours(2)) == chat.info
+    assert chat.flush().durable_token_count == chat.info.durable_token_count == 25
+
+    chat.delete()
+
+    with pytest.raises(SessionNotFound):
+        chat.refresh()
+    with pytest.raises(SessionNotFound):
+        chat.append(make_rows(1))
+
+
+def test_a_transport_is_one_of_the_words() -> None:
+    """A typo does not silently mean `auto`, nor does a transport among the kinds of access."""
+    with pytest.raises(InvalidArgument, match="transport"):
+        ctxcache.connect(transport="sockets")  # type: ignore[arg-type]  # the typo
+    with pytest.raises(InvalidArgument, match="access"):
+        ctxcache.connect(access="grpc")  # type: ignore[arg-type]  # a transport
+
+
+@pytest.mark.parametrize("transport", ["socket", "grpc"])
+def test_an_open_access_takes_a_transport(server: LiveServer, name: str, transport: str) -> None:
+    """`auto` maps the arena, and asks for leases on the transport that was named."""
+    with ExitStack() as opened:
+        route = route_options(f"local-{transport}")
+        cache = opened.enter_context(ctxcache.connect(server.target, transport=route["transport"]))
+        chat = cache.sessions.create(OWN, id=name)
+        chat.append(make_rows(5))
+        with chat.read() as rows:
+            assert rows.is_local
+            np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(5)[HIDDEN])
