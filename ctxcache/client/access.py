@@ -123,7 +123,7 @@ class ClockPair:
         return cls(time.time_ns(), time.monotonic_ns())
 
     def deadline_ns(self, expire_time: Timestamp) -> int:
-        """Return `expire_time`, told between this moment and now, on the monotonic clock; both are this host's.
+        """Return `expire_time`, told between this moment and now, on this host's monotonic clock.
 
         The earlier of what then and now say: somebody may have set the wall clock in between.
         """
@@ -149,7 +149,7 @@ class Hold:
         self.check_known()
 
     def check_known(self) -> None:
-        """Raise `ended` when that is plain without asking the system: cheaper, and no proof of the contrary."""
+        """Raise `ended` where that is known without a system call: cheaper, and no proof of a hold."""
         is_gone = self.is_released or (self.stream.is_in_doubt and not self.stream.still_holds())
         if is_gone or time.monotonic_ns() >= self.deadline_ns:
             raise type(self.ended)(**self.ended.facts)
@@ -176,8 +176,8 @@ _JOIN_TIMEOUT_S = 5.0
 SURE_FOR_NS = 250_000_000
 """How long an answer proves that the server still knows us, from when it was asked for. A server gives up a
 client that answers no ping for half of its `keepalive_s`, half a second at the least; the client itself, if
-it
-was frozen meanwhile, may not have noticed yet."""
+it was frozen meanwhile, may not have noticed yet.
+"""
 
 
 class _Asked(NamedTuple):

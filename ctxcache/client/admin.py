@@ -89,7 +89,10 @@ class AdminCalls:
             request.page_token = page.next_page_token
 
     def revoke_lease(self, lease_id: int) -> int:
-        """End a lease, and a local client's others too; returns how many ended. Raises LeaseNotFound, InvalidArgument."""
+        """End a lease, and a local client's others too; returns how many ended.
+
+        Raises LeaseNotFound, InvalidArgument.
+        """
         request = operations_pb2.RevokeLeaseRequest(lease_id=lease_id)
         return self._wire.call(self._wire.admin.RevokeLease, request).ended_lease_count
 
@@ -125,7 +128,7 @@ class AdminCalls:
         return from_wire(TierStats, self._wire.call(self._wire.admin.UpdatePath, request))
 
     def drain(self) -> Iterator[DrainStatus]:
-        """Have the server take no more work; yields how far it is until nothing is left, without a deadline."""
+        """Have the server take no more work; yields its progress until none is left, with no deadline."""
         with self._wire.errors():
             for one in self._wire.admin.Drain(operations_pb2.DrainRequest()):
                 yield from_wire(DrainStatus, one)

@@ -50,7 +50,10 @@ class BoundedMemo(Generic[K, V]):
 
 @dataclass(frozen=True, slots=True)
 class ArenaAttachment:
-    """The arena, and the way on which to acquire parts of it. `layouts`: of sessions used on it, by their uid."""
+    """The arena, and the way on which to acquire parts of it.
+
+    `layouts`: of sessions used on it, by their uid.
+    """
 
     arena: MappedArena
     stream: AccessStream

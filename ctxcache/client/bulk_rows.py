@@ -1,9 +1,9 @@
 """Rows over the server's bulk channel, and the connections to it.
 
 A connection is announced by gRPC, opened with a ticket and kept for the next use. Rows are sent from where
-they lie and received where they belong. The channel is thread-safe. Worst case: the channel cannot be reached,
-which costs one attempt and then a pause; a broken append shows nothing that was not committed, and a broken
-read goes on where it broke.
+they lie and received where they belong. The channel is thread-safe. Worst case: the channel cannot be
+reached, which costs one attempt and then a pause; a broken append shows nothing that was not committed, and a
+broken read goes on where it broke.
 """
 
 import contextlib
@@ -340,7 +340,7 @@ class _Talk:
         self._deadline = time.monotonic() + timeout_s
         self.is_over = False
         self.is_repeatable = connection.is_kept
-        """Whether nothing was answered and nothing asked that changes what anybody sees, on a connection kept."""
+        """True if a kept connection answered nothing, and no request changed what others see."""
 
     @contextmanager
     def failing(self) -> Iterator[None]:

@@ -27,8 +27,9 @@ Verify = Literal["always", "never"]
 class Client:
     """A connection to one server. Made by `connect`; a context manager that closes itself.
 
-    `sessions` makes and opens sessions, `prefixes` finds what they have by its tokens, `hints` tells the store what
-    an engine expects, `models` registers models, `admin` is for operators. A session is named `sessions/{id}`, a model `models/{id}`.
+    `sessions` makes and opens sessions, `prefixes` finds what they have by its tokens, `hints` tells the
+    store what an engine expects, `models` registers models, `admin` is for operators. A session is named
+    `sessions/{id}`, a model `models/{id}`.
     """
 
     def __init__(self, wire: Wire, routes: RowRoutes) -> None:
@@ -41,7 +42,7 @@ class Client:
         self._routes = routes
 
     def ssd_files(self) -> SsdReader | None:
-        """The files of the server's SSD tier as this process can read them; None where the server is elsewhere.
+        """The SSD tier's files as this process can read them; None if the server is on another host.
 
         Raises Unavailable, DeadlineExceeded.
         """
@@ -80,15 +81,15 @@ def connect(
     Sends nothing before the first call. `timeout_s` bounds every wait; a call that moves rows gets more time
     by its size. Raises InvalidArgument, InvalidConfiguration.
 
-    `access`: where rows travel. `local`: only through shared memory; `remote`: only over the network;
-    `auto`: through shared memory where this process can map it.
-    `transport`: what carries leases and remote rows. `socket`: the server's plain sockets only; `grpc`: streams
-    of gRPC only; `auto`: plain sockets where they can be reached, gRPC otherwise.
-    `verify`: `always` compares rows under a lease with their writer's checksums. `never` leaves that to a
-    caller that does so itself. Rows that come over the network are always verified.
-    `tls`: for a server whose TCP port has TLS.
-    `token_file`: holds the token that names the tenant; a changed file is read again.
-    `tenant`: for an operator, the tenant that calls without rows are about.
+    - `access`: where rows travel. `local`: only through shared memory; `remote`: only over the network;
+      `auto`: through shared memory where this process can map it.
+    - `transport`: what carries leases and remote rows. `socket`: the server's plain sockets only; `grpc`:
+      streams of gRPC only; `auto`: plain sockets where they can be reached, gRPC otherwise.
+    - `verify`: `always` compares rows under a lease with their writer's checksums. `never` leaves that to a
+      caller that does so itself. Rows that come over the network are always verified.
+    - `tls`: for a server whose TCP port has TLS.
+    - `token_file`: holds the token that names the tenant; a changed file is read again.
+    - `tenant`: for an operator, the tenant that calls without rows are about.
     """
     _check_one_of("access", access, get_args(Access))
     _check_one_of("transport", transport, get_args(Transport))

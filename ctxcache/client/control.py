@@ -41,7 +41,7 @@ _GONE = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 
 
 class SocketAccess(AccessStream):
-    """Operations over a connected control socket that has been greeted, whose reader holds what came behind."""
+    """Operations over a greeted control socket; `reader` holds bytes that came behind the greeting."""
 
     def __init__(self, connection: socket.socket, reader: FrameReader, target: str, timeout_s: float) -> None:
         super().__init__(target, timeout_s)
@@ -284,7 +284,7 @@ _GREETING_READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A greeted control socket: the arena, descriptors of it that are the caller's to close, and the operations.
+    """A greeted control socket: the arena, its descriptors (the caller closes them), and the operations.
 
     `fds`: one for reading, and where this process may write one for that.
     """

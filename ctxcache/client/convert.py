@@ -74,7 +74,10 @@ _MESSAGES: dict[type, type[Message]] = {
     types.RecordedCall: recording_pb2.RecordedCall,
     types.RecordingPart: recording_pb2.RecordResponse,
 }
-"""The message of each plain type. Both have the same fields; a time or a span `x` of the message is `x_ns`."""
+"""The message of each plain type.
+
+Both have the same fields; a time or a span `x` of the message is `x_ns`.
+"""
 
 
 def session_from_wire(message: session_pb2.Session) -> SessionInfo:
@@ -167,7 +170,10 @@ def ranges_to_wire(streams: Iterable[Stream]) -> list[model_pb2.StreamRange]:
 
 
 def streams_from_wire(ranges: Iterable[model_pb2.StreamRange]) -> list[Stream]:
-    """Read streams' names, in storage order. Raises InvalidArgument for a kind that this version does not know."""
+    """Read streams' names, in storage order.
+
+    Raises InvalidArgument for a kind that this version does not know.
+    """
     return sorted(stream for item in ranges for stream in _range_from_wire(item).streams())
 
 
@@ -211,7 +217,10 @@ def durability_to_wire(durability: Durability) -> session_pb2.Durability.ValueTy
 
 
 def duration(span: timedelta | None) -> Duration | None:
-    """Put a span of time on the wire; None stays unset. Raises InvalidArgument for one that the wire cannot hold."""
+    """Put a span of time on the wire; None stays unset.
+
+    Raises InvalidArgument for one that the wire cannot hold.
+    """
     if span is None:
         return None
     try:

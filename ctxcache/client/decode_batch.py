@@ -43,7 +43,9 @@ ROOM_TOKENS = 64
 
 
 class DecodeBatch:
-    """Appends to B sessions of one model and layout in lockstep. Lane i is the i-th session. A context manager.
+    """Appends to B sessions of one model and layout in lockstep.
+
+    Lane i is the i-th session. A context manager.
 
     Each step: `write` every stream's [B, row_bytes], then `commit`. Rows of lanes that failed are ignored.
     """
@@ -113,7 +115,7 @@ class DecodeBatch:
             self._scatter(self._chunks[stream], view if is_all else view[self._lanes])
 
     def commit(self, durability: Durability = Durability.MEMORY) -> Numbers:
-        """Make the step's token visible in every lane's session, in one message; returns the lanes that have it.
+        """Make the step's token visible in every lane's session by one message; returns lanes that have it.
 
         What fails for one lane is in `failures` afterwards. Raises IncompleteAppend for a stream that was not
         written, DeadlineExceeded and Unavailable when it is not known what was committed.
@@ -188,7 +190,7 @@ class DecodeBatch:
             units[first[:, None] + np.arange(count)] = rows.reshape(len(rows), count, unit)
 
     def _first_units(self, row_bytes: int, unit: int) -> Numbers:
-        """Where this step's rows of that size would begin in a chunk at the slots' begin: once per step and size."""
+        """Where this step's rows of that size begin in a chunk at the slots' begin; once a step and size."""
         found = self._places.get(row_bytes)
         if found is None:
             offsets = self._slots[self._lanes] + self._rows[self._lanes] * row_bytes

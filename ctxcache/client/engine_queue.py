@@ -2,7 +2,8 @@
 
 Changes return at once; the outbox keeps the newest of each job, so that a server that is away costs no memory
 beyond the queue. The newest answer for each session is kept until it is taken. One daemon thread connects and
-receives. Thread-safe. Worst case: a server that is away costs its hints; once back, it is told the whole queue.
+receives. Thread-safe. Worst case: a server that is away costs its hints; once back, it is told the whole
+queue.
 """
 
 import math
@@ -46,7 +47,9 @@ _SESSION = re.compile(r"sessions/[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """A job that waits. Either `position`, its place among the engine's jobs, or `start_in_s`, when it starts.
+    """A job that waits.
+
+    Either `position`, its place among the engine's jobs, or `start_in_s`, when it starts.
 
     `session` is a resource name. Spans are seconds from when the job is put. `priority` 0 to 100, more is
     sooner.
@@ -204,7 +207,10 @@ class _Link:
 
 
 class EngineQueue:
-    """The queue of the engine of that name. Use it as a context manager, or close it: that withdraws the queue."""
+    """The queue of the engine of that name.
+
+    Use it as a context manager, or close it: that withdraws the queue.
+    """
 
     def __init__(
         self, wire: Wire, engine: str, *, grace: timedelta | None = None, model_fingerprint: bytes = b""
@@ -226,7 +232,10 @@ class EngineQueue:
     # -- the queue -------------------------------------------------------------------------------
 
     def put(self, *jobs: QueuedJob) -> None:
-        """Let jobs wait, wherever they waited before. Raises InvalidArgument, TooManyRequests, why the queue ended."""
+        """Let jobs wait, wherever they waited before.
+
+        Raises InvalidArgument, TooManyRequests, why the queue ended.
+        """
         for job in jobs:
             check_job(job)
         with self._changed:
@@ -254,7 +263,7 @@ class EngineQueue:
 
     @property
     def missing(self) -> Mapping[str, str]:
-        """Jobs whose session the server does not have, with the reason: they have to be put again when it has."""
+        """Jobs whose session the server does not have, with the reason: put them again once it has."""
         with self._changed:
             return dict(self._outbox.missing)
 
@@ -284,7 +293,10 @@ class EngineQueue:
                 raise
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until the server has answered for all that was put. Raises DeadlineExceeded, why the queue ended."""
+        """Wait until the server has answered for all that was put.
+
+        Raises DeadlineExceeded, why the queue ended.
+        """
         wait_s = self._wire.timeout_s if timeout_s is None else timeout_s
         with self._changed:
             if not self._changed.wait_for(lambda: self._failure is not None or self._is_settled(), wait_s):

@@ -36,7 +36,7 @@ from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, RecheckLease, 
 
 
 class StoredChunk(NamedTuple):
-    """A stream's rows in a file, as one piece: `size_bytes` of them at `offset_bytes`, and their bound checksum.
+    """A stream's rows in a file as one piece: `size_bytes` at `offset_bytes`, and their bound checksum.
 
     `seed` is that of the segment's identity, to which it is bound.
     """
@@ -71,7 +71,10 @@ class SsdSlot:
         files.check_place(location.path_index, location.offset_bytes, align(size_bytes))
 
     def chunk(self, stream: Stream) -> StoredChunk:
-        """Where a stream's rows lie and what they must be. Raises CorruptSegment, TierFailure, KeyError, what `check` raises."""
+        """Where a stream's rows lie and what they must be.
+
+        Raises CorruptSegment, TierFailure, KeyError, what `check` raises.
+        """
         if not self._checksums:
             self._checksums = self._read_header()
         chunk = self._layout.chunks[stream]
@@ -84,7 +87,10 @@ class SsdSlot:
         )
 
     def differs(self, stream: Stream) -> CorruptSegment:
-        """What to raise for rows that are not those of the checksum. Raises what `check` raises: that is no damage."""
+        """What to raise for rows that are not those of the checksum.
+
+        Raises what `check` raises: that is no damage.
+        """
         return self._bad(f"{stream} does not match its checksum")
 
     def _bad(self, problem: str) -> CorruptSegment:
@@ -118,7 +124,10 @@ class SsdSlot:
 
 
 class FileRun(NamedTuple):
-    """Consecutive live rows of one segment. `slot`: where on SSD; None: in the arena, whose slot begins at `offset_bytes`."""
+    """Consecutive live rows of one segment.
+
+    `slot`: where on SSD; None: in the arena, whose slot begins at `offset_bytes`.
+    """
 
     slot: SsdSlot | None
     offset_bytes: int
@@ -144,7 +153,10 @@ class FileRun(NamedTuple):
 
 
 class FiledRows(SessionRows):
-    """Rows under a lease, some or all of which were left on SSD. `runs` and `copy` may be used by several threads."""
+    """Rows under a lease, some or all of which were left on SSD.
+
+    `runs` and `copy` may be used by several threads.
+    """
 
     is_local = True
 
@@ -212,7 +224,10 @@ class FiledRows(SessionRows):
             np.copyto(into, found[run.row_begin : run.row_end])
 
     def copy_rows(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """Copy the rows of tokens [begin, end) into [end - begin, row_bytes], contiguous; see `copy`. Reads side by side."""
+        """Copy the rows of tokens [begin, end) into [end - begin, row_bytes], contiguous; see `copy`.
+
+        Reads side by side.
+        """
         self.files.spread(
             [
                 partial(self.copy, stream, run, into[run.token_begin - begin : run.token_end - begin])
@@ -352,7 +367,7 @@ class LeasedRows(SessionRows):
         return self._verifier is not None
 
     def copy_verified(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """Copy the rows of tokens [begin, end) into [end - begin, row_bytes], contiguous, and verify the copy.
+        """Copy rows of tokens [begin, end) into a contiguous [end - begin, row_bytes]; verify the copy.
 
         Costs less than verifying first and copying then. Raises as `pieces` does, InvalidArgument where
         nothing is.

@@ -18,9 +18,9 @@ from ctxcache.v1 import model_pb2
 class CallerModel:
     """The model with which a caller computes rows, or for which it restores them.
 
-    Made once, from a spec or by `ModelCalls.register`, since the fingerprint is a hash of the whole spec. Every
-    call
-    that moves rows takes one: the fingerprint of the session is compared with it and never stands in for it.
+    Made once, from a spec or by `ModelCalls.register`, since the fingerprint is a hash of the whole spec.
+    Every call that moves rows takes one: the fingerprint of the session is compared with it and never stands
+    in for it.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -34,7 +34,7 @@ class CallerModel:
         return f"CallerModel({self.name}, {self.fingerprint.hex()[:12]})"
 
     def check(self, name: str, fingerprint: bytes) -> None:
-        """Raise ModelFingerprintMismatch unless `fingerprint`, that of session or model `name`, is this model's."""
+        """Raise ModelFingerprintMismatch if `fingerprint`, of session or model `name`, is another model's."""
         if fingerprint != self.fingerprint:
             raise ModelFingerprintMismatch(
                 model=name, actual=fingerprint.hex(), expected=self.fingerprint.hex()

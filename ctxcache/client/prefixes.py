@@ -41,10 +41,10 @@ class PrefixCalls:
         keys: Sequence[bytes] = (),
         layout: Iterable[Stream] | None = None,
     ) -> PrefixMatch:
-        """How many of the first tokens a session of `model` has that stores these streams, no more and no fewer.
+        """How many of the first tokens a session of `model` has that stores exactly these streams.
 
-        `layout`: by default all of the model's, as a session is made. `keys` of 64 tokens each stand for token
-        ids, where there are none. Counts as no access. Raises ModelNotFound, InvalidArgument.
+        `layout`: by default all of the model's, as a session is made. `keys` of 64 tokens each stand for
+        token ids, where there are none. Counts as no access. Raises ModelNotFound, InvalidArgument.
         """
         if layout is None:
             layout = _streams(model)
@@ -57,7 +57,7 @@ class PrefixCalls:
         return from_wire(PrefixMatch, result.matched)
 
     def most_shared(self, *, limit: int = 0) -> list[SharedPrefix]:
-        """What several sessions begin with, what saves most bytes first; at most `limit`, 50 unless said otherwise."""
+        """What several sessions begin with, most saved bytes first; at most `limit`, by default 50."""
         request = ListSharedPrefixesRequest(page_size=limit)
         found = self._wire.call(self._wire.prefixes.ListSharedPrefixes, request).prefixes
         return [from_wire(SharedPrefix, one) for one in found]
@@ -70,7 +70,10 @@ class PrefixCalls:
         *,
         if_generation_match: int | None = None,
     ) -> SessionInfo:
-        """Let a new session begin with as many of these tokens as another one has. See SessionHandle.adopt."""
+        """Let a new session begin with as many of these tokens as another one has.
+
+        See SessionHandle.adopt.
+        """
         request = AdoptPrefixRequest(
             session=session if isinstance(session, str) else session.name,
             model_fingerprint=model.fingerprint,

@@ -52,9 +52,8 @@ class SessionRows(ABC):
         """Return a stream's rows in token order as read-only arrays [n, row_bytes], copying nothing.
 
         What came by stream is verified as it arrives, local rows when their stream is first asked for; a view
-        shows what
-        memory has later as well, `array` does not. Raises CorruptSegment (local), ChecksumMismatch (remote),
-        InvalidArgument for a stream that is not read.
+        shows what memory has later as well, `array` does not. Raises CorruptSegment (local), ChecksumMismatch
+        (remote), InvalidArgument for a stream that is not read.
         """
 
     @abstractmethod
@@ -118,7 +117,10 @@ class Landing(Protocol):
     """Says where rows that arrive belong."""
 
     def __call__(self, stream: Stream, token_begin: int, size_bytes: int) -> Bytes | None:
-        """Return the place for the rows, [n, row_bytes]; None: wherever they lie. Raises for rows out of order."""
+        """Return the place for the rows, [n, row_bytes]; None: wherever they lie.
+
+        Raises for rows out of order.
+        """
 
 
 class OpenRead(Protocol):
@@ -127,7 +129,10 @@ class OpenRead(Protocol):
     header: ReadHeader
 
     def next(self, landing: Landing) -> RowPiece | None:
-        """Return the next rows, verified; None at the end. Raises ChecksumMismatch, Unavailable, the server's."""
+        """Return the next rows, verified; None at the end.
+
+        Raises ChecksumMismatch, Unavailable, the server's.
+        """
 
     def close(self) -> None:
         """Stop the server's sending."""

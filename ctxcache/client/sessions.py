@@ -249,7 +249,10 @@ class SessionHandle:
 
     @property
     def info(self) -> SessionInfo:
-        """The session's facts as this handle last knew them; asked for if it knows none. Raises SessionNotFound."""
+        """The session's facts as this handle last knew them; asked for if it knows none.
+
+        Raises SessionNotFound.
+        """
         if self._writer is not None:
             written, known = self._writer.session, self._info
             if known is None or (written.uid == known.uid and written.generation > known.generation):
@@ -272,9 +275,9 @@ class SessionHandle:
     def adopt(self, token_ids: TokenIds, *, if_generation_match: int | None = None) -> SessionInfo:
         """Begin with as many of these tokens as another session has; append the rest behind them.
 
-        For a session that never had a token. Its `token_count` says how many it has got: 0, or a multiple of 64.
-        Nothing is copied. Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
-        InvalidArgument (it has or had tokens), CapacityExceeded, TierFailure.
+        For a session that never had a token. Its `token_count` says how many it has got: 0, or a multiple of
+        64. Nothing is copied. Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch,
+        WriteInProgress, InvalidArgument (it has or had tokens), CapacityExceeded, TierFailure.
         """
         self._info = self._sessions.prefixes.adopt(
             self.name, self.model, token_ids, if_generation_match=if_generation_match

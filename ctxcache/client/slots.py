@@ -61,7 +61,7 @@ class SlotLayout:
 
 
 class Span(NamedTuple):
-    """`run_count` runs of rows `[row_begin, row_end)`, the first in the slot at `offset_bytes`, each `stride_bytes` on.
+    """`run_count` runs of rows `[row_begin, row_end)`: the first at `offset_bytes`, each `stride_bytes` on.
 
     The first row is token `token_begin`, and tokens follow one another through the runs.
     """
@@ -239,7 +239,10 @@ class Verifier:
         ]
 
     def verify(self, stream: Stream) -> None:
-        """Verify a stream's chunks where they lie. Raises CorruptSegment, what `check` and `recheck` raise."""
+        """Verify a stream's chunks where they lie.
+
+        Raises CorruptSegment, what `check` and `recheck` raise.
+        """
         if stream not in self._verified:
             chunk = self._layout.chunks[stream]
             for segment in self._segments:
@@ -247,7 +250,7 @@ class Verifier:
             self._verified.add(stream)
 
     def copy(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """Copy the rows of tokens [begin, end) in the arena into [end - begin, row_bytes], contiguous, and verify them.
+        """Copy rows of tokens [begin, end) into a contiguous [end - begin, row_bytes]; verify the copy.
 
         Raises as `verify`.
         """
@@ -300,7 +303,7 @@ class Verifier:
 
 
 def _check_sums(segment: SegmentLocation, layout: SlotLayout, arena_bytes: int) -> None:
-    """Raise CorruptSegment unless a segment's sums are of all rows that are used of it, and those in the arena."""
+    """Raise CorruptSegment unless a segment's sums cover all of its rows in use, in the arena."""
     row_end = max((rows.row_end for rows in segment.rows), default=0)
     if len(segment.checksums) != len(layout.chunks) or segment.token_count < row_end:
         raise CorruptSegment(segment_id=segment.segment_id, problem="its checksums are not those of its rows")

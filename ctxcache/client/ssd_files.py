@@ -63,7 +63,10 @@ class SsdReader:
         return tuple(file.path for file in self._files)
 
     def read(self, path_index: int, offset_bytes: int, into: memoryview) -> None:
-        """Fill `into`, whose address, place and size are multiples of 4 KiB (see `aligned`). Raises TierFailure."""
+        """Fill `into`, whose address, place and size are multiples of 4 KiB (see `aligned`).
+
+        Raises TierFailure.
+        """
         file = self._at(path_index, offset_bytes, into.nbytes)
         done = 0
         while done < into.nbytes:

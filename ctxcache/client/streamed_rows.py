@@ -169,7 +169,7 @@ class StreamedRows(SessionRows):
         yield from self._arrivals
 
     def array(self, stream: Stream, *, out: Bytes | None = None) -> Bytes:
-        """Receive a stream's rows right into `out` when none of them have arrived yet; else as SessionRows."""
+        """Receive a stream's rows right into `out` if none of them have arrived yet; else as SessionRows."""
         if out is None or not out.flags.c_contiguous or self._kept_counts.get(stream, 1):
             return super().array(stream, out=out)
         self._check_out(out, stream)

@@ -1,4 +1,6 @@
-"""Tracing on the client's side: the caller's trace goes with its calls. Nothing unless it uses OpenTelemetry itself.
+"""Tracing on the client's side: the caller's trace goes with its calls.
+
+Nothing unless it uses OpenTelemetry itself.
 
 OpenTelemetry is not imported here: a process that has not done so has no trace to pass on.
 """

@@ -1,9 +1,8 @@
 """The plain types of the client: all that a caller passes to it and gets from it.
 
 Frozen facts and enumerations. Nothing here knows the wire, and no message of the wire leaves the client. A
-time is
-nanoseconds since 1970 in UTC (`create_time_ns`), a span is nanoseconds (`ttl_ns`). None says that the server
-told none. Sizes are bytes.
+time is nanoseconds since 1970 in UTC (`create_time_ns`), a span is nanoseconds (`ttl_ns`). None says that the
+server told none. Sizes are bytes.
 """
 
 import enum
@@ -53,7 +52,7 @@ def kv(layer: int) -> Stream:
 
 
 def latent(layer: int) -> Stream:
-    """The stream of a layer's own compressed state (MLA), not rotated: [kv_lora_rank] + [rope_dim] elements."""
+    """The stream of a layer's compressed state (MLA), not rotated: [kv_lora_rank] + [rope_dim] elements."""
     return Stream(layer, StateKind.LATENT)
 
 
@@ -99,7 +98,10 @@ def streams_of(ranges: Iterable[StreamRange]) -> list[Stream]:
 
 
 class _Open(enum.IntEnum):
-    """An enumeration of the wire. A value that only a newer server knows becomes a member without a meaning."""
+    """An enumeration of the wire.
+
+    A value that only a newer server knows becomes a member without a meaning.
+    """
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
@@ -280,16 +282,17 @@ class PrefixMatch:
     """What was found of a prompt's first tokens."""
 
     state: LookupState = LookupState.UNSPECIFIED
-    """HIT where it can be adopted at once. PENDING where memory alone has some of it: an adoption writes it to disk
-    first. MISS where no session has the first 64 tokens.
+    """HIT where it can be adopted at once. PENDING where memory alone has some of it: an adoption writes it
+    to disk first. MISS where no session has the first 64 tokens.
     """
     token_count: int = 0
     """How many of the tokens are there, from the first one on: a multiple of 64."""
     dram_token_count: int = 0
     """How many of those lie in DRAM; the others come from SSD."""
     reason: str = ""
-    """Why no more was found: NOT_STORED where no session of the model and layout has the next 64 tokens; CUT where
-    one has them and lost tokens before them; SHORT where fewer than 64 tokens are left. Empty where all were found.
+    """Why no more was found: NOT_STORED where no session of the model and layout has the next 64 tokens; CUT
+    where one has them and lost tokens before them; SHORT where fewer than 64 tokens are left. Empty where all
+    were found.
     """
 
 
@@ -310,8 +313,7 @@ class ModelInfo:
     """A registered model.
 
     Everything but `name`, `create_time_ns` and `probe` goes into the fingerprint: state saved under one
-    fingerprint
-    is never returned for another.
+    fingerprint is never returned for another.
     """
 
     name: str = ""
@@ -949,7 +951,10 @@ class TenantActivity:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What goes on. Counts are since the start: a caller divides the difference of two by the time between."""
+    """What goes on.
+
+    Counts are since the start: a caller divides the difference of two by the time between.
+    """
 
     time_ns: int | None = None
     """When this was looked at."""

@@ -174,7 +174,7 @@ class SessionWriter(ABC):
 
 
 FIRST_BATCH_TOKENS = 64
-"""Rows written before the server is told of them for the first time: a segment, so that the disk begins early."""
+"""Rows written before the server first hears of them: one segment, so that the disk begins early."""
 BATCH_BYTES = 8 << 20
 """Rows written between one such message and the next, later on."""
 
@@ -289,7 +289,10 @@ def reserve(
     request: Reserve,
     specs: Mapping[Stream, StreamSpec],
 ) -> ReservedWriter:
-    """Reserve room (the request is made a brief one) and return its writer. Raises what an append raises before its first row."""
+    """Reserve room (the request is made a brief one) and return its writer.
+
+    Raises what an append raises before its first row.
+    """
     request.is_brief = True
     sent, result = acquire(attachment.stream, Operation(reserve=request))
     reservation = result.reservation
