@@ -8,6 +8,7 @@ awaits between a match and the change that it allows. Worst case: what was found
 nothing is adopted.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -224,24 +225,28 @@ class Prefixes:
         return session
 
     async def _known(self, scope: Scope, asked: bytes | Sequence[bytes], pace: Pace) -> list[bytes]:
-        """The keys that are in the index, from the first one on."""
+        """The keys that are in the index, from the first one on.
+
+        Of some keys at a time the last one is looked for, and only where it is not there those before: a key
+        stands for all before it, and whoever holds its tokens is looked at afterwards.
+        """
         index, found = self._ledger.keyed.index, list[bytes]()
-        is_tokens = isinstance(asked, bytes)
-        count = len(asked) // BLOCK_BYTES if is_tokens else len(asked)
-        parent = NO_PARENT
-        for begin in range(0, count, KEYS_PER_LOOK):
+        count = len(asked) // BLOCK_BYTES if isinstance(asked, bytes) else len(asked)
+        begin, some = 0, 1
+        while begin < count:
             if begin and pace.is_over:
                 await pace.rest()
-            end = min(begin + KEYS_PER_LOOK, count)
+            end = min(begin + some, count)
             if isinstance(asked, bytes):
-                keys = scope.keys(memoryview(asked)[begin * BLOCK_BYTES : end * BLOCK_BYTES], parent)
+                token_ids = memoryview(asked)[begin * BLOCK_BYTES : end * BLOCK_BYTES]
+                keys = list(scope.keys(token_ids, found[-1] if found else NO_PARENT))
             else:
-                keys = iter(asked[begin:end])
-            for key in keys:
-                if index.find(scope, key) is None:
-                    return found
-                found.append(key)
-            parent = found[-1]
+                keys = list(asked[begin:end])
+            if index.find(scope, keys[-1]) is None:
+                known_count = bisect_left(keys, 1, key=lambda key: index.find(scope, key) is None)
+                return found + keys[:known_count]
+            found += keys
+            begin, some = end, min(2 * some, KEYS_PER_LOOK)
         return found
 
     def _holder(self, scope: Scope, keys: Sequence[bytes], *, is_proven: bool) -> tuple[Session, int] | None:
