@@ -12,14 +12,18 @@ import pytest
 
 import ctxcache
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.client import CallerModel
+from ctxcache.client.types import PrefixMatch
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.format.slot import Slot
+from ctxcache.format.streams import TOKENS, TOKENS_SPEC
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.rebuild import Rebuilt, rebuild
 from ctxcache.storage.scan import scan
 from tests.faults.planted import command as planted
+from tests.faults.rows import rows_of
 from tests.faults.test_golden_directory import golden, server, wrong_sessions
-from tests.golden.make_directory import EXPIRE_TIME, SSD_NAMES
+from tests.golden.make_directory import EXPIRE_TIME, MODEL, SSD_NAMES
 from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
 __all__ = ["golden"]
@@ -62,6 +66,28 @@ def test_all_comes_back_without_metadata(stored: Path, lost: str) -> None:
     assert (wrong, ends) == ([], {EXPIRE_TIME})
     assert (found.session_count, found.lost_token_count, found.is_complete) == (5, 0, True)
     assert foreseen.token_count == found.token_count == 388
+
+
+def found_by_tokens(running: ServerProcess) -> PrefixMatch:
+    """How much of s1 is found by its token ids."""
+    token_ids = rows_of(1, TOKENS, 0, 200, TOKENS_SPEC.row_bytes).view("<i4").ravel()
+    with ctxcache.connect(running.target, access="remote") as client:
+        return client.prefixes.match(CallerModel(MODEL), token_ids)
+
+
+def test_what_is_found_by_its_tokens_is_found_after_a_rebuild(stored: Path) -> None:
+    """Keys are in the records: no row is read for them."""
+    with server(stored, *SSD_NAMES) as running:
+        before = found_by_tokens(running)
+        running.terminate()
+    shutil.rmtree(stored / "data" / "metadata")
+    made_anew(stored)
+    with server(stored, *SSD_NAMES) as running:
+        after = found_by_tokens(running)
+
+    assert before.token_count >= 64
+    assert before.dram_token_count == 0
+    assert after == before
 
 
 def test_metadata_and_witnesses_that_are_gone_together_are_refused(stored: Path) -> None:
