@@ -23,7 +23,7 @@ from ctxcache.cli.simulate_options import Options
 from ctxcache.cli.units import human_size
 from ctxcache.simulate.census import Census
 from ctxcache.simulate.load import Load
-from ctxcache.simulate.study import ALL_POLICIES, StudyOutcome, study
+from ctxcache.simulate.study import ALL_POLICIES, BLOCK_POLICIES, StudyOutcome, study
 from ctxcache.simulate.sweeps import SWEEPS, Sweep, SweepRow, play, prepare
 from ctxcache.simulate.trace import PacedTrace, Trace
 
@@ -37,6 +37,7 @@ TITLES = (
     ">in DRAM",
     ">on SSD",
     ">by tokens",
+    ">of all prompts",
     ">promoted",
     ">SSD writes/day",
     ">prefetched",
@@ -73,16 +74,25 @@ def simulate(options: Options) -> None:
 
     Hit rates are over turns of sessions that had one before. `belady` knows the future; no store can have it.
     """
+    if options.blocks:
+        options.refuse_those_of_tiers()
     if options.sweep is not None:
         run_sweep(options)
         return
     options.refuse_those_of_sweeps()
     load, capacities = options.load(Load()), options.capacities()
-    chosen = options.chosen(ALL_POLICIES, ALL_POLICIES)
-    trace = Trace(options.trace, arrivals_times=options.arrivals(), pace=options.pace())
+    known = BLOCK_POLICIES if options.blocks else ALL_POLICIES
+    chosen = options.chosen(known, known)
+    trace = Trace(
+        options.trace,
+        arrivals_times=options.arrivals(),
+        pace=options.pace(),
+        block_tokens=options.block_tokens,
+    )
+    block_tokens = options.block_tokens if options.blocks else None
     outcomes = []
     with _progress(len(chosen) * len(capacities)) as step:
-        for outcome in study(trace, load, chosen, capacities, step=step):
+        for outcome in study(trace, load, chosen, capacities, step=step, block_tokens=block_tokens):
             outcomes.append(outcome)
             if options.as_json:
                 typer.echo(json.dumps(outcome.to_dict()))
@@ -101,7 +111,10 @@ def _show(outcomes: Sequence[StudyOutcome], *, are_costs: bool) -> None:
 
 def _cells(outcome: StudyOutcome) -> tuple[str, ...]:
     figures = outcome.tally.figures()
-    rates = (figures[name] for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
+    rates = (
+        figures[name]
+        for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate", "prompt_hit_rate")
+    )
     in_time = f"{figures['prefetch_in_time_share']:.1%}" if outcome.tally.prefetches else "-"
     return (
         outcome.policy,

@@ -16,7 +16,7 @@ from ctxcache.settings.config import parse_size
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 from ctxcache.simulate.load import MODELS, Lie, Load, Overflow, TraceHint
 from ctxcache.simulate.study import Capacity
-from ctxcache.simulate.trace import ArrivalPace
+from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +184,14 @@ class Options:
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per replay.")] = False
 
+    blocks: Annotated[
+        bool,
+        typer.Option("--blocks", help="Place prefix blocks, each once whoever has it, not whole sessions."),
+    ] = False
+    block_tokens: Annotated[
+        int, typer.Option(help="Tokens of a block: of the trace's hash_ids, or with --blocks.", min=1)
+    ] = BLOCK_TOKENS
+
     def load(self, preset: Load) -> Load:
         """The machine, the model, the scheduler and the hints; what was not said is the preset's."""
         said: dict[str, Any] = {  # replace checks the names, mypy none of the values
@@ -214,6 +222,27 @@ class Options:
         for value, option in ((self.plot, "--plot"), (self.live, "--live")):
             if value is not None:
                 raise typer.BadParameter("draws and scales sweeps; name one with --sweep", param_hint=option)
+
+    def refuse_those_of_tiers(self) -> None:
+        """Raise BadParameter where an option would change nothing, as blocks know no time and no tiers."""
+        said = (
+            (self.sweep is not None, "--sweep"),
+            (self.slots is not None, "--slots"),
+            (self.timed, "--timed"),
+            (self.inclusive, "--inclusive"),
+            (self.layers is not None, "--layers"),
+            (self.context is not None or self.model is not None, "--model or --context"),
+            (self.overflow is not None, "--overflow"),
+            (self.segment is not None, "--segment"),
+            (self.ssd_write is not None, "--ssd-write"),
+            (self.ttl is not None, "--ttl"),
+            (self.warm_up is not None, "--warm-up"),
+            (self.costs, "--costs"),
+        )
+        for is_said, option in said:
+            if is_said:
+                problem = "of sessions; a replay of --blocks has no tiers, no time and no window"
+                raise typer.BadParameter(problem, param_hint=option)
 
     def arrivals(self) -> float:
         """How many times as fast turns arrive."""

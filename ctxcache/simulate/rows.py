@@ -17,7 +17,11 @@ from ctxcache.errors import FileUnusable, InvalidArgument
 
 
 class TraceTurn(NamedTuple):
-    """One request. `history_tokens` and `number` are None where the trace does not say."""
+    """One request. `history_tokens` and `number` are None where the trace does not say.
+
+    `blocks` are the prefix blocks of the prompt by name, the last one perhaps not full; None where the trace
+    names none.
+    """
 
     session: bytes
     arrival_s: float
@@ -25,6 +29,7 @@ class TraceTurn(NamedTuple):
     output_tokens: int
     history_tokens: int | None
     number: int | None
+    blocks: tuple[bytes, ...] | None = None
 
 
 MOST_TOKENS = 1 << 40

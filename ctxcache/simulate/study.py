@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 
 from ctxcache.core.placement.look_ahead import Belady
 from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.policy import Capacities, Policy
+from ctxcache.core.placement.value import ReturnValue
+from ctxcache.simulate.blocks import HOLDERS, BlockReplay
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.rows import TraceTurn
@@ -33,6 +36,8 @@ def look(turns: Iterable[TraceTurn]) -> "array[float]":
 
 
 BELADY = "belady"
+BLOCK_POLICIES = tuple(POLICIES)
+"""Those that can place blocks."""
 ALL_POLICIES = (*POLICIES, BELADY)
 BOUNDLESS_BYTES = 1 << 60
 Step = Callable[[str, int], None]
@@ -77,9 +82,18 @@ class StudyOutcome:
 
 
 def study(
-    trace: Trace, load: Load, policies: Sequence[str], capacities: Sequence[Capacity], *, step: Step
+    trace: Trace,
+    load: Load,
+    policies: Sequence[str],
+    capacities: Sequence[Capacity],
+    *,
+    step: Step,
+    block_tokens: int | None = None,
 ) -> Iterator[StudyOutcome]:
-    """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong."""
+    """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong.
+
+    With `block_tokens` by prefix blocks, else by sessions.
+    """
     needs_footprint = any(capacity.multiple is not None for capacity in capacities)
     needs_future = needs_footprint or load.hints or BELADY in policies
     next_arrivals_s = look(trace) if needs_future else None
@@ -89,9 +103,24 @@ def study(
     for capacity in capacities:
         sized = capacity.of(load, peak_bytes)
         for policy in policies:
-            replay = Replay(sized, _maker(policy), next_arrivals_s=next_arrivals_s)
+            replay = (
+                Replay(sized, _maker(policy), next_arrivals_s=next_arrivals_s)
+                if block_tokens is None
+                else _of_blocks(sized, policy, block_tokens, next_arrivals_s)
+            )
             tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
             yield StudyOutcome(policy, capacity.multiple, sized, tally)
+
+
+def _of_blocks(
+    load: Load, policy: str, block_tokens: int, next_arrivals_s: "array[float] | None"
+) -> BlockReplay:
+    capacities = Capacities(load.dram_bytes, load.ssd_bytes)
+    # A miss of a block costs its tokens, wherever it stands.
+    made: Policy = ReturnValue(capacities, float) if policy == "value" else POLICIES[policy](capacities)
+    return BlockReplay(
+        load, made, block_tokens, is_of_holders=policy in HOLDERS, next_arrivals_s=next_arrivals_s
+    )
 
 
 def _maker(policy: str) -> MakePolicy:

@@ -124,6 +124,7 @@ class HitTally:
             "dram_hit_rate": _share(self.dram_hits, self.later_turns),
             "ssd_hit_rate": _share(self.ssd_hits, self.later_turns),
             "token_hit_rate": _share(self.hit_tokens, self.later_tokens),
+            "prompt_hit_rate": _share(self.prompt_tokens - self.computed_tokens, self.prompt_tokens),
             "dram_share_of_hits": _share(self.dram_hits, self.dram_hits + self.ssd_hits),
             "regret_rate": _share(self.regret_turns, self.later_turns),
             "prefetch_in_time_share": _share(self.prefetches_in_time, self.prefetches),

@@ -85,7 +85,7 @@ class _Request:
 
 
 class Conversations:
-    """Requests in order of arrival, which say what prefixes of 512 tokens they hold, as Mooncake's traces do.
+    """Requests in order of arrival, which say what prefixes they hold in blocks, as Mooncake's traces do.
 
     An id stands for a block and for all blocks before it. A request continues the request that last held its
     longest known prefix, if it holds all full blocks of that one. A request that was continued before is
@@ -93,8 +93,9 @@ class Conversations:
     input and the answer of the predecessor, as far as the new input goes.
     """
 
-    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+    def __init__(self, most_blocks: int = MOST_BLOCKS, *, block_tokens: int = BLOCK_TOKENS) -> None:
         self._most_blocks = most_blocks
+        self._block_tokens = block_tokens
         self._holders: OrderedDict[int, _Request] = OrderedDict()
         self._session_count = 0
 
@@ -102,8 +103,8 @@ class Conversations:
         """Read the next request. Raises InvalidTrace."""
         input_tokens, output_tokens = row.count("input_length"), row.count("output_length")
         blocks = row.whole_numbers("hash_ids")
-        if len(blocks) != -(-input_tokens // BLOCK_TOKENS):
-            row.refuse("hash_ids", f"{len(blocks)} blocks of {BLOCK_TOKENS} for {input_tokens} tokens")
+        if len(blocks) != -(-input_tokens // self._block_tokens):
+            row.refuse("hash_ids", f"{len(blocks)} blocks of {self._block_tokens} for {input_tokens} tokens")
         request, history_tokens = self._placed(blocks, input_tokens, output_tokens)
         for block in blocks:
             self._holders[block] = request
@@ -117,15 +118,16 @@ class Conversations:
             output_tokens,
             history_tokens,
             request.number,
+            tuple([b"%d" % block for block in blocks]),
         )
 
     def _placed(self, blocks: list[int], input_tokens: int, output_tokens: int) -> tuple[_Request, int]:
         """The request in its session, and how many tokens of history it has."""
         shared = next((n for n, block in enumerate(blocks) if block not in self._holders), len(blocks))
-        shared_tokens = min(shared * BLOCK_TOKENS, input_tokens)
+        shared_tokens = min(shared * self._block_tokens, input_tokens)
         # The first block is a system prompt that everyone has.
         before = self._holders[blocks[shared - 1]] if shared > 1 else None
-        is_later = before is not None and shared >= before.input_tokens // BLOCK_TOKENS
+        is_later = before is not None and shared >= before.input_tokens // self._block_tokens
         if before is None or not is_later:
             return self._begun(1, input_tokens, output_tokens), shared_tokens
         if before.is_continued:
@@ -150,11 +152,20 @@ _TIMES = ("arrival_ms", "t_ms", "timestamp")
 class Trace:
     """A file of turns; each iteration reads it anew. `arrivals_times` packs arrivals that much closer.
 
-    `pace` is for traces that say no arrivals, and only for them.
+    `pace` is for traces that say no arrivals, and only for them. `block_tokens` is the size of the blocks
+    that a trace names.
     """
 
-    def __init__(self, path: Path, *, arrivals_times: float = 1.0, pace: ArrivalPace | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        arrivals_times: float = 1.0,
+        pace: ArrivalPace | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> None:
         self.path = path
+        self._block_tokens = block_tokens
         self._arrivals_times = arrivals_times
         self._pace = pace
 
@@ -188,7 +199,7 @@ class Trace:
 
     def _arriving(self, first: Row, rows: Iterator[Row]) -> Iterator[TraceTurn]:
         """Turns of a format that says when they come, which must be in order."""
-        fields, read = _format(first)
+        fields, read = _format(first, self._block_tokens)
         time = next(field for field in _TIMES if field in fields)
         latest_s = 0.0
         for row in _chained(first, rows, fields):
@@ -203,10 +214,10 @@ class Trace:
         return rows_of(self.path, _format)
 
 
-def _format(row: Row) -> tuple[tuple[str, ...], Callable[[Row], TraceTurn]]:
+def _format(row: Row, block_tokens: int = BLOCK_TOKENS) -> tuple[tuple[str, ...], Callable[[Row], TraceTurn]]:
     """The fields that every row of the trace must have, and what reads one."""
     if _has(row, PREFIX_FIELDS):
-        return PREFIX_FIELDS, Conversations().turn
+        return PREFIX_FIELDS, Conversations(block_tokens=block_tokens).turn
     if _has(row, _REQUESTS):
         return _REQUESTS, _request
     if not _has(row, DOCUMENT_FIELDS):

@@ -74,8 +74,8 @@ def test_a_trace_of_prefixes_reads_as_turns(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     assert list(Trace(path, arrivals_times=2)) == [
-        TraceTurn(b"0", 0, 1100, 50, 0, 1),
-        TraceTurn(b"0", 1.5, 450, 9, 1150, 2),
+        TraceTurn(b"0", 0, 1100, 50, 0, 1, (b"0", b"1", b"2")),
+        TraceTurn(b"0", 1.5, 450, 9, 1150, 2, (b"0", b"1", b"3", b"4")),
     ]
 
 

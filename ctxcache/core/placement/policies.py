@@ -2,6 +2,13 @@
 
 from collections.abc import Callable
 
+from ctxcache.core.placement.baselines import (
+    GreedyDualSizeFrequency,
+    LeastFrequentlyUsed,
+    LeastHitDensity,
+    Sieve,
+    WindowTinyLfu,
+)
 from ctxcache.core.placement.classic import (
     AdaptiveReplacement,
     FirstInFirstOut,
@@ -29,4 +36,9 @@ POLICIES: dict[str, Callable[[Capacities], Policy]] = {
     **RANKED,
     "s3-fifo": lambda capacities: S3Fifo(capacities.total_bytes),
     "arc": lambda capacities: AdaptiveReplacement(capacities.total_bytes),
+    "lfu": lambda _: LeastFrequentlyUsed(),
+    "gdsf": lambda _: GreedyDualSizeFrequency(),
+    "lhd": lambda _: LeastHitDensity(),
+    "sieve": lambda _: Sieve(),
+    "w-tinylfu": lambda capacities: WindowTinyLfu(capacities.total_bytes),
 }

@@ -1,0 +1,300 @@
+"""A replay in which the unit of placement is a block: a prefix of so many tokens, held once whoever has it.
+
+A request finds its longest prefix of blocks that are held; the rest is computed. Then all of its blocks are
+held, and the policy says what leaves. Where a trace names no blocks, they are made of its sessions: a
+session's own, full ones, its answers' too. Of a trace that names them only prompts have blocks.
+
+Policies of blocks hear each block as if it were a session, the deepest first: of two that were used at once
+a child then leaves before its parent. That is how vLLM frees them.
+
+Policies of holders are the server's (`core.placement`). A holder is a session, or a prefix that several
+sessions had in common. Whoever the policy gives up loses its deepest block first, which leaves the store when
+nobody else holds it. So a block is worth what the best of its holders is, and a child leaves before its
+parent. With LRU this is block LRU.
+
+Turns take no time. Tiers are not told apart. Memory: the blocks that are held, and per session the names of
+its blocks.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ctxcache.core.placement.policy import Facts, Level, Policy
+from ctxcache.simulate.load import NEVER_S, Liar, Lie, Load, TraceHint
+from ctxcache.simulate.replay import STEP_TURNS
+from ctxcache.simulate.rows import TraceTurn
+from ctxcache.simulate.tally import HitTally
+
+
+@dataclass(slots=True)
+class BlockRequest:
+    """A turn by its blocks: `asked` are the prompt's, `kept` all that it leaves behind.
+
+    `prompt_tokens` of the prompt, of which `history_tokens` the session had before.
+    """
+
+    turn: TraceTurn
+    asked: tuple[bytes, ...]
+    kept: tuple[bytes, ...]
+    prompt_tokens: int
+    history_tokens: int
+    is_later: bool
+
+
+class Blocks:
+    """Reads turns as requests for blocks of `block_tokens`. Owned by one replay."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._sizes: dict[bytes, int] = {}
+
+    def request(self, turn: TraceTurn) -> BlockRequest:
+        """Name the blocks of the next turn."""
+        uid = turn.session
+        size_tokens = self._sizes.get(uid)
+        history_tokens = turn.history_tokens if turn.history_tokens is not None else size_tokens or 0
+        prompt_tokens = history_tokens + turn.input_tokens
+        whole_tokens = prompt_tokens + turn.output_tokens
+        is_later = size_tokens is not None if turn.number is None else turn.number > 1
+        self._sizes[uid] = whole_tokens
+        if turn.blocks is not None:
+            full = turn.blocks[: prompt_tokens // self._block_tokens]
+            return BlockRequest(turn, full, full, prompt_tokens, history_tokens, is_later)
+        kept = tuple([b"%b/%d" % (uid, number) for number in range(whole_tokens // self._block_tokens)])
+        asked = kept[: prompt_tokens // self._block_tokens]
+        return BlockRequest(turn, asked, kept, prompt_tokens, history_tokens, is_later)
+
+
+class BlockStore:
+    """Blocks up to `limit`, by name. A subclass has a policy choose."""
+
+    def __init__(self, policy: Policy, block_bytes: int, limit: int) -> None:
+        self.policy, self._block_bytes, self._limit = policy, block_bytes, limit
+
+    def found(self, asked: tuple[bytes, ...]) -> int:
+        """How many of the first blocks of a prompt are held."""
+        raise NotImplementedError
+
+    def use(self, request: BlockRequest, found: int, now_s: float) -> None:
+        """The request found so many, and leaves all of its blocks behind."""
+        raise NotImplementedError
+
+    def expected(self, uid: bytes, return_s: float | None) -> None:  # noqa: ARG002  not every policy listens
+        """The client says when the session returns; None: never."""
+        return
+
+    def settle(self) -> None:
+        """The turn is over, and what was said of it: what has no room leaves."""
+        return
+
+
+class SingleBlocks(BlockStore):
+    """A policy that hears of each block by itself."""
+
+    def __init__(self, policy: Policy, block_bytes: int, limit: int) -> None:
+        super().__init__(policy, block_bytes, limit)
+        self._uses: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def found(self, asked: tuple[bytes, ...]) -> int:
+        """See BlockStore."""
+        uses = self._uses
+        return next((number for number, block in enumerate(asked) if block not in uses), len(asked))
+
+    def use(self, request: BlockRequest, found: int, now_s: float) -> None:  # noqa: ARG002
+        """See BlockStore. What cannot be held of a request is its end."""
+        uses, policy, current = self._uses, self.policy, request.kept[: self._limit]
+        mine = set(current)
+        for block in reversed(current):
+            count = uses.get(block, 0) + 1
+            policy.arrived(block, now_s)
+            policy.idle(block, Facts(self._block_bytes, count, self._block_bytes), now_s)
+        new = [block for block in mine if block not in uses]
+        for _ in range(len(uses) + len(new) - self._limit):
+            victim = policy.evict(lambda block: block not in mine)
+            if victim is None:
+                raise AssertionError("a policy names nobody while there are others")
+            del uses[victim]
+            policy.evicted(victim)
+        for block in current:
+            if block not in uses:
+                policy.placed(block, Level.BELOW)
+            uses[block] = uses.get(block, 0) + 1
+
+
+@dataclass(slots=True)
+class _Holder:
+    """Of `blocks` it holds the first `held_count`. `use_count`: turns of a session, uses of a prefix."""
+
+    blocks: tuple[bytes, ...] = ()
+    held_count: int = 0
+    use_count: int = 0
+
+
+class HeldBlocks(BlockStore):
+    """A policy of holders."""
+
+    def __init__(self, policy: Policy, block_bytes: int, limit: int) -> None:
+        super().__init__(policy, block_bytes, limit)
+        self._holders: dict[bytes, _Holder] = {}
+        self._counts: dict[bytes, int] = {}
+        """How many hold a block."""
+        self._prefixes: dict[bytes, bytes] = {}
+        """Holders that are prefixes, by the last block of each."""
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def found(self, asked: tuple[bytes, ...]) -> int:
+        """See BlockStore."""
+        counts = self._counts
+        return next((number for number, block in enumerate(asked) if block not in counts), len(asked))
+
+    def use(self, request: BlockRequest, found: int, now_s: float) -> None:
+        """See BlockStore."""
+        turn, own = request.turn, self._holders.get(request.turn.session)
+        own_count = _common(own.blocks[: own.held_count], request.asked) if own else 0
+        for number in range(own_count, found):
+            uid = self._prefixes.get(request.asked[number])
+            if uid is None and number == found - 1:
+                uid = self._prefixes[request.asked[number]] = b"prefix " + request.asked[number]
+            if uid is not None:
+                self._hold(uid, request.asked[: number + 1], 0, now_s)
+        new_tokens_bytes = (turn.input_tokens + turn.output_tokens) * self._token_bytes(request)
+        self._hold(turn.session, request.kept, new_tokens_bytes, now_s, turn.number)
+
+    def expected(self, uid: bytes, return_s: float | None) -> None:
+        """See BlockStore."""
+        self.policy.expected(uid, return_s)
+
+    def _token_bytes(self, request: BlockRequest) -> int:
+        return len(request.asked) * self._block_bytes // max(request.prompt_tokens, 1)
+
+    def _hold(
+        self, uid: bytes, blocks: tuple[bytes, ...], new_bytes: int, now_s: float, number: int | None = None
+    ) -> None:
+        """Let it hold these blocks, and no others."""
+        counts, holder = self._counts, self._holders.get(uid)
+        self.policy.arrived(uid, now_s)
+        is_new = holder is None
+        if holder is None:
+            holder = self._holders[uid] = _Holder()
+        held = holder.blocks[: holder.held_count]
+        common = _common(held, blocks)
+        for block in blocks[common:]:
+            counts[block] = counts.get(block, 0) + 1
+        for block in held[common:]:
+            self._let_go(block)
+        holder.blocks, holder.held_count = blocks, len(blocks)
+        holder.use_count = number or holder.use_count + 1
+        facts = Facts(len(blocks) * self._block_bytes, holder.use_count, new_bytes)
+        self.policy.idle(uid, facts, now_s)
+        if is_new:
+            self.policy.placed(uid, Level.BELOW)
+
+    def _let_go(self, block: bytes) -> None:
+        left = self._counts[block] - 1
+        if left:
+            self._counts[block] = left
+        else:
+            del self._counts[block]
+
+    def settle(self) -> None:
+        """See BlockStore."""
+        while len(self._counts) > self._limit:
+            uid = self.policy.evict(lambda _: True)
+            if uid is None:
+                raise AssertionError("a policy names nobody while something is held")
+            holder = self._holders[uid]
+            while holder.held_count and len(self._counts) > self._limit:
+                holder.held_count -= 1
+                self._let_go(holder.blocks[holder.held_count])
+            if not holder.held_count:
+                del self._holders[uid]
+                if holder.blocks:
+                    self._prefixes.pop(holder.blocks[-1], None)
+                self.policy.evicted(uid)
+
+
+def _common(some: tuple[bytes, ...], others: tuple[bytes, ...]) -> int:
+    """How many of the first are the same."""
+    length = min(len(some), len(others))
+    if some[:length] == others[:length]:
+        return length
+    return next(number for number in range(length) if some[number] != others[number])
+
+
+HOLDERS = frozenset({"value", "look-ahead", "t-lru"})
+"""Policies that rank who holds blocks; the others rank each block."""
+
+
+class BlockReplay:
+    """Plays turns by blocks of `block_tokens`; `run` once. Hits are counted as of SSD: tiers are not told."""
+
+    def __init__(
+        self,
+        load: Load,
+        policy: Policy,
+        block_tokens: int,
+        *,
+        is_of_holders: bool,
+        next_arrivals_s: "array[float] | None" = None,
+    ) -> None:
+        self._load, self._block_tokens = load, block_tokens
+        self._liar = Liar(load.wrong_hint_share, load.lies)
+        self._next_arrivals_s = next_arrivals_s
+        self._blocks = Blocks(block_tokens)
+        block_bytes = block_tokens * load.token_bytes
+        make = HeldBlocks if is_of_holders else SingleBlocks
+        self.store: BlockStore = make(policy, block_bytes, (load.dram_bytes + load.ssd_bytes) // block_bytes)
+        self.tally = HitTally()
+
+    def run(self, turns: Iterable[TraceTurn], step: Callable[[int], None] = lambda _: None) -> HitTally:
+        """Play all turns. `step` hears how many there were, now and then."""
+        index = 0
+        for index, turn in enumerate(turns, 1):
+            self._play(turn, self._next_arrivals_s[index - 1] if self._next_arrivals_s else NEVER_S)
+            if index % STEP_TURNS == 0:
+                step(index)
+        step(index)
+        return self.tally
+
+    def _play(self, turn: TraceTurn, next_s: float) -> None:
+        request, now_s = self._blocks.request(turn), turn.arrival_s
+        found = self.store.found(request.asked)
+        self._count(request, min(found * self._block_tokens, request.prompt_tokens), now_s)
+        self.store.use(request, found, now_s)
+        hints, liar = self._load.hints, self._liar
+        ends = (next_s == NEVER_S) is not liar.tells(Lie.HINT, turn)
+        if ends and TraceHint.ENDS in hints:
+            self.store.expected(turn.session, None)
+        elif next_s < NEVER_S and TraceHint.RETURNS in hints:
+            self.store.expected(turn.session, liar.return_s(turn, now_s, next_s))
+        self.store.settle()
+
+    def _count(self, request: BlockRequest, found_tokens: int, now_s: float) -> None:
+        tally = self.tally
+        if not tally.turns:
+            tally.begin_s = now_s
+        tally.end_s = now_s
+        tally.turns += 1
+        tally.prompt_tokens += request.prompt_tokens
+        tally.computed_tokens += request.prompt_tokens - found_tokens
+        if not request.is_later:
+            return
+        history_tokens = request.history_tokens
+        # Of a history that ends within a block the full ones can be found, and of an answer nothing whose
+        # blocks the trace does not name.
+        of_history = min(found_tokens, history_tokens)
+        whole = min(history_tokens // self._block_tokens, len(request.asked))
+        is_hit = whole > 0 and found_tokens >= whole * self._block_tokens
+        tally.later_turns += 1
+        tally.later_tokens += history_tokens
+        tally.hit_tokens += of_history
+        tally.recomputed_tokens += history_tokens - of_history
+        tally.ssd_hits += is_hit
+        tally.regret_turns += not is_hit
+        tally.regret_tokens += history_tokens - of_history

@@ -1,0 +1,123 @@
+"""Placement by blocks: what is found, what leaves, and that holders under LRU are block LRU."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.policy import Capacities
+from ctxcache.simulate.blocks import BlockReplay
+from ctxcache.simulate.load import Load, TraceHint
+from ctxcache.simulate.study import BLOCK_POLICIES, look
+from ctxcache.simulate.trace import TraceTurn
+
+BLOCK_TOKENS = 4
+LOAD = Load(token_bytes=1, dram_bytes=0, ssd_bytes=160)
+BLOCK_LIMIT = 40
+
+
+def prompt(session: str, arrival_s: float, number: int, *names: str) -> TraceTurn:
+    """A turn whose prompt is the named blocks and nothing else."""
+    blocks = tuple(name.encode() for name in names)
+    history_tokens = BLOCK_TOKENS * (len(blocks) - 1)
+    return TraceTurn(session.encode(), arrival_s, BLOCK_TOKENS, 0, history_tokens, number, blocks)
+
+
+def tree_of_prompts(count: int, seed: int) -> list[TraceTurn]:
+    """Sessions of up to ten blocks that begin with one of three system prompts and come back at times."""
+    chance = random.Random(seed)
+    sessions: list[list[str]] = []
+    turns = []
+    for now in range(count):
+        known = chance.random() < 0.6 and bool(sessions)
+        number = chance.randrange(max(len(sessions) - 30, 0), len(sessions)) if known else len(sessions)
+        if not known:
+            common = chance.randrange(3)
+            sessions.append([f"system {common}.{each}" for each in range(common + 1)])
+        blocks = sessions[number]
+        if len(blocks) < 10:
+            blocks.append(f"{number}.{len(blocks)}")
+        turns.append(prompt(f"session {number}", float(now), len(blocks), *blocks))
+    return turns
+
+
+def replayed(load: Load, turns: list[TraceTurn], name: str, *, is_of_holders: bool) -> int:
+    """How many tokens of all prompts were found."""
+    capacities = Capacities(load.dram_bytes, load.ssd_bytes)
+    replay = BlockReplay(
+        load,
+        POLICIES[name](capacities),
+        BLOCK_TOKENS,
+        is_of_holders=is_of_holders,
+        next_arrivals_s=look(turns),
+    )
+    tally = replay.run(turns)
+    return tally.prompt_tokens - tally.computed_tokens
+
+
+def slow_block_lru(turns: list[TraceTurn]) -> int:
+    """The same by the last use of each block: a parent is used after its child."""
+    used: dict[bytes, tuple[float, int]] = {}
+    found_tokens = 0
+    for turn in turns:
+        blocks = turn.blocks or ()
+        depth = 0
+        while depth < len(blocks) and blocks[depth] in used:
+            depth += 1
+        found_tokens += depth * BLOCK_TOKENS
+        for number, block in enumerate(blocks):
+            used[block] = (turn.arrival_s, -number)
+        while len(used) > BLOCK_LIMIT:
+            del used[min(used, key=lambda block: used[block])]
+    return found_tokens
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_block_lru_of_blocks_and_of_holders_find_what_a_slow_one_finds(seed: int) -> None:
+    """A block is worth what the best of its holders is: under LRU its own last use."""
+    turns = tree_of_prompts(800, seed)
+    expected = slow_block_lru(turns)
+
+    assert expected > 800
+    assert replayed(LOAD, turns, "lru", is_of_holders=False) == expected
+    assert replayed(LOAD, turns, "lru", is_of_holders=True) == expected
+
+
+@pytest.mark.parametrize("name", BLOCK_POLICIES)
+@pytest.mark.parametrize("is_of_holders", [True, False], ids=["holders", "blocks"])
+def test_no_policy_holds_more_than_there_is_room_for(name: str, *, is_of_holders: bool) -> None:
+    """Room for all finds all that came before, whatever the policy; less room finds less."""
+    turns = tree_of_prompts(400, 9)
+    seen: set[bytes] = set()
+    most = 0
+    for turn in turns:
+        most += BLOCK_TOKENS * sum(block in seen for block in turn.blocks or ())
+        seen.update(turn.blocks or ())
+    roomy = replace(LOAD, ssd_bytes=len(seen) * BLOCK_TOKENS)
+
+    assert replayed(roomy, turns, name, is_of_holders=is_of_holders) == most
+    assert 0 < replayed(LOAD, turns, name, is_of_holders=is_of_holders) < most
+
+
+def test_a_common_prompt_is_held_once() -> None:
+    """Ten sessions of nine common blocks and one of their own need room for nineteen."""
+    common = [f"common {number}" for number in range(9)]
+    turns = [prompt(f"{n}", float(n), 1, *common, f"own {n}") for n in range(10)]
+    turns += [prompt(f"{n}", float(10 + n), 2, *common, f"own {n}") for n in range(10)]
+    load = replace(LOAD, ssd_bytes=19 * BLOCK_TOKENS)
+
+    assert replayed(load, turns, "value", is_of_holders=True) == BLOCK_TOKENS * (9 * 9 + 10 * 10)
+
+
+def test_sessions_that_are_said_to_end_make_room() -> None:
+    """Of two sessions one fits; the one that does not return leaves first, its common prompt does not."""
+    turns = [
+        prompt("returns", 0.0, 1, "common", *(f"a{n}" for n in range(20))),
+        prompt("ends", 1.0, 1, "common", *(f"b{n}" for n in range(38))),
+        prompt("returns", 900.0, 2, "common", *(f"a{n}" for n in range(20))),
+    ]
+    hinted = replace(LOAD, hints=frozenset(TraceHint))
+
+    assert replayed(hinted, turns, "value", is_of_holders=True) == BLOCK_TOKENS * (1 + 21)
+    assert replayed(hinted, turns, "lru", is_of_holders=True) < BLOCK_TOKENS * (1 + 21)
