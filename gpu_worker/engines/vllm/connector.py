@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.vllm.plan import StepPlan, StepReport
 from gpu_worker.engines.vllm.scheduler import SchedulerSide
-from gpu_worker.engines.vllm.settings import Settings, check_engine
+from gpu_worker.engines.vllm.settings import ConnectorSettings, check_engine
 from gpu_worker.engines.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """The connector. `kv_connector_extra_config` takes the fields of Settings."""
+    """The connector. `kv_connector_extra_config` takes the fields of ConnectorSettings."""
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config, kv_cache_config)
         # What cannot be restored is computed: a store's failure must never be a request's.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"

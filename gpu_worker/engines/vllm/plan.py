@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from ctxcache.client.types import SessionInfo
 
 
-class Load(NamedTuple):
+class BlockLoad(NamedTuple):
     """Restore tokens `[begin, end)` of a session, into the request's blocks, all of which are listed."""
 
     session: SessionInfo
@@ -35,7 +35,7 @@ class StepPlan(KVConnectorMetadata):
     opened: list[Opened] = field(default_factory=list)
     blocks: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     """Blocks that a session's request has now besides those that it had."""
-    loads: list[Load] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
 
 
 @dataclass

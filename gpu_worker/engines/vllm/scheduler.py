@@ -18,8 +18,8 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, SessionAlreadyExists, SessionNotFound
 from ctxcache.format.streams import TOKENS
-from gpu_worker.engines.vllm.plan import Load, Opened, StepPlan, StepReport
-from gpu_worker.engines.vllm.settings import Settings, kv_streams, link_for
+from gpu_worker.engines.vllm.plan import BlockLoad, Opened, StepPlan, StepReport
+from gpu_worker.engines.vllm.settings import ConnectorSettings, kv_streams, link_for
 from gpu_worker.rows import token_ids_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Followed:
 class SchedulerSide:
     """Looks sessions up, and says step by step what to restore and what to save."""
 
-    def __init__(self, config: "VllmConfig", settings: Settings) -> None:
+    def __init__(self, config: "VllmConfig", settings: ConnectorSettings) -> None:
         self._settings = settings
         self._block_tokens: int = config.cache_config.block_size
         self.link = link_for(config, settings, timeout_s=settings.lookup_timeout_s)
@@ -124,7 +124,7 @@ class SchedulerSide:
             self._plan.opened.append(Opened(session, session.token_count))
         if external_count:
             begin = followed.load_begin
-            self._plan.loads.append(Load(session, begin, begin + external_count, tuple(block_ids)))
+            self._plan.loads.append(BlockLoad(session, begin, begin + external_count, tuple(block_ids)))
 
     def step(self, output: "SchedulerOutput") -> StepPlan:
         """What the worker has to do in the step that was scheduled."""
@@ -217,7 +217,7 @@ def session_of(request: "Request") -> str:
     return f"sessions/{named}" if named else ""
 
 
-def _get_or_create(client: Client, model: CallerModel, name: str, settings: Settings) -> SessionInfo:
+def _get_or_create(client: Client, model: CallerModel, name: str, settings: ConnectorSettings) -> SessionInfo:
     """The session of this name, or a new one; of no name, a new one whose name the store chooses."""
     if not name:
         ttl = timedelta(seconds=settings.unnamed_ttl_s)

@@ -23,7 +23,7 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ConnectorSettings:
     """What `kv_connector_extra_config` may say. Raises Refused for a key that is not one of these."""
 
     target: str = "127.0.0.1:7420"
@@ -37,7 +37,7 @@ class Settings:
     restore_timeout_s: float = 5.0
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> "Settings":
+    def of(cls, extra: Mapping[str, Any]) -> "ConnectorSettings":
         """The settings that a configuration gives."""
         known = cls.__dataclass_fields__
         for name in extra:
@@ -68,7 +68,7 @@ def _described(directory: str, model_id: str, dtype: torch.dtype) -> DescribedMo
     return describe_directory(directory, model_id=model_id, dtype=dtype)
 
 
-def link_for(config: "VllmConfig", settings: Settings, *, timeout_s: float) -> StoreLink:
+def link_for(config: "VllmConfig", settings: ConnectorSettings, *, timeout_s: float) -> StoreLink:
     """A link to the store for the engine's model."""
     model = config.model_config
 

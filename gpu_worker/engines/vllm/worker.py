@@ -25,8 +25,8 @@ from vllm.logger import init_logger
 from ctxcache.client.types import Durability
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.streams import StateKind
-from gpu_worker.engines.vllm.plan import Load, Opened, StepPlan
-from gpu_worker.engines.vllm.settings import Refused, Settings, kv_streams, link_for
+from gpu_worker.engines.vllm.plan import BlockLoad, Opened, StepPlan
+from gpu_worker.engines.vllm.settings import ConnectorSettings, Refused, kv_streams, link_for
 from gpu_worker.rows import stored_dtype
 from gpu_worker.saving import Saver, Slice
 
@@ -50,7 +50,7 @@ class AttentionLayer(NamedTuple):
 class WorkerSide:
     """Restores rows into the engine's blocks, and captures those that it computes."""
 
-    def __init__(self, config: "VllmConfig", settings: Settings) -> None:
+    def __init__(self, config: "VllmConfig", settings: ConnectorSettings) -> None:
         self._config, self._settings = config, settings
         self._durability = Durability[settings.durability.upper()]
         self._block_tokens: int = config.cache_config.block_size
@@ -117,7 +117,7 @@ class WorkerSide:
             self._rested_s = time.monotonic()
             self._stepping.notify_all()
 
-    def load(self, loads: Iterable[Load]) -> None:
+    def load(self, loads: Iterable[BlockLoad]) -> None:
         """Restore rows into blocks. A load that fails leaves its blocks to be computed."""
         for item in loads:
             try:
@@ -157,7 +157,7 @@ class WorkerSide:
 
     # -- restoring ----------------------------------------------------------------------------------------
 
-    def _load(self, item: Load) -> None:
+    def _load(self, item: BlockLoad) -> None:
         use = self.link.use()
         if use is None:
             raise SessionNotFound(session=item.session.name)
