@@ -77,8 +77,10 @@ class Forked:
 
     def send_signal(self, sig: int, /) -> None:
         """Send it a signal, unless it has ended."""
+        # The nursery may have reaped it a moment before its ending is heard of here.
         if self.poll() is None:
-            os.kill(self.pid, sig)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
