@@ -1,4 +1,4 @@
-"""Each baseline against a slow version of its paper that keeps no structure: the same references, in order."""
+"""Each baseline against a slow version of its paper without structure: the same references, in order."""
 
 import random
 from collections.abc import Callable, Iterable
