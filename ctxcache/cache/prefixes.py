@@ -293,7 +293,15 @@ class Prefixes:
         self.counts.found_token_count += token_count
         self.counts.adopted_token_count += token_count
         self.counts.adopted_bytes += session.size_bytes
-        self._state.journal.did(Call.FORK, session, source=source.name, tokens=token_count)
+        ttl_ns = session.expire_time_ns - session.access_time_ns
+        self._state.journal.did(
+            Call.FORK,
+            session,
+            source=source.name,
+            tokens=token_count,
+            ttl_ms=ttl_ns // 10**6,
+            is_pinned=session.is_pinned,
+        )
         try:
             await self._departures.write_down([session])
         except TierFailure:

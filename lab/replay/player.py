@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -211,12 +212,19 @@ class Player:
 
     def _fork(self, call: Called) -> None:
         self._ttls_s[call.session] = ttl_s = self._ttl_s(call)
-        self._client.sessions.fork(
+        fork = partial(
+            self._client.sessions.fork,
             self.name(call.text("source")),
             id=self._prefix + call.session,
             token_count=call.session_tokens,
             ttl=seconds(ttl_s),
         )
+        try:
+            fork()
+        except SessionAlreadyExists:
+            # An adoption: the session was opened before, and is empty.
+            self._client.sessions.delete(self.name(call.session))
+            fork()
 
     def _touch(self, call: Called) -> None:
         self._ttls_s[call.session] = ttl_s = self._ttl_s(call)

@@ -22,6 +22,7 @@ from cache_rig import (
 )
 from fakes import Operation
 
+from ctxcache.cache.journal import Call, Listening
 from ctxcache.cache.prefixes import Found, Match, Shortfall
 from ctxcache.core.ledger.keyed import Keyed
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, WriteInProgress
@@ -339,3 +340,17 @@ def area_under_curve(positive: list[int], negative: list[int]) -> float:
     negative = sorted(negative)
     wins = sum(bisect_left(negative, one) + bisect_right(negative, one) for one in positive)
     return wins / (2 * len(positive) * len(negative))
+
+
+async def test_an_adoption_is_recorded_as_a_fork(rig: MemoryRig, writer: Writer) -> None:
+    """Of a session that was opened before: from whom, how much, and for how long it lives."""
+    tokens = writer.make(SEGMENT_TOKENS)
+    for name in ("a", "b"):
+        await rig.create(name)
+    await rig.append("a", tokens, is_durable=True)
+    listening = rig.cache.state.journal.listening = Listening()
+    assert await rig.adopt("b", tokens) == 64
+    heard, _ = listening.take()
+    assert [(one.call, one.name, one.session_tokens) for one in heard] == [(Call.FORK, "sessions/b", 64)]
+    expected_facts = {"source": "sessions/a", "tokens": 64, "ttl_ms": 3_600_000, "is_pinned": False}
+    assert dict(heard[0].facts) == expected_facts

@@ -3,6 +3,7 @@
 Their examples, their wrong words, and where they are listed.
 """
 
+import json
 import shlex
 from pathlib import Path
 
@@ -75,3 +76,21 @@ def test_wrong_words_end_as_those_of_any_command(words: tuple[str, ...]) -> None
     assert words[-2] in plain.stderr
     assert '"reason":"USAGE"' in document.stderr.replace(" ", "")
     assert document.stdout == ""
+
+
+def test_an_adoption_is_replayed(running_server: ServerProcess, tmp_path: Path) -> None:
+    """It is a fork of a session that was opened before: nothing is refused."""
+    session = {"session": "0c", "tenant": "0b", "layout": 0}
+    adoption = (
+        {"at_ms": 4, "call": "open", "session_tokens": 0, "ttl_ms": 60_000},
+        {"at_ms": 5, "call": "fork", "session_tokens": 64, "tokens": 64, "source": "0a", "ttl_ms": 60_000},
+        {"at_ms": 6, "call": "read", "session_tokens": 64, "tokens": 64, "dram_tokens": 64, "lease": 2},
+    )
+    file = tmp_path / "calls.jsonl"
+    file.write_text(CALLS + "".join(f"{json.dumps(call | session)}\n" for call in adoption))
+
+    ran = ctxcache("trace", "replay", str(file), "--target", running_server.target, "--output", "json")
+
+    assert ran.exit_code == ExitCode.OK, ran.stderr
+    assert "SESSION_ALREADY_EXISTS" not in ran.stdout
+    assert ran.document["errors"] in ({}, []), ran.stdout
