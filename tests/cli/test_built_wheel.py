@@ -133,7 +133,7 @@ def test_its_help_lists_them(environment: dict[str, str]) -> None:
 def test_the_client_imports_no_more_than_the_wheel_alone_brings(
     wheel: Path, environment: dict[str, str]
 ) -> None:
-    """Each distribution behind a name of `ctxcache.client` is a requirement without an extra; none is cffi."""
+    """Each distribution behind a name of `ctxcache.client` is a requirement with no extra; none is cffi."""
     source = (
         "import sys; from ctxcache.client import *\n"
         "from importlib.metadata import packages_distributions\n"
