@@ -83,21 +83,25 @@ def simulate(options: Options) -> None:
     load, capacities = options.load(Load()), options.capacities()
     known = BLOCK_POLICIES if options.blocks else ALL_POLICIES
     chosen = options.chosen(known, known)
-    trace = Trace(
-        options.trace,
-        arrivals_times=options.arrivals(),
-        pace=options.pace(),
-        block_tokens=options.block_tokens,
-    )
+    trace = _trace(options, options.trace)
+    teacher = None if options.learned_from is None else _trace(options, options.learned_from)
     block_tokens = options.block_tokens if options.blocks else None
     outcomes = []
     with _progress(len(chosen) * len(capacities)) as step:
-        for outcome in study(trace, load, chosen, capacities, step=step, block_tokens=block_tokens):
+        for outcome in study(
+            trace, load, chosen, capacities, step=step, block_tokens=block_tokens, teacher=teacher
+        ):
             outcomes.append(outcome)
             if options.as_json:
                 typer.echo(json.dumps(outcome.to_dict()))
     if not options.as_json:
         _show(outcomes, are_costs=options.costs)
+
+
+def _trace(options: Options, path: Path) -> Trace:
+    return Trace(
+        path, arrivals_times=options.arrivals(), pace=options.pace(), block_tokens=options.block_tokens
+    )
 
 
 def _show(outcomes: Sequence[StudyOutcome], *, are_costs: bool) -> None:

@@ -191,6 +191,12 @@ class Options:
     block_tokens: Annotated[
         int, typer.Option(help="Tokens of a block: of the trace's hash_ids, or with --blocks.", min=1)
     ] = BLOCK_TOKENS
+    learned_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="A trace of the same kind that policies learned from before; with --blocks.", metavar="TRACE"
+        ),
+    ] = None
 
     def load(self, preset: Load) -> Load:
         """The machine, the model, the scheduler and the hints; what was not said is the preset's."""
@@ -219,6 +225,8 @@ class Options:
 
     def refuse_those_of_sweeps(self) -> None:
         """Raise BadParameter where an option would change nothing, as no sweep was asked for."""
+        if self.learned_from is not None and not self.blocks:
+            raise typer.BadParameter("needs --blocks", param_hint="--learned-from")
         for value, option in ((self.plot, "--plot"), (self.live, "--live")):
             if value is not None:
                 raise typer.BadParameter("draws and scales sweeps; name one with --sweep", param_hint=option)

@@ -42,7 +42,7 @@ class BlockRequest:
     is_later: bool
 
 
-class Blocks:
+class BlockReader:
     """Reads turns as requests for blocks of `block_tokens`. Owned by one replay."""
 
     def __init__(self, block_tokens: int) -> None:
@@ -246,7 +246,7 @@ class BlockReplay:
         self._load, self._block_tokens = load, block_tokens
         self._liar = Liar(load.wrong_hint_share, load.lies)
         self._next_arrivals_s = next_arrivals_s
-        self._blocks = Blocks(block_tokens)
+        self._blocks = BlockReader(block_tokens)
         block_bytes = block_tokens * load.token_bytes
         make = HeldBlocks if is_of_holders else SingleBlocks
         self.store: BlockStore = make(policy, block_bytes, (load.dram_bytes + load.ssd_bytes) // block_bytes)

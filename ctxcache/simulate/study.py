@@ -89,10 +89,12 @@ def study(
     *,
     step: Step,
     block_tokens: int | None = None,
+    teacher: Trace | None = None,
 ) -> Iterator[StudyOutcome]:
     """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong.
 
-    With `block_tokens` by prefix blocks, else by sessions.
+    With `block_tokens` by prefix blocks, else by sessions. With a `teacher` each policy of blocks begins with
+    what it learned from that trace at the same capacity.
     """
     needs_footprint = any(capacity.multiple is not None for capacity in capacities)
     needs_future = needs_footprint or load.hints or BELADY in policies
@@ -108,8 +110,20 @@ def study(
                 if block_tokens is None
                 else _of_blocks(sized, policy, block_tokens, next_arrivals_s)
             )
+            if block_tokens is not None and teacher is not None and isinstance(replay, BlockReplay):
+                _teach(
+                    replay, _of_blocks(replace(sized, hints=frozenset()), policy, block_tokens, None), teacher
+                )
             tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
             yield StudyOutcome(policy, capacity.multiple, sized, tally)
+
+
+def _teach(replay: BlockReplay, other: BlockReplay, teacher: Trace) -> None:
+    """Let the policy of `replay` begin with what that of `other` learns from the trace, without hints."""
+    other.run(teacher)
+    lessons = other.store.policy.lessons()
+    if lessons:
+        replay.store.policy.relearn(lessons, math.inf)
 
 
 def _of_blocks(

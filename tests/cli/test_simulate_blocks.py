@@ -47,3 +47,32 @@ def test_what_blocks_do_not_know_is_refused(tmp_path: Path, option: tuple[str, .
 
     assert ran.exit_code == ExitCode.USAGE
     assert option[0] in ran.stderr
+
+
+def test_value_begins_with_what_it_learned_from_another_trace(tmp_path: Path) -> None:
+    """Sessions that come back after 100 s, others never do: known from the start, more is found."""
+    trace = tmp_path / "trace.csv"
+    rows = ["session_id,arrival_ms,new_input_tokens,output_tokens,history_tokens,turn"]
+    turns = [(n * 10, f"r{n},{{}},{40 + n % 3},0,0,1") for n in range(60)]
+    turns += [(n * 10 + 100, f"r{n},{{}},8,0,40,2") for n in range(60)]
+    turns += [(n * 2 + 1, f"once{n},{{}},1000,0,0,1") for n in range(300)]
+    rows += [row.format(at_s * 1000) for at_s, row in sorted(turns)]
+    trace.write_text("\n".join(rows) + "\n")
+    said = ("simulate", str(trace), "--blocks", "--block-tokens", "8", "--policies", "value", "--json")
+    sized = (*said, "--token-bytes", "1", "--dram", "0", "--ssd", "1200")
+
+    alone, taught = (
+        json.loads(ctxcache(*sized, *more).stdout)["prompt_hit_rate"]
+        for more in ((), ("--learned-from", str(trace)))
+    )
+
+    assert taught > alone
+
+
+def test_lessons_of_sessions_are_refused(tmp_path: Path) -> None:
+    """Only a replay of blocks begins with them."""
+    trace = trace_of(tmp_path / "trace.jsonl", 512)
+    ran = CliRunner().invoke(app, ["simulate", str(trace), "--learned-from", str(trace)])
+
+    assert ran.exit_code == ExitCode.USAGE
+    assert "--learned-from" in ran.stderr
