@@ -19,7 +19,7 @@ from ctxcache.client.types import StorageTier
 from gpu_worker.checkpoint import describe_directory
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.plan import Method, RestorePlan
-from tests.engines.vllm_process import Reply, VllmEngine
+from lab.engines.vllm_process import Reply, VllmEngine
 from tests.server_process import ServerProcess
 
 BLOCK_TOKENS = 32
@@ -218,7 +218,11 @@ def test_the_engines_own_cache_and_the_store_agree(
     model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
 ) -> None:
     """With prefix caching on and few blocks, what the engine evicted comes from the store."""
-    options = {"enable_prefix_caching": True, "num_gpu_blocks_override": 20, "max_model_len": 512}
+    options: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        "num_gpu_blocks_override": 20,
+        "max_model_len": 512,
+    }
     with VllmEngine(model, store.target, tmp_path / "log", **options) as engine:
         prompts = {f"user-{number}": opening(number) for number in range(5)}
         for turn in range(4):
@@ -337,7 +341,7 @@ def test_another_model_is_refused(
     ids=["unknown setting", "unknown durability", "compiled"],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(
-    model: Path, tmp_path: Path, options: dict[str, object], message: str
+    model: Path, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     """The engine does not start, and says which setting is wrong."""
     with (

@@ -1,6 +1,6 @@
 """vLLM in a process of its own: requests in by a line of JSON, replies out by another.
 
-    python -m tests.engines.vllm_process MODEL OPTIONS
+    python -m lab.engines.vllm_process MODEL OPTIONS
 
 OPTIONS is a JSON object of arguments of `vllm.LLM`. The first line out is `{"ready": true}`, each later one
 answers one line in: a list of requests, which the engine gets together.
@@ -31,12 +31,17 @@ DEFAULTS: dict[str, Any] = {
     "block_size": 32,
     "max_model_len": 1024,
     "enable_prefix_caching": False,
+    # Latencies come with replies only where statistics are kept.
+    "disable_log_stats": False,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the engine made of one request. `cached_count`: tokens of the prompt that were not computed."""
+    """What the engine made of one request. `cached_count`: tokens of the prompt that were not computed.
+
+    `took_s`: from the request's arrival to the reply's first token.
+    """
 
     token_ids: tuple[int, ...]
     cached_count: int
@@ -47,7 +52,15 @@ class Reply:
 class VllmEngine:
     """A running engine. A context manager."""
 
-    def __init__(self, model: Path, target: str | None, log: Path, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        target: str | None,
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         """`target`: of the store it uses, if it uses one. `options` are arguments of `vllm.LLM`."""
         arguments = DEFAULTS | options
         if target is not None:
@@ -59,7 +72,7 @@ class VllmEngine:
             }
         self._command = [sys.executable, "-m", __spec__.name, str(model), json.dumps(arguments)]
         self._log = log
-        self._process: subprocess.Popen[str] | None = None
+        self._environment = os.environ | ENVIRONMENT | dict(environment or {})
 
     @property
     def log(self) -> str:
@@ -68,31 +81,30 @@ class VllmEngine:
 
     def __enter__(self) -> Self:
         with self._log.open("a") as log:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603  our own command
                 self._command,
                 cwd=ROOT,
-                env=os.environ | ENVIRONMENT,
+                env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
             )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("both are pipes")
+        self._requests, self._replies = self._process.stdin, self._process.stdout
         self._read()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
+        self._requests.close()
         self._process.wait(60)
-        self._process.stdout.close()
+        self._replies.close()
 
     def kill(self) -> None:
         """Kill it where it stands."""
-        assert self._process is not None
         self._process.kill()
 
     def ask(self, *requests: Mapping[str, Any]) -> list[Reply]:
@@ -101,10 +113,8 @@ class VllmEngine:
         A request has `prompt` (token ids), `session` (an id, or None), `count` (tokens to generate), and
         perhaps a `salt`.
         """
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(requests) + "\n")
-        self._process.stdin.flush()
+        self._requests.write(json.dumps(requests) + "\n")
+        self._requests.flush()
         return [Reply(tuple(item.pop("token_ids")), **item) for item in self._read()]
 
     def turn(self, prompt: Sequence[int], session: str | None, count: int = 24) -> Reply:
@@ -112,9 +122,7 @@ class VllmEngine:
         return self.ask({"prompt": list(prompt), "session": session, "count": count})[0]
 
     def _read(self) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._replies.readline()
         if not line:
             raise RuntimeError(f"vLLM ended: {self.log[-4000:]}")
         return json.loads(line)
@@ -133,7 +141,7 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
     if transfer is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     llm: Any = LLM(model=model, **arguments)
-    if transfer is not None:
+    if transfer is not None and transfer["kv_connector"] == "CtxcacheConnector":
         core = llm.llm_engine.engine_core.engine_core
         for connector in (core.scheduler.connector, get_kv_transfer_group()):
             connector.wait_until_linked(LINK_TIMEOUT_S)
