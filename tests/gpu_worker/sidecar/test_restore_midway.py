@@ -78,9 +78,10 @@ class HeldRows(SessionRows):
 
 
 class OneSession:
-    """A store that has one session."""
+    """A store that has one session: what restores use of a Client's models, sessions and handles."""
 
     def __init__(self, engine: PagedEngine, rows: HeldRows) -> None:
+        self.models = self.sessions = self
         self._rows = rows
         self._session = SessionInfo(
             name="sessions/one",
@@ -89,17 +90,21 @@ class OneSession:
             layout=tuple(ranges_of(rows.streams)),
         )
 
-    def register_model(self, spec: object, probe: object) -> None:
-        """See Client."""
+    def register(self, spec: object, probe: object) -> None:
+        """See ModelCalls."""
 
-    def get_session(self, name: str) -> SessionInfo:
-        """See Client."""
+    def get(self, name: str) -> SessionInfo:
+        """See SessionCalls."""
         assert name == self._session.name
         return self._session
 
-    def read(self, session: SessionInfo, _model: object, **_: object) -> HeldRows:
-        """See Client."""
+    def open(self, session: SessionInfo, _model: object) -> "OneSession":
+        """See SessionCalls."""
         assert session is self._session
+        return self
+
+    def read(self, **_: object) -> HeldRows:
+        """See SessionHandle."""
         return self._rows
 
 
