@@ -5,7 +5,7 @@ not answer, for which a request waits until its look-up's deadline.
 """
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.ctxcache")
 
 LOOKUP_THREADS = 4
+LOOKUP_PATIENCE_S = 0.005
+"""How long one question of the scheduler waits for a look-up: about as long as most of them take."""
 KEYED_TOKENS = 64
 """The least prefix that the store finds by its tokens."""
 SAVE_WAIT_S = 5.0
@@ -95,6 +97,8 @@ class SchedulerSide:
                 return None
             self._leave(request.request_id)
             return 0
+        # A thread of this process looks it up, and would have to ask a busy loop for each of its turns.
+        wait([followed.lookup], LOOKUP_PATIENCE_S)
         if not followed.lookup.done():
             return None
         session = followed.lookup.result()
