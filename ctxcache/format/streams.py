@@ -31,6 +31,8 @@ class StateKind(enum.IntEnum):
     """HIDDEN in 4 bits, groups of 32, 4 outliers a row, likewise."""
     KV_INT4 = 8
     """KV in 4 bits, groups of 32, 4 outliers a row, likewise."""
+    ENGINE_BLOCK = 9
+    """An engine's own blocks of K/V, opaque: a row is an equal share of its block's bytes."""
 
 
 class DType(enum.IntEnum):

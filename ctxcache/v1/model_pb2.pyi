@@ -46,6 +46,11 @@ class _StateKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateKind.V
     """Layer input in 4 bits, in groups of 32 with 4 outliers a row, likewise."""
     STATE_KIND_KV_INT4: _StateKind.ValueType  # 8
     """K then V before positional encoding in 4 bits, in groups of 32 with 4 outliers a row, likewise."""
+    STATE_KIND_ENGINE_BLOCK: _StateKind.ValueType  # 9
+    """Bytes of an engine's own blocks of K/V, opaque to everybody else: the row of a token is an equal share of its
+    block's bytes, so that only whole blocks mean anything. The model's settings name the engine and its layout of
+    blocks. Its rows have DTYPE_PACKED.
+    """
 
 class StateKind(_StateKind, metaclass=_StateKindEnumTypeWrapper):
     """What the bytes of a row are."""
@@ -70,6 +75,11 @@ STATE_KIND_HIDDEN_INT4: StateKind.ValueType  # 7
 """Layer input in 4 bits, in groups of 32 with 4 outliers a row, likewise."""
 STATE_KIND_KV_INT4: StateKind.ValueType  # 8
 """K then V before positional encoding in 4 bits, in groups of 32 with 4 outliers a row, likewise."""
+STATE_KIND_ENGINE_BLOCK: StateKind.ValueType  # 9
+"""Bytes of an engine's own blocks of K/V, opaque to everybody else: the row of a token is an equal share of its
+block's bytes, so that only whole blocks mean anything. The model's settings name the engine and its layout of
+blocks. Its rows have DTYPE_PACKED.
+"""
 Global___StateKind: _TypeAlias = StateKind  # noqa: Y015
 
 class _Dtype:
