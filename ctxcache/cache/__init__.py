@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ctxcache.cache.appends import Appends
 from ctxcache.cache.background import Background
 from ctxcache.cache.backup import Backup
+from ctxcache.cache.blocks import Blocks
 from ctxcache.cache.budgets import DirtyBound, MemoryRoom, Pins
 from ctxcache.cache.devices import Devices
 from ctxcache.cache.eviction import Departures, SsdRoom
@@ -117,6 +118,15 @@ class Cache:
         )
         leased = Pins("leases", memory.capacity_bytes, limits.lease_share, limits)
         self.leases = Leases(state, io, self.promotions, self.mending, leased)
+        self.blocks = Blocks(
+            state,
+            metadata,
+            self.appends,
+            self.leases,
+            self.flushing,
+            self.departures,
+            lambda: self.sessions.default_expiration,
+        )
         self.scrubbing = Scrubbing(state, self.mending, io, metadata)
         self.devices = Devices(state, ssd, self.departures, self.mending, self.flushing)
         self.backup = Backup(state, io, self.flushing, self.mending)

@@ -8,7 +8,7 @@ writer disappears its slots are kept from others for a while, because it may sti
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -225,6 +225,8 @@ class Appends:
         self._open: dict[int, Reservation] = {}
         self._last_id = 0
         self._quarantine: list[tuple[int, Segment, Pinner]] = []
+        self.abandoned: Callable[[Session], None] = lambda _: None
+        """Hears of a block of which no row was committed when its writers let go; blocks set it."""
 
     @property
     def reservation_count(self) -> int:
@@ -518,6 +520,8 @@ class Appends:
             else:
                 self._release(segment, client)
         self._ledger.write_ended(session, now_ns / SECOND_NS)
+        if session.is_block and not session.log_end:
+            self.abandoned(session)
 
     def expire_due(self) -> None:
         """End reservations past their deadline, and give back slots whose grace has passed."""
@@ -541,6 +545,16 @@ class Appends:
             reservation.tally.grow(stream, first, last, is_first=first == run.token_begin).update(source)
             target = self._rows(run, stream, first, last)
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+    def place_in_row(self, reservation: Reservation, stream: int, begin: int, data: memoryview) -> None:
+        """Put bytes into the only row of a block's stream, by its number, from byte `begin` of it on.
+
+        They are neither checked nor added up.
+        """
+        [run] = reservation.runs
+        offset_bytes = run.segment.layout.offsets[stream] + begin
+        target = self._io.view(run.segment)[offset_bytes : offset_bytes + len(data)]
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))
 
     @contextmanager
     def lend(self, reservation: Reservation) -> Iterator[Room]:

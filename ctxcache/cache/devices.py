@@ -89,7 +89,7 @@ class Devices:
     async def _reckon_all(self) -> None:
         self._is_reckoned = True
         count = 0
-        for session in list(self._ledger.sessions()):
+        for session in list(self._ledger.listing()):
             if not session.is_gone:
                 self._ledger.reckon(session)
                 count += 1 + len(session.segments)

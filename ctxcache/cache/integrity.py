@@ -33,7 +33,7 @@ def check_integrity(cache: Cache) -> list[str]:
 
 
 def _sessions(cache: Cache) -> Iterator[str]:
-    for session in cache.ledger.sessions():
+    for session in cache.ledger.listing():
         yield from _session(session)
 
 
@@ -42,7 +42,7 @@ def _claims(cache: Cache) -> Iterator[str]:
     dirty = {s for s in ledger.segments() if s.is_unwritten}
     spared = {
         segment
-        for session in ledger.sessions()
+        for session in ledger.listing()
         if ledger.is_spared(session)
         for segment in ledger.unwritten_segments(session)
     }
@@ -64,7 +64,7 @@ def _claims(cache: Cache) -> Iterator[str]:
 def _uses(cache: Cache) -> Iterator[str]:
     uses = Counter(lease.view.uid for lease in cache.leases.leases())
     uses.update(reservation.session.uid for reservation in cache.appends.reservations())
-    if any(session.use_count != uses[session.uid] for session in cache.ledger.sessions()):
+    if any(session.use_count != uses[session.uid] for session in cache.ledger.listing()):
         yield "sessions in use, as the ledger knows them, are not those that are leased or written"
 
 
@@ -90,7 +90,7 @@ def _session(session: Session) -> Iterator[str]:
 
 
 def _references(cache: Cache) -> Iterator[str]:
-    counts = Counter(segment for session in cache.ledger.sessions() for segment in session.segments)
+    counts = Counter(segment for session in cache.ledger.listing() for segment in session.segments)
     if set(counts) != set(cache.ledger.segments()):
         yield "segments known and segments listed differ"
     for segment, count in counts.items():

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ctxcache.core.history import ENDS, Event, History, Miss, Requests
-from ctxcache.core.ledger.session import Session, SessionView
+from ctxcache.core.ledger.session import BLOCKS, Session, SessionView
 from ctxcache.errors import CacheError
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.runtime.clock import Clock
@@ -162,7 +162,7 @@ class Journal:
         self, by: str, tenant: str, session_id: str, error: CacheError, call: Call | None = None
     ) -> None:
         """It was not, or not for this caller."""
-        if self.listening is not None:
+        if self.listening is not None and not session_id.startswith(BLOCKS):
             at_ns, name = self._clock.monotonic_ns(), f"sessions/{session_id}"
             self.listening.hear(
                 Heard(call or _ASKED[by], at_ns, tenant, name, 0, None, b"", {"reason": error.reason})
@@ -226,6 +226,9 @@ class Journal:
         session_tokens: int,
         facts: Mapping[str, Fact],
     ) -> None:
+        if session.layout.is_block:
+            # Recordings are of sessions.
+            return
         listening.hear(
             Heard(
                 call,

@@ -14,7 +14,7 @@ from ctxcache.core.ledger.ledger import SECOND_NS
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.usage import TenantUse
-from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.layout import SegmentLayout, block_layout
 from ctxcache.format.streams import Stream, ranges_of
 from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord
 
@@ -56,6 +56,12 @@ class _Loader:
     def _sessions(self) -> Iterator[tuple[Session, tuple[int, ...]]]:
         """The sessions, without segments, and the ids of those that each lists."""
         for record in self._metadata.sessions():
+            if record.block is not None:
+                layout = block_layout(record.block.part_bytes)
+                session = self._made(record, record.tenant, record.block.space, layout)
+                session.parent_id = record.block.parent_id
+                yield session, record.segment_ids
+                continue
             model = self._state.models.get((record.tenant, record.model_id))
             if model is None:
                 log.error("session_without_model session=%s model=%s", record.session_id, record.model_id)
@@ -85,6 +91,10 @@ class _Loader:
         gap = session.first_gap()
         if gap is not None:
             self._cut(session, gap)
+        if session.is_block and not session.live:
+            # It is there whole or not at all.
+            self._repairs.deleted_session_uids.append(session.uid)
+            return
         idle_ns = max(self._state.clock.now_ns() - session.access_time_ns, 0)
         self._ledger.recalled(session, idle_ns / SECOND_NS)
 
@@ -101,13 +111,16 @@ class _Loader:
         self._repairs.sessions.append(record_of(session))
 
     def _session(self, record: SessionRecord, model: ModelRecord) -> Session:
+        return self._made(record, model.tenant, model.fingerprint, self._layout(record, model))
+
+    def _made(self, record: SessionRecord, tenant: str, fingerprint: bytes, layout: SegmentLayout) -> Session:
         return Session(
             uid=record.uid,
-            tenant=model.tenant,
+            tenant=tenant,
             session_id=record.session_id,
-            model_id=model.spec.model_id,
-            model_fingerprint=model.fingerprint,
-            layout=self._layout(record, model),
+            model_id=record.model_id,
+            model_fingerprint=fingerprint,
+            layout=layout,
             expiration=Expiration(record.ttl_ns, record.expire_time_ns),
             create_time_ns=record.create_time_ns,
             access_time_ns=record.access_time_ns,

@@ -26,7 +26,7 @@ from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_RANGE, StreamRange
 from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.spans import NO_SPANS, Spans
-from ctxcache.storage.metadata.base import ModelRecord, SessionRecord
+from ctxcache.storage.metadata.base import BlockRecord, ModelRecord, SessionRecord
 
 GENERATION_BITS = 32
 """Changes that one session can see in one run before its generations reach those after the next crash."""
@@ -176,4 +176,10 @@ def record_of(session: Session) -> SessionRecord:
         expire_time_ns=session.expire_time_ns,
         ttl_ns=session.expiration.ttl_ns,
         is_pinned=session.is_pinned,
+        block=_block_record(session) if session.is_block else None,
     )
+
+
+def _block_record(session: Session) -> BlockRecord:
+    part_bytes = tuple(spec.row_bytes for spec in session.layout.specs)
+    return BlockRecord(session.model_fingerprint, session.parent_id, part_bytes)

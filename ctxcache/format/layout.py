@@ -11,12 +11,17 @@ The same layout is used in the arena and on SSD: a flush is one copy-free write.
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 
-from ctxcache.format.streams import StateKind, Stream, StreamRange, StreamSpec, ranges_of
+from ctxcache.format.streams import DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
 
 ALIGN_BYTES = 4096
 SEGMENT_TOKENS = 64
+BLOCK_ROWS = 1
+"""Rows of a slot that holds one block: each part is a stream of one row."""
+BLOCK_LAYOUTS_KEPT = 256
+"""Layouts of blocks that are not made anew each time: an engine has one or two."""
 HEADER_FIXED_BYTES = 256
 HEADER_STREAM_BYTES = struct.calcsize("<iiiiQ")
 
@@ -62,6 +67,11 @@ class SegmentLayout:
         object.__setattr__(self, "index", {spec.stream: i for i, spec in enumerate(self.specs)})
 
     @property
+    def is_block(self) -> bool:
+        """Whether a slot holds one block, and not tokens of a session."""
+        return self.segment_tokens == BLOCK_ROWS
+
+    @property
     def token_bytes(self) -> int:
         """Bytes one token takes over all streams, padding not counted."""
         return sum(spec.row_bytes for spec in self.specs)
@@ -85,3 +95,13 @@ class SegmentLayout:
         i = self.index[stream]
         row_bytes = self.specs[i].row_bytes
         return slice(self.offsets[i] + row_begin * row_bytes, self.offsets[i] + row_end * row_bytes)
+
+
+@lru_cache(BLOCK_LAYOUTS_KEPT)
+def block_layout(part_bytes: tuple[int, ...]) -> SegmentLayout:
+    """Where the parts of a block, of these sizes in bytes, lie in its slot: one stream of one row each."""
+    specs = (
+        StreamSpec(Stream(number, StateKind.ENGINE_BLOCK), size_bytes, DType.PACKED)
+        for number, size_bytes in enumerate(part_bytes)
+    )
+    return SegmentLayout(tuple(specs), BLOCK_ROWS)

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from block_rig import SPACE as BLOCKS_SPACE
+from block_rig import data_of, key_of, load, look, put
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, DiskRig, MemoryRig, Token, Writer, expected
 from fakes import Operation
 from hypothesis import HealthCheck, settings
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ctxcache.cache.appends import Reservation
+from ctxcache.cache.blocks import BlockState
 from ctxcache.cache.leases import Lease
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
@@ -33,7 +36,9 @@ T = TypeVar("T")
 picks = st.sampled_from(range(60))
 parts = st.sampled_from([i / 16 for i in range(17)])
 counts = st.sampled_from([0, 1, 3, 60, 64, 65, 100, 128, 150, 200, 250])
+block_numbers = st.sampled_from(range(12))
 seldom = st.sampled_from([False] * 5 + [True])
+BLOCK_SIZES = (500, SLOT_BYTES // 2, SLOT_BYTES - 4096)
 CAPACITIES = Capacities(6 * SLOT_BYTES, 4 * SLOT_BYTES)
 SETTINGS = settings(
     max_examples=100,
@@ -355,6 +360,35 @@ class CacheMachine(RuleBasedStateMachine):
         self.run(self.rig.delete(name))
         del self.model[name]
 
+    @rule(number=block_numbers, count=st.sampled_from([1, 2, 3]), is_durable=st.booleans(), is_child=seldom)
+    def put_blocks(self, number: int, count: int, *, is_durable: bool, is_child: bool) -> None:
+        """Blocks are put among the sessions; those that were made durable are on SSD."""
+        numbers = range(number, number + count)
+        parent = number - 1 if is_child and look(self.rig, number - 1) == [BlockState.HIT] else None
+        size_bytes = BLOCK_SIZES[number % len(BLOCK_SIZES)]
+        with self.may_lack_room():
+            self.run(put(self.rig, *numbers, is_durable=is_durable, parent=parent, size_bytes=size_bytes))
+
+    @rule(number=block_numbers, count=st.sampled_from([1, 2, 3]))
+    def load_blocks(self, number: int, count: int) -> None:
+        """A block is there whole or not at all."""
+        numbers = range(number, number + count)
+        with self.may_lack_room():
+            for each, found in zip(numbers, self.run(load(self.rig, *numbers)), strict=True):
+                assert found is None or found == data_of(each, len(found))
+                assert found is None or len(found) in BLOCK_SIZES
+
+    @rule(number=block_numbers, is_meant=seldom)
+    def delete_block(self, number: int, *, is_meant: bool) -> None:
+        """A deleted block is gone."""
+        if is_meant:
+            self.run(self.rig.cache.blocks.delete("acme", BLOCKS_SPACE, [key_of(number)]))
+            assert look(self.rig, number) == [BlockState.MISS]
+
+    def durable_blocks(self) -> set[str]:
+        """Those that a crash leaves."""
+        return {block.session_id for block in self.rig.cache.ledger.blocks() if block.durable_end}
+
     @precondition(lambda self: self.model)
     @rule(pick=picks, is_demoted=st.booleans())
     def flush(self, pick: int, *, is_demoted: bool) -> None:
@@ -431,8 +465,11 @@ class CacheMachine(RuleBasedStateMachine):
         for lease, _ in self.leases:
             self.rig.cache.leases.release(lease.lease_id)
         self.forget_holds()
+        self.run(self.rig.cache.drain())
+        durable = self.durable_blocks()
         if is_crash:
             self.run(self.rig.crash())
+            assert self.durable_blocks() == durable
         else:
             try:
                 self.run(self.rig.close())

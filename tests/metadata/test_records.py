@@ -18,7 +18,7 @@ from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata import records
-from ctxcache.storage.metadata.base import ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.base import BlockRecord, ModelRecord, SegmentRecord, SessionRecord
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 SIZE = st.integers(0, (1 << 63) - 1)
@@ -58,6 +58,19 @@ SESSIONS = st.builds(
     expire_time_ns=INT64,
     ttl_ns=st.none() | INT64,
     is_pinned=st.booleans(),
+)
+BLOCKS = st.integers(0, 4).flatmap(
+    lambda count: st.builds(
+        replace,
+        SESSIONS,
+        layout=st.lists(STREAM, min_size=count, max_size=count).map(tuple),
+        block=st.builds(
+            BlockRecord,
+            st.binary(min_size=32, max_size=32),
+            NAME,
+            st.lists(INT32, min_size=count, max_size=count).map(tuple),
+        ),
+    )
 )
 STREAM_SPECS = st.builds(StreamSpec, STREAM, INT64, st.sampled_from(DType))
 VALUES = {
@@ -111,6 +124,9 @@ SAMPLES = {
     "model": encode(make_model()),
     "session": encode(make_session(segment_ids=(1, 2))),
     "segment": encode(make_segment()),
+    "block": encode(
+        replace(make_session(segment_ids=(3,)), block=BlockRecord(bytes(32), "blocks/a", (1, 1 << 24)))
+    ),
 }
 
 
@@ -119,7 +135,7 @@ def reseal(key: bytes, sealed: bytes) -> bytes:
     return sealed + xxh3_64_intdigest(sealed, seed=xxh3_64_intdigest(key)).to_bytes(8, "little")
 
 
-@given(MODELS | SESSIONS | SEGMENTS)
+@given(MODELS | SESSIONS | BLOCKS | SEGMENTS)
 def test_every_record_comes_back_as_it_went_in(record: ModelRecord | SessionRecord | SegmentRecord) -> None:
     """Encoding loses nothing, whatever is in the fields."""
     encoded = encode(record)
@@ -127,7 +143,7 @@ def test_every_record_comes_back_as_it_went_in(record: ModelRecord | SessionReco
     assert encoded.decode(encoded.key, encoded.value) == record
 
 
-@given(MODELS | SESSIONS | SEGMENTS, st.data())
+@given(MODELS | SESSIONS | BLOCKS | SEGMENTS, st.data())
 def test_any_flipped_bit_of_any_record_is_refused(
     record: ModelRecord | SessionRecord | SegmentRecord, data: st.DataObject
 ) -> None:

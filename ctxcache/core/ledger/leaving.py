@@ -33,8 +33,11 @@ class Leaving:
         quotas: Quotas,
         below: Shelf,
         closed_paths: Callable[[], Collection[int]],
+        continued_by: Callable[[Session], Collection[Session]],
     ) -> None:
+        """`continued_by`: the blocks that name a block as what they continue."""
         self._get = get
+        self._continued_by = continued_by
         self._feed = feed
         self._unwritten = unwritten
         self._evictable = evictable
@@ -58,7 +61,24 @@ class Leaving:
     def from_memory(self, among: Sequence[str] | None) -> Session | None:
         """The coldest session of these accounts that is in memory alone; None when none may go."""
         uid = self._unwritten.first(lambda uid: self.is_removable(self._get(uid)), among)
-        return None if uid is None else self._get(uid)
+        return None if uid is None else self.leaf(self._get(uid), _is_in_memory_alone)
+
+    def leaf(self, session: Session, is_of_use: Callable[[Session], bool]) -> Session:
+        """Who leaves in the place of a block: the last of those that continue it, one after the other.
+
+        None of what continues it that may not leave, or is of no use, counts. Anything else goes itself.
+        """
+        if not session.is_block:
+            return session
+        # Blocks that were put anew may name each other.
+        passed: set[bytes] = set()
+        while session.uid not in passed:
+            passed.add(session.uid)
+            for child in self._continued_by(session):
+                if child.uid not in passed and self.is_removable(child) and is_of_use(child):
+                    session = child
+                    break
+        return session
 
     def from_below(self, for_session: Session, size_bytes: int) -> Session | None:
         """The coldest session but this one that gives room on a path that takes writes.
@@ -136,8 +156,11 @@ class Leaving:
     def _first(
         self, for_session: Session, among: Sequence[str] | None, is_of_use: Callable[[Session], bool]
     ) -> Session | None:
-        found = self._evictable.first(self._judge(for_session, is_of_use), among)
-        return None if found is None else self._get(found)
+        judge = self._judge(for_session, is_of_use)
+        found = self._evictable.first(judge, among)
+        if found is None:
+            return None
+        return self.leaf(self._get(found), lambda child: judge(child.uid) is Verdict.LEAVES)
 
     def _judge(
         self, for_session: Session, is_of_use: Callable[[Session], bool]

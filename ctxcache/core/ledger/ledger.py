@@ -144,6 +144,10 @@ class Ledger:
         self._by_uid: dict[bytes, Session] = {}
         self._names: dict[str, list[str]] = {}
         """Session ids of each tenant, in order."""
+        self._blocks: dict[tuple[str, str], Session] = {}
+        """Blocks by tenant and id."""
+        self._children: dict[tuple[str, str], dict[bytes, Session]] = {}
+        """Blocks by tenant and the id of the block that they continue, which may be gone."""
         self._model_sessions: Counter[tuple[str, str]] = Counter()
         self._segments: dict[int, Segment] = {}
         self._last_segment_id = 0
@@ -186,6 +190,7 @@ class Ledger:
             self.quotas,
             below,
             lambda: devices.closed_paths,
+            self._continued_by,
         )
 
     # -- look-ups ----------------------------------------------------------------------------------
@@ -196,7 +201,8 @@ class Ledger:
 
     def find_at(self, tenant: str, session_id: str, now_ns: int) -> Session:
         """As `find`, for a caller that has looked at the clock: `now_ns` in the store's time."""
-        session = self._sessions.get((tenant, session_id))
+        name = tenant, session_id
+        session = self._sessions.get(name) or self._blocks.get(name)
         if session is None or session.expire_time_ns <= now_ns:
             raise SessionNotFound(session=f"sessions/{session_id}")
         if session.reckoned != self._reckoning:
@@ -209,8 +215,9 @@ class Ledger:
             raise SessionNotFound(session=session.name)
 
     def named(self, tenant: str, session_id: str) -> Session | None:
-        """A tenant's session, expired or not."""
-        return self._sessions.get((tenant, session_id))
+        """A tenant's session or block, expired or not."""
+        name = tenant, session_id
+        return self._sessions.get(name) or self._blocks.get(name)
 
     def get(self, uid: bytes) -> Session | None:
         """A session that is there."""
@@ -218,11 +225,19 @@ class Ledger:
 
     def sessions(self) -> Collection[Session]:
         """Every session."""
+        return self._sessions.values()
+
+    def blocks(self) -> Collection[Session]:
+        """Every block."""
+        return self._blocks.values()
+
+    def listing(self) -> Collection[Session]:
+        """Every session and every block: all that list segments."""
         return self._by_uid.values()
 
     def newest(self, limit: int) -> list[Session]:
         """At most so many sessions, the last made first."""
-        return list(islice(reversed(self._by_uid.values()), limit))
+        return list(islice(reversed(self._sessions.values()), limit))
 
     def names(self, tenant: str) -> Sequence[str]:
         """A tenant's session ids, in order."""
@@ -351,11 +366,8 @@ class Ledger:
             self._feed.evicted(session)
         session.used(UseEvent.ENDED)
         uid = session.uid
-        del self._sessions[session.tenant, session.session_id]
+        self._forget_name(session)
         del self._by_uid[uid]
-        self._model_sessions[session.tenant, session.model_id] -= 1
-        names = self._names[session.tenant]
-        del names[bisect_left(names, session.session_id)]
         self.busiest.forget(uid)
         self._touched.pop(uid, None)
         self._unwritten.ended(session)
@@ -374,11 +386,15 @@ class Ledger:
     def touched(self, session: Session, now_ns: int) -> None:
         """Count an access at that time of the store."""
         session.touch(now_ns)
-        self.busiest.count(session.uid)
         self.accesses_by_tenant[session.tenant] += 1
         # Earlier than before where an expiry was shortened.
         self._expiry.schedule(session.uid, session.expire_time_ns)
-        self._touched[session.uid] = session
+        if not session.is_block:
+            self.busiest.count(session.uid)
+            self._touched[session.uid] = session
+        elif session.durable_end:
+            # One that is not below has no record: after a crash it is not there.
+            self._touched[session.uid] = session
 
     def read_began(self, session: Session, pieces: Iterable[Piece], now_s: float) -> None:
         """A lease or stream of these pieces begins, `now_s` of the monotonic clock."""
@@ -686,7 +702,12 @@ class Ledger:
         if segment is None:
             return None
         if segment.is_unwritten and segment.home is not None:
-            return GiveUp(self._by_uid[segment.home.uid])
+            session = self._by_uid[segment.home.uid]
+            leaf = self._leaving.leaf(session, lambda child: child.backlog is Backlog.SPARED)
+            if leaf is not session:
+                # It leaves after what continues it.
+                self._resident.add(segment)
+            return GiveUp(leaf)
         return Drop(segment)
 
     # -- moves out: what is to be written ------------------------------------------------------------
@@ -883,12 +904,37 @@ class Ledger:
     # -- parts -------------------------------------------------------------------------------------
 
     def _add(self, session: Session) -> None:
-        self._sessions[session.tenant, session.session_id] = session
         self._by_uid[session.uid] = session
-        self._model_sessions[session.tenant, session.model_id] += 1
-        insort(self._names.setdefault(session.tenant, []), session.session_id)
+        name = session.tenant, session.session_id
+        if session.is_block:
+            self._blocks[name] = session
+            if session.parent_id:
+                self._children.setdefault((session.tenant, session.parent_id), {})[session.uid] = session
+        else:
+            self._sessions[name] = session
+            self._model_sessions[session.tenant, session.model_id] += 1
+            insort(self._names.setdefault(session.tenant, []), session.session_id)
         for segment in session.segments:
             segment.list_in(session.residence)
+
+    def _forget_name(self, session: Session) -> None:
+        name = session.tenant, session.session_id
+        if not session.is_block:
+            del self._sessions[name]
+            self._model_sessions[session.tenant, session.model_id] -= 1
+            names = self._names[session.tenant]
+            del names[bisect_left(names, session.session_id)]
+            return
+        del self._blocks[name]
+        if session.parent_id:
+            parent = session.tenant, session.parent_id
+            del self._children[parent][session.uid]
+            if not self._children[parent]:
+                del self._children[parent]
+
+    def _continued_by(self, session: Session) -> Collection[Session]:
+        """The blocks that name this one as what they continue."""
+        return self._children.get((session.tenant, session.session_id), {}).values()
 
     def _index(self, session: Session) -> None:
         if session.segments and not session.is_pinned:
@@ -1023,8 +1069,9 @@ class Ledger:
 
     def faults(self) -> Iterator[str]:
         """What does not add up in the indices, one sentence each. Looks at everything."""
-        if set(self._sessions.values()) != set(self._by_uid.values()):
-            yield "sessions by name and by uid differ"
+        if {*self._sessions.values(), *self._blocks.values()} != set(self._by_uid.values()):
+            yield "sessions and blocks by name and by uid differ"
+        yield from self._faults_of_blocks()
         listed = {(tenant, name) for tenant, names in self._names.items() for name in names}
         if listed != set(self._sessions) or any(names != sorted(names) for names in self._names.values()):
             yield "sessions and the list of their names differ"
@@ -1043,6 +1090,14 @@ class Ledger:
             yield f"{session.name} is taken to be in memory and is not"
         if any(not s.memory or s.place in (Place.HELD, Place.GONE) for s in self._feed.unread):
             yield "something promoted ahead of need is not there, and may still be used"
+
+    def _faults_of_blocks(self) -> Iterator[str]:
+        if any(session.is_block for session in self._sessions.values()):
+            yield "a block is listed as a session"
+        children = {(name, uid) for name, found in self._children.items() for uid in found}
+        named = {((s.tenant, s.parent_id), s.uid) for s in self._blocks.values() if s.parent_id}
+        if children != named:
+            yield "blocks, and what is known of which continues which, differ"
 
     def _faults_of(self, session: Session) -> Iterator[str]:
         if session.is_gone:

@@ -33,10 +33,17 @@ from ctxcache.errors import (
     ModelFingerprintMismatch,
     TokenRangeOutOfBounds,
 )
-from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.layout import BLOCK_ROWS, SegmentLayout
 
+BLOCKS = "blocks/"
+"""What the ids of blocks begin with: no session's id has a slash."""
 HEAT_HALF_LIFE_NS = 600 * 10**9
 BEGIN = attrgetter("begin")
+
+
+def block_id(space: bytes, key: bytes) -> str:
+    """The id of a block in the ledger: of its space's fingerprint and its key, 32 bytes each."""
+    return f"{BLOCKS}{space.hex()}/{key.hex()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,11 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """State of one session. Owned by the ledger."""
+    """State of one session, or of one block. Owned by the ledger.
+
+    A block is a session that no list of sessions shows, with one segment of one row. Its `session_id` is
+    `block_id`, its `model_fingerprint` that of its space, its `model_id` empty.
+    """
 
     uid: bytes
     tenant: str
@@ -89,6 +100,8 @@ class Session:
 
     They lie on a path that is lost, or behind a segment that does.
     """
+    parent_id: str = ""
+    """Of a block the `block_id` of the block that it continues; empty for none."""
     exposed_begin: int | None = None
     """Where its first segment begins that lies on a lost path and in memory; None when there is none."""
     reckoned: int = 0
@@ -102,9 +115,12 @@ class Session:
 
     name: str = field(init=False)
     """Resource name."""
+    is_block: bool = field(init=False)
+    """Whether it is a block."""
 
     def __post_init__(self) -> None:
-        self.name = f"sessions/{self.session_id}"
+        self.is_block = self.layout.segment_tokens == BLOCK_ROWS
+        self.name = self.session_id if self.is_block else f"sessions/{self.session_id}"
         self.token_count = ranges.count(self.live)
         self.residence = Residence(self.uid)
 

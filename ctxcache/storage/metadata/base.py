@@ -53,9 +53,20 @@ class SegmentRecord(NamedTuple):
     """Of its rows, 32 bytes each, see docs/prefixes.md: by them it is found by its tokens."""
 
 
+class BlockRecord(NamedTuple):
+    """What the record of a block has besides: its space's fingerprint, 32 bytes, and its parts' sizes.
+
+    `parent_id`: of the block that it continues, empty for none.
+    """
+
+    space: bytes
+    parent_id: str
+    part_bytes: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A session's durable state. Key: uid (16 bytes), never reused.
+    """A session's durable state, or a block's. Key: uid (16 bytes), never reused.
 
     `segment_ids` in log order; `live` are position ranges `[begin, end)` of the log, ascending and
     disjoint; `log_end` is one past the last position ever used by a durable row. Exactly one of
@@ -76,6 +87,7 @@ class SessionRecord:
     expire_time_ns: int
     ttl_ns: int | None
     is_pinned: bool
+    block: BlockRecord | None = None
 
 
 @dataclass(slots=True)

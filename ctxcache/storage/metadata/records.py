@@ -18,6 +18,7 @@ every version, so that a newer record is told apart from a damaged one.
     segment  fixed part | tenant | keys, 32 bytes each
     session  fixed part | tenant | session id | model id | (layer i32, kind i32)... | ids u64...
              | (begin i64, end i64)...
+             of a block also: space 32 | parent's id length u16 | parent's id | size i32 of each part
     model    JSON object; its probe, if any, in base64
     commit   sequence u64 | session count u64 | XOR of all session values' checksums u64
     slot     size in bytes u64
@@ -40,7 +41,13 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import decode_probe
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.base import (
+    BlockRecord,
+    Changes,
+    ModelRecord,
+    SegmentRecord,
+    SessionRecord,
+)
 
 MODEL_PREFIX = b"m/"
 SESSION_PREFIX = b"s/"
@@ -64,6 +71,8 @@ LAYOUTS_KEPT = 256
 """Layouts of sessions that are not read anew each time: a model has one or two."""
 _IS_PINNED = 1
 _HAS_TTL = 2
+_IS_BLOCK = 4
+_BLOCK = struct.Struct("<32sH")
 Record = TypeVar("Record")
 
 
@@ -116,7 +125,8 @@ def decode_segment(key: bytes, value: bytes) -> SegmentRecord:
 def encode_session(record: SessionRecord) -> bytes:
     """Pack the value kept under `session_key`. Raises struct.error for a number out of its range."""
     names = [name.encode() for name in (record.tenant, record.session_id, record.model_id)]
-    flags = _IS_PINNED * record.is_pinned | _HAS_TTL * (record.ttl_ns is not None)
+    block = record.block
+    flags = _IS_PINNED * record.is_pinned | _HAS_TTL * (record.ttl_ns is not None) | _IS_BLOCK * bool(block)
     fixed = _SESSION.pack(
         record.generation,
         record.log_end,
@@ -133,7 +143,14 @@ def encode_session(record: SessionRecord) -> bytes:
     streams = [_STREAM.pack(stream.layer, stream.kind) for stream in record.layout]
     segment_ids = struct.pack(f"<{len(record.segment_ids)}Q", *record.segment_ids)
     live = struct.pack(f"<{2 * len(record.live)}q", *chain.from_iterable(record.live))
-    return _seal(session_key(record.uid), b"".join([fixed, *names, *streams, segment_ids, live]))
+    besides = b"" if block is None else _packed_block(block)
+    return _seal(session_key(record.uid), b"".join([fixed, *names, *streams, segment_ids, live, besides]))
+
+
+def _packed_block(block: BlockRecord) -> bytes:
+    parent = block.parent_id.encode()
+    sizes = struct.pack(f"<{len(block.part_bytes)}i", *block.part_bytes)
+    return b"".join((_BLOCK.pack(block.space, len(parent)), parent, sizes))
 
 
 def decode_session(key: bytes, value: bytes) -> SessionRecord:
@@ -289,7 +306,10 @@ def _read_session(key: bytes, body: bytes) -> SessionRecord:
         range_count,
     ) = _SESSION.unpack_from(body)
     sizes = (*name_bytes, stream_count * _STREAM.size, segment_count * 8, range_count * _RANGE.size)
-    tenant, session_id, model_id, streams, segment_ids, live = _split(body[_SESSION.size :], sizes)
+    end = _SESSION.size + sum(sizes)
+    tenant, session_id, model_id, streams, segment_ids, live = _split(
+        _exactly(body, _SESSION.size, end), sizes
+    )
     return SessionRecord(
         uid=key[len(SESSION_PREFIX) :],
         tenant=tenant.decode(),
@@ -305,7 +325,18 @@ def _read_session(key: bytes, body: bytes) -> SessionRecord:
         expire_time_ns=expire_time_ns,
         ttl_ns=ttl_ns if flags & _HAS_TTL else None,
         is_pinned=bool(flags & _IS_PINNED),
+        block=_read_block(body[end:], stream_count, is_there=bool(flags & _IS_BLOCK)),
     )
+
+
+def _read_block(body: bytes, part_count: int, *, is_there: bool) -> BlockRecord | None:
+    if not is_there:
+        if body:
+            raise ValueError(f"{len(body)} bytes more than are announced")
+        return None
+    space, parent_bytes = _BLOCK.unpack_from(body)
+    parent, sizes = _split(body[_BLOCK.size :], (parent_bytes, 4 * part_count))
+    return BlockRecord(space, parent.decode(), struct.unpack(f"<{part_count}i", sizes))
 
 
 @lru_cache(LAYOUTS_KEPT)

@@ -1,0 +1,492 @@
+"""Blocks: an engine's own bytes, put and found by a key of 32 bytes.
+
+    absent ──reserved──► PENDING ──every part committed──► HIT ──expired, evicted, deleted, cut──► absent
+                            └── a writer let go, or was too late ──► absent
+
+A block is a session that no list of sessions shows: one segment of one row, whose streams are the block's
+parts. So reservations, commits, flushes, checksums, leases, placement, budgets and records are those of
+sessions. A block has no record before it is on SSD: a crash leaves all of it or nothing. It is put if it is
+absent: whoever comes second writes nothing. Its parts may have several writers; when one of them disappears
+with parts uncommitted, all of the put is given up, for it may still be writing there.
+
+Keys are looked for within a tenant and a space, see `core/prefix/spaces.py`. Nothing awaits between a look
+and the change that it allows.
+"""
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ctxcache.cache.appends import Appends, Reservation
+from ctxcache.cache.eviction import Departures
+from ctxcache.cache.flushing import Flushing
+from ctxcache.cache.leases import Lease, Leases, ReadRequest
+from ctxcache.cache.state import State
+from ctxcache.core.budget import Pinner
+from ctxcache.core.history import Event
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.session import Session, block_id
+from ctxcache.errors import (
+    CorruptSegment,
+    InvalidArgument,
+    LeaseNotFound,
+    ReservationNotFound,
+    SessionNotFound,
+    TooManyRequests,
+    WriteInProgress,
+)
+from ctxcache.format.layout import block_layout
+from ctxcache.storage.metadata.base import MetadataStore
+
+TOKEN_BYTES = 16
+TTL_LIMIT_NS = 300 * 10**9
+"""How long a lease of blocks lasts at most."""
+
+
+class BlockState(Enum):
+    """What is there of a block."""
+
+    MISS = "miss"
+    PENDING = "pending"
+    """Somebody writes it."""
+    HIT = "hit"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    """What a look-up says of one key. `part_bytes` are empty for a miss."""
+
+    state: BlockState
+    part_bytes: tuple[int, ...] = ()
+    is_in_memory: bool = False
+
+
+ABSENT = FoundBlock(BlockState.MISS)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block to be put: sizes of all its parts, in bytes, and the numbers of those that this writer has.
+
+    `parent`: the key of the block that it continues.
+    """
+
+    key: bytes
+    part_bytes: tuple[int, ...]
+    parts: tuple[int, ...]
+    parent: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What came of asking for room: HIT, PENDING (others have these parts), or where the parts belong.
+
+    `reservation_id` is 0 where there is nothing to write. `offsets_bytes`: in the arena, of the parts asked
+    for.
+    """
+
+    state: BlockState
+    reservation_id: int = 0
+    offsets_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """A part whose bytes are in place, and their XXH3-64."""
+
+    reservation_id: int
+    part: int
+    checksum: int
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """A block that is being written. `claims`: whose the parts are; `sums` of those committed."""
+
+    session: Session
+    reservation: Reservation | None = None
+    claims: dict[int, int] = field(default_factory=dict)
+    sums: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockLease:
+    """Blocks held in DRAM: one lease for each key that is there, None for the others."""
+
+    token: bytes
+    tenant: str
+    leases: tuple[Lease | None, ...]
+    deadline_ns: int
+
+
+class Blocks:
+    """The use cases of blocks. Owned by the event loop."""
+
+    def __init__(
+        self,
+        state: State,
+        metadata: MetadataStore,
+        appends: Appends,
+        leases: Leases,
+        flushing: Flushing,
+        departures: Departures,
+        default: Callable[[], Expiration],
+    ) -> None:
+        self._state, self._ledger, self._metadata = state, state.ledger, metadata
+        self._appends, self._leases = appends, leases
+        self._flushing, self._departures = flushing, departures
+        self._default = default
+        self._puts: dict[bytes, Put] = {}
+        """By the uid of the block."""
+        self._put_numbers: dict[int, bytes] = {}
+        """Uids by the number of the reservation."""
+        self._held: dict[bytes, BlockLease] = {}
+        """By token."""
+        appends.abandoned = self._gave_up
+
+    # -- look ----------------------------------------------------------------------------------------
+
+    def look_up(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[FoundBlock]:
+        """What is there under these keys, in their order. Counts as no access."""
+        now_ns = self._state.clock.now_ns()
+        return [self._look(tenant, space, key, now_ns) for key in keys]
+
+    def _look(self, tenant: str, space: bytes, key: bytes, now_ns: int) -> FoundBlock:
+        block = self._there(tenant, space, key, now_ns)
+        if block is None:
+            return ABSENT
+        if not block.token_count:
+            return FoundBlock(BlockState.PENDING, _sizes(block))
+        return FoundBlock(BlockState.HIT, _sizes(block), block.is_in_memory)
+
+    def _there(self, tenant: str, space: bytes, key: bytes, now_ns: int) -> Session | None:
+        """A block that is there or being written, and has not expired."""
+        try:
+            block = self._ledger.find_at(tenant, block_id(space, key), now_ns)
+        except SessionNotFound:
+            return None
+        return block if block.token_count or block.uid in self._puts else None
+
+    # -- put -----------------------------------------------------------------------------------------
+
+    async def reserve(
+        self,
+        tenant: str,
+        space: bytes,
+        wanted: Sequence[Wanted],
+        client: int | None,
+        *,
+        writer: int,
+        expiration: Expiration | None = None,
+    ) -> list[Room]:
+        """Room for the parts of blocks that are absent, in the order of `wanted`; all of it or none.
+
+        `writer` is who may commit them, `client` whose share of the arena they count in. A parent is there,
+        or earlier in the list. Raises InvalidArgument, CapacityExceeded, TooManyRequests, TierFailure.
+        """
+        self._metadata.check()
+        await self._clear_away(tenant, space, wanted)
+        self._check(tenant, space, wanted)
+        rooms: list[Room] = []
+        try:
+            for one in wanted:
+                room = await self._reserve(tenant, space, one, client, writer, expiration)
+                rooms.append(room)
+        except BaseException:
+            for room in rooms:
+                if room.reservation_id:
+                    self.withdraw(room.reservation_id, writer, is_abandoned=False)
+            raise
+        return rooms
+
+    def commit(self, written: Sequence[WrittenPart], *, writer: int) -> list[Session]:
+        """These parts are in place and will not change; blocks that have all of theirs are there from now on.
+
+        Returns the block of each part. One that expired before all its parts were there is gone. Raises
+        ReservationNotFound (not this writer's, or over), InvalidArgument (a part twice): then nothing is
+        committed.
+        """
+        puts = [self._own(one, writer) for one in written]
+        if len({(one.reservation_id, one.part) for one in written}) < len(written):
+            raise InvalidArgument(field="parts", problem="names one twice")
+        for put, one in zip(puts, written, strict=True):
+            put.sums[one.part] = one.checksum
+            del put.claims[one.part]
+            count = len(put.session.layout.specs)
+            if len(put.sums) == count and put.reservation is not None:
+                sums = [put.sums[number] for number in range(count)]
+                self._forget(put)
+                with suppress(SessionNotFound):
+                    self._appends.commit_in_memory(put.reservation, 1, keep_open=False, checksums=sums)
+        return [put.session for put in puts]
+
+    async def flush(self, blocks: Sequence[Session]) -> None:
+        """Make those durable that are there. Raises the first failure when all were tried."""
+        there = {block for block in blocks if block.token_count and not block.is_gone}
+        results = await asyncio.gather(*map(self._flushing.flush, there), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def withdraw(self, reservation_id: int, writer: int, *, is_abandoned: bool) -> None:
+        """This writer lets go of the parts that it has not committed. Does nothing where it has none.
+
+        `is_abandoned`: nobody can say that it has stopped writing, so that the put is given up. Otherwise it
+        goes on while others have parts of it.
+        """
+        put = self._puts.get(self._put_numbers.get(reservation_id, b""))
+        if put is None or put.reservation is None or writer not in put.claims.values():
+            return
+        put.claims = {part: owner for part, owner in put.claims.items() if owner != writer}
+        if is_abandoned or not (put.claims or put.sums):
+            self._appends.release(put.reservation, is_abandoned=is_abandoned)
+
+    def is_open(self, reservation_id: int) -> bool:
+        """Whether a put goes on."""
+        return reservation_id in self._put_numbers
+
+    def place(self, reservation_id: int, part: int, begin: int, data: memoryview, *, writer: int) -> None:
+        """Put bytes of a part where they belong, from byte `begin` of it on.
+
+        Raises ReservationNotFound, InvalidArgument.
+        """
+        put = self._own(WrittenPart(reservation_id, part, 0), writer)
+        size_bytes = put.session.layout.specs[part].row_bytes
+        if begin + len(data) > size_bytes:
+            problem = f"{begin + len(data)} B do not fit into {size_bytes} B"
+            raise InvalidArgument(field="data", problem=problem)
+        if put.reservation is not None:
+            self._appends.place_in_row(put.reservation, part, begin, data)
+
+    # -- read ----------------------------------------------------------------------------------------
+
+    async def lease(
+        self, tenant: str, space: bytes, keys: Sequence[bytes], client: int | None, *, ttl_ns: int
+    ) -> BlockLease:
+        """Bring blocks into DRAM and hold them there for `ttl_ns`, or until the token is released.
+
+        A key that is not there, or whose bytes turn out to be bad, has no lease. Raises CapacityExceeded,
+        TooManyRequests, TierFailure: then nothing is held.
+        """
+        now_ns = self._state.clock.now_ns()
+        blocks = [self._there(tenant, space, key, now_ns) for key in keys]
+        there = [block if block and block.token_count else None for block in blocks]
+        sizes = {s.segment_id: s.size_bytes for block in there if block for s in block.segments}
+        # First: what can never be held at once is not waited for.
+        self._leases.pins.has_room(Pinner(tenant, client), sizes)
+        held: dict[int, Lease] = {}
+        try:
+            asked = [self._hold(block, client, held, i) for i, block in enumerate(there) if block]
+            results = await asyncio.gather(*asked, return_exceptions=True)
+        except BaseException:
+            self._let_go(held.values())
+            raise
+        failure = next((result for result in results if result is not None), None)
+        if failure is not None:
+            self._let_go(held.values())
+            raise failure
+        deadline_ns = self._state.clock.monotonic_ns() + min(ttl_ns, TTL_LIMIT_NS)
+        for lease in held.values():
+            lease.deadline_ns = deadline_ns
+        leases = tuple(map(held.get, range(len(keys))))
+        found = BlockLease(secrets.token_bytes(TOKEN_BYTES), tenant, leases, deadline_ns)
+        self._forget_ended()
+        if held:
+            self._held[found.token] = found
+        return found
+
+    def leased(self, tenant: str, token: bytes) -> BlockLease:
+        """What a token of the tenant holds, for any of its connections. Raises LeaseNotFound."""
+        found = self._held.get(token)
+        if found is None or found.tenant != tenant or not self._is_held(found):
+            raise LeaseNotFound(lease_id=token.hex())
+        return found
+
+    def release(self, tenant: str, token: bytes) -> None:
+        """End a lease of blocks. Raises LeaseNotFound."""
+        found = self.leased(tenant, token)
+        del self._held[token]
+        self._let_go(found.leases)
+
+    # -- delete --------------------------------------------------------------------------------------
+
+    async def delete(self, tenant: str, space: bytes, keys: Sequence[bytes]) -> int:
+        """Delete the blocks that are there; returns how many. What is leased is read on.
+
+        Raises WriteInProgress where one is being written: then none is deleted; TierFailure.
+        """
+        self._metadata.check(is_growing=False)
+        now_ns = self._state.clock.now_ns()
+        found = dict.fromkeys(self._there(tenant, space, key, now_ns) for key in keys)
+        blocks = [block for block in found if block is not None]
+        for block in blocks:
+            if block.is_writing:
+                raise WriteInProgress(session=block.name)
+        for block in blocks:
+            self._state.journal.happened(block, Event.DELETED, token_count=block.token_count)
+        if blocks:
+            await self._departures.remove(blocks)
+        return len(blocks)
+
+    # -- parts ---------------------------------------------------------------------------------------
+
+    async def _clear_away(self, tenant: str, space: bytes, wanted: Iterable[Wanted]) -> None:
+        """Remove what has expired, was cut, or lies on a lost path, and would be in the way."""
+        now_ns, gone = self._state.clock.now_ns(), list[Session]()
+        for one in wanted:
+            block = self._ledger.named(tenant, block_id(space, one.key))
+            is_there = block is not None and self._there(tenant, space, one.key, now_ns) is not None
+            if block is not None and not is_there and not block.is_writing:
+                gone.append(block)
+        if gone:
+            await self._departures.remove(gone)
+
+    def _check(self, tenant: str, space: bytes, wanted: Sequence[Wanted]) -> None:
+        """Raise InvalidArgument, TooManyRequests before anything is changed."""
+        now_ns, coming = self._state.clock.now_ns(), set[bytes]()
+        new_count = 0
+        for i, one in enumerate(wanted):
+            if one.key in coming:
+                raise InvalidArgument(field=f"blocks[{i}].key", problem="is named twice")
+            block = self._there(tenant, space, one.key, now_ns)
+            is_parent_known = one.parent is None or one.parent in coming
+            if not is_parent_known and self._there(tenant, space, one.parent or b"", now_ns) is None:
+                raise InvalidArgument(field=f"blocks[{i}].parent_key", problem="is not there")
+            new_count += block is None
+            sizes = _sizes(block) if block is not None and not block.token_count else one.part_bytes
+            if sizes != one.part_bytes:
+                problem = f"others write this block with parts of {list(sizes)} B"
+                raise InvalidArgument(field=f"blocks[{i}].part_bytes", problem=problem)
+            coming.add(one.key)
+        limit = self._state.limits.session_count
+        if len(self._ledger.blocks()) + new_count > limit:
+            raise TooManyRequests(what="blocks", limit=limit)
+
+    async def _reserve(
+        self,
+        tenant: str,
+        space: bytes,
+        one: Wanted,
+        client: int | None,
+        writer: int,
+        expiration: Expiration | None,
+    ) -> Room:
+        name = block_id(space, one.key)
+        block = self._ledger.named(tenant, name)
+        if block is not None:
+            put = self._puts.get(block.uid)
+            if put is None:
+                return Room(BlockState.HIT if block.token_count else BlockState.PENDING)
+            is_taken = any(part in put.claims or part in put.sums for part in one.parts)
+            if put.reservation is None or is_taken:
+                return Room(BlockState.PENDING)
+            return self._claim(put, one, writer)
+        block = self._blank(tenant, name, space, one, expiration or self._default())
+        put = self._puts[block.uid] = Put(block)
+        self._ledger.opened(block)
+        try:
+            put.reservation = await self._appends.reserve(
+                tenant,
+                name,
+                fingerprint=space,
+                write_offset=0,
+                generation=None,
+                token_count=1,
+                client=client,
+            )
+        except BaseException:
+            self._puts.pop(block.uid, None)
+            if not block.is_gone:
+                self._ledger.ended(block)
+            raise
+        self._put_numbers[put.reservation.reservation_id] = block.uid
+        return self._claim(put, one, writer)
+
+    def _claim(self, put: Put, one: Wanted, writer: int) -> Room:
+        reservation = put.reservation
+        if reservation is None:
+            raise RuntimeError("it has no room yet")
+        put.claims.update(dict.fromkeys(one.parts, writer))
+        [run] = reservation.runs
+        slot, offsets = run.segment.memory, put.session.layout.offsets
+        if slot is None:
+            raise RuntimeError("a reserved segment is not in memory")
+        places = tuple([slot.offset_bytes + offsets[part] for part in one.parts])
+        return Room(BlockState.MISS, reservation.reservation_id, places)
+
+    def _blank(self, tenant: str, name: str, space: bytes, one: Wanted, expiration: Expiration) -> Session:
+        now_ns = self._state.clock.now_ns()
+        return Session(
+            uid=uuid.uuid4().bytes,
+            tenant=tenant,
+            session_id=name,
+            model_id="",
+            model_fingerprint=space,
+            layout=block_layout(one.part_bytes),
+            expiration=expiration,
+            create_time_ns=now_ns,
+            access_time_ns=now_ns,
+            expire_time_ns=expiration.after_access(now_ns),
+            parent_id=block_id(space, one.parent) if one.parent is not None else "",
+        )
+
+    def _own(self, one: WrittenPart, writer: int) -> Put:
+        put = self._puts.get(self._put_numbers.get(one.reservation_id, b""))
+        if put is None or put.claims.get(one.part) != writer:
+            raise ReservationNotFound(reservation_id=one.reservation_id)
+        return put
+
+    def _forget(self, put: Put) -> None:
+        self._puts.pop(put.session.uid, None)
+        if put.reservation is not None:
+            self._put_numbers.pop(put.reservation.reservation_id, None)
+
+    def _gave_up(self, session: Session) -> None:
+        """A reservation of this block ended with nothing committed: it never was."""
+        put = self._puts.get(session.uid)
+        if put is not None:
+            self._forget(put)
+        if not session.is_gone:
+            self._ledger.ended(session)
+
+    async def _hold(self, block: Session, client: int | None, held: dict[int, Lease], number: int) -> None:
+        """Lease a block, and put the lease under that number, unless the block is gone, or bad."""
+        request = ReadRequest(
+            block.tenant, block.session_id, block.model_fingerprint, None, client=client, is_summed=True
+        )
+        try:
+            lease = await self._leases.acquire(request)
+        except (SessionNotFound, CorruptSegment):
+            return
+        if lease.pieces:
+            held[number] = lease
+        else:
+            # It was cut while its bytes were brought.
+            self._leases.release(lease.lease_id)
+
+    def _let_go(self, leases: Iterable[Lease | None]) -> None:
+        for lease in leases:
+            if lease is not None and self._leases.is_held(lease.lease_id):
+                self._leases.release(lease.lease_id)
+
+    def _is_held(self, lease: BlockLease) -> bool:
+        is_in_time = self._state.clock.monotonic_ns() < lease.deadline_ns
+        return is_in_time and all(self._leases.is_held(one.lease_id) for one in lease.leases if one)
+
+    def _forget_ended(self) -> None:
+        """Forget tokens of leases that ended by themselves, the first ones first."""
+        while self._held:
+            token, oldest = next(iter(self._held.items()))
+            if self._is_held(oldest):
+                break
+            self._let_go(oldest.leases)
+            del self._held[token]
+
+
+def _sizes(block: Session) -> tuple[int, ...]:
+    """Of a block's parts, in bytes."""
+    return tuple([spec.row_bytes for spec in block.layout.specs])
