@@ -18,12 +18,14 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.errors import (
     CacheError,
     DeadlineExceeded,
+    InvalidArgument,
     ModelFingerprintMismatch,
     ModelProbeMismatch,
     PermissionDenied,
     Unauthenticated,
     Unavailable,
 )
+from gpu_worker.errors import UnsupportedArchitecture, UnsupportedDtype, WeightsNotVisible
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,17 @@ PAUSE_S = 2.0
 """Between a failure and the next try."""
 GONE = (Unavailable, DeadlineExceeded)
 """Errors of a store that does not answer, as opposed to one that says no."""
+FINAL = (
+    InvalidArgument,
+    ModelFingerprintMismatch,
+    ModelProbeMismatch,
+    PermissionDenied,
+    Unauthenticated,
+    UnsupportedArchitecture,
+    UnsupportedDtype,
+    WeightsNotVisible,
+)
+"""Errors that another try would end in, too."""
 
 
 class LinkState(enum.Enum):
@@ -115,11 +128,16 @@ class StoreLink:
             if self._client is None:
                 self._client = self._connect()
             self._model = self._register(self._client)
-        except (ModelFingerprintMismatch, ModelProbeMismatch, PermissionDenied, Unauthenticated) as error:
+        except FINAL as error:
             log.error("the context store is not used: %s", error)  # noqa: TRY400  its reason is the message
             return LinkState.REFUSED
         except CacheError as error:
             log.warning("the context store cannot be used yet, prompts are computed: %s", error)
             return LinkState.RESTING
+        except Exception:
+            # Libraries that read models raise whatever they like; the engine goes on without a store.
+            if not self._is_closed:
+                log.exception("the context store is not used: the model could not be described")
+            return LinkState.REFUSED
         log.info("the context store is used for %s", self._model.name)
         return LinkState.READY

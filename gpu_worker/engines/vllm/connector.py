@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
 
 from gpu_worker.engines.link import LinkState
-from gpu_worker.engines.vllm.plan import StepPlan, StepReport
+from gpu_worker.engines.vllm.plan import BlockLayout, StepPlan, StepReport
 from gpu_worker.engines.vllm.scheduler import SchedulerSide
-from gpu_worker.engines.vllm.settings import ConnectorSettings, check_engine
+from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, check_engine
 from gpu_worker.engines.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -34,11 +35,15 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
-        check_engine(vllm_config, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config, settings.saved)
         # What cannot be restored is computed: a store's failure must never be a request's.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        side = SchedulerSide if role is KVConnectorRole.SCHEDULER else WorkerSide
-        self._side: SchedulerSide | WorkerSide = side(vllm_config, settings)
+        self._saved = settings.saved
+        self._side: SchedulerSide | WorkerSide = (
+            SchedulerSide(vllm_config, settings)
+            if role is KVConnectorRole.SCHEDULER
+            else WorkerSide(vllm_config, kv_cache_config, settings)
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -48,6 +53,18 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_until_linked(self, timeout_s: float) -> bool:
         """Wait until the store can be used, or never will be, or the time is over; whether it can be."""
         return self._side.link.wait(timeout_s) is LinkState.READY
+
+    # -- both, as the engine starts -------------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the worker tells the scheduler of its blocks."""
+        return self._worker().layout.result() if self._saved is SavedState.BLOCKS else None
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What the scheduler hears of the worker's blocks."""
+        (layout,) = metadata.values()
+        if isinstance(layout, BlockLayout):
+            self._scheduler().layout.set_result(layout)
 
     # -- scheduler ----------------------------------------------------------------------------------------
 
@@ -111,7 +128,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker().end_step()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Restore what the step's requests need."""
+        """Restore what the requests of the step need."""
         del kwargs, forward_context
         plan = self._get_connector_metadata()
         if isinstance(plan, StepPlan):
@@ -121,10 +138,13 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: rows are there before the pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: rows are captured before positions are put into them."""
+        """Nothing: rows are captured in the pass, and blocks are saved behind it."""
 
     def wait_for_save(self) -> None:
-        """Nothing: the pass's rows are in staging."""
+        """Save the blocks that the step filled."""
+        plan = self._get_connector_metadata()
+        if isinstance(plan, StepPlan):
+            self._worker().save(plan.saves)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See WorkerSide.take_bad_blocks."""

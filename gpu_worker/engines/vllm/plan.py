@@ -3,7 +3,11 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from ctxcache.client.types import SessionInfo
 
@@ -15,6 +19,15 @@ class BlockLoad(NamedTuple):
     begin: int
     end: int
     block_ids: tuple[int, ...]
+
+
+class BlockSave(NamedTuple):
+    """Save the tokens from `begin` on: when the step has been computed they fill these blocks."""
+
+    session_name: str
+    begin: int
+    block_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
 
 
 class Opened(NamedTuple):
@@ -36,6 +49,8 @@ class StepPlan(KVConnectorMetadata):
     blocks: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     """Blocks that a session's request has now besides those that it had."""
     loads: list[BlockLoad] = field(default_factory=list)
+    saves: list[BlockSave] = field(default_factory=list)
+    """To be done behind the pass; none where rows are captured within it."""
 
 
 @dataclass
@@ -47,3 +62,14 @@ class StepReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both reports in one."""
         return StepReport(self.saved | other.saved) if isinstance(other, StepReport) else self
+
+
+@dataclass(frozen=True)
+class BlockLayout(KVConnectorHandshakeMetadata):
+    """How an engine's blocks lie in memory: another layout is another model to the store."""
+
+    block_tokens: int
+    page_bytes: tuple[int, ...]
+    """Bytes of one block, by layer."""
+    description: str
+    """Everything else that gives these bytes their meaning."""

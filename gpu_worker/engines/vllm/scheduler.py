@@ -7,7 +7,7 @@ not answer, for which a request waits until its look-up's deadline.
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,15 @@ from vllm.logger import init_logger
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import SessionInfo
-from ctxcache.errors import CacheError, SessionAlreadyExists, SessionNotFound
+from ctxcache.errors import (
+    CacheError,
+    ModelFingerprintMismatch,
+    SessionAlreadyExists,
+    SessionNotFound,
+)
 from ctxcache.format.streams import TOKENS
-from gpu_worker.engines.vllm.plan import BlockLoad, Opened, StepPlan, StepReport
-from gpu_worker.engines.vllm.settings import ConnectorSettings, kv_streams, link_for
+from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan, StepReport
+from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
 from gpu_worker.rows import token_ids_of
 
 if TYPE_CHECKING:
@@ -44,6 +49,7 @@ SAVE_WAIT_S = 5.0
 class Followed:
     """A request that is restored and saved, from its arrival to its end."""
 
+    request: "Request"
     session_name: str
     """Empty for a request that names none, until its look-up has made one."""
     prompt: list[int]
@@ -56,6 +62,10 @@ class Followed:
     """Whether the worker was told to save it."""
     load_begin: int = 0
     """The first token that is not in the engine's own cache."""
+    block_ids: list[int] = field(default_factory=list)
+    """Its blocks, in order."""
+    saved_end: int = 0
+    """Tokens that the session has, or that the worker was told to save."""
 
 
 class SchedulerSide:
@@ -64,7 +74,11 @@ class SchedulerSide:
     def __init__(self, config: "VllmConfig", settings: ConnectorSettings) -> None:
         self._settings = settings
         self._block_tokens: int = config.cache_config.block_size
-        self.link = link_for(config, settings, timeout_s=settings.lookup_timeout_s)
+        self._unit_tokens = self._block_tokens if settings.saved is SavedState.BLOCKS else 1
+        """Sessions are cut after a multiple of so many tokens."""
+        self.layout: Future[BlockLayout] = Future()
+        """How the worker's blocks lie in memory, where they are what is saved."""
+        self.link = link_for(config, settings, self.layout, timeout_s=settings.lookup_timeout_s)
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, "ctxcache-lookup")
         self._followed: dict[str, Followed] = {}
         """By request id."""
@@ -82,14 +96,15 @@ class SchedulerSide:
         # Less than a run of tokens is never found: a session of its own would be of no use.
         if not name and (not is_shared or len(prompt) < KEYED_TOKENS):
             return
-        followed = Followed(name, prompt, is_shared, time.monotonic() + SAVE_WAIT_S)
+        followed = Followed(request, name, prompt, is_shared, time.monotonic() + SAVE_WAIT_S)
         self._followed[request.request_id] = followed
         self._begin_lookup(followed)
 
     def matched(self, request: "Request", computed_count: int) -> int | None:
         """Tokens beyond the computed ones that can be restored; None while that is not known yet."""
         followed = self._followed.get(request.request_id)
-        if followed is None:
+        if followed is None or followed.is_open:
+            # It was preempted, and what is saved of it by now may still be under way.
             return 0
         if followed.lookup is None:
             if time.monotonic() < followed.deadline_s:
@@ -125,6 +140,7 @@ class SchedulerSide:
                 self._leave(request.request_id)
                 return
             followed.is_open = True
+            followed.saved_end = session.token_count
             self._plan.opened.append(Opened(session, session.token_count))
         if external_count:
             begin = followed.load_begin
@@ -138,10 +154,13 @@ class SchedulerSide:
             if followed is not None and followed.is_open:
                 plan.lost_blocks.append(followed.session_name)
         for new in output.scheduled_new_reqs:
-            self._tell_blocks(plan, new.req_id, new.block_ids)
+            self._scheduled(plan, output, new.req_id, new.num_computed_tokens, new.block_ids, is_anew=True)
         cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            self._tell_blocks(plan, request_id, block_ids)
+        for request_id, computed_count, block_ids in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            is_anew = request_id in cached.resumed_req_ids
+            self._scheduled(plan, output, request_id, computed_count, block_ids, is_anew=is_anew)
         return plan
 
     def finished(self, request: "Request") -> None:
@@ -164,7 +183,8 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             for name in report.saved:
-                self._saving.pop(name, None)
+                # Its request may go on: from here on it is not saved.
+                self._leave(self._saving.pop(name, ""))
 
     def has_work(self) -> bool:
         """Whether the worker has to hear of something although nothing is scheduled."""
@@ -173,12 +193,37 @@ class SchedulerSide:
     def close(self) -> None:
         """End the threads and the connection."""
         self._threads.shutdown(cancel_futures=True)
+        self.layout.cancel()
         self.link.close()
 
-    def _tell_blocks(self, plan: StepPlan, request_id: str, block_ids: tuple[list[int], ...] | None) -> None:
+    def _scheduled(
+        self,
+        plan: StepPlan,
+        output: "SchedulerOutput",
+        request_id: str,
+        computed_count: int,
+        block_ids: tuple[list[int], ...] | None,
+        *,
+        is_anew: bool,
+    ) -> None:
+        """Tokens of a request are computed in this step. `is_anew`: it has these blocks and no other."""
         followed = self._followed.get(request_id)
-        if followed is not None and followed.is_open and block_ids is not None:
-            plan.blocks.append((followed.session_name, tuple(block_ids[0])))
+        if followed is None or not followed.is_open:
+            return
+        added = block_ids[0] if block_ids is not None else []
+        if self._settings.saved is SavedState.KV:
+            plan.blocks.append((followed.session_name, tuple(added)))
+            return
+        followed.block_ids = [*added] if is_anew else [*followed.block_ids, *added]
+        # The ids of tokens that the step before this one draws may not be known yet.
+        filled_count = computed_count + output.num_scheduled_tokens[request_id]
+        end = min(filled_count, followed.request.num_tokens) // self._block_tokens
+        begin = followed.saved_end // self._block_tokens
+        if begin < end:
+            ids = followed.request.all_token_ids[begin * self._block_tokens : end * self._block_tokens]
+            blocks = tuple(followed.block_ids[begin:end])
+            plan.saves.append(BlockSave(followed.session_name, followed.saved_end, blocks, tuple(ids)))
+            followed.saved_end = end * self._block_tokens
 
     def _leave(self, request_id: str) -> None:
         self._followed.pop(request_id, None)
@@ -196,13 +241,17 @@ class SchedulerSide:
         name, prompt = followed.session_name, followed.prompt
         try:
             session = _get_or_create(client, model, name, self._settings)
-            if not session.token_count:
-                return client.prefixes.adopt(session, model, prompt) if followed.is_shared else session
-            with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
-                saved = token_ids_of(rows.array(TOKENS))
-            common = _common_count(saved, prompt)
-            if common < len(saved):
-                return client.sessions.keep_first(name, common, if_generation_match=session.generation)
+            common = session.token_count
+            if not common and followed.is_shared:
+                session = client.prefixes.adopt(session, model, prompt)
+                common = session.token_count
+            elif common:
+                with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
+                    common = _common_count(token_ids_of(rows.array(TOKENS)), prompt)
+            common -= common % self._unit_tokens
+            if common < session.token_count:
+                generation = session.generation
+                return client.sessions.keep_first(session.name, common, if_generation_match=generation)
         except CacheError as error:
             self.link.failed(error)
             logger.info("%s is not used: %s", name or "the store", error)
@@ -222,21 +271,24 @@ def session_of(request: "Request") -> str:
 
 
 def _get_or_create(client: Client, model: CallerModel, name: str, settings: ConnectorSettings) -> SessionInfo:
-    """The session of this name, or a new one; of no name, a new one whose name the store chooses."""
-    if not name:
-        ttl = timedelta(seconds=settings.unnamed_ttl_s)
-        return client.sessions.create(model, layout=kv_streams(model), ttl=ttl).info
-    for _attempt in range(2):
+    """The session of this name, or a new one; of no name, a new one whose name the store chooses.
+
+    Where the name is another model's session, that stays as it is, and this one goes without a name.
+    """
+    layout = streams_of(model, settings.saved)
+    for _attempt in range(2 if name else 0):
         try:
             session = client.sessions.get(name)
-        except SessionNotFound:
-            session_id = name.removeprefix("sessions/")
-            with suppress(SessionAlreadyExists):
-                return client.sessions.create(model, id=session_id, layout=kv_streams(model)).info
-        else:
             model.check(session.name, session.model_fingerprint)
+        except SessionNotFound:
+            with suppress(SessionAlreadyExists):
+                return client.sessions.create(model, id=name.removeprefix("sessions/"), layout=layout).info
+        except ModelFingerprintMismatch:
+            break
+        else:
             return session
-    raise SessionNotFound(session=name)
+    ttl = timedelta(seconds=settings.unnamed_ttl_s)
+    return client.sessions.create(model, layout=layout, ttl=ttl).info
 
 
 def _common_count(saved: list[int], prompt: list[int]) -> int:

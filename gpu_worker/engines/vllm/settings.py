@@ -1,17 +1,28 @@
 """What a user may set, which engines are served, and the link to the store that both sides make of it."""
 
+import enum
 import functools
+import hashlib
+import json
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import snapshot_download
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from ctxcache.client import CallerModel, Client, connect
 from ctxcache.client.types import Durability
-from ctxcache.format.streams import StateKind, Stream
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.checkpoint import DescribedModel, describe_directory
 from gpu_worker.engines.link import StoreLink
+from gpu_worker.engines.vllm.plan import BlockLayout
+from gpu_worker.model_spec import digest_checkpoint
+from gpu_worker.rows import row_dtype
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +33,20 @@ class Refused(ValueError):
     """This engine's configuration cannot be served; the message says which part of it, and what would do."""
 
 
+class SavedState(enum.Enum):
+    """What is saved of a token."""
+
+    BLOCKS = "blocks"
+    """The engine's own blocks of K/V, whole, as they lie in its memory: for the same engine alone."""
+    KV = "kv"
+    """K before positions and V, by hooks in eager mode: the same rows that other engines save."""
+
+    @property
+    def kind(self) -> StateKind:
+        """The kind of the streams that have it."""
+        return StateKind.ENGINE_BLOCK if self is SavedState.BLOCKS else StateKind.KV
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
     """What `kv_connector_extra_config` may say. Raises Refused for a key that is not one of these."""
@@ -29,6 +54,7 @@ class ConnectorSettings:
     target: str = "127.0.0.1:7420"
     token_file: str | None = None
     model_id: str = ""
+    state: str = "blocks"
     durability: str = "disk"
     prefixes: bool = True
     """Whether a request may begin with what other sessions have, and one that names no session is saved."""
@@ -44,44 +70,132 @@ class ConnectorSettings:
             if name not in known:
                 raise Refused(f"kv_connector_extra_config.{name}: not one of {', '.join(known)}")
         settings = cls(**extra)
-        if settings.durability.upper() not in Durability.__members__:
-            names = ", ".join(name.lower() for name in Durability.__members__)
-            problem = f"{settings.durability!r} is not one of {names}"
-            raise Refused(f"kv_connector_extra_config.durability: {problem}")
+        for name, value, choices in (
+            ("durability", settings.durability, [name.lower() for name in Durability.__members__]),
+            ("state", settings.state, [state.value for state in SavedState]),
+        ):
+            if value not in choices:
+                problem = f"{value!r} is not one of {', '.join(choices)}"
+                raise Refused(f"kv_connector_extra_config.{name}: {problem}")
         return settings
 
+    @property
+    def saved(self) -> SavedState:
+        """What is saved of a token."""
+        return SavedState(self.state)
 
-def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-    """Raise Refused for an engine whose rows would not be right, or would not be seen."""
-    if not config.model_config.enforce_eager:
-        raise Refused("K and V before positions are seen in eager mode only: start vLLM with --enforce-eager")
+
+def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", saved: SavedState) -> None:
+    """Raise Refused for an engine whose state would not be right, or would not be seen."""
     if config.parallel_config.world_size > 1:
         raise Refused("tensor and pipeline parallelism are not supported: one worker has all rows")
     if config.speculative_config is not None:
         raise Refused("speculative decoding is not supported: rows of refused drafts would be saved")
     if len(kv_cache_config.kv_cache_groups) > 1:
-        raise Refused("models with several groups of K/V caches are not supported")
+        problem = "models with several groups of K/V caches are not supported"
+        raise Refused(f"{problem}; of attention alone: try --disable-hybrid-kv-cache-manager")
+    if saved is SavedState.KV:
+        if not config.model_config.enforce_eager:
+            raise Refused("state=kv is seen in eager mode only: add --enforce-eager, or save state=blocks")
+        return
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise Refused("scales that vLLM computes at its start are not saved: leave --calculate-kv-scales out")
+    for name, spec in layer_specs(kv_cache_config).items():
+        if not isinstance(spec, FullAttentionSpec):
+            raise Refused(f"layer {name} keeps no K/V of every token: {type(spec).__name__}")
+        if spec.page_size_bytes % spec.block_size:
+            raise Refused(f"layer {name}: {spec.page_size_bytes} bytes of a block are no rows of its tokens")
+
+
+def layer_specs(kv_cache_config: "KVCacheConfig") -> dict[str, KVCacheSpec]:
+    """What each layer keeps, in the engine's order, of an engine with one group."""
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    by_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+    return {name: by_layer.get(name, spec) for name in group.layer_names}
 
 
 @functools.lru_cache(maxsize=1)
-def _described(directory: str, model_id: str, dtype: torch.dtype) -> DescribedModel:
+def _described(directory: Path, model_id: str, dtype: torch.dtype) -> DescribedModel:
     return describe_directory(directory, model_id=model_id, dtype=dtype)
 
 
-def link_for(config: "VllmConfig", settings: ConnectorSettings, *, timeout_s: float) -> StoreLink:
-    """A link to the store for the engine's model."""
-    model = config.model_config
+@functools.lru_cache(maxsize=1)
+def _digest(directory: Path) -> str:
+    return digest_checkpoint(directory)
+
+
+def link_for(
+    config: "VllmConfig",
+    settings: ConnectorSettings,
+    layout: "Future[BlockLayout]",
+    *,
+    timeout_s: float,
+) -> StoreLink:
+    """A link to the store for the engine's model. `layout` comes once the engine has its blocks."""
 
     def open_client() -> Client:
         return connect(settings.target, token_file=settings.token_file, timeout_s=timeout_s)
 
     def register(client: Client) -> CallerModel:
-        described = _described(model.model, settings.model_id, model.dtype)
+        directory = _directory_of(config)
+        model_id = settings.model_id or directory.resolve().name
+        if settings.saved is SavedState.BLOCKS:
+            return client.models.register(_block_spec(config, directory, model_id, layout.result()))
+        described = _described(directory, model_id, config.model_config.dtype)
         return client.models.register(described.spec, described.probe)
 
     return StoreLink(open_client, register)
 
 
-def kv_streams(model: CallerModel) -> list[Stream]:
-    """The streams that this engine saves: K and V before positions of each layer, in layer order."""
-    return [spec.stream for spec in model.spec.streams if spec.stream.kind is StateKind.KV]
+def streams_of(model: CallerModel, saved: SavedState) -> list[Stream]:
+    """The streams that this engine saves, in layer order."""
+    return [spec.stream for spec in model.spec.streams if spec.stream.kind is saved.kind]
+
+
+def _directory_of(config: "VllmConfig") -> Path:
+    """Where the model's files lie: a directory, or what vLLM downloaded of a repository."""
+    model = config.model_config
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    cache = config.load_config.download_dir
+    found = snapshot_download(model.model, revision=model.revision, cache_dir=cache, local_files_only=True)
+    return Path(found)
+
+
+def _block_spec(config: "VllmConfig", directory: Path, model_id: str, layout: BlockLayout) -> ModelSpec:
+    """The store's description of the engine's blocks, by everything that their bytes depend on."""
+    model = config.model_config
+    description = model.hf_config.to_dict() | {"_name_or_path": None, "transformers_version": None}
+    settings = json.dumps(
+        {
+            "blocks": layout.description,
+            # Rotary embeddings of long contexts differ by it.
+            "max_model_len": model.max_model_len,
+            "quantization": str(model.quantization),
+            "config": description,
+        },
+        sort_keys=True,
+        default=str,
+    )
+    tag = hashlib.sha256(settings.encode()).hexdigest()
+    return ModelSpec(
+        model_id=f"{model_id}.vllm-{tag[:8]}",
+        architecture=",".join(model.hf_config.architectures or ()),
+        revision="",
+        weights_digest=_digest(directory),
+        tokenizer_digest="",
+        dtype=row_dtype(model.dtype),
+        layer_count=len(layout.page_bytes),
+        hidden_size=model.get_hidden_size(),
+        kv_head_count=model.get_num_kv_heads(config.parallel_config),
+        head_size=model.get_head_size(),
+        rope="",
+        norm="",
+        is_relocatable=False,
+        streams=tuple(
+            StreamSpec(Stream(layer, StateKind.ENGINE_BLOCK), page_bytes // layout.block_tokens, DType.PACKED)
+            for layer, page_bytes in enumerate(layout.page_bytes)
+        ),
+        settings=f"vllm blocks {tag}",
+    )
