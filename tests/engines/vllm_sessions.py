@@ -1,9 +1,11 @@
 """Sessions in a real vLLM: replies are those of an engine without a store, whatever happens to the store.
 
 Run by `make engines`, in an environment that has vLLM. Each reply is compared token for token with that of
-the same model in an engine that computes every prompt.
+the same model in an engine that computes every prompt. Tests that leave the store as it is share one store
+and one engine for each kind of state, and no session and no prompt.
 """
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from gpu_worker.checkpoint import describe_directory
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.plan import Method, RestorePlan
 from lab.engines.vllm_process import Reply, VllmEngine
+from tests.engines.stalling_proxy import StallingProxy
 from tests.server_process import ServerProcess
 
 BLOCK_TOKENS = 32
@@ -59,6 +62,12 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vll
         yield engine
 
 
+@pytest.fixture(scope="module", params=["blocks", "kv"])
+def state(request: pytest.FixtureRequest) -> str:
+    """What is saved of a token, as the connector's setting says it."""
+    return str(request.param)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ServerProcess]:
     """A store that a test may do anything to."""
@@ -67,10 +76,27 @@ def store(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def engine(model: Path, store: ServerProcess, tmp_path: Path) -> Iterator[VllmEngine]:
-    """An engine with the store."""
-    with VllmEngine(model, store.target, tmp_path / "log") as running:
+def engine(model: Path, state: str, store: ServerProcess, tmp_path: Path) -> Iterator[VllmEngine]:
+    """An engine with that store."""
+    with VllmEngine(model, store.target, tmp_path / "log", extra={"state": state}) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def shared_engine(model: Path, state: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """An engine and a store for all tests that only hold conversations."""
+    place = tmp_path_factory.mktemp("shared")
+    with (
+        ServerProcess(place / "data") as server,
+        VllmEngine(model, server.target, place / "log", extra={"state": state}) as running,
+    ):
+        yield running
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A session that no other test has."""
+    return "-".join(part for part in re.split(r"\W+", request.node.name) if part)
 
 
 def asked(turn: int) -> list[int]:
@@ -120,12 +146,14 @@ def converse(
 
 
 @pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
-def test_a_conversation_that_comes_back_is_restored(engine: VllmEngine, plain: VllmEngine) -> None:
+def test_a_conversation_that_comes_back_is_restored(
+    shared_engine: VllmEngine, plain: VllmEngine, name: str
+) -> None:
     """A later turn computes its question, the last token of the answer, and part of a block, no more."""
     prompt = opening(0)
     before = 0
     for turn in range(4):
-        reply = engine.turn(prompt, "alice", COUNT)
+        reply = shared_engine.turn(prompt, name, COUNT)
         compare(reply, prompt, plain)
         assert reply.cached_count == before
         # The last token of the answer was not computed.
@@ -134,39 +162,44 @@ def test_a_conversation_that_comes_back_is_restored(engine: VllmEngine, plain: V
 
 
 def test_another_process_goes_on_with_it(
-    model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
+    model: Path, state: str, store: ServerProcess, plain: VllmEngine, tmp_path: Path
 ) -> None:
     """The store keeps a session over the engine's end, and over its own."""
-    with VllmEngine(model, store.target, tmp_path / "log") as first:
+    extra = {"state": state}
+    with VllmEngine(model, store.target, tmp_path / "log", extra=extra) as first:
         prompt = converse(first, plain, "alice", opening(1), range(2))
     store.terminate()
     store.start()
-    with VllmEngine(model, store.target, tmp_path / "log") as second:
+    with VllmEngine(model, store.target, tmp_path / "log", extra=extra) as second:
         reply = second.turn(prompt, "alice", COUNT)
     compare(reply, prompt, plain)
     assert reply.cached_count >= len(prompt) - QUESTION - BLOCK_TOKENS
 
 
-def test_conversations_side_by_side_keep_apart(engine: VllmEngine, plain: VllmEngine) -> None:
+def test_conversations_side_by_side_keep_apart(
+    shared_engine: VllmEngine, plain: VllmEngine, name: str
+) -> None:
     """Requests that are computed in one pass are saved to the sessions of their own, named or not."""
-    prompts = {f"user-{number}": opening(number) for number in range(4)}
+    prompts = [opening(20 + number) for number in range(4)]
     for turn in range(3):
         requests = [
-            {"prompt": prompt, "session": name if name != "user-3" else None, "count": COUNT}
-            for name, prompt in prompts.items()
+            {"prompt": prompt, "session": f"{name}-{number}" if number else None, "count": COUNT}
+            for number, prompt in enumerate(prompts)
         ]
-        for (name, prompt), reply in zip(prompts.items(), engine.ask(*requests), strict=True):
-            compare(reply, prompt, plain)
+        for number, reply in enumerate(shared_engine.ask(*requests)):
+            compare(reply, prompts[number], plain)
             assert (reply.cached_count > 0) == (turn > 0)
-            prompts[name] = [*prompt, *reply.token_ids, *asked(turn)]
+            prompts[number] += [*reply.token_ids, *asked(turn)]
 
 
-def test_a_conversation_without_a_name_is_found_by_its_tokens(engine: VllmEngine, plain: VllmEngine) -> None:
+def test_a_conversation_without_a_name_is_found_by_its_tokens(
+    shared_engine: VllmEngine, plain: VllmEngine
+) -> None:
     """Each turn begins with what the one before it saved, in whole runs of 64 tokens."""
     prompt = opening(10)
     saved_count = 0
     for turn in range(4):
-        reply = engine.turn(prompt, None, COUNT)
+        reply = shared_engine.turn(prompt, None, COUNT)
         compare(reply, prompt, plain)
         assert reply.cached_count == saved_count
         saved_count = (len(prompt) + COUNT - 1) // 64 * 64
@@ -174,11 +207,11 @@ def test_a_conversation_without_a_name_is_found_by_its_tokens(engine: VllmEngine
 
 
 def test_users_with_one_system_prompt_hold_it_once(
-    model: Path, store: ServerProcess, tmp_path: Path, plain: VllmEngine
+    engine: VllmEngine, store: ServerProcess, plain: VllmEngine
 ) -> None:
     """The second to the eighth compute their own question alone, and SSD has the prompt once."""
     system = [(13 * i + i * i) % 500 + 3 for i in range(512)]
-    with VllmEngine(model, store.target, tmp_path / "log") as engine, ctxcache.connect(store.target) as cache:
+    with ctxcache.connect(store.target) as cache:
         for user in range(8):
             prompt = [*system, *asked(user)]
             reply = engine.turn(prompt, f"user-{user}" if user % 2 else None, COUNT)
@@ -190,38 +223,40 @@ def test_users_with_one_system_prompt_hold_it_once(
         assert ssd.segment_count == 512 // 64 + 8
 
 
-def test_a_salted_prompt_is_not_shared(model: Path, store: ServerProcess, tmp_path: Path) -> None:
+def test_a_salted_prompt_is_not_shared(shared_engine: VllmEngine) -> None:
     """What a request asked to keep apart is found by its session's name alone."""
-    with VllmEngine(model, store.target, tmp_path / "log") as engine:
-        prompt = opening(11)
-        engine.turn(prompt, None, COUNT)
-        (reply,) = engine.ask({"prompt": prompt, "session": None, "count": COUNT, "salt": "mine"})
-        assert reply.cached_count == 0
-        assert engine.turn(prompt, None, COUNT).cached_count == 64
+    prompt = opening(11)
+    shared_engine.turn(prompt, None, COUNT)
+    (reply,) = shared_engine.ask({"prompt": prompt, "session": None, "count": COUNT, "salt": "mine"})
+    assert reply.cached_count == 0
+    assert shared_engine.turn(prompt, None, COUNT).cached_count == 64
 
 
-def test_an_edited_conversation_keeps_what_is_common(engine: VllmEngine, plain: VllmEngine) -> None:
+def test_an_edited_conversation_keeps_what_is_common(
+    shared_engine: VllmEngine, plain: VllmEngine, name: str
+) -> None:
     """Where the user changes an earlier message, what came before it is restored, and nothing after it."""
-    prompt = converse(engine, plain, "alice", opening(2), range(2))
+    prompt = converse(shared_engine, plain, name, opening(2), range(2))
     edited = [*prompt[:100], *((prompt[100] + 1 + i) % 500 for i in range(60))]
-    reply = engine.turn(edited, "alice", COUNT)
+    reply = shared_engine.turn(edited, name, COUNT)
     compare(reply, edited, plain)
     assert reply.cached_count == 100 // BLOCK_TOKENS * BLOCK_TOKENS
 
     following = [*edited, *reply.token_ids, *asked(9)]
-    reply = engine.turn(following, "alice", COUNT)
+    reply = shared_engine.turn(following, name, COUNT)
     compare(reply, following, plain)
     assert reply.cached_count >= len(edited) - BLOCK_TOKENS
 
 
 def test_the_engines_own_cache_and_the_store_agree(
-    model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
+    model: Path, state: str, store: ServerProcess, plain: VllmEngine, tmp_path: Path
 ) -> None:
     """With prefix caching on and few blocks, what the engine evicted comes from the store."""
     options: dict[str, Any] = {
         "enable_prefix_caching": True,
         "num_gpu_blocks_override": 20,
         "max_model_len": 512,
+        "extra": {"state": state},
     }
     with VllmEngine(model, store.target, tmp_path / "log", **options) as engine:
         prompts = {f"user-{number}": opening(number) for number in range(5)}
@@ -235,12 +270,11 @@ def test_the_engines_own_cache_and_the_store_agree(
 
 
 def test_a_request_that_is_preempted_goes_on(
-    model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
+    model: Path, state: str, store: ServerProcess, plain: VllmEngine, tmp_path: Path
 ) -> None:
     """Requests that take one another's blocks give the replies that each gives alone, and are saved right."""
-    with VllmEngine(
-        model, store.target, tmp_path / "log", num_gpu_blocks_override=16, max_model_len=256
-    ) as engine:
+    options: dict[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len": 256}
+    with VllmEngine(model, store.target, tmp_path / "log", extra={"state": state}, **options) as engine:
         prompts = {f"user-{number}": opening(number) for number in range(4)}
         for turn in range(2):
             requests = [{"prompt": p, "session": name, "count": 60} for name, p in prompts.items()]
@@ -287,6 +321,7 @@ def test_damaged_rows_are_computed(
         prompt = converse(engine, plain, "alice", prompt, [turn])
 
 
+@pytest.mark.parametrize("state", ["kv"], indirect=True)
 @pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
 def test_it_goes_on_in_transformers_and_back(
     engine: VllmEngine, store: ServerProcess, plain: VllmEngine, model: Path
@@ -317,18 +352,84 @@ def test_it_goes_on_in_transformers_and_back(
 
 
 def test_another_model_is_refused(
-    store: ServerProcess, plain: VllmEngine, model: Path, tmp_path: Path
+    state: str, store: ServerProcess, plain: VllmEngine, model: Path, tmp_path: Path
 ) -> None:
     """Under an id that another model has, nothing is restored or saved, and the log says why."""
     torch.manual_seed(1)
     other = tmp_path / "other"
     LlamaForCausalLM(LlamaConfig(**_SHAPE)).save_pretrained(other)
-    with VllmEngine(other, store.target, tmp_path / "log-other") as engine:
+    extra = {"state": state}
+    with VllmEngine(other, store.target, tmp_path / "log-other", extra=extra) as engine:
         prompt = opening(6)
         engine.turn(prompt, "alice", COUNT)
-    with VllmEngine(model, store.target, tmp_path / "log") as engine:
+    with VllmEngine(model, store.target, tmp_path / "log", extra=extra) as engine:
         converse(engine, plain, "alice", opening(6), range(2))
         assert "the context store is not used" in engine.log
+
+
+def test_a_name_that_is_another_models_session_is_left_alone(
+    store: ServerProcess, plain: VllmEngine, model: Path, tmp_path: Path
+) -> None:
+    """A conversation whose name another engine's state has is found by its tokens, and both are kept."""
+    with VllmEngine(model, store.target, tmp_path / "log", extra={"state": "kv"}) as engine:
+        prompt = converse(engine, plain, "alice", opening(7), range(2))
+    with VllmEngine(model, store.target, tmp_path / "log", extra={"state": "blocks"}) as engine:
+        following = converse(engine, plain, "alice", prompt, [2])
+        reply = engine.turn(following, "alice", COUNT)
+        compare(reply, following, plain)
+        assert reply.cached_count >= (len(prompt) + COUNT - 1) // 64 * 64
+    with VllmEngine(model, store.target, tmp_path / "log", extra={"state": "kv"}) as engine:
+        reply = engine.turn(prompt, "alice", COUNT)
+        compare(reply, prompt, plain)
+        assert reply.cached_count >= len(prompt) - QUESTION - BLOCK_TOKENS
+
+
+def test_a_compiled_engine_and_an_eager_one_share_blocks(
+    store: ServerProcess, plain: VllmEngine, model: Path, tmp_path: Path
+) -> None:
+    """One flag is all that a user adds: the model is compiled, and its blocks are restored in either way."""
+    prompt, before = opening(8), 0
+    for turn, is_eager in enumerate([False, True, False]):
+        with VllmEngine(model, store.target, tmp_path / "log", enforce_eager=is_eager) as engine:
+            for _ in range(2):
+                reply = engine.turn(prompt, "alice", COUNT)
+                compare(reply, prompt, plain)
+                assert reply.cached_count == before
+                before = (len(prompt) + COUNT - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+                prompt = [*prompt, *reply.token_ids, *asked(turn)]
+
+
+def test_a_restore_that_comes_too_late_leaves_nothing_wrong(
+    model: Path, state: str, plain: VllmEngine, tmp_path: Path
+) -> None:
+    """Its pass went on with blocks that were not restored: nothing that it computed is ever served."""
+    extra = {"state": state, "restore_timeout_s": 2.0}
+    remote_only = ("--control-socket", "", "--bulk-listen", "", "--arena-sealed", "true")
+    with (
+        ServerProcess(tmp_path / "data", *remote_only) as server,
+        StallingProxy(server.target) as proxy,
+        VllmEngine(model, proxy.target, tmp_path / "log", extra=extra) as engine,
+    ):
+        prompt = converse(engine, plain, "alice", opening(9), range(2))
+        # More than a block: what the pass computes beside the restored rows would be saved at once.
+        prompt += opening(30)
+        # The restore ends at its deadline, and what is saved behind it goes through.
+        proxy.stall_once(after_bytes=64 << 10, seconds=3)
+        reply = engine.turn(prompt, "alice", COUNT)
+        compare(reply, prompt, plain)
+        assert proxy.stall_count == 1
+        # Whatever of that pass was to be saved is in the store by then.
+        time.sleep(3)
+        assert "is computed again" in engine.log
+        prompt = [*prompt, *reply.token_ids, *asked(2)]
+        deadline_s = time.monotonic() + 30
+        while True:
+            reply = engine.turn(prompt, "alice", COUNT)
+            compare(reply, prompt, plain)
+            prompt = [*prompt, *reply.token_ids, *asked(3)]
+            if reply.cached_count:
+                break
+            assert time.monotonic() < deadline_s, engine.log
 
 
 @pytest.mark.parametrize(
@@ -336,9 +437,10 @@ def test_another_model_is_refused(
     [
         ({"extra": {"targget": "x"}}, "kv_connector_extra_config.targget: not one of"),
         ({"extra": {"durability": "tape"}}, "kv_connector_extra_config.durability: 'tape' is not one of"),
-        ({"enforce_eager": False}, "--enforce-eager"),
+        ({"extra": {"state": "rows"}}, "kv_connector_extra_config.state: 'rows' is not one of blocks, kv"),
+        ({"extra": {"state": "kv"}, "enforce_eager": False}, "--enforce-eager"),
     ],
-    ids=["unknown setting", "unknown durability", "compiled"],
+    ids=["unknown setting", "unknown durability", "unknown state", "rows of a compiled model"],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(
     model: Path, tmp_path: Path, options: dict[str, Any], message: str

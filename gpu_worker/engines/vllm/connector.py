@@ -62,9 +62,9 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """What the scheduler hears of the worker's blocks."""
-        (layout,) = metadata.values()
-        if isinstance(layout, BlockLayout):
-            self._scheduler().layout.set_result(layout)
+        for layout in metadata.values():
+            if isinstance(layout, BlockLayout):
+                self._scheduler().layout.set_result(layout)
 
     # -- scheduler ----------------------------------------------------------------------------------------
 
