@@ -120,6 +120,7 @@ class Cache:
         self.leases = Leases(state, io, self.promotions, self.mending, leased)
         self.blocks = Blocks(
             state,
+            io,
             metadata,
             self.appends,
             self.leases,

@@ -22,9 +22,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ctxcache.cache.appends import Appends, Reservation
+from ctxcache.cache.background import STEP_BY_STEP, Pace
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.leases import Lease, Leases, ReadRequest
+from ctxcache.cache.scrubbing import TRIES
+from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.budget import Pinner
 from ctxcache.core.history import Event
@@ -39,10 +42,13 @@ from ctxcache.errors import (
     TooManyRequests,
     WriteInProgress,
 )
+from ctxcache.format.identity import rows_checksum
 from ctxcache.format.layout import block_layout
 from ctxcache.storage.metadata.base import MetadataStore
 
 TOKEN_BYTES = 16
+BLOCKS_AT_A_TIME = 64
+"""Blocks that are brought to DRAM together, or deleted with one commit."""
 TTL_LIMIT_NS = 300 * 10**9
 """How long a lease of blocks lasts at most."""
 
@@ -129,6 +135,7 @@ class Blocks:
     def __init__(
         self,
         state: State,
+        io: SegmentIO,
         metadata: MetadataStore,
         appends: Appends,
         leases: Leases,
@@ -137,6 +144,7 @@ class Blocks:
         default: Callable[[], Expiration],
     ) -> None:
         self._state, self._ledger, self._metadata = state, state.ledger, metadata
+        self._io = io
         self._appends, self._leases = appends, leases
         self._flushing, self._departures = flushing, departures
         self._default = default
@@ -182,6 +190,7 @@ class Blocks:
         *,
         writer: int,
         expiration: Expiration | None = None,
+        pace: Pace = STEP_BY_STEP,
     ) -> list[Room]:
         """Room for the parts of blocks that are absent, in the order of `wanted`; all of it or none.
 
@@ -194,6 +203,8 @@ class Blocks:
         rooms: list[Room] = []
         try:
             for one in wanted:
+                if pace.is_over:
+                    await pace.rest()
                 room = await self._reserve(tenant, space, one, client, writer, expiration)
                 rooms.append(room)
         except BaseException:
@@ -203,19 +214,25 @@ class Blocks:
             raise
         return rooms
 
-    def commit(self, written: Sequence[WrittenPart], *, writer: int) -> list[Session]:
+    async def commit(
+        self, written: Sequence[WrittenPart], *, writer: int, pace: Pace = STEP_BY_STEP
+    ) -> list[Session]:
         """These parts are in place and will not change; blocks that have all of theirs are there from now on.
 
-        Returns the block of each part. One that expired before all its parts were there is gone. Raises
-        ReservationNotFound (not this writer's, or over), InvalidArgument (a part twice): then nothing is
-        committed.
+        Returns the block of each part. One that expired, or whose other writers gave it up, before all its
+        parts were there is gone. Raises ReservationNotFound (not this writer's, or over), InvalidArgument (a
+        part twice): then nothing is committed.
         """
         puts = [self._own(one, writer) for one in written]
         if len({(one.reservation_id, one.part) for one in written}) < len(written):
             raise InvalidArgument(field="parts", problem="names one twice")
         for put, one in zip(puts, written, strict=True):
+            if pace.is_over:
+                await pace.rest()
+            if self._puts.get(put.session.uid) is not put:
+                continue
             put.sums[one.part] = one.checksum
-            del put.claims[one.part]
+            put.claims.pop(one.part, None)
             count = len(put.session.layout.specs)
             if len(put.sums) == count and put.reservation is not None:
                 sums = [put.sums[number] for number in range(count)]
@@ -227,10 +244,7 @@ class Blocks:
     async def flush(self, blocks: Sequence[Session]) -> None:
         """Make those durable that are there. Raises the first failure when all were tried."""
         there = {block for block in blocks if block.token_count and not block.is_gone}
-        results = await asyncio.gather(*map(self._flushing.flush, there), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        _raise_first(await asyncio.gather(*map(self._flushing.flush, there), return_exceptions=True))
 
     def withdraw(self, reservation_id: int, writer: int, *, is_abandoned: bool) -> None:
         """This writer lets go of the parts that it has not committed. Does nothing where it has none.
@@ -265,12 +279,21 @@ class Blocks:
     # -- read ----------------------------------------------------------------------------------------
 
     async def lease(
-        self, tenant: str, space: bytes, keys: Sequence[bytes], client: int | None, *, ttl_ns: int
+        self,
+        tenant: str,
+        space: bytes,
+        keys: Sequence[bytes],
+        client: int | None,
+        *,
+        ttl_ns: int,
+        is_rechecked: bool = False,
+        pace: Pace = STEP_BY_STEP,
     ) -> BlockLease:
         """Bring blocks into DRAM and hold them there for `ttl_ns`, or until the token is released.
 
-        A key that is not there, or whose bytes turn out to be bad, has no lease. Raises CapacityExceeded,
-        TooManyRequests, TierFailure: then nothing is held.
+        `is_rechecked`: what is in DRAM is verified before it. A key that is not there, or whose bytes turn
+        out to be bad, has no lease. Raises CapacityExceeded, TooManyRequests, TierFailure: then nothing is
+        held.
         """
         now_ns = self._state.clock.now_ns()
         blocks = [self._there(tenant, space, key, now_ns) for key in keys]
@@ -280,15 +303,19 @@ class Blocks:
         self._leases.pins.has_room(Pinner(tenant, client), sizes)
         held: dict[int, Lease] = {}
         try:
-            asked = [self._hold(block, client, held, i) for i, block in enumerate(there) if block]
-            results = await asyncio.gather(*asked, return_exceptions=True)
+            for begin in range(0, len(there), BLOCKS_AT_A_TIME):
+                if pace.is_over:
+                    await pace.rest()
+                some = enumerate(there[begin : begin + BLOCKS_AT_A_TIME], begin)
+                asked = [
+                    self._hold(block, client, held, i, is_rechecked=is_rechecked)
+                    for i, block in some
+                    if block
+                ]
+                _raise_first(await asyncio.gather(*asked, return_exceptions=True))
         except BaseException:
             self._let_go(held.values())
             raise
-        failure = next((result for result in results if result is not None), None)
-        if failure is not None:
-            self._let_go(held.values())
-            raise failure
         deadline_ns = self._state.clock.monotonic_ns() + min(ttl_ns, TTL_LIMIT_NS)
         for lease in held.values():
             lease.deadline_ns = deadline_ns
@@ -309,8 +336,34 @@ class Blocks:
     def release(self, tenant: str, token: bytes) -> None:
         """End a lease of blocks. Raises LeaseNotFound."""
         found = self.leased(tenant, token)
-        del self._held[token]
-        self._let_go(found.leases)
+        self.let_go(found)
+
+    def is_held(self, token: bytes) -> bool:
+        """Whether a lease has not ended."""
+        found = self._held.get(token)
+        return found is not None and self._is_held(found)
+
+    def let_go(self, leased: BlockLease) -> None:
+        """End a lease of blocks, if it has not ended."""
+        self._held.pop(leased.token, None)
+        self._let_go(leased.leases)
+
+    async def summed(self, lease: Lease, part: int, most_bytes: int) -> list[tuple[memoryview, int]]:
+        """The bytes of a leased block's part where they lie, in runs of at most so many, and their XXH3-64.
+
+        They are those of the writer. Raises CorruptSegment, TierFailure.
+        """
+        segment = lease.pieces[0].segment
+        for _ in range(TRIES):
+            stream = segment.layout.specs[part].stream
+            data = self._io.view(segment)[segment.layout.rows(stream, 0, 1)]
+            runs = [data[begin : begin + most_bytes] for begin in range(0, len(data), most_bytes)]
+            # In this order: what changes between the two is found by one of them.
+            found = [(run, rows_checksum(run)) for run in runs]
+            if rows_checksum(data) == segment.settled.values[part]:
+                return found
+            await self._leases.mend(segment)
+        raise CorruptSegment(segment_id=segment.segment_id, problem="memory does not keep its rows")
 
     # -- delete --------------------------------------------------------------------------------------
 
@@ -326,10 +379,11 @@ class Blocks:
         for block in blocks:
             if block.is_writing:
                 raise WriteInProgress(session=block.name)
-        for block in blocks:
-            self._state.journal.happened(block, Event.DELETED, token_count=block.token_count)
-        if blocks:
-            await self._departures.remove(blocks)
+        for begin in range(0, len(blocks), BLOCKS_AT_A_TIME):
+            some = [block for block in blocks[begin : begin + BLOCKS_AT_A_TIME] if not block.is_gone]
+            for block in some:
+                self._state.journal.happened(block, Event.DELETED, token_count=block.token_count)
+            await self._departures.remove(some)
         return len(blocks)
 
     # -- parts ---------------------------------------------------------------------------------------
@@ -453,10 +507,24 @@ class Blocks:
         if not session.is_gone:
             self._ledger.ended(session)
 
-    async def _hold(self, block: Session, client: int | None, held: dict[int, Lease], number: int) -> None:
+    async def _hold(
+        self,
+        block: Session,
+        client: int | None,
+        held: dict[int, Lease],
+        number: int,
+        *,
+        is_rechecked: bool,
+    ) -> None:
         """Lease a block, and put the lease under that number, unless the block is gone, or bad."""
         request = ReadRequest(
-            block.tenant, block.session_id, block.model_fingerprint, None, client=client, is_summed=True
+            block.tenant,
+            block.session_id,
+            block.model_fingerprint,
+            None,
+            client=client,
+            is_summed=True,
+            is_rechecked=is_rechecked,
         )
         try:
             lease = await self._leases.acquire(request)
@@ -490,3 +558,10 @@ class Blocks:
 def _sizes(block: Session) -> tuple[int, ...]:
     """Of a block's parts, in bytes."""
     return tuple([spec.row_bytes for spec in block.layout.specs])
+
+
+def _raise_first(results: Iterable[BaseException | None]) -> None:
+    """Raise the first failure."""
+    failure = next((result for result in results if result is not None), None)
+    if failure is not None:
+        raise failure

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ctxcache.client.rows import RowPiece, SessionRows
     from ctxcache.client.sessions import SessionHandle
     from ctxcache.client.types import (
+        BlockPart,
+        BlockSpace,
         Durability,
         SessionInfo,
         days,
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from ctxcache.client.writer import SessionWriter
 
 __all__ = [
+    "BlockPart",
+    "BlockSpace",
     "CallerModel",
     "Client",
     "ClientTls",

@@ -31,6 +31,7 @@ from ctxcache.v1.arena_pb2 import (
     ReleaseLease,
     ReleaseReservation,
 )
+from ctxcache.v1.block_pb2 import ReleaseBlocksRequest
 from ctxcache.wire.status import from_parts, from_rpc_error
 
 # Ends a lease that never exists: an operation that changes nothing, and whose answer proves the way.
@@ -108,6 +109,12 @@ def releases(response: AccessResponse) -> Iterator[Operation]:
         if result.HasField("reservation"):
             release = ReleaseReservation(reservation_id=result.reservation.reservation_id)
             yield Operation(release_reservation=release)
+        if result.HasField("leased_blocks") and result.leased_blocks.token:
+            yield Operation(release_blocks=ReleaseBlocksRequest(token=result.leased_blocks.token))
+        for room in result.reserved_blocks.rooms:
+            if room.reservation_id:
+                release = ReleaseReservation(reservation_id=room.reservation_id)
+                yield Operation(release_reservation=release)
 
 
 @dataclass(frozen=True, slots=True)

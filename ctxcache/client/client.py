@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Literal, Self, get_args
 
 from ctxcache.client.admin import AdminCalls
+from ctxcache.client.blocks import BlockCalls
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
 from ctxcache.client.hints import HintCalls
 from ctxcache.client.models import ModelCalls
@@ -27,9 +28,9 @@ Verify = Literal["always", "never"]
 class Client:
     """A connection to one server. Made by `connect`; a context manager that closes itself.
 
-    `sessions` makes and opens sessions, `prefixes` finds what they have by its tokens, `hints` tells the
-    store what an engine expects, `models` registers models, `admin` is for operators. A session is named
-    `sessions/{id}`, a model `models/{id}`.
+    `sessions` makes and opens sessions, `prefixes` finds what they have by its tokens, `blocks` keeps an
+    engine's own bytes by its keys, `hints` tells the store what an engine expects, `models` registers models,
+    `admin` is for operators. A session is named `sessions/{id}`, a model `models/{id}`.
     """
 
     def __init__(self, wire: Wire, routes: RowRoutes) -> None:
@@ -37,6 +38,7 @@ class Client:
         self.hints = HintCalls(wire)
         self.models = ModelCalls(wire)
         self.prefixes = PrefixCalls(wire, routes)
+        self.blocks = BlockCalls(wire, routes)
         self.admin = AdminCalls(wire)
         self._wire = wire
         self._routes = routes

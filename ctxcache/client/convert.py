@@ -23,6 +23,7 @@ from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
 from ctxcache.v1 import (
     admin_pb2,
+    block_pb2,
     faults_pb2,
     hints_pb2,
     model_pb2,
@@ -41,6 +42,8 @@ _MESSAGES: dict[type, type[Message]] = {
     LookupResult: session_pb2.LookupResult,
     types.PrefixMatch: prefix_pb2.MatchPrefixResponse,
     types.SharedPrefix: prefix_pb2.SharedPrefix,
+    types.BlockPart: block_pb2.BlockPart,
+    types.BlockSpace: block_pb2.BlockSpace,
     types.KindAvailability: session_pb2.KindAvailability,
     types.LayerRange: session_pb2.LayerRange,
     ModelInfo: model_pb2.Model,

@@ -98,7 +98,7 @@ class GrpcRead:
         """See OpenRead. From any thread."""
         self._call.cancel()
         with self._lock:
-            _draw_end(self._call)
+            draw_end(self._call)
         self._wire.open_streams.discard(self)
 
     def _receive_header(self) -> ReadHeader:
@@ -113,7 +113,8 @@ class GrpcRead:
 
 
 # A grpc call whose parts are private
-def _draw_end(call: Any) -> None:
+def draw_end(call: Any) -> None:
+    """Take what is left of a call that was cancelled, or has ended."""
     # With SingleThreadedUnaryStream nobody draws the end of a call that was cancelled, and until that
     # is drawn the connection stays, at both ends, whatever becomes of the channel.
     while call._state.due:  # noqa: SLF001

@@ -43,6 +43,11 @@ class RowRoutes:
         """Row size and element type of each stream of the session's layout, in storage order."""
         return self._layouts.get_or_make(snapshot.uid, lambda: model.specs(snapshot.streams()))
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether rows in the arena are compared with their writer's checksums."""
+        return self._is_verified
+
     def attach(self) -> ArenaAttachment | None:
         """Return the arena, mapped; None where rows have to travel otherwise. Raises Unavailable."""
         attachment = None if self._access == "remote" else self._local.attach()

@@ -297,6 +297,41 @@ class PrefixMatch:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockPart:
+    """Which part of a block's bytes: layers `[layer_begin, layer_end)` of one rank."""
+
+    layer_begin: int = 0
+    layer_end: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpace:
+    """Within which keys of blocks are looked for: two are the same only if all of this is."""
+
+    model_fingerprint: bytes = b""
+    """Of the model that the state is of: 32 bytes. The model need not be registered."""
+    layout_tag: str = ""
+    """What the bytes are, in the engine's words; at most 1024 bytes."""
+    salt: bytes = b""
+    """Keeps apart what else is equal: an adapter, a policy's version; at most 64 bytes."""
+    parts: tuple[BlockPart, ...] = (BlockPart(),)
+    """The parts of each block: every rank from 0 on has every layer from 0 on in exactly one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    """What a look-up says of one key."""
+
+    state: LookupState = LookupState.UNSPECIFIED
+    """HIT, MISS, or PENDING: somebody writes it."""
+    size_bytes: int = 0
+    """Of all its parts; 0 for a miss."""
+    is_in_dram: bool = False
+    """Whether it lies in DRAM; one that does not comes from SSD."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredStreams:
     """Streams that a model can save, alike in all but the layer."""
 

@@ -19,6 +19,7 @@ from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.v1 import (
     admin_pb2_grpc,
     arena_pb2_grpc,
+    block_pb2_grpc,
     bulk_pb2_grpc,
     hints_pb2_grpc,
     model_pb2_grpc,
@@ -40,6 +41,7 @@ _IDEMPOTENT = {
     "ctxcache.v1.SessionService": ("GetSession", "ListSessions", "LookupSessions"),
     "ctxcache.v1.ArenaService": ("GetArena",),
     "ctxcache.v1.PrefixService": ("MatchPrefix", "ListSharedPrefixes"),
+    "ctxcache.v1.BlockService": ("LookupBlocks",),
     "ctxcache.v1.AdminService": (
         "GetStats",
         "ListTenants",
@@ -139,6 +141,7 @@ class Wire:
         self.models = model_pb2_grpc.ModelServiceStub(self._channel)
         self.sessions = session_pb2_grpc.SessionServiceStub(self._channel)
         self.prefixes = prefix_pb2_grpc.PrefixServiceStub(self._channel)
+        self.blocks = block_pb2_grpc.BlockServiceStub(self._channel)
         self.arena = arena_pb2_grpc.ArenaServiceStub(self._channel)
         self.bulk = bulk_pb2_grpc.BulkServiceStub(self._channel)
         self.hints = hints_pb2_grpc.HintServiceStub(self._channel)

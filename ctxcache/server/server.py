@@ -52,6 +52,7 @@ from ctxcache.server.reload import Reloaded, Reloading
 from ctxcache.server.upkeep import Lessons, Upkeep
 from ctxcache.service.admin import About, AdminService, Controls
 from ctxcache.service.admission import Admission, Admissions, Connections, Doors, RpcTimes
+from ctxcache.service.blocks import BlockService
 from ctxcache.service.bulk import BulkListener, BulkService
 from ctxcache.service.callers import Identification, identified_by
 from ctxcache.service.control_socket import ControlSocket
@@ -74,6 +75,8 @@ from ctxcache.v1 import (
     admin_pb2_grpc,
     arena_pb2,
     arena_pb2_grpc,
+    block_pb2,
+    block_pb2_grpc,
     bulk_pb2,
     bulk_pb2_grpc,
     hints_pb2,
@@ -97,6 +100,7 @@ SERVICES = (
     bulk_pb2.DESCRIPTOR.services_by_name["BulkService"].full_name,
     hints_pb2.DESCRIPTOR.services_by_name["HintService"].full_name,
     prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"].full_name,
+    block_pb2.DESCRIPTOR.services_by_name["BlockService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
 
@@ -425,6 +429,8 @@ class Server:
         hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, served)
         prefix_service = PrefixService(self._cache, self._local_turns)
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(prefix_service, served)
+        block_service = BlockService(self._cache, self._local_turns)
+        block_pb2_grpc.add_BlockServiceServicer_to_server(block_service, served)
         controls = Controls(
             self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold, self.storage.faults
         )

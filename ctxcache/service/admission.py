@@ -34,7 +34,12 @@ from ctxcache.wire.status import code_of, message_of, trailing_metadata
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 KEPT_OPEN = ("/ctxcache.v1.ArenaService/Access",)
 SCHEDULES = ("/ctxcache.v1.HintService/Schedule",)
-STREAMS = ("/ctxcache.v1.SessionService/AppendSession", "/ctxcache.v1.SessionService/ReadSession")
+STREAMS = (
+    "/ctxcache.v1.SessionService/AppendSession",
+    "/ctxcache.v1.SessionService/ReadSession",
+    "/ctxcache.v1.BlockService/PutBlocks",
+    "/ctxcache.v1.BlockService/ReadBlocks",
+)
 OK, CANCELLED = "OK", "CANCELLED"
 """Ends of an rpc that are no error of ours: an answer, and a caller that went away."""
 LOOK_INTERVAL_S = 0.5

@@ -34,7 +34,7 @@ from ctxcache.errors import (
     ReservationNotFound,
 )
 from ctxcache.runtime.spans import TRACE_PARENT
-from ctxcache.service import convert, prefixes, validate
+from ctxcache.service import blocks, convert, prefixes, validate
 from ctxcache.service.admission import OK, Admission
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer
@@ -50,8 +50,22 @@ PIECES_PER_PAUSE = 16
 """Pieces of a lease that an answer tells of before others may have their turn."""
 LEAST_PRUNED = 64
 """With fewer leases and reservations, what ended by itself is not looked for."""
-_AT_ONCE = frozenset({"acquire_lease", "release_lease", "release_reservation", "mark_written", "commit"})
+_AT_ONCE = frozenset(
+    {"acquire_lease", "release_lease", "release_reservation", "release_blocks", "mark_written", "commit"}
+)
 """Operations that may be done without waiting."""
+_BY_KEYS = frozenset(
+    {
+        "match_prefix",
+        "adopt_prefix",
+        "lookup_blocks",
+        "reserve_blocks",
+        "commit_blocks",
+        "lease_blocks",
+        "delete_blocks",
+    }
+)
+"""Operations on what is found by keys."""
 _CLIENTS = itertools.count(1)
 
 
@@ -82,6 +96,10 @@ class LocalClient:
         self.client = next(_CLIENTS)
         self._leases: set[int] = set()
         self._reservations: set[int] = set()
+        self._puts: set[int] = set()
+        """Reservations of blocks, which may have other writers besides."""
+        self._tokens: set[bytes] = set()
+        """Of leases of blocks that end with this client."""
         self._prune_count = LEAST_PRUNED
 
     def carry_out_at_once(self, request: arena_pb2.AccessRequest) -> bytes | None:
@@ -160,10 +178,10 @@ class LocalClient:
                     reservation = self._commit_in_memory(operation.commit)
                     await self._cache.appends.flush(reservation)
                     self._fill_committed(result, reservation)
-                case "match_prefix" | "adopt_prefix":
-                    await self._do_prefix(operation, result)
                 case "commit_many":
                     await self._commit_many(operation.commit_many, result.committed_many)
+                case _ if kind in _BY_KEYS:
+                    await self._do_by_keys(kind, operation, result)
                 case _:
                     if not self._do_at_once(kind, operation, result):
                         raise InvalidArgument(field="operation", problem="is required")
@@ -180,10 +198,49 @@ class LocalClient:
         else:
             result.adopted.CopyFrom(await prefixes.adopt(cache, operation.adopt_prefix, tenant, pace))
 
+    async def _do_by_keys(
+        self, kind: str, operation: arena_pb2.Operation, result: arena_pb2.OperationResult
+    ) -> None:
+        if kind.endswith("_prefix"):
+            await self._do_prefix(operation, result)
+            return
+        cache, tenant, pace = self._cache, self._tenant, LoopSlice(self._turns)
+        match kind:
+            case "commit_blocks":
+                commit = operation.commit_blocks
+                try:
+                    committed = await blocks.commit(cache, commit, self.client, pace)
+                finally:
+                    self._puts = {i for i in self._puts if cache.blocks.is_open(i)}
+                result.committed_blocks.CopyFrom(committed)
+                return
+            case "delete_blocks":
+                result.deleted_blocks.CopyFrom(await blocks.delete(cache, operation.delete_blocks, tenant))
+                return
+        if self._admission.is_draining:
+            raise Draining
+        match kind:
+            case "lookup_blocks":
+                found = await blocks.look_up(cache, operation.lookup_blocks, tenant, pace)
+                result.found_blocks.CopyFrom(found)
+            case "lease_blocks":
+                request = operation.lease_blocks
+                leased = await blocks.lease(cache, request, tenant, self.client, pace)
+                if any(leased.leases) and not request.token and not request.outlives_connection:
+                    self._tokens.add(leased.token)
+                    self._prune_if_many()
+                result.leased_blocks.CopyFrom(blocks.lease_message(cache, leased))
+            case "reserve_blocks":
+                if not self._may_write:
+                    raise self._read_only()
+                room = await blocks.reserve(cache, operation.reserve_blocks, tenant, self.client, pace)
+                self._puts |= {one.reservation_id for one in room.rooms if one.reservation_id}
+                result.reserved_blocks.CopyFrom(room)
+
     def check_empty(self) -> None:
         """Raise Draining unless something is still held."""
         self._prune()
-        if not self._leases and not self._reservations:
+        if not (self._leases or self._reservations or self._puts or self._tokens):
             raise Draining
 
     def end(self, *, is_abandoned: bool) -> None:
@@ -198,8 +255,15 @@ class LocalClient:
             with suppress(ReservationNotFound):
                 reservation = self._cache.appends.get(reservation_id)
                 self._cache.appends.release(reservation, is_abandoned=is_abandoned)
+        for reservation_id in self._puts:
+            self._cache.blocks.withdraw(reservation_id, self.client, is_abandoned=is_abandoned)
+        for token in self._tokens:
+            with suppress(LeaseNotFound):
+                self._cache.blocks.release(self._tenant, token)
         self._leases.clear()
         self._reservations.clear()
+        self._puts.clear()
+        self._tokens.clear()
 
     def _do_at_once(
         self, kind: str | None, operation: arena_pb2.Operation, result: arena_pb2.OperationResult
@@ -208,6 +272,10 @@ class LocalClient:
         match kind:
             case "release_lease":
                 self._release_lease(operation.release_lease.lease_id)
+                result.released.SetInParent()
+            case "release_blocks":
+                blocks.release(self._cache, operation.release_blocks, self._tenant)
+                self._tokens.discard(operation.release_blocks.token)
                 result.released.SetInParent()
             case "release_reservation":
                 self._release_reservation(operation.release_reservation.reservation_id)
@@ -225,13 +293,16 @@ class LocalClient:
 
     def _prune_if_many(self) -> None:
         """Forget what ended by itself, once twice as much is owned as after the last time."""
-        if len(self._leases) + len(self._reservations) >= self._prune_count:
+        if len(self._leases) + len(self._reservations) + len(self._tokens) >= self._prune_count:
             self._prune()
-            self._prune_count = max(2 * (len(self._leases) + len(self._reservations)), LEAST_PRUNED)
+            held_count = len(self._leases) + len(self._reservations) + len(self._tokens)
+            self._prune_count = max(2 * held_count, LEAST_PRUNED)
 
     def _prune(self) -> None:
         self._leases = {i for i in self._leases if self._cache.leases.is_held(i)}
         self._reservations = {i for i in self._reservations if self._cache.appends.is_open(i)}
+        self._puts = {i for i in self._puts if self._cache.blocks.is_open(i)}
+        self._tokens = {token for token in self._tokens if self._cache.blocks.is_held(token)}
 
     async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> None:
         lease = await self._cache.leases.acquire(self._asked(request))
@@ -309,8 +380,7 @@ class LocalClient:
         if self._admission.is_draining:
             raise Draining
         if not self._may_write:
-            problem = "may not write in place here: append by stream"
-            raise PermissionDenied(subject=f"tenant {self._tenant}", problem=problem)
+            raise self._read_only()
         reservation = await self._cache.appends.reserve(
             self._tenant,
             validate.session_id(request.session, "session"),
@@ -323,6 +393,10 @@ class LocalClient:
         self._reservations.add(reservation.reservation_id)
         self._prune_if_many()
         convert.fill_reservation(message, reservation, self._cache.state.clock, is_brief=request.is_brief)
+
+    def _read_only(self) -> PermissionDenied:
+        problem = "may not write in place here: append by stream"
+        return PermissionDenied(subject=f"tenant {self._tenant}", problem=problem)
 
     def _commit_in_memory(self, request: arena_pb2.CommitReservation) -> Reservation:
         reservation = self._own(request.reservation_id)
@@ -397,6 +471,10 @@ class LocalClient:
             self._reservations.discard(reservation_id)
 
     def _release_reservation(self, reservation_id: int) -> None:
+        if reservation_id in self._puts:
+            self._cache.blocks.withdraw(reservation_id, self.client, is_abandoned=False)
+            self._puts.discard(reservation_id)
+            return
         reservation = self._own(reservation_id)
         self._cache.appends.release(reservation)
         self._reservations.discard(reservation_id)

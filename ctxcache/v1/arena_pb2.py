@@ -22,13 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from ctxcache.v1 import block_pb2 as ctxcache_dot_v1_dot_block__pb2
 from ctxcache.v1 import model_pb2 as ctxcache_dot_v1_dot_model__pb2
 from ctxcache.v1 import prefix_pb2 as ctxcache_dot_v1_dot_prefix__pb2
 from ctxcache.v1 import session_pb2 as ctxcache_dot_v1_dot_session__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/arena.proto\x12\x0b\x63txcache.v1\x1a\x17\x63txcache/v1/model.proto\x1a\x18\x63txcache/v1/prefix.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x11\n\x0fGetArenaRequest\"\xa3\x01\n\x05\x41rena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontrol_socket\x18\x04 \x01(\t\x12\x12\n\npage_bytes\x18\x05 \x01(\x03\x12\'\n\tssd_files\x18\x06 \x03(\x0b\x32\x14.ctxcache.v1.SsdFile\x12\x11\n\tmay_write\x18\x07 \x01(\x08\"+\n\x07SsdFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"N\n\x0c\x43ontrolHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\t\x12\x15\n\rasks_to_write\x18\x03 \x01(\x08\"j\n\x0e\x43ontrolWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12!\n\x05\x61rena\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.Arena\x12\x1b\n\x13message_limit_bytes\x18\x03 \x01(\x03\"e\n\rAccessRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12*\n\noperations\x18\x02 \x03(\x0b\x32\x16.ctxcache.v1.Operation\x12\x14\n\x0ctrace_parent\x18\x03 \x01(\t\"\xab\x04\n\tOperation\x12\x32\n\racquire_lease\x18\x01 \x01(\x0b\x32\x19.ctxcache.v1.AcquireLeaseH\x00\x12\x32\n\rrelease_lease\x18\x02 \x01(\x0b\x32\x19.ctxcache.v1.ReleaseLeaseH\x00\x12\'\n\x07reserve\x18\x03 \x01(\x0b\x32\x14.ctxcache.v1.ReserveH\x00\x12\x30\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x1e.ctxcache.v1.CommitReservationH\x00\x12>\n\x13release_reservation\x18\x05 \x01(\x0b\x32\x1f.ctxcache.v1.ReleaseReservationH\x00\x12\x36\n\x0b\x63ommit_many\x18\x06 \x01(\x0b\x32\x1f.ctxcache.v1.CommitReservationsH\x00\x12\x30\n\x0cmark_written\x18\x07 \x01(\x0b\x32\x18.ctxcache.v1.MarkWrittenH\x00\x12\x32\n\rrecheck_lease\x18\x08 \x01(\x0b\x32\x19.ctxcache.v1.RecheckLeaseH\x00\x12\x37\n\x0cmatch_prefix\x18\t \x01(\x0b\x32\x1f.ctxcache.v1.MatchPrefixRequestH\x00\x12\x37\n\x0c\x61\x64opt_prefix\x18\n \x01(\x0b\x32\x1f.ctxcache.v1.AdoptPrefixRequestH\x00\x42\x0b\n\toperation\"\xc4\x01\n\x0c\x41\x63quireLease\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\x0c\x12 \n\x13if_generation_match\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12&\n\x05range\x18\x04 \x01(\x0b\x32\x17.ctxcache.v1.TokenRange\x12\x10\n\x08is_brief\x18\x05 \x01(\x08\x12\x14\n\x0cleave_on_ssd\x18\x06 \x01(\x08\x42\x16\n\x14_if_generation_match\" \n\x0cRecheckLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\" \n\x0cReleaseLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\"\xac\x01\n\x07Reserve\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\x0c\x12\x14\n\x0cwrite_offset\x18\x03 \x01(\x03\x12 \n\x13if_generation_match\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x10\n\x08is_brief\x18\x06 \x01(\x08\x42\x16\n\x14_if_generation_match\"\x93\x01\n\x11\x43ommitReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12+\n\ndurability\x18\x03 \x01(\x0e\x32\x17.ctxcache.v1.Durability\x12\x11\n\tkeep_open\x18\x04 \x01(\x08\x12\x11\n\tchecksums\x18\x05 \x03(\x06\"\x96\x01\n\x12\x43ommitReservations\x12\x17\n\x0freservation_ids\x18\x01 \x03(\x03\x12\x14\n\x0ctoken_counts\x18\x02 \x03(\x03\x12+\n\ndurability\x18\x03 \x01(\x0e\x32\x17.ctxcache.v1.Durability\x12\x11\n\tkeep_open\x18\x04 \x01(\x08\x12\x11\n\tchecksums\x18\x05 \x03(\x06\"M\n\x0bMarkWritten\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12\x11\n\tchecksums\x18\x03 \x03(\x06\",\n\x12ReleaseReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x03\"S\n\x0e\x41\x63\x63\x65ssResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12-\n\x07results\x18\x02 \x03(\x0b\x32\x1c.ctxcache.v1.OperationResult\"\xf1\x03\n\x0fOperationResult\x12,\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1b.ctxcache.v1.OperationErrorH\x00\x12#\n\x05lease\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.LeaseH\x00\x12/\n\x0breservation\x18\x03 \x01(\x0b\x32\x18.ctxcache.v1.ReservationH\x00\x12)\n\tcommitted\x18\x04 \x01(\x0b\x32\x14.ctxcache.v1.SessionH\x00\x12)\n\x08released\x18\x05 \x01(\x0b\x32\x15.ctxcache.v1.ReleasedH\x00\x12<\n\x0e\x63ommitted_many\x18\x06 \x01(\x0b\x32\".ctxcache.v1.CommittedReservationsH\x00\x12%\n\x06marked\x18\x07 \x01(\x0b\x32\x13.ctxcache.v1.MarkedH\x00\x12+\n\trechecked\x18\x08 \x01(\x0b\x32\x16.ctxcache.v1.RecheckedH\x00\x12\x33\n\x07matched\x18\t \x01(\x0b\x32 .ctxcache.v1.MatchPrefixResponseH\x00\x12\x33\n\x07\x61\x64opted\x18\n \x01(\x0b\x32 .ctxcache.v1.AdoptPrefixResponseH\x00\x42\x08\n\x06result\"\x0b\n\tRechecked\"\xad\x01\n\x0eOperationError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12;\n\x08metadata\x18\x04 \x03(\x0b\x32).ctxcache.v1.OperationError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\n\n\x08Released\"Y\n\x15\x43ommittedReservations\x12\x13\n\x0bgenerations\x18\x01 \x03(\x03\x12+\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x19.ctxcache.v1.FailedCommit\"I\n\x0c\x46\x61iledCommit\x12\r\n\x05index\x18\x01 \x01(\x05\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1b.ctxcache.v1.OperationError\"@\n\x04Runs\x12\x14\n\x0coffset_bytes\x18\x01 \x03(\x03\x12\x11\n\trow_begin\x18\x02 \x03(\x05\x12\x0f\n\x07row_end\x18\x03 \x03(\x05\"\x08\n\x06Marked\"_\n\x0b\x43hunkLayout\x12\'\n\x06stream\x18\x01 \x01(\x0b\x32\x17.ctxcache.v1.StreamName\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x11\n\trow_bytes\x18\x03 \x01(\x05\"C\n\x08RowRange\x12\x11\n\trow_begin\x18\x01 \x01(\x05\x12\x0f\n\x07row_end\x18\x02 \x01(\x05\x12\x13\n\x0btoken_begin\x18\x03 \x01(\x03\"\x8a\x02\n\x0fSegmentLocation\x12\x12\n\nsegment_id\x18\x01 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12#\n\x04rows\x18\x03 \x03(\x0b\x32\x15.ctxcache.v1.RowRange\x12\x13\n\x0bsession_uid\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x03\x12\x16\n\x0eposition_begin\x18\x06 \x01(\x03\x12\x13\n\x0btoken_count\x18\x07 \x01(\x05\x12\x11\n\tchecksums\x18\x08 \x03(\x06\x12\x17\n\npath_index\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x17\n\x0fheader_checksum\x18\n \x01(\x06\x42\r\n\x0b_path_index\"\x94\x02\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\x12%\n\x07session\x18\x02 \x01(\x0b\x32\x14.ctxcache.v1.Session\x12&\n\x05range\x18\x03 \x01(\x0b\x32\x17.ctxcache.v1.TokenRange\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x06layout\x18\x05 \x03(\x0b\x32\x18.ctxcache.v1.ChunkLayout\x12.\n\x08segments\x18\x06 \x03(\x0b\x32\x1c.ctxcache.v1.SegmentLocation\x12\x1f\n\x04runs\x18\x07 \x01(\x0b\x32\x11.ctxcache.v1.Runs\"\xe6\x01\n\x0bReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x03\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x06layout\x18\x03 \x03(\x0b\x32\x18.ctxcache.v1.ChunkLayout\x12.\n\x08segments\x18\x04 \x03(\x0b\x32\x1c.ctxcache.v1.SegmentLocation\x12\x1f\n\x04runs\x18\x05 \x01(\x0b\x32\x11.ctxcache.v1.Runs\x12\x13\n\x0bsession_uid\x18\x06 \x01(\t2\x93\x01\n\x0c\x41renaService\x12<\n\x08GetArena\x12\x1c.ctxcache.v1.GetArenaRequest\x1a\x12.ctxcache.v1.Arena\x12\x45\n\x06\x41\x63\x63\x65ss\x12\x1a.ctxcache.v1.AccessRequest\x1a\x1b.ctxcache.v1.AccessResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/arena.proto\x12\x0b\x63txcache.v1\x1a\x17\x63txcache/v1/block.proto\x1a\x17\x63txcache/v1/model.proto\x1a\x18\x63txcache/v1/prefix.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x11\n\x0fGetArenaRequest\"\xa3\x01\n\x05\x41rena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontrol_socket\x18\x04 \x01(\t\x12\x12\n\npage_bytes\x18\x05 \x01(\x03\x12\'\n\tssd_files\x18\x06 \x03(\x0b\x32\x14.ctxcache.v1.SsdFile\x12\x11\n\tmay_write\x18\x07 \x01(\x08\"+\n\x07SsdFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"N\n\x0c\x43ontrolHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\t\x12\x15\n\rasks_to_write\x18\x03 \x01(\x08\"j\n\x0e\x43ontrolWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12!\n\x05\x61rena\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.Arena\x12\x1b\n\x13message_limit_bytes\x18\x03 \x01(\x03\"e\n\rAccessRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12*\n\noperations\x18\x02 \x03(\x0b\x32\x16.ctxcache.v1.Operation\x12\x14\n\x0ctrace_parent\x18\x03 \x01(\t\"\x81\x07\n\tOperation\x12\x32\n\racquire_lease\x18\x01 \x01(\x0b\x32\x19.ctxcache.v1.AcquireLeaseH\x00\x12\x32\n\rrelease_lease\x18\x02 \x01(\x0b\x32\x19.ctxcache.v1.ReleaseLeaseH\x00\x12\'\n\x07reserve\x18\x03 \x01(\x0b\x32\x14.ctxcache.v1.ReserveH\x00\x12\x30\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x1e.ctxcache.v1.CommitReservationH\x00\x12>\n\x13release_reservation\x18\x05 \x01(\x0b\x32\x1f.ctxcache.v1.ReleaseReservationH\x00\x12\x36\n\x0b\x63ommit_many\x18\x06 \x01(\x0b\x32\x1f.ctxcache.v1.CommitReservationsH\x00\x12\x30\n\x0cmark_written\x18\x07 \x01(\x0b\x32\x18.ctxcache.v1.MarkWrittenH\x00\x12\x32\n\rrecheck_lease\x18\x08 \x01(\x0b\x32\x19.ctxcache.v1.RecheckLeaseH\x00\x12\x37\n\x0cmatch_prefix\x18\t \x01(\x0b\x32\x1f.ctxcache.v1.MatchPrefixRequestH\x00\x12\x37\n\x0c\x61\x64opt_prefix\x18\n \x01(\x0b\x32\x1f.ctxcache.v1.AdoptPrefixRequestH\x00\x12\x39\n\rlookup_blocks\x18\x0b \x01(\x0b\x32 .ctxcache.v1.LookupBlocksRequestH\x00\x12\x34\n\x0ereserve_blocks\x18\x0c \x01(\x0b\x32\x1a.ctxcache.v1.ReserveBlocksH\x00\x12\x32\n\rcommit_blocks\x18\r \x01(\x0b\x32\x19.ctxcache.v1.CommitBlocksH\x00\x12\x37\n\x0clease_blocks\x18\x0e \x01(\x0b\x32\x1f.ctxcache.v1.LeaseBlocksRequestH\x00\x12;\n\x0erelease_blocks\x18\x0f \x01(\x0b\x32!.ctxcache.v1.ReleaseBlocksRequestH\x00\x12\x39\n\rdelete_blocks\x18\x10 \x01(\x0b\x32 .ctxcache.v1.DeleteBlocksRequestH\x00\x42\x0b\n\toperation\"\xc4\x01\n\x0c\x41\x63quireLease\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\x0c\x12 \n\x13if_generation_match\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12&\n\x05range\x18\x04 \x01(\x0b\x32\x17.ctxcache.v1.TokenRange\x12\x10\n\x08is_brief\x18\x05 \x01(\x08\x12\x14\n\x0cleave_on_ssd\x18\x06 \x01(\x08\x42\x16\n\x14_if_generation_match\" \n\x0cRecheckLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\" \n\x0cReleaseLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\"\xac\x01\n\x07Reserve\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\x0c\x12\x14\n\x0cwrite_offset\x18\x03 \x01(\x03\x12 \n\x13if_generation_match\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x10\n\x08is_brief\x18\x06 \x01(\x08\x42\x16\n\x14_if_generation_match\"\x93\x01\n\x11\x43ommitReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12+\n\ndurability\x18\x03 \x01(\x0e\x32\x17.ctxcache.v1.Durability\x12\x11\n\tkeep_open\x18\x04 \x01(\x08\x12\x11\n\tchecksums\x18\x05 \x03(\x06\"\x96\x01\n\x12\x43ommitReservations\x12\x17\n\x0freservation_ids\x18\x01 \x03(\x03\x12\x14\n\x0ctoken_counts\x18\x02 \x03(\x03\x12+\n\ndurability\x18\x03 \x01(\x0e\x32\x17.ctxcache.v1.Durability\x12\x11\n\tkeep_open\x18\x04 \x01(\x08\x12\x11\n\tchecksums\x18\x05 \x03(\x06\"M\n\x0bMarkWritten\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12\x11\n\tchecksums\x18\x03 \x03(\x06\",\n\x12ReleaseReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x03\"S\n\x0e\x41\x63\x63\x65ssResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12-\n\x07results\x18\x02 \x03(\x0b\x32\x1c.ctxcache.v1.OperationResult\"\x8d\x06\n\x0fOperationResult\x12,\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1b.ctxcache.v1.OperationErrorH\x00\x12#\n\x05lease\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.LeaseH\x00\x12/\n\x0breservation\x18\x03 \x01(\x0b\x32\x18.ctxcache.v1.ReservationH\x00\x12)\n\tcommitted\x18\x04 \x01(\x0b\x32\x14.ctxcache.v1.SessionH\x00\x12)\n\x08released\x18\x05 \x01(\x0b\x32\x15.ctxcache.v1.ReleasedH\x00\x12<\n\x0e\x63ommitted_many\x18\x06 \x01(\x0b\x32\".ctxcache.v1.CommittedReservationsH\x00\x12%\n\x06marked\x18\x07 \x01(\x0b\x32\x13.ctxcache.v1.MarkedH\x00\x12+\n\trechecked\x18\x08 \x01(\x0b\x32\x16.ctxcache.v1.RecheckedH\x00\x12\x33\n\x07matched\x18\t \x01(\x0b\x32 .ctxcache.v1.MatchPrefixResponseH\x00\x12\x33\n\x07\x61\x64opted\x18\n \x01(\x0b\x32 .ctxcache.v1.AdoptPrefixResponseH\x00\x12\x39\n\x0c\x66ound_blocks\x18\x0b \x01(\x0b\x32!.ctxcache.v1.LookupBlocksResponseH\x00\x12\x36\n\x0freserved_blocks\x18\x0c \x01(\x0b\x32\x1b.ctxcache.v1.ReservedBlocksH\x00\x12\x38\n\x10\x63ommitted_blocks\x18\r \x01(\x0b\x32\x1c.ctxcache.v1.CommittedBlocksH\x00\x12\x30\n\rleased_blocks\x18\x0e \x01(\x0b\x32\x17.ctxcache.v1.BlockLeaseH\x00\x12;\n\x0e\x64\x65leted_blocks\x18\x0f \x01(\x0b\x32!.ctxcache.v1.DeleteBlocksResponseH\x00\x42\x08\n\x06result\"\x0b\n\tRechecked\"\xad\x01\n\x0eOperationError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12;\n\x08metadata\x18\x04 \x03(\x0b\x32).ctxcache.v1.OperationError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\n\n\x08Released\"Y\n\x15\x43ommittedReservations\x12\x13\n\x0bgenerations\x18\x01 \x03(\x03\x12+\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x19.ctxcache.v1.FailedCommit\"I\n\x0c\x46\x61iledCommit\x12\r\n\x05index\x18\x01 \x01(\x05\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1b.ctxcache.v1.OperationError\"@\n\x04Runs\x12\x14\n\x0coffset_bytes\x18\x01 \x03(\x03\x12\x11\n\trow_begin\x18\x02 \x03(\x05\x12\x0f\n\x07row_end\x18\x03 \x03(\x05\"\x08\n\x06Marked\"_\n\x0b\x43hunkLayout\x12\'\n\x06stream\x18\x01 \x01(\x0b\x32\x17.ctxcache.v1.StreamName\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x11\n\trow_bytes\x18\x03 \x01(\x05\"C\n\x08RowRange\x12\x11\n\trow_begin\x18\x01 \x01(\x05\x12\x0f\n\x07row_end\x18\x02 \x01(\x05\x12\x13\n\x0btoken_begin\x18\x03 \x01(\x03\"\x8a\x02\n\x0fSegmentLocation\x12\x12\n\nsegment_id\x18\x01 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12#\n\x04rows\x18\x03 \x03(\x0b\x32\x15.ctxcache.v1.RowRange\x12\x13\n\x0bsession_uid\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x03\x12\x16\n\x0eposition_begin\x18\x06 \x01(\x03\x12\x13\n\x0btoken_count\x18\x07 \x01(\x05\x12\x11\n\tchecksums\x18\x08 \x03(\x06\x12\x17\n\npath_index\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x17\n\x0fheader_checksum\x18\n \x01(\x06\x42\r\n\x0b_path_index\"\x94\x02\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\x12%\n\x07session\x18\x02 \x01(\x0b\x32\x14.ctxcache.v1.Session\x12&\n\x05range\x18\x03 \x01(\x0b\x32\x17.ctxcache.v1.TokenRange\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x06layout\x18\x05 \x03(\x0b\x32\x18.ctxcache.v1.ChunkLayout\x12.\n\x08segments\x18\x06 \x03(\x0b\x32\x1c.ctxcache.v1.SegmentLocation\x12\x1f\n\x04runs\x18\x07 \x01(\x0b\x32\x11.ctxcache.v1.Runs\"\xe6\x01\n\x0bReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x03\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x06layout\x18\x03 \x03(\x0b\x32\x18.ctxcache.v1.ChunkLayout\x12.\n\x08segments\x18\x04 \x03(\x0b\x32\x1c.ctxcache.v1.SegmentLocation\x12\x1f\n\x04runs\x18\x05 \x01(\x0b\x32\x11.ctxcache.v1.Runs\x12\x13\n\x0bsession_uid\x18\x06 \x01(\t2\x93\x01\n\x0c\x41renaService\x12<\n\x08GetArena\x12\x1c.ctxcache.v1.GetArenaRequest\x1a\x12.ctxcache.v1.Arena\x12\x45\n\x06\x41\x63\x63\x65ss\x12\x1a.ctxcache.v1.AccessRequest\x1a\x1b.ctxcache.v1.AccessResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,66 +38,66 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPERATIONERROR_METADATAENTRY']._loaded_options = None
   _globals['_OPERATIONERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_GETARENAREQUEST']._serialized_start=151
-  _globals['_GETARENAREQUEST']._serialized_end=168
-  _globals['_ARENA']._serialized_start=171
-  _globals['_ARENA']._serialized_end=334
-  _globals['_SSDFILE']._serialized_start=336
-  _globals['_SSDFILE']._serialized_end=379
-  _globals['_CONTROLHELLO']._serialized_start=381
-  _globals['_CONTROLHELLO']._serialized_end=459
-  _globals['_CONTROLWELCOME']._serialized_start=461
-  _globals['_CONTROLWELCOME']._serialized_end=567
-  _globals['_ACCESSREQUEST']._serialized_start=569
-  _globals['_ACCESSREQUEST']._serialized_end=670
-  _globals['_OPERATION']._serialized_start=673
-  _globals['_OPERATION']._serialized_end=1228
-  _globals['_ACQUIRELEASE']._serialized_start=1231
-  _globals['_ACQUIRELEASE']._serialized_end=1427
-  _globals['_RECHECKLEASE']._serialized_start=1429
-  _globals['_RECHECKLEASE']._serialized_end=1461
-  _globals['_RELEASELEASE']._serialized_start=1463
-  _globals['_RELEASELEASE']._serialized_end=1495
-  _globals['_RESERVE']._serialized_start=1498
-  _globals['_RESERVE']._serialized_end=1670
-  _globals['_COMMITRESERVATION']._serialized_start=1673
-  _globals['_COMMITRESERVATION']._serialized_end=1820
-  _globals['_COMMITRESERVATIONS']._serialized_start=1823
-  _globals['_COMMITRESERVATIONS']._serialized_end=1973
-  _globals['_MARKWRITTEN']._serialized_start=1975
-  _globals['_MARKWRITTEN']._serialized_end=2052
-  _globals['_RELEASERESERVATION']._serialized_start=2054
-  _globals['_RELEASERESERVATION']._serialized_end=2098
-  _globals['_ACCESSRESPONSE']._serialized_start=2100
-  _globals['_ACCESSRESPONSE']._serialized_end=2183
-  _globals['_OPERATIONRESULT']._serialized_start=2186
-  _globals['_OPERATIONRESULT']._serialized_end=2683
-  _globals['_RECHECKED']._serialized_start=2685
-  _globals['_RECHECKED']._serialized_end=2696
-  _globals['_OPERATIONERROR']._serialized_start=2699
-  _globals['_OPERATIONERROR']._serialized_end=2872
-  _globals['_OPERATIONERROR_METADATAENTRY']._serialized_start=2825
-  _globals['_OPERATIONERROR_METADATAENTRY']._serialized_end=2872
-  _globals['_RELEASED']._serialized_start=2874
-  _globals['_RELEASED']._serialized_end=2884
-  _globals['_COMMITTEDRESERVATIONS']._serialized_start=2886
-  _globals['_COMMITTEDRESERVATIONS']._serialized_end=2975
-  _globals['_FAILEDCOMMIT']._serialized_start=2977
-  _globals['_FAILEDCOMMIT']._serialized_end=3050
-  _globals['_RUNS']._serialized_start=3052
-  _globals['_RUNS']._serialized_end=3116
-  _globals['_MARKED']._serialized_start=3118
-  _globals['_MARKED']._serialized_end=3126
-  _globals['_CHUNKLAYOUT']._serialized_start=3128
-  _globals['_CHUNKLAYOUT']._serialized_end=3223
-  _globals['_ROWRANGE']._serialized_start=3225
-  _globals['_ROWRANGE']._serialized_end=3292
-  _globals['_SEGMENTLOCATION']._serialized_start=3295
-  _globals['_SEGMENTLOCATION']._serialized_end=3561
-  _globals['_LEASE']._serialized_start=3564
-  _globals['_LEASE']._serialized_end=3840
-  _globals['_RESERVATION']._serialized_start=3843
-  _globals['_RESERVATION']._serialized_end=4073
-  _globals['_ARENASERVICE']._serialized_start=4076
-  _globals['_ARENASERVICE']._serialized_end=4223
+  _globals['_GETARENAREQUEST']._serialized_start=176
+  _globals['_GETARENAREQUEST']._serialized_end=193
+  _globals['_ARENA']._serialized_start=196
+  _globals['_ARENA']._serialized_end=359
+  _globals['_SSDFILE']._serialized_start=361
+  _globals['_SSDFILE']._serialized_end=404
+  _globals['_CONTROLHELLO']._serialized_start=406
+  _globals['_CONTROLHELLO']._serialized_end=484
+  _globals['_CONTROLWELCOME']._serialized_start=486
+  _globals['_CONTROLWELCOME']._serialized_end=592
+  _globals['_ACCESSREQUEST']._serialized_start=594
+  _globals['_ACCESSREQUEST']._serialized_end=695
+  _globals['_OPERATION']._serialized_start=698
+  _globals['_OPERATION']._serialized_end=1595
+  _globals['_ACQUIRELEASE']._serialized_start=1598
+  _globals['_ACQUIRELEASE']._serialized_end=1794
+  _globals['_RECHECKLEASE']._serialized_start=1796
+  _globals['_RECHECKLEASE']._serialized_end=1828
+  _globals['_RELEASELEASE']._serialized_start=1830
+  _globals['_RELEASELEASE']._serialized_end=1862
+  _globals['_RESERVE']._serialized_start=1865
+  _globals['_RESERVE']._serialized_end=2037
+  _globals['_COMMITRESERVATION']._serialized_start=2040
+  _globals['_COMMITRESERVATION']._serialized_end=2187
+  _globals['_COMMITRESERVATIONS']._serialized_start=2190
+  _globals['_COMMITRESERVATIONS']._serialized_end=2340
+  _globals['_MARKWRITTEN']._serialized_start=2342
+  _globals['_MARKWRITTEN']._serialized_end=2419
+  _globals['_RELEASERESERVATION']._serialized_start=2421
+  _globals['_RELEASERESERVATION']._serialized_end=2465
+  _globals['_ACCESSRESPONSE']._serialized_start=2467
+  _globals['_ACCESSRESPONSE']._serialized_end=2550
+  _globals['_OPERATIONRESULT']._serialized_start=2553
+  _globals['_OPERATIONRESULT']._serialized_end=3334
+  _globals['_RECHECKED']._serialized_start=3336
+  _globals['_RECHECKED']._serialized_end=3347
+  _globals['_OPERATIONERROR']._serialized_start=3350
+  _globals['_OPERATIONERROR']._serialized_end=3523
+  _globals['_OPERATIONERROR_METADATAENTRY']._serialized_start=3476
+  _globals['_OPERATIONERROR_METADATAENTRY']._serialized_end=3523
+  _globals['_RELEASED']._serialized_start=3525
+  _globals['_RELEASED']._serialized_end=3535
+  _globals['_COMMITTEDRESERVATIONS']._serialized_start=3537
+  _globals['_COMMITTEDRESERVATIONS']._serialized_end=3626
+  _globals['_FAILEDCOMMIT']._serialized_start=3628
+  _globals['_FAILEDCOMMIT']._serialized_end=3701
+  _globals['_RUNS']._serialized_start=3703
+  _globals['_RUNS']._serialized_end=3767
+  _globals['_MARKED']._serialized_start=3769
+  _globals['_MARKED']._serialized_end=3777
+  _globals['_CHUNKLAYOUT']._serialized_start=3779
+  _globals['_CHUNKLAYOUT']._serialized_end=3874
+  _globals['_ROWRANGE']._serialized_start=3876
+  _globals['_ROWRANGE']._serialized_end=3943
+  _globals['_SEGMENTLOCATION']._serialized_start=3946
+  _globals['_SEGMENTLOCATION']._serialized_end=4212
+  _globals['_LEASE']._serialized_start=4215
+  _globals['_LEASE']._serialized_end=4491
+  _globals['_RESERVATION']._serialized_start=4494
+  _globals['_RESERVATION']._serialized_end=4724
+  _globals['_ARENASERVICE']._serialized_start=4727
+  _globals['_ARENASERVICE']._serialized_end=4874
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ isort:skip_file
 The local path: rows are written and read in place in shared memory; messages carry locations."""
 
 from collections import abc as _abc
+from ctxcache.v1 import block_pb2 as _block_pb2
 from ctxcache.v1 import model_pb2 as _model_pb2
 from ctxcache.v1 import prefix_pb2 as _prefix_pb2
 from ctxcache.v1 import session_pb2 as _session_pb2
@@ -240,6 +241,12 @@ class Operation(_message.Message):
     RECHECK_LEASE_FIELD_NUMBER: _builtins.int
     MATCH_PREFIX_FIELD_NUMBER: _builtins.int
     ADOPT_PREFIX_FIELD_NUMBER: _builtins.int
+    LOOKUP_BLOCKS_FIELD_NUMBER: _builtins.int
+    RESERVE_BLOCKS_FIELD_NUMBER: _builtins.int
+    COMMIT_BLOCKS_FIELD_NUMBER: _builtins.int
+    LEASE_BLOCKS_FIELD_NUMBER: _builtins.int
+    RELEASE_BLOCKS_FIELD_NUMBER: _builtins.int
+    DELETE_BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def acquire_lease(self) -> Global___AcquireLease:
         """Lease a session's rows for reading."""
@@ -280,6 +287,30 @@ class Operation(_message.Message):
     def adopt_prefix(self) -> _prefix_pb2.AdoptPrefixRequest:
         """See PrefixService.AdoptPrefix."""
 
+    @_builtins.property
+    def lookup_blocks(self) -> _block_pb2.LookupBlocksRequest:
+        """See BlockService.LookupBlocks."""
+
+    @_builtins.property
+    def reserve_blocks(self) -> _block_pb2.ReserveBlocks:
+        """Get room for blocks."""
+
+    @_builtins.property
+    def commit_blocks(self) -> _block_pb2.CommitBlocks:
+        """Make written parts of blocks visible."""
+
+    @_builtins.property
+    def lease_blocks(self) -> _block_pb2.LeaseBlocksRequest:
+        """See BlockService.LeaseBlocks."""
+
+    @_builtins.property
+    def release_blocks(self) -> _block_pb2.ReleaseBlocksRequest:
+        """See BlockService.ReleaseBlocks."""
+
+    @_builtins.property
+    def delete_blocks(self) -> _block_pb2.DeleteBlocksRequest:
+        """See BlockService.DeleteBlocks."""
+
     def __init__(
         self,
         *,
@@ -293,12 +324,18 @@ class Operation(_message.Message):
         recheck_lease: Global___RecheckLease | None = ...,
         match_prefix: _prefix_pb2.MatchPrefixRequest | None = ...,
         adopt_prefix: _prefix_pb2.AdoptPrefixRequest | None = ...,
+        lookup_blocks: _block_pb2.LookupBlocksRequest | None = ...,
+        reserve_blocks: _block_pb2.ReserveBlocks | None = ...,
+        commit_blocks: _block_pb2.CommitBlocks | None = ...,
+        lease_blocks: _block_pb2.LeaseBlocksRequest | None = ...,
+        release_blocks: _block_pb2.ReleaseBlocksRequest | None = ...,
+        delete_blocks: _block_pb2.DeleteBlocksRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "adopt_prefix", b"adopt_prefix", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "match_prefix", b"match_prefix", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "adopt_prefix", b"adopt_prefix", "commit", b"commit", "commit_blocks", b"commit_blocks", "commit_many", b"commit_many", "delete_blocks", b"delete_blocks", "lease_blocks", b"lease_blocks", "lookup_blocks", b"lookup_blocks", "mark_written", b"mark_written", "match_prefix", b"match_prefix", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_blocks", b"release_blocks", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve", "reserve_blocks", b"reserve_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "adopt_prefix", b"adopt_prefix", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "match_prefix", b"match_prefix", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "adopt_prefix", b"adopt_prefix", "commit", b"commit", "commit_blocks", b"commit_blocks", "commit_many", b"commit_many", "delete_blocks", b"delete_blocks", "lease_blocks", b"lease_blocks", "lookup_blocks", b"lookup_blocks", "mark_written", b"mark_written", "match_prefix", b"match_prefix", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_blocks", b"release_blocks", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve", "reserve_blocks", b"reserve_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "reserve", "commit", "release_reservation", "commit_many", "mark_written", "recheck_lease", "match_prefix", "adopt_prefix"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "reserve", "commit", "release_reservation", "commit_many", "mark_written", "recheck_lease", "match_prefix", "adopt_prefix", "lookup_blocks", "reserve_blocks", "commit_blocks", "lease_blocks", "release_blocks", "delete_blocks"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -596,7 +633,7 @@ class ReleaseReservation(_message.Message):
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
-    """The reservation."""
+    """The reservation, of a session or of a block."""
     def __init__(
         self,
         *,
@@ -654,6 +691,11 @@ class OperationResult(_message.Message):
     RECHECKED_FIELD_NUMBER: _builtins.int
     MATCHED_FIELD_NUMBER: _builtins.int
     ADOPTED_FIELD_NUMBER: _builtins.int
+    FOUND_BLOCKS_FIELD_NUMBER: _builtins.int
+    RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
+    COMMITTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LEASED_BLOCKS_FIELD_NUMBER: _builtins.int
+    DELETED_BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> Global___OperationError:
         """The operation failed and changed nothing."""
@@ -672,7 +714,7 @@ class OperationResult(_message.Message):
 
     @_builtins.property
     def released(self) -> Global___Released:
-        """Result of ReleaseLease and ReleaseReservation."""
+        """Result of ReleaseLease, ReleaseReservation and ReleaseBlocks."""
 
     @_builtins.property
     def committed_many(self) -> Global___CommittedReservations:
@@ -694,6 +736,26 @@ class OperationResult(_message.Message):
     def adopted(self) -> _prefix_pb2.AdoptPrefixResponse:
         """Result of AdoptPrefix."""
 
+    @_builtins.property
+    def found_blocks(self) -> _block_pb2.LookupBlocksResponse:
+        """Result of LookupBlocks."""
+
+    @_builtins.property
+    def reserved_blocks(self) -> _block_pb2.ReservedBlocks:
+        """Result of ReserveBlocks."""
+
+    @_builtins.property
+    def committed_blocks(self) -> _block_pb2.CommittedBlocks:
+        """Result of CommitBlocks."""
+
+    @_builtins.property
+    def leased_blocks(self) -> _block_pb2.BlockLease:
+        """Result of LeaseBlocks."""
+
+    @_builtins.property
+    def deleted_blocks(self) -> _block_pb2.DeleteBlocksResponse:
+        """Result of DeleteBlocks."""
+
     def __init__(
         self,
         *,
@@ -707,12 +769,17 @@ class OperationResult(_message.Message):
         rechecked: Global___Rechecked | None = ...,
         matched: _prefix_pb2.MatchPrefixResponse | None = ...,
         adopted: _prefix_pb2.AdoptPrefixResponse | None = ...,
+        found_blocks: _block_pb2.LookupBlocksResponse | None = ...,
+        reserved_blocks: _block_pb2.ReservedBlocks | None = ...,
+        committed_blocks: _block_pb2.CommittedBlocks | None = ...,
+        leased_blocks: _block_pb2.BlockLease | None = ...,
+        deleted_blocks: _block_pb2.DeleteBlocksResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "matched", b"matched", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "committed", b"committed", "committed_blocks", b"committed_blocks", "committed_many", b"committed_many", "deleted_blocks", b"deleted_blocks", "error", b"error", "found_blocks", b"found_blocks", "lease", b"lease", "leased_blocks", b"leased_blocks", "marked", b"marked", "matched", b"matched", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "reserved_blocks", b"reserved_blocks", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "matched", b"matched", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "committed", b"committed", "committed_blocks", b"committed_blocks", "committed_many", b"committed_many", "deleted_blocks", b"deleted_blocks", "error", b"error", "found_blocks", b"found_blocks", "lease", b"lease", "leased_blocks", b"leased_blocks", "marked", b"marked", "matched", b"matched", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "reserved_blocks", b"reserved_blocks", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "lease", "reservation", "committed", "released", "committed_many", "marked", "rechecked", "matched", "adopted"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "lease", "reservation", "committed", "released", "committed_many", "marked", "rechecked", "matched", "adopted", "found_blocks", "reserved_blocks", "committed_blocks", "leased_blocks", "deleted_blocks"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

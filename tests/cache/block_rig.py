@@ -61,7 +61,7 @@ async def put(
         for room, number in zip(rooms, numbers, strict=True)
         if room.reservation_id
     ]
-    blocks = rig.cache.blocks.commit(written, writer=WRITER)
+    blocks = await rig.cache.blocks.commit(written, writer=WRITER)
     if is_durable:
         await rig.cache.blocks.flush(blocks)
     return len(written)

@@ -105,17 +105,17 @@ async def test_a_block_is_visible_when_all_its_parts_are_there(rig: MemoryRig) -
     [third] = await reserved(rig, Wanted(key, sizes, (1,)), space=space, writer=3)
     assert third == Room(BlockState.PENDING)
     assert first.reservation_id == second.reservation_id
-    rig.cache.blocks.commit([write(rig, first, 0, data[0])], writer=WRITER)
+    await rig.cache.blocks.commit([write(rig, first, 0, data[0])], writer=WRITER)
     assert look(rig, 1, space=space) == [BlockState.PENDING]
     assert await load(rig, 1, space=space) == [None]
     with pytest.raises(ReservationNotFound):
         write(rig, second, 1, data[1], WRITER)
     with pytest.raises(ReservationNotFound):
-        rig.cache.blocks.commit([WrittenPart(first.reservation_id, 0, 0)], writer=WRITER)
+        await rig.cache.blocks.commit([WrittenPart(first.reservation_id, 0, 0)], writer=WRITER)
     rest = [write(rig, second, part, data[part], SECOND_WRITER) for part in (1, 2)]
     with pytest.raises(InvalidArgument, match="twice"):
-        rig.cache.blocks.commit([rest[0], rest[0]], writer=SECOND_WRITER)
-    rig.cache.blocks.commit(rest, writer=SECOND_WRITER)
+        await rig.cache.blocks.commit([rest[0], rest[0]], writer=SECOND_WRITER)
+    await rig.cache.blocks.commit(rest, writer=SECOND_WRITER)
     assert look(rig, 1, space=space) == [BlockState.HIT]
     assert await load(rig, 1, space=space) == [b"".join(data)]
     await rig.check()
@@ -134,11 +134,11 @@ async def test_a_writer_that_disappears_leaves_nothing(rig: MemoryRig) -> None:
     assert rig.cache.ledger.memory.free_bytes == free_bytes + SLOT_BYTES
     [late] = await reserved(rig, wanted(1))
     with pytest.raises(ReservationNotFound):
-        rig.cache.blocks.commit([WrittenPart(room.reservation_id, 0, 0)], writer=WRITER)
+        await rig.cache.blocks.commit([WrittenPart(room.reservation_id, 0, 0)], writer=WRITER)
     rig.clock.advance(seconds=301)
     rig.cache.appends.expire_due()
     with pytest.raises(ReservationNotFound):
-        rig.cache.blocks.commit([WrittenPart(late.reservation_id, 0, 0)], writer=WRITER)
+        await rig.cache.blocks.commit([WrittenPart(late.reservation_id, 0, 0)], writer=WRITER)
     assert await put(rig, 1) == 1
     await rig.check()
 
@@ -161,7 +161,7 @@ async def test_of_several_writers_of_one_key_one_writes(disk_rig: DiskRig) -> No
     having = [i for i, [room] in enumerate(rooms, 1) if room.reservation_id]
     assert len(having) == 1
     [room] = rooms[having[0] - 1]
-    disk_rig.cache.blocks.commit([write(disk_rig, room, 0, data_of(1), having[0])], writer=having[0])
+    await disk_rig.cache.blocks.commit([write(disk_rig, room, 0, data_of(1), having[0])], writer=having[0])
     again = await asyncio.gather(*(reserved(disk_rig, wanted(1), writer=i) for i in range(1, 9)))
     assert all(each == [Room(BlockState.HIT)] for each in again)
     assert await load(disk_rig, 1) == [data_of(1)]

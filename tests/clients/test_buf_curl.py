@@ -166,6 +166,7 @@ def test_reflection_lists_every_service(curl: Curl) -> None:
     assert set(result.stdout.split()) >= {
         "ctxcache.v1.AdminService",
         "ctxcache.v1.ArenaService",
+        "ctxcache.v1.BlockService",
         "ctxcache.v1.HintService",
         "ctxcache.v1.ModelService",
         "ctxcache.v1.PrefixService",

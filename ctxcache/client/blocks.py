@@ -1,0 +1,561 @@
+"""Blocks: an engine's own bytes, put and found by its keys. The calls of BlockService.
+
+    put      room for what is absent ──► bytes copied and added up in one pass ──► committed
+    load     lease ──► bytes copied and compared in one pass ──► released
+
+On the server's host bytes are written and read in the arena, and only keys and places go over the control
+socket; otherwise bytes travel by gRPC. Thread-safe. Worst case: one deadline per call, and a put or load of
+much is several calls, each of which is done or not.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from types import TracebackType
+from typing import NamedTuple, Self, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.duration_pb2 import Duration
+from typing_extensions import Buffer
+from xxhash import xxh3_64
+
+from ctxcache.client.access import AccessStream, Hold, acquire
+from ctxcache.client.arena import Bytes
+from ctxcache.client.attach import ArenaAttachment
+from ctxcache.client.convert import durability_to_wire, to_wire
+from ctxcache.client.grpc_rows import draw_end
+from ctxcache.client.routes import RowRoutes
+from ctxcache.client.tracing import trace_metadata
+from ctxcache.client.types import BlockSpace, Durability, FoundBlock, LookupState
+from ctxcache.client.wire import Wire
+from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, LeaseNotFound
+from ctxcache.format.identity import rows_checksum, wire_checksum
+from ctxcache.v1 import block_pb2
+from ctxcache.v1.arena_pb2 import Operation, ReleaseReservation
+
+PartData: TypeAlias = "Buffer | npt.NDArray[np.generic]"
+"""Bytes of a part: a buffer, or an array of any shape and strides, whose elements count in C order."""
+BlockData: TypeAlias = "PartData | Sequence[PartData]"
+"""Bytes of a block, or of each of its parts."""
+KEYS_PER_CALL = 4096
+PARTS_PER_CALL = 4096
+BYTES_PER_CALL = 64 << 20
+"""Of blocks that are held at a time, and never more than a part of the arena."""
+ARENA_SHARE = 8
+"""One such part."""
+RUN_BYTES = 1 << 19
+"""Bytes that are copied before they are added up: they are in the processor's cache then."""
+MESSAGE_BYTES = 1 << 20
+_NS_PER_S = 10**9
+
+
+class _New(NamedTuple):
+    """A block to be put: the bytes of the parts that are ours, and the sizes of all its parts."""
+
+    key: bytes
+    parent: bytes
+    data: list[npt.NDArray[np.generic]]
+    part_bytes: Sequence[int]
+
+
+class BlockCalls:
+    """The calls about blocks."""
+
+    def __init__(self, wire: Wire, routes: RowRoutes) -> None:
+        self._wire, self._routes = wire, routes
+
+    def look_up(self, space: BlockSpace, keys: Sequence[bytes]) -> list[FoundBlock]:
+        """What is there under each key. Counts as no access. Raises InvalidArgument."""
+        found: list[FoundBlock] = []
+        for some in _batches(keys, KEYS_PER_CALL):
+            request = block_pb2.LookupBlocksRequest(space=_space(space), keys=some)
+            attachment = self._routes.attach()
+            if attachment is None:
+                answer = self._wire.call(self._wire.blocks.LookupBlocks, request)
+            else:
+                answer = attachment.stream.carry_out(Operation(lookup_blocks=request)).found_blocks
+            found += [
+                FoundBlock(LookupState(state), size_bytes, is_in_dram)
+                for state, size_bytes, is_in_dram in zip(
+                    answer.states, answer.size_bytes, answer.are_in_dram, strict=True
+                )
+            ]
+        return found
+
+    def put(
+        self,
+        space: BlockSpace,
+        blocks: Mapping[bytes, BlockData],
+        *,
+        parents: Mapping[bytes, bytes] | None = None,
+        parts: Sequence[int] = (),
+        part_bytes: Sequence[int] = (),
+        ttl_s: float | None = None,
+        durability: Durability = Durability.MEMORY,
+    ) -> int:
+        """Put the blocks that are absent, in the order given; returns how many this call wrote.
+
+        `parents`: of some of them, the key of the block that they continue. `parts`: numbers of the space's
+        parts that are given, by default all; then `part_bytes` are the sizes of all of them. `ttl_s`: how
+        long a block is kept after its last access. Raises InvalidArgument, CapacityExceeded, TooManyRequests,
+        TierFailure; blocks before the one that failed may be there.
+        """
+        numbers = list(parts) or list(range(len(space.parts)))
+        if part_bytes and len(part_bytes) != len(space.parts):
+            raise InvalidArgument(field="part_bytes", problem=f"{len(space.parts)} expected")
+        if len(numbers) < len(space.parts) and not part_bytes:
+            raise InvalidArgument(field="part_bytes", problem="sizes of the other parts are needed")
+        parents = parents or {}
+        new = [
+            _new(key, parents.get(key, b""), data, numbers, part_bytes or None)
+            for key, data in blocks.items()
+        ]
+        ttl = None if ttl_s is None else _duration(ttl_s)
+        attachment = self._routes.attach()
+        arena = None if attachment is None else attachment.arena.writable()
+        most_bytes = BYTES_PER_CALL if arena is None else min(BYTES_PER_CALL, arena.size // ARENA_SHARE)
+        put_count = 0
+        for some in _by_size(new, len(space.parts), most_bytes):
+            request = block_pb2.ReserveBlocks(
+                space=_space(space),
+                blocks=[
+                    block_pb2.NewBlock(key=one.key, parent_key=one.parent, part_bytes=one.part_bytes)
+                    for one in some
+                ],
+                parts=numbers,
+                ttl=ttl,
+            )
+            if attachment is None or arena is None:
+                put_count += self._put_by_stream(request, some, numbers, durability)
+            else:
+                put_count += _put_in_place(attachment.stream, arena, request, some, durability)
+        return put_count
+
+    def load(
+        self, space: BlockSpace, keys: Sequence[bytes], into: Sequence[BlockData] | None = None
+    ) -> list[list[npt.NDArray[np.generic]] | None]:
+        """The bytes of each block, by part; None for one that is not there. Verified. Counts as an access.
+
+        `into`: for each key, arrays for the bytes of its parts, of any shape and strides, or writable
+        buffers; by default new ones are made. Raises InvalidArgument (one has another size),
+        CapacityExceeded, TooManyRequests, TierFailure.
+        """
+        if into is not None and len(into) != len(keys):
+            raise InvalidArgument(field="into", problem=f"{len(keys)} expected")
+        targets = [None] * len(keys) if into is None else list(map(_targets, into))
+        found: list[list[npt.NDArray[np.generic]] | None] = []
+        step = max(PARTS_PER_CALL // max(len(space.parts), 1), 1)
+        attachment = self._routes.attach()
+        for begin in range(0, len(keys), step):
+            some, places = keys[begin : begin + step], targets[begin : begin + step]
+            if attachment is None:
+                found += self._load_by_stream(space, some, places)
+            else:
+                found += self._load_in_place(space, some, places, attachment)
+        return found
+
+    def lease(
+        self, space: BlockSpace, keys: Sequence[bytes], *, ttl_s: float = 60, outlives_client: bool = False
+    ) -> "LeasedBlocks":
+        """Hold blocks in DRAM for `ttl_s`, at most 300; a context manager. Counts as an access.
+
+        `outlives_client`: it does not end with this connection, for another client that has its token. Raises
+        InvalidArgument (also where this process cannot map the arena), CapacityExceeded, TooManyRequests,
+        TierFailure.
+        """
+        request = block_pb2.LeaseBlocksRequest(
+            space=_space(space), keys=keys, ttl=_duration(ttl_s), outlives_connection=outlives_client
+        )
+        return _leased(self._attached(), request)
+
+    def leased(self, token: bytes) -> "LeasedBlocks":
+        """What a lease of this tenant holds, by its token, whoever made it. Raises LeaseNotFound."""
+        return _leased(self._attached(), block_pb2.LeaseBlocksRequest(token=token))
+
+    def delete(self, space: BlockSpace, keys: Sequence[bytes]) -> int:
+        """Delete the blocks that are there; returns how many. Raises WriteInProgress, TierFailure."""
+        count = 0
+        for some in _batches(keys, KEYS_PER_CALL):
+            request = block_pb2.DeleteBlocksRequest(space=_space(space), keys=some)
+            attachment = self._routes.attach()
+            if attachment is None:
+                answer = self._wire.call(self._wire.blocks.DeleteBlocks, request)
+            else:
+                answer = attachment.stream.carry_out(Operation(delete_blocks=request)).deleted_blocks
+            count += answer.deleted_count
+        return count
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _attached(self) -> ArenaAttachment:
+        attachment = self._routes.attach()
+        if attachment is None:
+            raise InvalidArgument(
+                field="lease", problem="needs the server's arena, which is not on this host"
+            )
+        return attachment
+
+    def _load_in_place(
+        self,
+        space: BlockSpace,
+        keys: Sequence[bytes],
+        targets: Sequence[list[npt.NDArray[np.generic]] | None],
+        attachment: ArenaAttachment,
+    ) -> list[list[npt.NDArray[np.generic]] | None]:
+        most_bytes = min(BYTES_PER_CALL, attachment.arena.readable.size // ARENA_SHARE)
+        found: list[list[npt.NDArray[np.generic]] | None] = []
+        # The first one says how large blocks are, if `into` does not.
+        begin, count = 0, 1
+        for target in targets[:1]:
+            if target is not None:
+                count = max(most_bytes // max(sum(one.nbytes for one in target), 1), 1)
+        while begin < len(keys):
+            some, places = keys[begin : begin + count], targets[begin : begin + count]
+            loaded = self._load_some(space, some, places, attachment, recheck=False)
+            bad = [i for i, one in enumerate(loaded) if one is _BAD]
+            if bad:
+                again = self._load_some(
+                    space, [some[i] for i in bad], [places[i] for i in bad], attachment, recheck=True
+                )
+                for i, one in zip(bad, again, strict=True):
+                    loaded[i] = one
+            found += [None if one is _BAD else one for one in loaded]
+            begin += len(some)
+            sizes = [sum(part.nbytes for part in one) for one in loaded if one]
+            count = max(most_bytes // max(sizes), 1) if sizes else 2 * count
+        return found
+
+    def _load_some(
+        self,
+        space: BlockSpace,
+        keys: Sequence[bytes],
+        targets: Sequence[list[npt.NDArray[np.generic]] | None],
+        attachment: ArenaAttachment,
+        *,
+        recheck: bool,
+    ) -> list[list[npt.NDArray[np.generic]] | None]:
+        """What was loaded of each; `_BAD` for what was not what its writer said."""
+        request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys, recheck=recheck)
+        with _leased(attachment, request) as leased:
+            loaded = [
+                leased.copy(i, target, is_verified=self._routes.is_verified)
+                for i, target in enumerate(targets)
+            ]
+            if any(loaded):
+                leased.check()
+        return loaded
+
+    def _put_by_stream(
+        self,
+        request: block_pb2.ReserveBlocks,
+        new: Sequence[_New],
+        numbers: Sequence[int],
+        durability: Durability,
+    ) -> int:
+        header = block_pb2.PutBlocksHeader(blocks=request, durability=durability_to_wire(durability))
+
+        def messages() -> Iterator[block_pb2.PutBlocksRequest]:
+            yield block_pb2.PutBlocksRequest(header=header)
+            for i, one in enumerate(new):
+                for part, data in zip(numbers, one.data, strict=True):
+                    for begin, run in _runs(data):
+                        message = block_pb2.BlockBytes(
+                            block=i,
+                            part=part,
+                            begin_bytes=begin,
+                            data=run.tobytes(),
+                            checksum=wire_checksum(run.data),
+                        )
+                        yield block_pb2.PutBlocksRequest(bytes=message)
+
+        size_bytes = sum(sum(one.part_bytes) for one in new)
+        with self._wire.errors():
+            answer = self._wire.blocks.PutBlocks(
+                messages(), timeout=self._wire.bulk_timeout_s(size_bytes), metadata=trace_metadata()
+            )
+        return answer.put_count
+
+    def _load_by_stream(
+        self,
+        space: BlockSpace,
+        keys: Sequence[bytes],
+        targets: Sequence[list[npt.NDArray[np.generic]] | None],
+    ) -> list[list[npt.NDArray[np.generic]] | None]:
+        request = block_pb2.ReadBlocksRequest(
+            blocks=block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys)
+        )
+        timeout_s = self._wire.bulk_timeout_s(len(keys) * (16 << 20))
+        with self._wire.errors():
+            call = self._wire.blocks.ReadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
+            try:
+                return _received(call, targets)
+            finally:
+                call.cancel()
+                draw_end(call)
+
+
+class LeasedBlocks:
+    """Blocks held in DRAM; what of them is looked at may be read until `release`. A context manager.
+
+    `token` names the lease for other connections of the tenant, 16 bytes; empty where nothing is held.
+    """
+
+    def __init__(self, attachment: ArenaAttachment, lease: block_pb2.BlockLease, hold: Hold) -> None:
+        self.token = lease.token
+        self._arena = attachment.arena.readable
+        self._blocks = lease.blocks
+        self._hold = hold
+
+    def __len__(self) -> int:
+        """How many keys were asked for."""
+        return len(self._blocks)
+
+    def parts(self, number: int) -> list[Bytes] | None:
+        """The parts of the key of that number where they lie, not verified; None for one that is not there.
+
+        Valid while `check` raises nothing.
+        """
+        block = self._blocks[number]
+        if not block.offset_bytes:
+            return None
+        return [
+            self._arena[begin : begin + size_bytes]
+            for begin, size_bytes in zip(block.offset_bytes, block.part_bytes, strict=True)
+        ]
+
+    def copy(
+        self, number: int, into: list[npt.NDArray[np.generic]] | None = None, *, is_verified: bool = True
+    ) -> list[npt.NDArray[np.generic]] | None:
+        """Copy a block's parts out, to new arrays by default; None for one that is not there.
+
+        An empty list for one whose bytes are not what its writer said. `check` afterwards. Raises
+        InvalidArgument.
+        """
+        parts = self.parts(number)
+        if parts is None:
+            return None
+        targets: list[npt.NDArray[np.generic]] = (
+            [np.empty(part.size, np.uint8) for part in parts] if into is None else into
+        )
+        _check_sizes(targets, [part.size for part in parts])
+        checksums = self._blocks[number].checksums
+        for target, part, checksum in zip(targets, parts, checksums, strict=True):
+            if _copied_out(target, part, is_summed=is_verified) != checksum and is_verified:
+                return _BAD
+        return targets
+
+    def check(self) -> None:
+        """Raise LeaseNotFound unless the lease holds."""
+        self._hold.check()
+
+    def release(self) -> None:
+        """End the lease, without waiting."""
+        if self.token:
+            self._hold.release_soon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+_BAD: list[npt.NDArray[np.generic]] = []
+"""Stands for a block whose bytes are not what its writer said."""
+
+
+def _leased(attachment: ArenaAttachment, request: block_pb2.LeaseBlocksRequest) -> LeasedBlocks:
+    sent, result = acquire(attachment.stream, Operation(lease_blocks=request))
+    lease = result.leased_blocks
+    release = Operation(release_blocks=block_pb2.ReleaseBlocksRequest(token=lease.token))
+    ended = LeaseNotFound(lease_id=lease.token.hex())
+    hold = Hold(attachment.stream, sent.deadline_ns(lease.expire_time), release, ended)
+    return LeasedBlocks(attachment, lease, hold)
+
+
+def _put_in_place(
+    stream: AccessStream,
+    arena: Bytes,
+    request: block_pb2.ReserveBlocks,
+    new: Sequence[_New],
+    durability: Durability,
+) -> int:
+    rooms = stream.carry_out(Operation(reserve_blocks=request)).reserved_blocks.rooms
+    commit = block_pb2.CommitBlocks(durability=durability_to_wire(durability))
+    numbers = request.parts
+    try:
+        for one, room in zip(new, rooms, strict=True):
+            if not room.reservation_id:
+                continue
+            for number, begin, data in zip(numbers, room.offset_bytes, one.data, strict=True):
+                checksum = _copied_in(arena[begin : begin + data.nbytes], data)
+                commit.reservation_ids.append(room.reservation_id)
+                commit.parts.append(number)
+                commit.checksums.append(checksum)
+        if commit.parts:
+            stream.carry_out(Operation(commit_blocks=commit))
+    except BaseException:
+        # What is committed already is not there to be released.
+        with suppress(CacheError):
+            stream.send(
+                Operation(release_reservation=ReleaseReservation(reservation_id=room.reservation_id))
+                for room in rooms
+                if room.reservation_id
+            )
+        raise
+    return sum(room.reservation_id != 0 for room in rooms)
+
+
+def _received(
+    call: Iterable[block_pb2.ReadBlocksResponse],
+    targets: Sequence[list[npt.NDArray[np.generic]] | None],
+) -> list[list[npt.NDArray[np.generic]] | None]:
+    """What a stream brings. Raises ChecksumMismatch, InvalidArgument."""
+    messages = iter(call)
+    first = next(messages, None)
+    if first is None or not first.HasField("header"):
+        raise CacheError("the read does not start with a header")
+    found: list[list[npt.NDArray[np.generic]] | None] = []
+    for sizes, target in zip(first.header.blocks, targets, strict=True):
+        if target is not None and sizes.part_bytes:
+            _check_sizes(target, sizes.part_bytes)
+        found.append([np.empty(size_bytes, np.uint8) for size_bytes in sizes.part_bytes] or None)
+    for message in messages:
+        given = message.bytes
+        if wire_checksum(given.data) != given.checksum:
+            raise ChecksumMismatch(field=f"block {given.block}, part {given.part}")
+        parts = found[given.block]
+        if parts is not None:
+            end = given.begin_bytes + len(given.data)
+            parts[given.part][given.begin_bytes : end] = np.frombuffer(given.data, np.uint8)
+    return [
+        parts if parts is None or target is None else _put_into(target, parts)
+        for parts, target in zip(found, targets, strict=True)
+    ]
+
+
+def _put_into(
+    target: list[npt.NDArray[np.generic]], parts: Sequence[npt.NDArray[np.generic]]
+) -> list[npt.NDArray[np.generic]]:
+    for place, part in zip(target, parts, strict=True):
+        np.copyto(place, part.view(place.dtype).reshape(place.shape))
+    return target
+
+
+# -- bytes ----------------------------------------------------------------------------------------------
+
+
+def _copied_in(target: Bytes, source: npt.NDArray[np.generic]) -> int:
+    """Copy a part into the arena; returns the XXH3-64 of its bytes."""
+    if not source.flags.c_contiguous:
+        np.copyto(target.view(source.dtype).reshape(source.shape), source)
+        return rows_checksum(target.data)
+    flat, hasher = source.reshape(-1).view(np.uint8), xxh3_64()
+    for begin in range(0, flat.size, RUN_BYTES):
+        run = flat[begin : begin + RUN_BYTES]
+        np.copyto(target[begin : begin + RUN_BYTES], run)
+        hasher.update(run.data)
+    return hasher.intdigest()
+
+
+def _copied_out(target: npt.NDArray[np.generic], source: Bytes, *, is_summed: bool) -> int:
+    """Copy a part out of the arena; returns the XXH3-64 of its bytes where that is asked for."""
+    if not (target.flags.c_contiguous and is_summed):
+        np.copyto(target, source.view(target.dtype).reshape(target.shape))
+        return rows_checksum(source.data) if is_summed else 0
+    flat, hasher = target.reshape(-1).view(np.uint8), xxh3_64()
+    for begin in range(0, flat.size, RUN_BYTES):
+        run = flat[begin : begin + RUN_BYTES]
+        np.copyto(run, source[begin : begin + RUN_BYTES])
+        hasher.update(run.data)
+    return hasher.intdigest()
+
+
+def _runs(data: npt.NDArray[np.generic]) -> Iterator[tuple[int, Bytes]]:
+    """A part in pieces for messages, each with where it begins."""
+    flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    for begin in range(0, flat.size, MESSAGE_BYTES):
+        yield begin, flat[begin : begin + MESSAGE_BYTES]
+
+
+def _arrays(data: BlockData) -> list[npt.NDArray[np.generic]]:
+    """A block's parts as arrays that share their memory."""
+    parts = cast("Sequence[PartData]", data) if isinstance(data, (list, tuple)) else [data]
+    return [_array(cast("PartData", part)) for part in parts]
+
+
+def _array(part: PartData) -> npt.NDArray[np.generic]:
+    return part if isinstance(part, np.ndarray) else np.frombuffer(memoryview(part), np.uint8)
+
+
+def _targets(data: BlockData) -> list[npt.NDArray[np.generic]]:
+    """As `_arrays`, to be written to. Raises InvalidArgument."""
+    arrays = _arrays(data)
+    if not all(array.flags.writeable and not array.dtype.hasobject for array in arrays):
+        raise InvalidArgument(field="into", problem="is not memory that may be written to")
+    return arrays
+
+
+def _new(
+    key: bytes,
+    parent: bytes,
+    data: BlockData,
+    numbers: Sequence[int],
+    part_bytes: Sequence[int] | None,
+) -> _New:
+    arrays = _arrays(data)
+    if len(arrays) != len(numbers):
+        raise InvalidArgument(field="blocks", problem=f"{len(arrays)} parts given, {len(numbers)} expected")
+    if any(array.dtype.hasobject for array in arrays):
+        raise InvalidArgument(field="blocks", problem="objects are not bytes")
+    sizes = [array.nbytes for array in arrays]
+    if part_bytes is None:
+        # All parts, in the order in which they are named.
+        by_number = dict(zip(numbers, sizes, strict=True))
+        return _New(key, parent, arrays, [by_number[number] for number in sorted(by_number)])
+    _check_sizes(arrays, [part_bytes[number] for number in numbers])
+    return _New(key, parent, arrays, part_bytes)
+
+
+def _check_sizes(arrays: Sequence[npt.NDArray[np.generic]], sizes: Sequence[int]) -> None:
+    given = [array.nbytes for array in arrays]
+    if given != list(sizes):
+        raise InvalidArgument(field="part_bytes", problem=f"{given} B given, {list(sizes)} B expected")
+
+
+def _by_size(new: Sequence[_New], part_count: int, most_bytes: int) -> Iterator[list[_New]]:
+    """Blocks in the order given, as many at a time as one call takes."""
+    some: list[_New] = []
+    size_bytes = 0
+    for one in new:
+        own_bytes = sum(one.part_bytes)
+        if some and (size_bytes + own_bytes > most_bytes or (len(some) + 1) * part_count > PARTS_PER_CALL):
+            yield some
+            some, size_bytes = [], 0
+        some.append(one)
+        size_bytes += own_bytes
+    if some:
+        yield some
+
+
+def _batches(keys: Sequence[bytes], count: int) -> Iterator[list[bytes]]:
+    left = iter(keys)
+    while some := list(islice(left, count)):
+        yield some
+
+
+def _duration(seconds: float) -> Duration:
+    whole, ns = divmod(round(seconds * _NS_PER_S), _NS_PER_S)
+    return Duration(seconds=whole, nanos=ns)
+
+
+def _space(space: BlockSpace) -> block_pb2.BlockSpace:
+    message = to_wire(space)
+    assert isinstance(message, block_pb2.BlockSpace)  # noqa: S101  # by its type
+    return message

@@ -1,0 +1,425 @@
+"""BlockService, and the same operations for local clients: an engine's own bytes, by keys.
+
+    PutBlocks    header ──► room ──► bytes in place, added up ──► committed ──► answer
+    ReadBlocks   lease ──► header ──► bytes, each message verified ──► released
+
+Worst case: a stream that ends early gives its room back, and nothing is put.
+"""
+
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from xxhash import xxh3_64
+
+from ctxcache.cache import Cache
+from ctxcache.cache.background import Pace
+from ctxcache.cache.blocks import BlockLease, BlockState, Room, Wanted, WrittenPart
+from ctxcache.cache.leases import Lease
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.session import Session
+from ctxcache.core.prefix.spaces import (
+    SALT_LIMIT_BYTES,
+    TAG_LIMIT_BYTES,
+    Part,
+    check_key,
+    check_parts,
+    check_sizes,
+    space_of,
+)
+from ctxcache.errors import ChecksumMismatch, InvalidArgument
+from ctxcache.format.identity import wire_checksum
+from ctxcache.service import validate
+from ctxcache.service.callers import Context, current
+from ctxcache.service.fairness import LoopSlice, Turns
+from ctxcache.v1 import block_pb2, block_pb2_grpc, session_pb2
+
+KEYS_LIMIT = 4096
+PARTS_LIMIT = 4096
+"""Of all blocks of a message together."""
+KEYS_PER_LOOK = 256
+"""Keys that are looked for before others may have their turn."""
+CHUNK_BYTES_LIMIT = 2 << 20
+MESSAGE_BYTES = 1 << 20
+SECOND_NS = 10**9
+DEFAULT_LEASE_NS = 60 * SECOND_NS
+LEASE_LIMIT_NS = 300 * SECOND_NS
+SPACES_KEPT = 256
+"""Spaces that are not made anew each time: an engine has one or two."""
+TOKEN_BYTES = 16
+_WRITERS = itertools.count(-1, -1)
+"""Numbers of streams that put blocks: none of a local client."""
+_STATES = {
+    BlockState.MISS: session_pb2.LOOKUP_STATE_MISS,
+    BlockState.HIT: session_pb2.LOOKUP_STATE_HIT,
+    BlockState.PENDING: session_pb2.LOOKUP_STATE_PENDING,
+}
+
+
+class Space(NamedTuple):
+    """A space's fingerprint, 32 bytes, and how many parts its blocks have."""
+
+    fingerprint: bytes
+    part_count: int
+
+
+class Asked(NamedTuple):
+    """Room that is asked for, validated."""
+
+    space: Space
+    wanted: list[Wanted]
+    expiration: Expiration | None
+
+
+class BlockService(block_pb2_grpc.BlockServiceServicer):
+    """See proto/ctxcache/v1/block.proto."""
+
+    def __init__(self, cache: Cache, turns: Turns) -> None:
+        """`turns`: in which work is done that takes long."""
+        self._cache, self._turns = cache, turns
+
+    async def LookupBlocks(
+        self, request: block_pb2.LookupBlocksRequest, context: Context
+    ) -> block_pb2.LookupBlocksResponse:
+        """See the proto."""
+        return await look_up(self._cache, request, current().tenant, LoopSlice(self._turns))
+
+    async def PutBlocks(
+        self, request_iterator: AsyncIterator[block_pb2.PutBlocksRequest], context: Context
+    ) -> block_pb2.PutBlocksResponse:
+        """See the proto."""
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("message") != "header":
+            raise InvalidArgument(field="header", problem="the first message must be the header")
+        header, pace = first.header, LoopSlice(self._turns)
+        asked, blocks, writer = _asked(header.blocks), self._cache.blocks, next(_WRITERS)
+        is_durable = validate.is_durable(header.durability, "header.durability")
+        tenant = current().tenant
+        rooms = await blocks.reserve(
+            tenant,
+            asked.space.fingerprint,
+            asked.wanted,
+            None,
+            writer=writer,
+            expiration=asked.expiration,
+            pace=pace,
+        )
+        arriving = _Arriving(self._cache, asked.wanted, rooms, writer)
+        try:
+            async for request in request_iterator:
+                if request.WhichOneof("message") != "bytes":
+                    raise InvalidArgument(field="message", problem="only bytes follow the header")
+                arriving.take(request.bytes)
+            put = await blocks.commit(arriving.written(), writer=writer, pace=pace)
+            if is_durable:
+                await blocks.flush(put)
+        finally:
+            arriving.release()
+        keys = [one.key for one in asked.wanted]
+        states = [found.state for found in blocks.look_up(tenant, asked.space.fingerprint, keys)]
+        return block_pb2.PutBlocksResponse(
+            states=map(_STATES.__getitem__, states),
+            put_count=sum(room.reservation_id != 0 for room in rooms),
+        )
+
+    async def LeaseBlocks(
+        self, request: block_pb2.LeaseBlocksRequest, context: Context
+    ) -> block_pb2.BlockLease:
+        """See the proto."""
+        tenant = current().tenant
+        leased = await lease(self._cache, request, tenant, None, LoopSlice(self._turns))
+        return lease_message(self._cache, leased)
+
+    async def ReleaseBlocks(
+        self, request: block_pb2.ReleaseBlocksRequest, context: Context
+    ) -> block_pb2.ReleaseBlocksResponse:
+        """See the proto."""
+        self._cache.blocks.release(current().tenant, _token(request.token))
+        return block_pb2.ReleaseBlocksResponse()
+
+    def ReadBlocks(
+        self, request: block_pb2.ReadBlocksRequest, context: Context
+    ) -> AsyncGenerator[block_pb2.ReadBlocksResponse]:
+        """See the proto."""
+        return self._messages(request.blocks, current().tenant)
+
+    async def DeleteBlocks(
+        self, request: block_pb2.DeleteBlocksRequest, context: Context
+    ) -> block_pb2.DeleteBlocksResponse:
+        """See the proto."""
+        return await delete(self._cache, request, current().tenant)
+
+    async def _messages(
+        self, request: block_pb2.LeaseBlocksRequest, tenant: str
+    ) -> AsyncGenerator[block_pb2.ReadBlocksResponse]:
+        blocks = self._cache.blocks
+        leased = await lease(self._cache, request, tenant, None, LoopSlice(self._turns))
+        try:
+            sizes = [block_pb2.BlockSizes(part_bytes=_sizes(one)) for one in leased.leases]
+            yield block_pb2.ReadBlocksResponse(header=block_pb2.ReadBlocksHeader(blocks=sizes))
+            for block, one in enumerate(leased.leases):
+                for part in range(len(_sizes(one))):
+                    if one is None:
+                        break
+                    begin_bytes = 0
+                    for data, checksum in await blocks.summed(one, part, MESSAGE_BYTES):
+                        self._cache.leases.check(one)
+                        message = block_pb2.BlockBytes(
+                            block=block,
+                            part=part,
+                            begin_bytes=begin_bytes,
+                            data=bytes(data),
+                            checksum=checksum,
+                        )
+                        begin_bytes += len(data)
+                        yield block_pb2.ReadBlocksResponse(bytes=message)
+        finally:
+            if not request.token:
+                blocks.let_go(leased)
+
+
+class _Arriving:
+    """The bytes of blocks that come by a stream, of those that there is room for."""
+
+    def __init__(self, cache: Cache, wanted: Sequence[Wanted], rooms: Sequence[Room], writer: int) -> None:
+        self._blocks, self._wanted, self._rooms, self._writer = cache.blocks, wanted, rooms, writer
+        self._hashers: dict[tuple[int, int], xxh3_64] = {}
+        self._arrived_bytes: dict[tuple[int, int], int] = {}
+
+    def take(self, given: block_pb2.BlockBytes) -> None:
+        """Put bytes where they belong. Raises InvalidArgument, ChecksumMismatch, ReservationNotFound."""
+        number = validate.within(given.block, 0, len(self._wanted) - 1, "bytes.block")
+        if given.part not in self._wanted[number].parts:
+            raise InvalidArgument(field="bytes.part", problem=f"{given.part} is none of the header's")
+        validate.within(len(given.data), 1, CHUNK_BYTES_LIMIT, "bytes.data")
+        room, place = self._rooms[number], (number, given.part)
+        if not room.reservation_id:
+            return
+        arrived_bytes = self._arrived_bytes.get(place, 0)
+        if given.begin_bytes != arrived_bytes:
+            problem = f"{given.begin_bytes} is not where the part goes on, at {arrived_bytes}"
+            raise InvalidArgument(field="bytes.begin_bytes", problem=problem)
+        if wire_checksum(given.data) != given.checksum:
+            raise ChecksumMismatch(field="bytes.data")
+        data = memoryview(given.data)
+        self._blocks.place(room.reservation_id, given.part, arrived_bytes, data, writer=self._writer)
+        self._hashers.setdefault(place, xxh3_64()).update(data)
+        self._arrived_bytes[place] = arrived_bytes + len(data)
+
+    def written(self) -> list[WrittenPart]:
+        """All parts that there was room for. Raises InvalidArgument where some lack bytes."""
+        found: list[WrittenPart] = []
+        for number, (one, room) in enumerate(zip(self._wanted, self._rooms, strict=True)):
+            for part in one.parts if room.reservation_id else ():
+                arrived_bytes = self._arrived_bytes.get((number, part), 0)
+                if arrived_bytes < one.part_bytes[part]:
+                    problem = f"block {number}, part {part}: {arrived_bytes} of {one.part_bytes[part]} B came"
+                    raise InvalidArgument(field="bytes", problem=problem)
+                found.append(WrittenPart(room.reservation_id, part, self._hashers[number, part].intdigest()))
+        return found
+
+    def release(self) -> None:
+        """Give back what was not committed."""
+        for room in self._rooms:
+            if room.reservation_id:
+                self._blocks.withdraw(room.reservation_id, self._writer, is_abandoned=False)
+
+
+# -- operations, whichever door they come by ------------------------------------------------------------
+
+
+async def look_up(
+    cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, pace: Pace
+) -> block_pb2.LookupBlocksResponse:
+    """See the proto. Raises InvalidArgument."""
+    space, keys = _space(request.space), _keys(request.keys)
+    response = block_pb2.LookupBlocksResponse()
+    for begin in range(0, len(keys), KEYS_PER_LOOK):
+        if begin and pace.is_over:
+            await pace.rest()
+        found = cache.blocks.look_up(tenant, space.fingerprint, keys[begin : begin + KEYS_PER_LOOK])
+        response.states.extend([_STATES[one.state] for one in found])
+        response.size_bytes.extend([sum(one.part_bytes) for one in found])
+        response.are_in_dram.extend([one.is_in_memory for one in found])
+    return response
+
+
+async def reserve(
+    cache: Cache, request: block_pb2.ReserveBlocks, tenant: str, client: int, pace: Pace
+) -> block_pb2.ReservedBlocks:
+    """See the proto. Raises as `Blocks.reserve` does."""
+    asked = _asked(request)
+    rooms = await cache.blocks.reserve(
+        tenant,
+        asked.space.fingerprint,
+        asked.wanted,
+        client,
+        writer=client,
+        expiration=asked.expiration,
+        pace=pace,
+    )
+    return block_pb2.ReservedBlocks(
+        rooms=[
+            block_pb2.BlockRoom(
+                state=_STATES[room.state],
+                reservation_id=room.reservation_id,
+                offset_bytes=room.offsets_bytes,
+            )
+            for room in rooms
+        ]
+    )
+
+
+async def commit(
+    cache: Cache, request: block_pb2.CommitBlocks, client: int, pace: Pace
+) -> block_pb2.CommittedBlocks:
+    """See the proto. Raises as `Blocks.commit` and `Blocks.flush` do."""
+    count = validate.within(len(request.reservation_ids), 1, PARTS_LIMIT, "reservation_ids")
+    if len(request.parts) != count:
+        raise InvalidArgument(field="parts", problem=f"{count} expected")
+    if len(request.checksums) != count:
+        raise InvalidArgument(field="checksums", problem=f"{count} expected")
+    is_durable = validate.is_durable(request.durability)
+    parts = zip(request.reservation_ids, request.parts, request.checksums, strict=True)
+    blocks = await cache.blocks.commit(list(itertools.starmap(WrittenPart, parts)), writer=client, pace=pace)
+    if is_durable:
+        await cache.blocks.flush(blocks)
+    return block_pb2.CommittedBlocks(states=[_STATES[_state(block)] for block in blocks])
+
+
+async def lease(
+    cache: Cache, request: block_pb2.LeaseBlocksRequest, tenant: str, client: int | None, pace: Pace
+) -> BlockLease:
+    """See the proto. Raises as `Blocks.lease` and `Blocks.leased` do."""
+    if request.token:
+        if request.keys or request.HasField("space"):
+            raise InvalidArgument(field="token", problem="comes with keys or a space")
+        return cache.blocks.leased(tenant, _token(request.token))
+    space, keys = _space(request.space), _keys(request.keys)
+    _check_part_count(len(keys) * space.part_count)
+    ttl_ns = DEFAULT_LEASE_NS
+    if request.HasField("ttl"):
+        ttl_ns = request.ttl.seconds * SECOND_NS + request.ttl.nanos
+        if not 0 < ttl_ns <= LEASE_LIMIT_NS:
+            problem = f"{ttl_ns} ns are not above 0 and at most {LEASE_LIMIT_NS} ns"
+            raise InvalidArgument(field="ttl", problem=problem)
+    return await cache.blocks.lease(
+        tenant,
+        space.fingerprint,
+        keys,
+        client,
+        ttl_ns=ttl_ns,
+        is_rechecked=request.recheck,
+        pace=pace,
+    )
+
+
+def lease_message(cache: Cache, leased: BlockLease) -> block_pb2.BlockLease:
+    """A lease as its holder sees it."""
+    clock = cache.state.clock
+    message = block_pb2.BlockLease(blocks=map(_location, leased.leases))
+    if any(leased.leases):
+        message.token = leased.token
+        message.expire_time.FromNanoseconds(clock.wall_ns() + leased.deadline_ns - clock.monotonic_ns())
+    return message
+
+
+def release(cache: Cache, request: block_pb2.ReleaseBlocksRequest, tenant: str) -> None:
+    """See the proto. Raises LeaseNotFound, InvalidArgument."""
+    cache.blocks.release(tenant, _token(request.token))
+
+
+async def delete(
+    cache: Cache, request: block_pb2.DeleteBlocksRequest, tenant: str
+) -> block_pb2.DeleteBlocksResponse:
+    """See the proto. Raises as `Blocks.delete` does."""
+    space, keys = _space(request.space), _keys(request.keys)
+    count = await cache.blocks.delete(tenant, space.fingerprint, keys)
+    return block_pb2.DeleteBlocksResponse(deleted_count=count)
+
+
+# -- messages -------------------------------------------------------------------------------------------
+
+
+def _location(one: Lease | None) -> block_pb2.BlockLocation:
+    if one is None or (slot := one.pieces[0].segment.memory) is None:
+        return block_pb2.BlockLocation()
+    segment = one.pieces[0].segment
+    return block_pb2.BlockLocation(
+        offset_bytes=[slot.offset_bytes + offset for offset in segment.layout.offsets],
+        part_bytes=_sizes(one),
+        checksums=segment.settled.values,
+    )
+
+
+def _sizes(one: Lease | None) -> tuple[int, ...]:
+    """Of the parts of a leased block, in bytes."""
+    return () if one is None else tuple([spec.row_bytes for spec in one.view.layout.specs])
+
+
+def _state(block: Session) -> BlockState:
+    if block.is_gone:
+        return BlockState.MISS
+    return BlockState.HIT if block.token_count else BlockState.PENDING
+
+
+# -- requests -------------------------------------------------------------------------------------------
+
+
+def _space(given: block_pb2.BlockSpace) -> Space:
+    """Raises InvalidArgument."""
+    return _space_of(given.SerializeToString())
+
+
+@lru_cache(SPACES_KEPT)
+def _space_of(encoded: bytes) -> Space:
+    given = block_pb2.BlockSpace.FromString(encoded)
+    fingerprint = validate.fingerprint(given.model_fingerprint, "space.model_fingerprint")
+    tag = validate.text(given.layout_tag, TAG_LIMIT_BYTES, "space.layout_tag")
+    if len(given.salt) > SALT_LIMIT_BYTES:
+        raise InvalidArgument(field="space.salt", problem=f"is longer than {SALT_LIMIT_BYTES} bytes")
+    parts = [Part(part.layer_begin, part.layer_end, part.rank) for part in given.parts]
+    check_parts(parts)
+    return Space(space_of(fingerprint, tag.encode(), given.salt, parts), len(parts))
+
+
+def _keys(keys: Sequence[bytes]) -> list[bytes]:
+    validate.within(len(keys), 1, KEYS_LIMIT, "keys")
+    return [check_key(key, f"keys[{i}]") for i, key in enumerate(keys)]
+
+
+def _token(token: bytes) -> bytes:
+    if len(token) != TOKEN_BYTES:
+        raise InvalidArgument(field="token", problem=f"{TOKEN_BYTES} bytes expected, {len(token)} given")
+    return token
+
+
+def _check_part_count(count: int) -> None:
+    if count > PARTS_LIMIT:
+        raise InvalidArgument(field="blocks", problem=f"have {count} parts, more than {PARTS_LIMIT}")
+
+
+def _asked(request: block_pb2.ReserveBlocks) -> Asked:
+    space = _space(request.space)
+    validate.within(len(request.blocks), 1, KEYS_LIMIT, "blocks")
+    _check_part_count(len(request.blocks) * space.part_count)
+    parts = tuple(_parts(request.parts, space.part_count))
+    wanted = [
+        Wanted(
+            check_key(one.key, f"blocks[{i}].key"),
+            check_sizes(one.part_bytes, space.part_count, f"blocks[{i}].part_bytes"),
+            parts,
+            check_key(one.parent_key, f"blocks[{i}].parent_key") if one.parent_key else None,
+        )
+        for i, one in enumerate(request.blocks)
+    ]
+    return Asked(space, wanted, validate.sliding(request.ttl) if request.HasField("ttl") else None)
+
+
+def _parts(given: Iterable[int], part_count: int) -> Iterator[int]:
+    parts = list(given)
+    if len(set(parts)) < len(parts):
+        raise InvalidArgument(field="parts", problem="names one twice")
+    for part in parts or range(part_count):
+        yield validate.within(part, 0, part_count - 1, "parts")

@@ -1,0 +1,288 @@
+"""Blocks of the typed client, against a real server, by each way that a call may take."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live_server import LiveServer
+
+import ctxcache
+from ctxcache.client import BlockPart, BlockSpace, Client, Durability
+from ctxcache.client.routes import Access, Transport
+from ctxcache.client.types import FoundBlock, LookupState
+from ctxcache.errors import (
+    CacheError,
+    CapacityExceeded,
+    InvalidArgument,
+    LeaseNotFound,
+    ReservationNotFound,
+    TooManyRequests,
+)
+from ctxcache.settings.config import Settings
+from ctxcache.v1.arena_pb2 import Operation
+
+WHOLE = BlockSpace(model_fingerprint=bytes(range(32)), layout_tag="engine x")
+RANKS = replace(WHOLE, parts=(BlockPart(0, 4, 0), BlockPart(0, 4, 1)))
+MISS = FoundBlock(LookupState.MISS)
+
+
+def key_of(number: int) -> bytes:
+    """A key of 32 bytes."""
+    return hashlib.sha256(b"key %d" % number).digest()
+
+
+def data_of(number: int, size_bytes: int = 100_000) -> np.ndarray:
+    """Bytes that are others for each number."""
+    return np.random.default_rng(number).integers(0, 256, size_bytes, np.uint8)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LiveServer]:
+    """A small server."""
+    settings = Settings(
+        data_directory=tmp_path / "data", listen="", unix_socket=str(tmp_path / "socket"), bulk_listen="",
+        arena_size_bytes=8 << 20, ssd_size_bytes=32 << 20, arena_huge_pages="off", drain_timeout_s=5,
+    )  # fmt: skip
+    made = LiveServer(settings)
+    yield made
+    with contextlib.suppress(CacheError):
+        made.stop()
+    made.close()
+
+
+@pytest.fixture(params=["local socket", "local grpc", "remote grpc"])
+def client(request: pytest.FixtureRequest, live: LiveServer) -> Iterator[Client]:
+    """A client by each way that a call may take."""
+    access: Access
+    transport: Transport
+    access, transport = request.param.split()
+    with ctxcache.connect(live.target, timeout_s=10, access=access, transport=transport) as made:
+        yield made
+
+
+@pytest.fixture
+def local(live: LiveServer) -> Iterator[Client]:
+    """A client of the control socket."""
+    with ctxcache.connect(live.target, timeout_s=10, access="local", transport="socket") as made:
+        yield made
+
+
+def test_many_blocks_are_put_found_loaded_and_deleted(client: Client) -> None:
+    """In one call each; what is there already is not written again."""
+    keys = [key_of(i) for i in range(20)]
+    data = [data_of(i) for i in range(20)]
+    assert client.blocks.look_up(WHOLE, keys[:2]) == [MISS, MISS]
+    assert client.blocks.put(WHOLE, dict(zip(keys[:12], data[:12], strict=True))) == 12
+    assert client.blocks.put(WHOLE, dict(zip(keys, data, strict=True)), durability=Durability.DISK) == 8
+    found = client.blocks.look_up(WHOLE, [*keys, key_of(99)])
+    assert found == [FoundBlock(LookupState.HIT, 100_000, is_in_dram=True)] * 20 + [MISS]
+    loaded = client.blocks.load(WHOLE, [keys[3], key_of(99), *keys])
+    assert loaded[1] is None
+    for one, expected in zip([loaded[0], *loaded[2:]], [data[3], *data], strict=True):
+        assert one is not None
+        [part] = one
+        assert part.tobytes() == expected.tobytes()
+    assert client.blocks.delete(WHOLE, [keys[0], keys[1], key_of(99)]) == 2
+    assert client.blocks.look_up(WHOLE, keys[:3])[:2] == [MISS, MISS]
+    assert client.blocks.load(WHOLE, keys[:2]) == [None, None]
+
+
+def test_large_blocks_take_several_messages(client: Client) -> None:
+    """Any size, also more than a message has."""
+    data = data_of(1, (2 << 20) + 4321)
+    assert client.blocks.put(WHOLE, {key_of(1): data}) == 1
+    [loaded] = client.blocks.load(WHOLE, [key_of(1)])
+    assert loaded is not None
+    assert loaded[0].tobytes() == data.tobytes()
+
+
+def test_strided_arrays_are_gathered_and_scattered(client: Client) -> None:
+    """A page of an engine's cache, [layers, blocks, heads, size], of any type and strides."""
+    cache = np.random.default_rng(1).standard_normal((4, 10, 8, 32)).astype(np.float16)
+    other = np.zeros_like(cache)
+    blocks = {key_of(i): cache[:, i] for i in range(10)}
+    assert client.blocks.put(WHOLE, blocks) == 10
+    loaded = client.blocks.load(WHOLE, list(blocks), into=[other[:, i] for i in range(10)])
+    assert None not in loaded
+    assert np.array_equal(cache, other)
+    backwards = bytearray(cache[:, 0].nbytes)
+    client.blocks.load(WHOLE, [key_of(0)], into=[backwards])
+    assert bytes(backwards) == cache[:, 0].tobytes()
+
+
+def test_ranks_put_their_parts(client: Client) -> None:
+    """The block is there when all are; no other space has it."""
+    parts = [data_of(1, 5000), data_of(2, 3000)]
+    sizes, key = [5000, 3000], key_of(1)
+    assert client.blocks.put(RANKS, {key: parts[1]}, parts=[1], part_bytes=sizes) == 1
+    [found] = client.blocks.look_up(RANKS, [key])
+    assert (found.state, found.size_bytes) == (LookupState.PENDING, 8000)
+    assert client.blocks.load(RANKS, [key]) == [None]
+    assert client.blocks.put(RANKS, {key: parts[1]}, parts=[1], part_bytes=sizes) == 0
+    assert client.blocks.put(RANKS, {key: [parts[0]]}, parts=[0], part_bytes=sizes) == 1
+    [loaded] = client.blocks.load(RANKS, [key])
+    assert loaded is not None
+    assert [part.tobytes() for part in loaded] == [part.tobytes() for part in parts]
+    assert client.blocks.look_up(WHOLE, [key]) == [MISS]
+    assert client.blocks.look_up(replace(RANKS, salt=b"adapter"), [key]) == [MISS]
+    assert client.blocks.put(RANKS, {key_of(2): parts}) == 1
+
+
+BAD_SPACES = {
+    "fingerprint": (replace(WHOLE, model_fingerprint=b"short"), "space.model_fingerprint: 32 bytes expected"),
+    "tag": (replace(WHOLE, layout_tag="x" * 1025), "space.layout_tag: is longer than 1024 bytes"),
+    "salt": (replace(WHOLE, salt=bytes(65)), "space.salt: is longer than 64 bytes"),
+    "no parts": (replace(WHOLE, parts=()), "space.parts: 0 are not 1 to 256"),
+    "no layers": (replace(WHOLE, parts=(BlockPart(2, 2, 0),)), r"layers \[2, 2\) are no range of layers"),
+    "overlap": (
+        replace(WHOLE, parts=(BlockPart(0, 2, 0), BlockPart(1, 4, 0))),
+        "space.parts: of rank 0 overlap at layer 1",
+    ),
+    "hole": (
+        replace(WHOLE, parts=(BlockPart(0, 2, 0), BlockPart(3, 4, 0))),
+        "space.parts: of rank 0 lack layer 2",
+    ),
+    "short rank": (
+        replace(WHOLE, parts=(BlockPart(0, 4, 0), BlockPart(0, 3, 1))),
+        "space.parts: of rank 1 lack layer 3",
+    ),
+    "no rank 1": (
+        replace(WHOLE, parts=(BlockPart(0, 4, 0), BlockPart(0, 4, 2))),
+        r"space.parts: ranks \[0, 2\] are not all ranks from 0 on",
+    ),
+}
+
+
+def test_a_space_that_makes_no_sense_is_refused(client: Client) -> None:
+    """By every call, with what is wrong with it."""
+    for space, problem in BAD_SPACES.values():
+        with pytest.raises(InvalidArgument, match=problem):
+            client.blocks.look_up(space, [key_of(1)])
+        with pytest.raises(InvalidArgument):
+            client.blocks.load(space, [key_of(1)])
+        with pytest.raises(InvalidArgument):
+            client.blocks.delete(space, [key_of(1)])
+
+
+def test_bad_puts_change_nothing(client: Client, live: LiveServer) -> None:
+    """Each has a precise error."""
+    client.blocks.put(WHOLE, {key_of(1): data_of(1)})
+    before = live.ask(lambda server: server._cache.ledger.memory.free_bytes)
+    fresh = {key_of(2): data_of(2)}
+    for blocks, parents, problem in (
+        ({b"short": data_of(1)}, {}, "key: 32 bytes expected, 5 given"),
+        ({key_of(2): b""}, {}, "part_bytes: 0 B are no part"),
+        ({key_of(2): np.zeros((16 << 20) + 1, np.uint8)}, {}, "16777217 B together are more than 16777216"),
+        (fresh, {key_of(2): b"short"}, "parent_key: 32 bytes expected, 5 given"),
+        (fresh, {key_of(2): key_of(9)}, "parent_key: is not there"),
+        (fresh, {key_of(2): key_of(2)}, "parent_key: is not there"),
+    ):
+        with pytest.raises(InvalidArgument, match=problem):
+            client.blocks.put(WHOLE, blocks, parents=parents)
+    with pytest.raises(InvalidArgument, match="part_bytes"):
+        client.blocks.put(RANKS, fresh, parts=[1])
+    with pytest.raises(InvalidArgument, match="part_bytes"):
+        client.blocks.put(RANKS, fresh, parts=[1], part_bytes=[5, 5])
+    with pytest.raises(InvalidArgument, match="parts: names one twice"):
+        client.blocks.put(RANKS, {key_of(2): [b"a", b"b"]}, parts=[1, 1], part_bytes=[1, 1])
+    with pytest.raises(InvalidArgument, match="ttl"):
+        client.blocks.put(WHOLE, fresh, ttl_s=0.5)
+    with pytest.raises((CapacityExceeded, TooManyRequests)):
+        client.blocks.put(WHOLE, {key_of(3): np.zeros(9 << 20, np.uint8)})
+    with pytest.raises(InvalidArgument, match="part_bytes"):
+        client.blocks.load(WHOLE, [key_of(1)], into=[np.empty(5, np.uint8)])
+    with pytest.raises(InvalidArgument, match="written"):
+        client.blocks.load(WHOLE, [key_of(1)], into=[bytes(100_000)])
+    assert live.ask(lambda server: server._cache.ledger.memory.free_bytes) == before
+    assert client.blocks.look_up(WHOLE, [key_of(2), key_of(3)]) == [MISS, MISS]
+
+
+def test_durable_blocks_survive_the_server(live: LiveServer, client: Client) -> None:
+    """An end in order keeps the others too."""
+    client.blocks.put(WHOLE, {key_of(1): data_of(1)}, durability=Durability.DISK)
+    client.blocks.put(WHOLE, {key_of(2): data_of(2)}, parents={key_of(2): key_of(1)})
+    live.stop()
+    live.start()
+    found = client.blocks.look_up(WHOLE, [key_of(1), key_of(2)])
+    assert found == [FoundBlock(LookupState.HIT, 100_000, is_in_dram=False)] * 2
+    for number, loaded in enumerate(client.blocks.load(WHOLE, [key_of(1), key_of(2)]), 1):
+        assert loaded is not None
+        assert loaded[0].tobytes() == data_of(number).tobytes()
+    assert client.blocks.look_up(WHOLE, [key_of(1)])[0].is_in_dram
+
+
+def test_a_lease_is_used_by_another_client_of_the_tenant(live: LiveServer, local: Client) -> None:
+    """A scheduler leases and goes, a worker loads; at its end the lease is over for both."""
+    local.blocks.put(WHOLE, {key_of(1): data_of(1)})
+    with ctxcache.connect(live.target, timeout_s=10, access="local") as scheduler:
+        held = scheduler.blocks.lease(WHOLE, [key_of(1), key_of(2)], ttl_s=100, outlives_client=True)
+        brief = scheduler.blocks.lease(WHOLE, [key_of(1)])
+    live.until(lambda server: server._cache.leases.lease_count == 1)
+    with pytest.raises(LeaseNotFound):
+        local.blocks.leased(brief.token)
+    worker = local.blocks.leased(held.token)
+    copied = worker.copy(0)
+    assert copied is not None
+    assert copied[0].tobytes() == data_of(1).tobytes()
+    assert worker.parts(1) is None
+    worker.check()
+    worker.release()
+    live.until(lambda server: server._cache.leases.lease_count == 0)
+    with pytest.raises(LeaseNotFound):
+        local.blocks.leased(held.token)
+    with pytest.raises(InvalidArgument, match="token: 16 bytes expected"):
+        local.blocks.leased(b"short")
+    with pytest.raises(InvalidArgument, match="ttl"):
+        local.blocks.lease(WHOLE, [key_of(1)], ttl_s=301)
+
+
+def test_what_changed_in_memory_is_mended_or_a_miss(live: LiveServer, local: Client) -> None:
+    """Never other bytes than were put."""
+    local.blocks.put(WHOLE, {key_of(1): data_of(1)}, durability=Durability.DISK)
+    local.blocks.put(WHOLE, {key_of(2): data_of(2)})
+    attachment = local._routes.attach()
+    assert attachment is not None
+    arena = attachment.arena.writable()
+    assert arena is not None
+    with local.blocks.lease(WHOLE, [key_of(1), key_of(2)]) as held:
+        for number in range(2):
+            [part] = held.parts(number) or []
+            begin = part.ctypes.data - attachment.arena.readable.ctypes.data
+            arena[begin + 77] ^= 1
+    mended, lost = local.blocks.load(WHOLE, [key_of(1), key_of(2)])
+    assert mended is not None
+    assert mended[0].tobytes() == data_of(1).tobytes()
+    assert lost is None
+    assert local.blocks.put(WHOLE, {key_of(2): data_of(2)}) == 1
+
+
+def test_a_client_that_goes_gives_its_puts_up(live: LiveServer, local: Client) -> None:
+    """The next one puts the same key."""
+    with ctxcache.connect(live.target, timeout_s=10, access="local") as other:
+        other.blocks.put(RANKS, {key_of(1): b"abc"}, parts=[0], part_bytes=[3, 3])
+        attachment = other._routes.attach()
+        assert attachment is not None
+        operation = Operation()
+        operation.reserve_blocks.space.model_fingerprint = WHOLE.model_fingerprint
+        operation.reserve_blocks.space.parts.add(layer_end=1)
+        operation.reserve_blocks.blocks.add(key=key_of(2), part_bytes=[5])
+        [room] = attachment.stream.carry_out(operation).reserved_blocks.rooms
+        commit = Operation()
+        commit.commit_blocks.reservation_ids.append(room.reservation_id)
+        commit.commit_blocks.parts.append(0)
+        commit.commit_blocks.checksums.append(1)
+        own = local._routes.attach()
+        assert own is not None
+        with pytest.raises(ReservationNotFound):
+            own.stream.carry_out(commit)
+    live.until(lambda server: len(server._cache.ledger.blocks()) == 1)
+    assert local.blocks.look_up(replace(WHOLE, layout_tag=""), [key_of(2)]) == [MISS]
+    # What was committed of the first one is whole with the other rank's part.
+    assert local.blocks.put(RANKS, {key_of(1): b"def"}, parts=[1], part_bytes=[3, 3]) == 1
+    [loaded] = local.blocks.load(RANKS, [key_of(1)])
+    assert loaded is not None
+    assert b"".join(part.tobytes() for part in loaded) == b"abcdef"
