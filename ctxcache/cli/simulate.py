@@ -89,7 +89,13 @@ def simulate(options: Options) -> None:
     outcomes = []
     with _progress(len(chosen) * len(capacities)) as step:
         for outcome in study(
-            trace, load, chosen, capacities, step=step, block_tokens=block_tokens, teacher=teacher
+            trace,
+            load,
+            chosen,
+            capacities,
+            step=step,
+            block_tokens=block_tokens,
+            teacher=teacher,
         ):
             outcomes.append(outcome)
             if options.as_json:

@@ -14,7 +14,7 @@ import typer
 from ctxcache.cli.units import parse_duration_s
 from ctxcache.settings.config import parse_size
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
-from ctxcache.simulate.load import MODELS, Lie, Load, Overflow, TraceHint
+from ctxcache.simulate.load import MODELS, Lie, Load, Objective, Overflow, TraceHint, objective_named
 from ctxcache.simulate.study import Capacity
 from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace
 
@@ -95,6 +95,14 @@ class Options:
     policies: Annotated[
         str, typer.Option(help="Which policies; all of them unless given.", metavar="NAME,...")
     ] = ""
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            help="What value saves most of: turns, tokens or seconds (of --prefill).",
+            metavar="WHAT",
+            show_default="seconds; with --blocks tokens",
+        ),
+    ] = None
     footprint: Annotated[
         str,
         typer.Option(
@@ -221,6 +229,9 @@ class Options:
             lies=_lies(self.lies),
             **{name: value for name, value in said.items() if value is not None},
         )
+        objective = self.objective or ("tokens" if self.blocks else None)
+        if objective is not None:
+            load = replace(load, objective=_objective(objective))
         return self._on_machine(load, ssd_write)
 
     def refuse_those_of_sweeps(self) -> None:
@@ -342,6 +353,13 @@ class Options:
         except ValueError as error:
             problem = f"{self.overflow!r} is none of decoupled, invalidate"
             raise typer.BadParameter(problem, param_hint="--overflow") from error
+
+
+def _objective(text: str) -> Objective:
+    try:
+        return objective_named(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--objective") from error
 
 
 def _hints(names: str) -> frozenset[TraceHint]:

@@ -20,9 +20,10 @@ from grpc_health.v1.health import SERVICE_NAME
 from ctxcache import __version__
 from ctxcache.cache import Cache
 from ctxcache.core.ledger.expiry import Expiration
-from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.policies import ranked_policy
 from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import Shares
+from ctxcache.core.placement.value import MissCost, Objective
 from ctxcache.errors import (
     AddressUnusable,
     CacheError,
@@ -461,7 +462,9 @@ async def _load(cache: Cache) -> None:
 def _policy(settings: Settings, storage: Storage) -> Ranked:
     # What is in DRAM is on SSD too: to a policy they hold together what SSD holds.
     dram_bytes, ssd_bytes = sum(storage.arena.capacities_bytes), sum(storage.ssd.capacities_bytes)
-    return RANKED[settings.placement_policy](Capacities(dram_bytes, max(ssd_bytes - dram_bytes, 0)))
+    capacities = Capacities(dram_bytes, max(ssd_bytes - dram_bytes, 0))
+    cost = MissCost(Objective(settings.placement_objective), settings.prefill_tokens_per_s)
+    return ranked_policy(settings.placement_policy, capacities, cost)
 
 
 def _spans(settings: Settings, files: ExitStack) -> Spans:

@@ -143,6 +143,8 @@ class Settings(BaseSettings):
     tail_age_s: float = _knob("tail_age_s")
     write_behind_bytes_per_s: Size = _knob("write_behind_bytes_per_s")
     placement_policy: Literal["lru", "fifo", "t-lru", "look-ahead", "value"] = _knob("placement_policy")
+    placement_objective: Literal["turns", "tokens", "seconds"] = _knob("placement_objective")
+    prefill_tokens_per_s: int = _knob("prefill_tokens_per_s")
     default_ttl_s: float = _knob("default_ttl_s")
     tenant_shares: TenantShares = _knob("tenant_shares")
     retention_share: float = _knob("retention_share")

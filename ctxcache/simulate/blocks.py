@@ -69,8 +69,9 @@ class BlockReader:
 class BlockStore:
     """Blocks up to `limit`, by name. A subclass has a policy choose."""
 
-    def __init__(self, policy: Policy, block_bytes: int, limit: int) -> None:
-        self.policy, self._block_bytes, self._limit = policy, block_bytes, limit
+    def __init__(self, policy: Policy, block_tokens: int, token_bytes: int, limit: int) -> None:
+        self.policy, self._token_bytes, self._limit = policy, token_bytes, limit
+        self._block_bytes = block_tokens * token_bytes
 
     def found(self, asked: tuple[bytes, ...]) -> int:
         """How many of the first blocks of a prompt are held."""
@@ -92,8 +93,8 @@ class BlockStore:
 class SingleBlocks(BlockStore):
     """A policy that hears of each block by itself."""
 
-    def __init__(self, policy: Policy, block_bytes: int, limit: int) -> None:
-        super().__init__(policy, block_bytes, limit)
+    def __init__(self, policy: Policy, block_tokens: int, token_bytes: int, limit: int) -> None:
+        super().__init__(policy, block_tokens, token_bytes, limit)
         self._uses: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -111,7 +112,7 @@ class SingleBlocks(BlockStore):
         for block in reversed(current):
             count = uses.get(block, 0) + 1
             policy.arrived(block, now_s)
-            policy.idle(block, Facts(self._block_bytes, count, self._block_bytes), now_s)
+            policy.idle(block, Facts(self._block_bytes, count, self._block_bytes, self._token_bytes), now_s)
         new = [block for block in mine if block not in uses]
         for _ in range(len(uses) + len(new) - self._limit):
             victim = policy.evict(lambda block: block not in mine)
@@ -137,8 +138,8 @@ class _Holder:
 class HeldBlocks(BlockStore):
     """A policy of holders."""
 
-    def __init__(self, policy: Policy, block_bytes: int, limit: int) -> None:
-        super().__init__(policy, block_bytes, limit)
+    def __init__(self, policy: Policy, block_tokens: int, token_bytes: int, limit: int) -> None:
+        super().__init__(policy, block_tokens, token_bytes, limit)
         self._holders: dict[bytes, _Holder] = {}
         self._counts: dict[bytes, int] = {}
         """How many hold a block."""
@@ -163,15 +164,12 @@ class HeldBlocks(BlockStore):
                 uid = self._prefixes[request.asked[number]] = b"prefix " + request.asked[number]
             if uid is not None:
                 self._hold(uid, request.asked[: number + 1], 0, now_s)
-        new_tokens_bytes = (turn.input_tokens + turn.output_tokens) * self._token_bytes(request)
-        self._hold(turn.session, request.kept, new_tokens_bytes, now_s, turn.number)
+        new_bytes = (turn.input_tokens + turn.output_tokens) * self._token_bytes
+        self._hold(turn.session, request.kept, new_bytes, now_s, turn.number)
 
     def expected(self, uid: bytes, return_s: float | None) -> None:
         """See BlockStore."""
         self.policy.expected(uid, return_s)
-
-    def _token_bytes(self, request: BlockRequest) -> int:
-        return len(request.asked) * self._block_bytes // max(request.prompt_tokens, 1)
 
     def _hold(
         self, uid: bytes, blocks: tuple[bytes, ...], new_bytes: int, now_s: float, number: int | None = None
@@ -190,7 +188,8 @@ class HeldBlocks(BlockStore):
             self._let_go(block)
         holder.blocks, holder.held_count = blocks, len(blocks)
         holder.use_count = number or holder.use_count + 1
-        facts = Facts(len(blocks) * self._block_bytes, holder.use_count, new_bytes)
+        size_bytes = len(blocks) * self._block_bytes
+        facts = Facts(size_bytes, holder.use_count, new_bytes, self._token_bytes)
         self.policy.idle(uid, facts, now_s)
         if is_new:
             self.policy.placed(uid, Level.BELOW)
@@ -249,7 +248,8 @@ class BlockReplay:
         self._blocks = BlockReader(block_tokens)
         block_bytes = block_tokens * load.token_bytes
         make = HeldBlocks if is_of_holders else SingleBlocks
-        self.store: BlockStore = make(policy, block_bytes, (load.dram_bytes + load.ssd_bytes) // block_bytes)
+        limit = (load.dram_bytes + load.ssd_bytes) // block_bytes
+        self.store: BlockStore = make(policy, block_tokens, load.token_bytes, limit)
         self.tally = HitTally()
 
     def run(self, turns: Iterable[TraceTurn], step: Callable[[int], None] = lambda _: None) -> HitTally:

@@ -16,6 +16,7 @@ import math
 import zlib
 from dataclasses import dataclass, field, replace
 
+from ctxcache.core.placement.value import Objective
 from ctxcache.simulate.trace import TraceTurn
 
 
@@ -83,6 +84,20 @@ class Prices:
 
 GIB = 1 << 30
 
+__all__ = [
+    "MODELS",
+    "NEVER_S",
+    "Liar",
+    "Lie",
+    "Load",
+    "Model",
+    "Objective",
+    "Overflow",
+    "Prices",
+    "TraceHint",
+    "objective_named",
+]
+
 
 class TraceHint(enum.Enum):
     """What a client says when a turn is over, taken from the trace itself."""
@@ -112,7 +127,7 @@ class Load:
     `layer_count` a history's layers come one behind another, SSD read, copy and prefill at once (`pipeline`);
     of the sessions in DRAM it then has the first `resident_layer_count`, if that is said, and more sessions
     for it: `is_inclusive` only. `wrong_hint_share` of what is said is false in each of the ways of `lies`.
-    The first `warm_up_count` turns served are not counted.
+    The first `warm_up_count` turns served are not counted. `objective` is what `value` saves most of.
     """
 
     token_bytes: int = 819_200
@@ -138,6 +153,7 @@ class Load:
     wrong_hint_share: float = 0.0
     lies: frozenset[Lie] = frozenset({Lie.ORDER, Lie.HINT})
     warm_up_count: int = 0
+    objective: Objective = Objective.SECONDS
     prices: Prices = field(default_factory=Prices)
 
     def prefill_s(self, token_count: int) -> float:
@@ -169,6 +185,14 @@ class Load:
 
 
 NEVER_S = math.inf
+
+
+def objective_named(text: str) -> Objective:
+    """Turns, tokens or seconds. Raises ValueError."""
+    try:
+        return Objective(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is none of {', '.join(each.value for each in Objective)}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,7 +321,7 @@ class Replay:
         else:
             # A store cannot tell what was asked from what was answered.
             new_tokens = live.input_tokens + turn.output_tokens
-            facts = Facts(size_bytes, live.turn_count, new_tokens * load.token_bytes)
+            facts = Facts(size_bytes, live.turn_count, new_tokens * load.token_bytes, load.token_bytes)
             gone_bytes = load.whole_bytes(live.cut_tokens + late_tokens)
             valid_bytes = load.whole_bytes(live.cut_tokens + live.history_tokens)
             store.end(uid, facts, range(gone_bytes, valid_bytes), now_s)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ctxcache.core.placement.look_ahead import Belady
-from ctxcache.core.placement.policies import POLICIES
-from ctxcache.core.placement.policy import Capacities, Policy
-from ctxcache.core.placement.value import ReturnValue
+from ctxcache.core.placement.policies import POLICIES, policy_of
+from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.value import MissCost
 from ctxcache.simulate.blocks import HOLDERS, BlockReplay
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
@@ -106,14 +106,18 @@ def study(
         sized = capacity.of(load, peak_bytes)
         for policy in policies:
             replay = (
-                Replay(sized, _maker(policy), next_arrivals_s=next_arrivals_s)
+                Replay(
+                    sized,
+                    maker(policy, sized),
+                    next_arrivals_s=next_arrivals_s,
+                )
                 if block_tokens is None
-                else _of_blocks(sized, policy, block_tokens, next_arrivals_s)
+                else of_blocks(sized, policy, block_tokens, next_arrivals_s)
             )
             if block_tokens is not None and teacher is not None and isinstance(replay, BlockReplay):
-                _teach(
-                    replay, _of_blocks(replace(sized, hints=frozenset()), policy, block_tokens, None), teacher
-                )
+                unhinted = replace(sized, hints=frozenset())
+                other = of_blocks(unhinted, policy, block_tokens, None)
+                _teach(replay, other, teacher)
             tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
             yield StudyOutcome(policy, capacity.multiple, sized, tally)
 
@@ -126,22 +130,26 @@ def _teach(replay: BlockReplay, other: BlockReplay, teacher: Trace) -> None:
         replay.store.policy.relearn(lessons, math.inf)
 
 
-def _of_blocks(
-    load: Load, policy: str, block_tokens: int, next_arrivals_s: "array[float] | None"
+def of_blocks(
+    load: Load,
+    policy: str,
+    block_tokens: int,
+    next_arrivals_s: "array[float] | None",
 ) -> BlockReplay:
+    """A replay of prefix blocks under the policy of that name."""
     capacities = Capacities(load.dram_bytes, load.ssd_bytes)
-    # A miss of a block costs its tokens, wherever it stands.
-    made: Policy = ReturnValue(capacities, float) if policy == "value" else POLICIES[policy](capacities)
+    made = policy_of(policy, capacities, MissCost(load.objective, load.prefill_tokens_per_s))
     return BlockReplay(
         load, made, block_tokens, is_of_holders=policy in HOLDERS, next_arrivals_s=next_arrivals_s
     )
 
 
-def _maker(policy: str) -> MakePolicy:
+def maker(policy: str, load: Load) -> MakePolicy:
+    """What makes the policy of that name for a store."""
     if policy == BELADY:
         return Belady
-    make = POLICIES[policy]
-    return lambda capacities, _: make(capacities)
+    cost = MissCost(load.objective, load.prefill_tokens_per_s)
+    return lambda capacities, _: policy_of(policy, capacities, cost)
 
 
 def footprint_bytes(
@@ -151,6 +159,6 @@ def footprint_bytes(
     boundless = replace(
         load, dram_bytes=BOUNDLESS_BYTES, ssd_bytes=BOUNDLESS_BYTES, buffer_share=0.0, hints=frozenset()
     )
-    replay = Replay(boundless, _maker("lru"), next_arrivals_s=next_arrivals_s)
+    replay = Replay(boundless, maker("lru", boundless), next_arrivals_s=next_arrivals_s)
     replay.run(trace, lambda done: step("footprint", done))
     return replay.peak_live_bytes

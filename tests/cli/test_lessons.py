@@ -36,7 +36,7 @@ def _taught() -> ReturnValue:
     policy = _policy()
     for number in range(100):
         uid = b"%d" % number
-        policy.idle(uid, Facts(1000, 1, 1000), 10.0 * number)
+        policy.idle(uid, Facts(1000, 1, 1000, 1), 10.0 * number)
         policy.arrived(uid, 10.0 * number + 3)
         policy.ended(uid)
     return policy

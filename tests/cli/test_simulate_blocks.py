@@ -76,3 +76,31 @@ def test_lessons_of_sessions_are_refused(tmp_path: Path) -> None:
 
     assert ran.exit_code == ExitCode.USAGE
     assert "--learned-from" in ran.stderr
+
+
+def test_what_is_to_be_saved_is_said(tmp_path: Path) -> None:
+    """By turns many short histories are kept, by tokens the few long ones, which return more often."""
+    trace = tmp_path / "trace.csv"
+    turns = [
+        (n * 10 + turn * 400, f"short{n},{{}},100,1,{101 * (turn > 1)},{turn}")
+        for n in range(900)
+        for turn in range(1, 2 + (n % 3 == 0))
+    ]
+    turns += [
+        (n * 100 + turn * 400, f"long{n},{{}},4000,1,{4001 * (turn - 1)},{turn}")
+        for n in range(90)
+        for turn in range(1, 6)
+    ]
+    rows = ["session_id,arrival_ms,new_input_tokens,output_tokens,history_tokens,turn"]
+    rows += [row.format(at_s * 1000) for at_s, row in sorted(turns)]
+    trace.write_text("\n".join(rows) + "\n")
+    said = ("simulate", str(trace), "--policies", "value", "--json", "--token-bytes", "1")
+    sized = (*said, "--dram", "0", "--ssd", "120000", "--buffer-share", "0", "--objective")
+
+    by_turns, by_tokens = (json.loads(ctxcache(*sized, what).stdout) for what in ("turns", "tokens"))
+    refused = CliRunner().invoke(app, ["simulate", str(trace), "--objective", "money"])
+
+    assert by_turns["hit_rate"] > by_tokens["hit_rate"]
+    assert by_turns["token_hit_rate"] < by_tokens["token_hit_rate"]
+    assert refused.exit_code == ExitCode.USAGE
+    assert "'money' is none of turns, tokens, seconds" in refused.stderr

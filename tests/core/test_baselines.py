@@ -40,7 +40,7 @@ def victims(policy: Policy, names: Iterable[bytes], size: Callable[[bytes], int]
     left = []
     for name in names:
         policy.arrived(name, 0.0)
-        policy.idle(name, Facts(size(name), 1, size(name)), 0.0)
+        policy.idle(name, Facts(size(name), 1, size(name), 1), 0.0)
         while name not in held and sum(held.values()) + size(name) > CAPACITY:
             victim = policy.evict(lambda uid, name=name: uid != name)  # type: ignore[misc]
             assert victim is not None

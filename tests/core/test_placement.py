@@ -11,7 +11,8 @@ from ctxcache.core.placement.classic import AdaptiveReplacement, LeastRecentlyUs
 from ctxcache.core.placement.look_ahead import Belady, LookAhead, Window
 from ctxcache.core.placement.policies import POLICIES, RANKED
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy, Ranked
-from ctxcache.core.placement.value import ReturnValue
+from ctxcache.core.placement.returns import class_of
+from ctxcache.core.placement.value import MissCost, Objective, ReturnValue, public_return_times
 from ctxcache.simulate.store import Act, Move, Tiers
 
 CAPACITIES = Capacities(memory_bytes=100, below_bytes=300)
@@ -60,7 +61,7 @@ class _Checked:
             self.in_turn.add(uid)
             self.turns[uid] = self.turns.get(uid, 0) + 1
             self._follow(
-                uid, ledger.idle(uid, Facts(size_bytes, self.turns[uid], size_bytes // 2), self.now_s)
+                uid, ledger.idle(uid, Facts(size_bytes, self.turns[uid], size_bytes // 2, 1), self.now_s)
             )
             self.in_turn.discard(uid)
         elif event == "ended":
@@ -229,7 +230,7 @@ def _turn(ledger: Tiers, uid: bytes, now_s: float, *, size_bytes: int = 40, turn
     """Play a turn; whether the session was there."""
     was_there = ledger.tier(uid) is not None
     ledger.arrived(uid, now_s)
-    ledger.idle(uid, Facts(size_bytes, turn_count, 8), now_s)
+    ledger.idle(uid, Facts(size_bytes, turn_count, 8, 1), now_s)
     return was_there
 
 
@@ -320,6 +321,57 @@ def test_what_never_returned_is_given_up_for_what_did() -> None:
         _turn(ledger, b"flood %d" % number, now_s + 1)
 
     assert ledger.tier(b"loyal")
+
+
+@pytest.mark.parametrize(
+    ("cost", "first"),
+    [
+        (MissCost(Objective.TURNS), b"long"),
+        (MissCost(Objective.TOKENS), b"old"),
+        (MissCost(Objective.SECONDS, prefill_tokens_per_s=1e6), b"long"),
+        (MissCost(Objective.SECONDS, prefill_tokens_per_s=1.0, per_miss_s=0.0), b"old"),
+    ],
+)
+def test_what_leaves_first_follows_from_what_is_to_be_saved(cost: MissCost, first: bytes) -> None:
+    """Two sessions of one class and age: by turns the long one leaves, by tokens the one used earlier."""
+    policy = ReturnValue(Capacities(0, 400), cost)
+    for uid, size_bytes in ((b"old", 8), (b"long", 64)):
+        policy.idle(uid, Facts(size_bytes, 2, 8, 1), 0.0)
+        policy.placed(uid, Level.BELOW)
+
+    assert policy.evict(lambda _: True) == first
+
+
+def test_a_miss_costs_a_turn_its_tokens_or_their_prefill() -> None:
+    """A turn, 3,000 tokens, or their 1.5 s and what is lost whatever the length."""
+    costs = [
+        MissCost(objective, prefill_tokens_per_s=2000, per_miss_s=0.5).of(3000) for objective in Objective
+    ]
+
+    assert costs == [1, 3000, 2.0]
+
+
+def test_the_same_tokens_are_of_one_class_whatever_bytes_a_token_takes() -> None:
+    """So that return times of one model say something of another's sessions."""
+    for token_bytes in (0.5, 4096, 819_200):
+        facts = Facts(int(3000 * token_bytes), 2, int(1000 * token_bytes), token_bytes)
+        assert class_of(facts, None) == (2, 10, 0)
+
+
+def test_a_store_that_has_seen_nothing_knows_return_times_of_public_traces() -> None:
+    """None of those that judge it; and what it learns itself outweighs them."""
+    public, fresh = public_return_times(), ReturnValue(CAPACITIES)
+    knowing_nothing = ReturnValue(CAPACITIES, lessons={**public, "classes": {}})
+    for policy in (fresh, knowing_nothing):
+        for uid, at_s in ((b"idle for long", 0.0), (b"just now", 1500.0)):
+            policy.idle(uid, Facts(1000, 1, 1000, 1), at_s)
+            policy.placed(uid, Level.BELOW)
+    told, untold = (policy.rank(b"just now") or () for policy in (fresh, knowing_nothing))
+
+    assert 0 < told[0] < untold[0] / 2
+    assert (fresh.rank(b"idle for long") or ())[0] < told[0] / 2
+    assert not any("conversation" in source for source in public["sources"])
+    assert 100 < public["classes"]["0"][0][0] < 1000
 
 
 @pytest.mark.parametrize("names", [(b"a", b"b"), (b"b", b"a")])

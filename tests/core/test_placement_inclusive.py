@@ -25,7 +25,7 @@ EVENTS = st.lists(
 
 
 def _turn(ledger: InclusiveTiers, uid: bytes, now_s: float, size_bytes: int = 40) -> list[Move]:
-    return ledger.arrived(uid, now_s) + ledger.idle(uid, Facts(size_bytes, 1, 8), now_s)
+    return ledger.arrived(uid, now_s) + ledger.idle(uid, Facts(size_bytes, 1, 8, 1), now_s)
 
 
 class Worth(LeastRecentlyUsed):

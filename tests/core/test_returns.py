@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import random
 from collections.abc import Callable
 
 import pytest
 
 from ctxcache.core.placement.policy import Facts
-from ctxcache.core.placement.returns import AGED_AT_ONCE, AGES_S, ReturnTimes
+from ctxcache.core.placement.returns import AGED_AT_ONCE, AGES_S, LENGTHS_S, ReturnTimes, gittins_indices
 
 COUNT = 5000
 
@@ -19,7 +20,7 @@ def test_an_hour_without_a_call_is_caught_up_with_some_sessions_at_a_time() -> N
     uids = [number.to_bytes(2, "big") for number in range(COUNT)]
     for number, uid in enumerate(uids):
         returns.advance(number / COUNT)
-        returns.idle(uid, Facts(1000, 1, 1000), returns.now_s)
+        returns.idle(uid, Facts(1000, 1, 1000, 1), returns.now_s)
     aged.clear()
     for call in range(1, COUNT // AGED_AT_ONCE + 3):
         returns.advance(3000.0)
@@ -36,7 +37,7 @@ def test_those_that_are_away_for_too_long_are_forgotten_some_at_a_time() -> None
     returns = ReturnTimes(lambda _: None)
     uids = [number.to_bytes(2, "big") for number in range(2 * AGED_AT_ONCE)]
     for uid in uids:
-        returns.idle(uid, Facts(1000, 1, 1000), returns.now_s)
+        returns.idle(uid, Facts(1000, 1, 1000, 1), returns.now_s)
     watched = [len(uids)]
     for call in range(7):
         returns.advance(10_000.0 + call)
@@ -46,7 +47,7 @@ def test_those_that_are_away_for_too_long_are_forgotten_some_at_a_time() -> None
 
 
 def _rest(returns: ReturnTimes, uid: bytes, turn_count: int = 1) -> None:
-    returns.idle(uid, Facts(1000, turn_count, 1000), returns.now_s)
+    returns.idle(uid, Facts(1000, turn_count, 1000, 1), returns.now_s)
 
 
 def _learn(returns: ReturnTimes, count: int = 1024, away_s: float = 8.0) -> None:
@@ -217,3 +218,53 @@ def test_counts_of_another_kind_are_refused_and_change_nothing(changed: dict[str
     assert returns.counts() == before
     returns.recount(good, 0.0)
     assert returns.counts() == good
+
+
+def _slow_index(hazards: list[float], first: int, wait_s: float) -> float:
+    away, came, kept_s, best = 1.0, 0.0, 0.0, 0.0
+    for number in range(first, len(AGES_S)):
+        now = away * hazards[number]
+        kept_s += LENGTHS_S[number] * (away - now / 2)
+        came += now
+        away -= now
+        best = max(best, came / (kept_s + came * wait_s))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_index_of_each_bin_is_the_best_rate_of_all_horizons(seed: int) -> None:
+    """As found by trying each; also where nobody ever returns, or returns in one bin only."""
+    chance = random.Random(seed)
+    hazards = [chance.random() ** 3 * 0.95 if chance.random() < 0.7 else 0.0 for _ in AGES_S]
+    wait_s = chance.choice([0.0, 3.0, 500.0])
+    for known in (hazards, [0.0] * len(AGES_S), [0.0] * 9 + [0.5] + [0.0] * 8):
+        expected = [_slow_index(known, first, wait_s) for first in range(len(AGES_S))]
+        assert gittins_indices(known, wait_s) == pytest.approx(expected)
+
+
+def test_who_was_quick_to_return_promises_more_than_who_was_slow() -> None:
+    """Both rest for the same turn; the time that each was away before tells them apart."""
+    returns = ReturnTimes(lambda _: None)
+    for number in range(600):
+        is_quick = number % 2 == 0
+        uid = b"%d" % number
+        _rest(returns, uid, 2)
+        for turn_count in range(3, 5):
+            returns.advance(returns.now_s + (3.0 if is_quick else 200.0))
+            returns.began(uid, returns.now_s)
+            _rest(returns, uid, turn_count)
+        returns.advance(returns.now_s + 3.0)
+        if is_quick:
+            returns.began(uid, returns.now_s)
+        else:
+            returns.advance(returns.now_s + 600.0)
+    found = []
+    for gap_s in (3.0, 200.0):
+        uid = b"asked after %d" % gap_s
+        _rest(returns, uid, 3)
+        returns.advance(returns.now_s + gap_s)
+        returns.began(uid, returns.now_s)
+        _rest(returns, uid, 4)
+        found.append(returns.index_per_s(uid))
+
+    assert found[0] > 1.5 * found[1]

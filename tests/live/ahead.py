@@ -129,4 +129,4 @@ def _play(
 
 def _turn(engine: Engine, uid: bytes, segment_count: int) -> None:
     engine.arrived(uid, 0)
-    engine.idle(uid, Facts(segment_count * SLOT_BYTES, 1, segment_count * SLOT_BYTES), 0)
+    engine.idle(uid, Facts(segment_count * SLOT_BYTES, 1, segment_count * SLOT_BYTES, SLOT_BYTES), 0)

@@ -123,8 +123,9 @@ class Standing:
 
     def _facts(self, appended_count: int) -> Facts:
         layout = self.session.layout
-        appended_bytes = appended_count * layout.size_bytes // layout.segment_tokens
-        return Facts(len(self.session.segments) * layout.size_bytes, self.turn_count, appended_bytes)
+        token_bytes = layout.size_bytes / layout.segment_tokens
+        size_bytes = len(self.session.segments) * layout.size_bytes
+        return Facts(size_bytes, self.turn_count, int(appended_count * token_bytes), token_bytes)
 
 
 class Feed:

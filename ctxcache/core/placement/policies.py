@@ -18,7 +18,7 @@ from ctxcache.core.placement.classic import (
 )
 from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.policy import Capacities, Policy, Ranked
-from ctxcache.core.placement.value import ReturnValue
+from ctxcache.core.placement.value import MISS_COST, MissCost, ReturnValue
 
 GOAL_BYTES = 2 << 30
 """What is recomputed within a goal of a quarter of a second where prefill makes 8 GiB/s: T-LRU's knob."""
@@ -42,3 +42,13 @@ POLICIES: dict[str, Callable[[Capacities], Policy]] = {
     "sieve": lambda _: Sieve(),
     "w-tinylfu": lambda capacities: WindowTinyLfu(capacities.total_bytes),
 }
+
+
+def ranked_policy(name: str, capacities: Capacities, miss_cost: MissCost = MISS_COST) -> Ranked:
+    """A policy of RANKED; the cost of a miss is for those that weigh it."""
+    return ReturnValue(capacities, miss_cost) if name == "value" else RANKED[name](capacities)
+
+
+def policy_of(name: str, capacities: Capacities, miss_cost: MissCost = MISS_COST) -> Policy:
+    """A policy of POLICIES, likewise."""
+    return ranked_policy(name, capacities, miss_cost) if name in RANKED else POLICIES[name](capacities)

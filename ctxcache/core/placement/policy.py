@@ -25,12 +25,13 @@ class Level(enum.Enum):
 class Facts(NamedTuple):
     """What is known of a session at the end of a turn.
 
-    `appended_bytes` came in the turn, asked or answered.
+    `appended_bytes` came in the turn, asked or answered. A token of its model takes `token_bytes`.
     """
 
     size_bytes: int
     turn_count: int
     appended_bytes: int
+    token_bytes: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Return times: how many sessions of a class came back at which idle time, and what that promises. Pure.
 
-    class   root (idle, queued, over) > turn count > magnitude of the last input
+    class   root (idle, queued, over) > turn count > magnitude of the last turn > time away before it
     watch   idle --ages through bins--> returned | ended | forgotten past the last bin
 
 A class with few counts leans on its parent class, a bin of a root on the bin before. Sessions are watched
@@ -36,8 +36,10 @@ It is said to be over.
 """
 FIRST_HAZARDS = {IDLE: 0.25, QUEUED: 0.25, OVER: 0.0}
 """What a root says of its first bin before it has seen any: that clients and schedulers are right."""
-DEEPEST = 3
-"""Parts of a name: root, turn count, magnitude of the last input."""
+DEEPEST = 4
+"""Parts of a name: root, turn count, magnitude of the last turn, how long it was away before that turn."""
+GAPS_S = (2, 10, 40, 110, 230, 480)
+"""Where that time passes into the next class; it is 0 where there was none."""
 
 
 class ReturnClass:
@@ -71,7 +73,7 @@ class ReturnClass:
             return
         self.refreshed = number
         hazards = [min(each, MOST_HAZARD) for each in self._hazards()]
-        self.indices = [_index(hazards, each, wait_s) for each in BINS]
+        self.indices = gittins_indices(hazards, wait_s)
         away = list(accumulate((1 - hazard for hazard in reversed(hazards)), mul))
         self.chances = [1 - each for each in reversed(away)]
 
@@ -120,17 +122,18 @@ class ReturnClasses:
         return {"ages_s": list(AGES_S), "classes": classes}
 
     def recount(self, counts: Mapping[str, Any]) -> None:
-        """Go on from `counts` of an earlier run.
+        """Go on from `counts` of an earlier run, and from nothing besides.
 
         Raises ValueError, KeyError, TypeError, and has changed nothing then.
         """
         if counts["ages_s"] != list(AGES_S):
             raise ValueError(f"counts by ages of {counts['ages_s']}")
         told = counts["classes"].items()
-        found = [(_name(text), _checked(away), _checked(came)) for text, (away, came) in told]
-        for name, away, came in found:
+        found = {_name(text): (_checked(away), _checked(came)) for text, (away, came) in told}
+        nothing = [0.0] * len(AGES_S)
+        for name in {*self._by_name, *found}:
             one = self.of(name)
-            one.away[:], one.came[:] = away, came
+            one.away[:], one.came[:] = found.get(name, (nothing, nothing))
 
 
 def _name(text: str) -> SessionClass:
@@ -146,15 +149,32 @@ def _checked(values: list[float]) -> list[float]:
     return [float(value) for value in values]
 
 
-def _index(hazards: list[float], first: int, wait_s: float) -> float:
-    away, came, kept_s, best = 1.0, 0.0, 0.0, 0.0
-    for number in range(first, len(AGES_S)):
-        now = away * hazards[number]
-        kept_s += LENGTHS_S[number] * (away - now / 2)
-        came += now
+def gittins_indices(hazards: list[float], wait_s: float) -> list[float]:
+    """By bin, the best rate of returns per second kept that keeping one to some later bin promises.
+
+    max over h of P(return within h) / E[time kept until then], a return costing `wait_s` besides. Source:
+    Gittins, Bandit Processes and Dynamic Allocation Indices, JRSS B 41(2), 1979. Chances and times that are
+    counted from the first bin differ from those counted from another by one factor, so the best rate from a
+    bin is the steepest line from its point to a later one: a side of the upper hull. O(bins).
+    """
+    away, came, kept_s = 1.0, [0.0], [0.0]
+    for number, hazard in enumerate(hazards):
+        now = away * hazard
+        kept_s.append(kept_s[-1] + LENGTHS_S[number] * (away - now / 2) + now * wait_s)
+        came.append(came[-1] + now)
         away -= now
-        best = max(best, came / (kept_s + came * wait_s))
-    return best
+    hull = [len(hazards)]
+    indices = [0.0] * len(hazards)
+
+    def rate(a: int, b: int) -> float:
+        return (came[b] - came[a]) / max(kept_s[b] - kept_s[a], 1e-300)
+
+    for number in reversed(range(len(hazards))):
+        while len(hull) > 1 and rate(number, hull[-1]) <= rate(hull[-1], hull[-2]):
+            hull.pop()
+        indices[number] = rate(number, hull[-1])
+        hull.append(number)
+    return indices
 
 
 WATCHED = 1 << 17
@@ -164,14 +184,20 @@ REFRESHED_EVERY = 256
 AGED_AT_ONCE = 256
 """Sessions that one call ages or forgets at most: the caller must not wait, however long the gap was."""
 MOST_TURNS = 6
+MOST_MAGNITUDE = 20
 WAIT_MEMORY = 64
 WAIT_TIMES = 2.0
 """Who joins the queue now waits that many times as long as those that came to their turns of late."""
 
 
-def class_of(facts: Facts) -> SessionClass:
-    """Turn count, and the magnitude of the last input: a long one in a late turn seldom has a sequel."""
-    return (min(facts.turn_count, MOST_TURNS), facts.appended_bytes.bit_length())
+def class_of(facts: Facts, gap_s: float | None) -> SessionClass:
+    """Turn count, magnitude of what the turn appended, and `gap_s`, how long it was away before; None: never.
+
+    A long input in a late turn seldom has a sequel; who was quick to return is again.
+    """
+    magnitude = min(int(facts.appended_bytes / facts.token_bytes).bit_length(), MOST_MAGNITUDE)
+    gap = 0 if gap_s is None else 1 + bisect_right(GAPS_S, gap_s)
+    return (min(facts.turn_count, MOST_TURNS), magnitude, gap)
 
 
 class _Watch:
@@ -236,6 +262,8 @@ class ReturnTimes:
         """How long those that returned by the queue waited, and how many of those that returned did."""
         self._counts_age_s = math.inf
         """How old the counts of an earlier run were when it was gone on from them."""
+        self._gaps_s: OrderedDict[bytes, float] = OrderedDict()
+        """How long those in a turn were away before it."""
         self.now_s = 0.0
 
     @property
@@ -292,6 +320,9 @@ class ReturnTimes:
         if watch is not None:
             self._bins[watch.bin].pop(uid, None)
             watch.came()
+            self._gaps_s[uid] = self.now_s - (watch.before or watch).since_s
+            if len(self._gaps_s) > WATCHED:
+                self._gaps_s.popitem(last=False)
             if watch.before is not None:
                 watch.before.came()
                 self._wait_s += (self.now_s - watch.since_s - self._wait_s) / WAIT_MEMORY
@@ -300,6 +331,7 @@ class ReturnTimes:
     def ended(self, uid: bytes) -> None:
         """The session is gone for good; that it stayed away has been counted."""
         self._unwatch(uid)
+        self._gaps_s.pop(uid, None)
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
         """A turn of the session is over."""
@@ -309,7 +341,7 @@ class ReturnTimes:
             self.now_s = now_s
         if uid in self._watches:
             self._unwatch(uid)
-        name = (IDLE, *class_of(facts))
+        name = (IDLE, *class_of(facts, self._gaps_s.pop(uid, None)))
         self._watch(_Watch(uid, self.now_s, name, self._classes.of(name)))
         self._turn_count += 1
         if self._turn_count % REFRESHED_EVERY == 0:

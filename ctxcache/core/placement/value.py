@@ -1,17 +1,23 @@
 """Value: sessions leave in order of what keeping them promises per byte.
 
-    value = returns per second kept x seconds that a miss costs / bytes
+    value = returns per second kept x cost of a miss / bytes
 
-Returns per second are learned from return times (`returns`). Hints replace them, as far as hints of their
+The cost is in what is to be saved: turns, tokens or seconds. Returns per second are learned from return times
+(`returns`); before there are any, those of public traces are taken (return_times.json, whose sources it
+names; made by lab/studies/return_times.py). Hints replace them, as far as hints of their
 kind came true. Sessions of least value leave first, from memory too, so that a session that will not return
 is never written below. Worst case: a load whose classes say nothing; then idle time alone ranks.
 """
 
+import enum
+import json
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from ctxcache.core.placement.look_ahead import Windowed
@@ -19,27 +25,38 @@ from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Capacities, Facts
 from ctxcache.core.placement.returns import WATCHED, ReturnTimes
 
-GIB = 1 << 30
+
+class Objective(enum.Enum):
+    """What hits are to save most of."""
+
+    TURNS = "turns"
+    """Turns that find their history: short histories first."""
+    TOKENS = "tokens"
+    """Tokens that need no prefill, whosever they are."""
+    SECONDS = "seconds"
+    """Time that callers wait: prefill, and something for each turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissCost:
-    """Seconds by GiB of state; the defaults are LLaMA-13B's at 16 bits, which has 1,311 tokens a GiB.
+    """What a miss of so many tokens costs.
 
-    `per_gib_s`: 7,000 tokens of prefill a second. `per_miss_s`, what is lost whatever the length, is a
-    choice: a larger one favours turns, a smaller one tokens. `per_gib2_s` is attention's: 0.187 / 48 by FLOPs
-    of 2 x width x layers x tokens squared against 2 x parameters x tokens; 0 by default, since it made no
-    more tokens hit.
+    `prefill_tokens_per_s` is the engine's, measured; the default is LLaMA-13B's on one A100. `per_miss_s`,
+    what is lost whatever the length, is a choice: a larger one favours turns, a smaller one tokens. Both are
+    of SECONDS.
     """
 
+    objective: Objective = Objective.SECONDS
+    prefill_tokens_per_s: float = 7_000.0
     per_miss_s: float = 0.75
-    per_gib_s: float = 0.187
-    per_gib2_s: float = 0.0
 
-    def seconds(self, size_bytes: int) -> float:
-        """What a miss of so much state costs."""
-        size_gib = size_bytes / GIB
-        return self.per_miss_s + size_gib * (self.per_gib_s + size_gib * self.per_gib2_s)
+    def of(self, token_count: float) -> float:
+        """What it costs: 1 a turn, tokens, or seconds."""
+        if self.objective is Objective.TURNS:
+            return 1.0
+        if self.objective is Objective.TOKENS:
+            return token_count
+        return self.per_miss_s + token_count / self.prefill_tokens_per_s
 
 
 HINTS_REMEMBERED = 256
@@ -212,22 +229,36 @@ TOLERANCE_S, TOLERANCE_SHARE = 10.0, 0.25
 SURE = 3.0
 """A session that is known to return counts so much more than one that may return."""
 
-MissSeconds = Callable[[int], float]
-MISS_S: MissSeconds = MissCost().seconds
+
+@cache
+def public_return_times() -> dict[str, Any]:
+    """Lessons of public traces. Raises FileNotFoundError where the package is not whole."""
+    text = files("ctxcache.core.placement").joinpath("return_times.json").read_text()
+    lessons: dict[str, Any] = json.loads(text)
+    return lessons
+
+
+MISS_COST = MissCost()
 
 
 class ReturnValue(Windowed):
-    """Value per byte. `miss_s` is what a miss of so many bytes costs, in any unit.
+    """Value per byte. Amortised O(log n) an event.
 
-    Amortised O(log n) an event.
+    `lessons` are return times to begin with, those of public traces by default.
     """
 
-    def __init__(self, capacities: Capacities, miss_s: MissSeconds = MISS_S) -> None:
+    def __init__(
+        self,
+        capacities: Capacities,
+        miss_cost: MissCost = MISS_COST,
+        lessons: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(capacities)
-        self._miss_s = miss_s
+        self._miss_cost = miss_cost
         self._worth: dict[bytes, float] = {}
         """Cost of a miss per byte."""
         self._returns = ReturnTimes(self._rank)
+        self._returns.recount(public_return_times() if lessons is None else lessons, math.inf)
         self._queue = Forecast()
         self._follows_order = True
         self._expected: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
@@ -255,12 +286,12 @@ class ReturnValue(Windowed):
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
         """See Policy."""
         self._returns.idle(uid, facts, now_s)
-        self._weigh(uid, facts.size_bytes)
+        self._weigh(uid, facts)
 
     def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
         """See Policy."""
         self._returns.recalled(uid, idle_s)
-        self._weigh(uid, facts.size_bytes)
+        self._weigh(uid, facts)
 
     def lessons(self) -> dict[str, object]:
         """See Policy: return times. Whom to trust is learned anew within some dozen hints."""
@@ -317,10 +348,10 @@ class ReturnValue(Windowed):
             self._expected.popitem(last=False)
         self._rank(uid)
 
-    def _weigh(self, uid: bytes, size_bytes: int) -> None:
-        size_bytes = size_bytes or 1
+    def _weigh(self, uid: bytes, facts: Facts) -> None:
+        size_bytes = facts.size_bytes or 1
         if self._sizes.get(uid) != size_bytes:
-            self._worth[uid] = self._miss_s(size_bytes) / size_bytes
+            self._worth[uid] = self._miss_cost.of(size_bytes / facts.token_bytes) / size_bytes
         self._measure(uid, size_bytes)
         self._rank(uid)
 

@@ -19,6 +19,28 @@ PLACEMENT = Section(
             choices=("lru", "fifo", "t-lru", "look-ahead", "value"),
         ),
         Knob(
+            name="placement_objective",
+            kind=KnobKind.WORD,
+            default="seconds",
+            help="What `value` saves most of: turns that hit, tokens of prefill, or seconds of waiting.",
+            advice=(
+                "`seconds`, with the engine's own `prefill_tokens_per_s`; `ctxcache simulate --objective`"
+                " shows what each gives on a trace of yours"
+            ),
+            watch="ctxcache_read_tokens_total",
+            choices=("turns", "tokens", "seconds"),
+        ),
+        Knob(
+            name="prefill_tokens_per_s",
+            kind=KnobKind.COUNT,
+            default=7000,
+            unit="tokens a second",
+            help="How fast the engines prefill, as measured there: what a miss costs in `seconds`.",
+            advice="prompt tokens by time to first token of long prompts that hit nothing",
+            least=1,
+            most=10**9,
+        ),
+        Knob(
             name="default_ttl_s",
             kind=KnobKind.SECONDS,
             default=3600,
