@@ -173,10 +173,10 @@ class Blocks:
 
     def _there(self, tenant: str, space: bytes, key: bytes, now_ns: int) -> Session | None:
         """A block that is there or being written, and has not expired."""
-        try:
-            block = self._ledger.find_at(tenant, block_id(space, key), now_ns)
-        except SessionNotFound:
+        block = self._ledger.named(tenant, block_id(space, key))
+        if block is None or block.expire_time_ns <= now_ns:
             return None
+        self._ledger.reckon(block)
         return block if block.token_count or block.uid in self._puts else None
 
     # -- put -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ much is several calls, each of which is done or not.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias, cast
@@ -48,6 +49,9 @@ RUN_BYTES = 1 << 19
 """Bytes that are copied before they are added up: they are in the processor's cache then."""
 MESSAGE_BYTES = 1 << 20
 _NS_PER_S = 10**9
+SPACES_KEPT = 64
+"""Spaces whose messages are not made anew each time."""
+_STATES: dict[int, LookupState] = {state.value: state for state in LookupState}
 
 
 class _New(NamedTuple):
@@ -76,7 +80,7 @@ class BlockCalls:
             else:
                 answer = attachment.stream.carry_out(Operation(lookup_blocks=request)).found_blocks
             found += [
-                FoundBlock(LookupState(state), size_bytes, is_in_dram)
+                FoundBlock(_STATES[state], size_bytes, is_in_dram)
                 for state, size_bytes, is_in_dram in zip(
                     answer.states, answer.size_bytes, answer.are_in_dram, strict=True
                 )
@@ -555,6 +559,7 @@ def _duration(seconds: float) -> Duration:
     return Duration(seconds=whole, nanos=ns)
 
 
+@lru_cache(SPACES_KEPT)
 def _space(space: BlockSpace) -> block_pb2.BlockSpace:
     message = to_wire(space)
     assert isinstance(message, block_pb2.BlockSpace)  # noqa: S101  # by its type

@@ -238,11 +238,37 @@ async def look_up(
     for begin in range(0, len(keys), KEYS_PER_LOOK):
         if begin and pace.is_over:
             await pace.rest()
-        found = cache.blocks.look_up(tenant, space.fingerprint, keys[begin : begin + KEYS_PER_LOOK])
-        response.states.extend([_STATES[one.state] for one in found])
-        response.size_bytes.extend([sum(one.part_bytes) for one in found])
-        response.are_in_dram.extend([one.is_in_memory for one in found])
+        _look_up(cache, tenant, space, keys[begin : begin + KEYS_PER_LOOK], response)
     return response
+
+
+def look_up_at_once(
+    cache: Cache,
+    request: block_pb2.LookupBlocksRequest,
+    tenant: str,
+    response: block_pb2.LookupBlocksResponse,
+) -> bool:
+    """As `look_up`, into `response`; False, and nothing is done, for more keys than take a moment.
+
+    Raises InvalidArgument.
+    """
+    if len(request.keys) > KEYS_PER_LOOK:
+        return False
+    _look_up(cache, tenant, _space(request.space), _keys(request.keys), response)
+    return True
+
+
+def _look_up(
+    cache: Cache,
+    tenant: str,
+    space: Space,
+    keys: Sequence[bytes],
+    response: block_pb2.LookupBlocksResponse,
+) -> None:
+    found = cache.blocks.look_up(tenant, space.fingerprint, keys)
+    response.states.extend([_STATES[one.state] for one in found])
+    response.size_bytes.extend([sum(one.part_bytes) for one in found])
+    response.are_in_dram.extend([one.is_in_memory for one in found])
 
 
 async def reserve(

@@ -51,7 +51,15 @@ PIECES_PER_PAUSE = 16
 LEAST_PRUNED = 64
 """With fewer leases and reservations, what ended by itself is not looked for."""
 _AT_ONCE = frozenset(
-    {"acquire_lease", "release_lease", "release_reservation", "release_blocks", "mark_written", "commit"}
+    {
+        "acquire_lease",
+        "release_lease",
+        "release_reservation",
+        "lookup_blocks",
+        "release_blocks",
+        "mark_written",
+        "commit",
+    }
 )
 """Operations that may be done without waiting."""
 _BY_KEYS = frozenset(
@@ -217,12 +225,13 @@ class LocalClient:
             case "delete_blocks":
                 result.deleted_blocks.CopyFrom(await blocks.delete(cache, operation.delete_blocks, tenant))
                 return
-        if self._admission.is_draining:
-            raise Draining
-        match kind:
             case "lookup_blocks":
                 found = await blocks.look_up(cache, operation.lookup_blocks, tenant, pace)
                 result.found_blocks.CopyFrom(found)
+                return
+        if self._admission.is_draining:
+            raise Draining
+        match kind:
             case "lease_blocks":
                 request = operation.lease_blocks
                 leased = await blocks.lease(cache, request, tenant, self.client, pace)
@@ -273,6 +282,9 @@ class LocalClient:
             case "release_lease":
                 self._release_lease(operation.release_lease.lease_id)
                 result.released.SetInParent()
+            case "lookup_blocks":
+                request = operation.lookup_blocks
+                return blocks.look_up_at_once(self._cache, request, self._tenant, result.found_blocks)
             case "release_blocks":
                 blocks.release(self._cache, operation.release_blocks, self._tenant)
                 self._tokens.discard(operation.release_blocks.token)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,13 @@ class RedisClient(Protocol):
     def get(self, name: str) -> bytes | None:
         """A value."""
 
-    def set(self, name: str, value: memoryview) -> object:
+    def mget(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Values, in one round trip."""
+
+    def exists(self, *names: bytes) -> int:
+        """How many of these have a value."""
+
+    def set(self, name: str | bytes, value: memoryview) -> object:
         """Set a value."""
 
     def delete(self, *names: str) -> object:
