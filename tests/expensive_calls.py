@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.v1 import arena_pb2, hints_pb2, model_pb2, session_pb2
 
 ANSWER_BYTES = 3 << 20 | 1 << 19

@@ -24,8 +24,8 @@ from ctxcache.archive.frames import ROWS, ArchiveFrameReader
 from ctxcache.archive.reader import ArchiveContents, Rows, Stretch, split, survey
 from ctxcache.core import ranges
 from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable
-from ctxcache.format.header import SegmentHeader, header_checksum
-from ctxcache.format.identity import SegmentIdentity, chunk_checksum
+from ctxcache.format.checksums import chunk_checksum
+from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
 from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout, align
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import StreamSpec
@@ -34,7 +34,7 @@ from ctxcache.settings.sizes import ssd_bytes
 from ctxcache.storage.data_directory import FreshDirectory
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import ModelRecord, SegmentRecord, SessionRecord
-from ctxcache.storage.metadata.catalog_contents import Entry
+from ctxcache.storage.metadata.catalog import Entry
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.scan import header_at, is_whole
 from ctxcache.storage.ssd_directories import DEVICE, PATHS, SEGMENTS, in_order, instance_id_of, write_down

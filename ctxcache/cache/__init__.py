@@ -26,9 +26,8 @@ from ctxcache.cache.scrubbing import Mending, Scrubbing
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
-from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.limits import (
     DEFAULT_LIMITS,

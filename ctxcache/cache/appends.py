@@ -22,10 +22,10 @@ from ctxcache.cache.flushing import Flushing, Staging
 from ctxcache.cache.journal import Call
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
-from ctxcache.core.budget import Pinner
 from ctxcache.core.ledger.places import Use
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session, SessionView
+from ctxcache.core.limits import Pinner
 from ctxcache.core.prefix.keys import BLOCK_TOKENS
 from ctxcache.errors import (
     CacheError,
@@ -35,10 +35,10 @@ from ctxcache.errors import (
     WriteInProgress,
     WriteOffsetMismatch,
 )
+from ctxcache.format.checksums import SumPlace, Sums, Tally, covers
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.format.sums import SumPlace, Sums, Tally, covers
 
 
 @dataclass(frozen=True, slots=True)
@@ -646,7 +646,8 @@ class Appends:
         # First: what can never fit makes nothing leave.
         if self._ledger.quotas.is_limited(reservation.session.tenant):
             new_bytes = sum(size for i, size in reservation.needed(token_count).items() if i < 0)
-            self._ledger.quotas.check(reservation.session, new_bytes)
+            session = reservation.session
+            self._ledger.quotas.check(session.tenant, session.size_bytes + new_bytes)
         await self._wait_for_room(reservation, token_count)
         while missing_bytes() > 0:
             reservation.promised_bytes += await self._dirty_bound.admit(

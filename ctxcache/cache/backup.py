@@ -34,10 +34,11 @@ from ctxcache.archive.frames import (
     VOID,
     FrameMaker,
 )
+from ctxcache.cache.eviction import record_of
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.segments import SegmentIO
-from ctxcache.cache.state import GENERATION_BITS, State, record_of
+from ctxcache.cache.state import GENERATION_BITS, State
 from ctxcache.core import ranges
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TooManyRequests

@@ -29,10 +29,9 @@ from ctxcache.cache.leases import Lease, Leases, ReadRequest
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
-from ctxcache.core.budget import Pinner
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.expiry import Expiration
-from ctxcache.core.ledger.session import Session, block_id
+from ctxcache.core.ledger.session import Expiration, Session, block_id
+from ctxcache.core.limits import Pinner
 from ctxcache.errors import (
     CorruptSegment,
     InvalidArgument,
@@ -42,7 +41,7 @@ from ctxcache.errors import (
     TooManyRequests,
     WriteInProgress,
 )
-from ctxcache.format.identity import rows_checksum
+from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import block_layout
 from ctxcache.storage.metadata.base import MetadataStore
 

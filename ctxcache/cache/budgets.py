@@ -21,11 +21,10 @@ from ctxcache.cache.eviction import SsdRoom
 from ctxcache.cache.flushing import Flushing, Staging
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
-from ctxcache.core.budget import Budget, Pinner, RoomRequest, WaitingLine
 from ctxcache.core.ledger.ledger import Drop, GiveUp
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
-from ctxcache.core.limits import Bound, Limits
+from ctxcache.core.limits import Bound, Budget, Limits, Pinner, RoomRequest, WaitingLine
 from ctxcache.core.placement.shares import EVERYONE
 from ctxcache.errors import CapacityExceeded, CorruptSegment, SessionNotFound, TooManyRequests
 from ctxcache.format.slot import Slot

@@ -15,13 +15,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from ctxcache.cache.background import Background
 from ctxcache.cache.segments import SegmentIO
-from ctxcache.cache.state import State, record_of
+from ctxcache.cache.state import State
+from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CapacityExceeded, TierFailure
 from ctxcache.format.slot import Slot
-from ctxcache.storage.metadata.base import Changes, MetadataStore
+from ctxcache.storage.metadata.base import BlockRecord, Changes, MetadataStore, SessionRecord
 
 FREED_PER_SLICE = 256
 """Segments given back before others get their turn of the event loop."""
@@ -242,3 +243,35 @@ class SsdRoom:
             seen.evicted_age_s.observe((now_ns - victim.create_time_ns) / 10**9)
             seen.evicted_idle_s.observe((now_ns - victim.access_time_ns) / 10**9)
             self._state.journal.happened(victim, Event.EVICTED, detail=why, token_count=victim.token_count)
+
+
+def record_of(session: Session) -> SessionRecord:
+    """What of a session is written down: positions below `recorded_end` and the segments that hold them.
+
+    What is withheld is written down as well, with the generation that the session has when it is shown again:
+    its path may be back after a restart.
+    """
+    end = session.recorded_end
+    live = ranges.normalise([*session.live, *session.withheld]) if session.withheld else session.live
+    return SessionRecord(
+        uid=session.uid,
+        tenant=session.tenant,
+        session_id=session.session_id,
+        model_id=session.model_id,
+        layout=tuple(session.layout.index),
+        generation=session.generation + bool(session.withheld),
+        segment_ids=tuple([s.segment_id for s in session.segments if s.begin < end]),
+        live=ranges.clip(live, 0, end),
+        log_end=end,
+        create_time_ns=session.create_time_ns,
+        access_time_ns=session.access_time_ns,
+        expire_time_ns=session.expire_time_ns,
+        ttl_ns=session.expiration.ttl_ns,
+        is_pinned=session.is_pinned,
+        block=_block_record(session) if session.is_block else None,
+    )
+
+
+def _block_record(session: Session) -> BlockRecord:
+    part_bytes = tuple(spec.row_bytes for spec in session.layout.specs)
+    return BlockRecord(session.model_fingerprint, session.parent_id, part_bytes)

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from ctxcache.cache.background import Background
-from ctxcache.cache.eviction import SsdRoom
+from ctxcache.cache.eviction import SsdRoom, record_of
 from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.segments import SegmentIO, Written
-from ctxcache.cache.state import State, record_of
+from ctxcache.cache.state import State
 from ctxcache.core.ledger.places import Place, Use
 from ctxcache.core.ledger.segment import LISTED, Segment
 from ctxcache.core.ledger.session import Session

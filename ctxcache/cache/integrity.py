@@ -12,7 +12,7 @@ from ctxcache.cache import Cache
 from ctxcache.core import ranges
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
-from ctxcache.format.sums import covers
+from ctxcache.format.checksums import covers
 
 
 def check_integrity(cache: Cache) -> list[str]:

@@ -20,11 +20,10 @@ from ctxcache.cache.promotion import Promotions
 from ctxcache.cache.scrubbing import TRIES, Mending
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
-from ctxcache.core.budget import Budget, Pinner
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session, SessionView
-from ctxcache.core.limits import Bound
+from ctxcache.core.limits import Bound, Budget, Pinner
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -35,10 +34,9 @@ from ctxcache.errors import (
     TierFailure,
     TooManyRequests,
 )
-from ctxcache.format.identity import rows_checksum
+from ctxcache.format.checksums import Sums, rows_checksum
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import StateKind, Stream, StreamRange
-from ctxcache.format.sums import Sums
 
 
 @dataclass(frozen=True, slots=True)

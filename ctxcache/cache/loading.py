@@ -8,11 +8,11 @@ same, layouts, names and identities, is made once.
 import logging
 from collections.abc import Iterator, Mapping
 
-from ctxcache.cache.state import State, record_of
-from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.cache.eviction import record_of
+from ctxcache.cache.state import State
 from ctxcache.core.ledger.ledger import SECOND_NS
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.ledger.usage import TenantUse
 from ctxcache.format.layout import SegmentLayout, block_layout
 from ctxcache.format.streams import Stream, ranges_of

@@ -26,8 +26,8 @@ from ctxcache.core.ledger.places import Place
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CorruptSegment, TooManyRequests
+from ctxcache.format.checksums import Sums
 from ctxcache.format.slot import Slot
-from ctxcache.format.sums import Sums
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 
 FAILED = "a segment failed verification"

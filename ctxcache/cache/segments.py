@@ -18,12 +18,11 @@ import numpy as np
 from ctxcache.core.ledger.ledger import Flushed
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TierFailure
+from ctxcache.format.checksums import Sums, bound_checksum, covers, difference, rows_checksum, settled
 from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
-from ctxcache.format.identity import bound_checksum, rows_checksum
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
-from ctxcache.format.sums import Sums, covers, difference, settled
 from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.tiers.base import MappedTier, Range, Tier, TierRefusal
 

@@ -12,15 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ctxcache.cache.background import STEP_BY_STEP, Pace
-from ctxcache.cache.eviction import Departures, SsdRoom
+from ctxcache.cache.eviction import Departures, SsdRoom, record_of
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.journal import EMPTY, LOOKUP, Call, Fact
-from ctxcache.cache.state import State, record_of
+from ctxcache.cache.state import State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.segment import Count
-from ctxcache.core.ledger.session import Session, SessionView
+from ctxcache.core.ledger.session import Expiration, Session, SessionView
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import (
     CacheError,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from ctxcache.cache.journal import Journal
-from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.ledger import Below, Ledger
 from ctxcache.core.ledger.segment import Segment
@@ -26,7 +25,7 @@ from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_RANGE, StreamRange
 from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.spans import NO_SPANS, Spans
-from ctxcache.storage.metadata.base import BlockRecord, ModelRecord, SessionRecord
+from ctxcache.storage.metadata.base import ModelRecord
 
 GENERATION_BITS = 32
 """Changes that one session can see in one run before its generations reach those after the next crash."""
@@ -151,35 +150,3 @@ class State:
         """See Wishes."""
         paths = ", ".join(self.ledger.lost_paths_of(session))
         self.journal.happened(session, Event.DEVICE_LOST, detail=paths, token_count=token_count)
-
-
-def record_of(session: Session) -> SessionRecord:
-    """What of a session is written down: positions below `recorded_end` and the segments that hold them.
-
-    What is withheld is written down as well, with the generation that the session has when it is shown again:
-    its path may be back after a restart.
-    """
-    end = session.recorded_end
-    live = ranges.normalise([*session.live, *session.withheld]) if session.withheld else session.live
-    return SessionRecord(
-        uid=session.uid,
-        tenant=session.tenant,
-        session_id=session.session_id,
-        model_id=session.model_id,
-        layout=tuple(session.layout.index),
-        generation=session.generation + bool(session.withheld),
-        segment_ids=tuple([s.segment_id for s in session.segments if s.begin < end]),
-        live=ranges.clip(live, 0, end),
-        log_end=end,
-        create_time_ns=session.create_time_ns,
-        access_time_ns=session.access_time_ns,
-        expire_time_ns=session.expire_time_ns,
-        ttl_ns=session.expiration.ttl_ns,
-        is_pinned=session.is_pinned,
-        block=_block_record(session) if session.is_block else None,
-    )
-
-
-def _block_record(session: Session) -> BlockRecord:
-    part_bytes = tuple(spec.row_bytes for spec in session.layout.specs)
-    return BlockRecord(session.model_fingerprint, session.parent_id, part_bytes)

@@ -31,7 +31,7 @@ from ctxcache.client.tracing import trace_metadata
 from ctxcache.client.types import BlockSpace, Durability, FoundBlock, LookupState
 from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, LeaseNotFound
-from ctxcache.format.identity import rows_checksum, wire_checksum
+from ctxcache.format.checksums import rows_checksum, wire_checksum
 from ctxcache.v1 import block_pb2
 from ctxcache.v1.arena_pb2 import Operation, ReleaseReservation
 

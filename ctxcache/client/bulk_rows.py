@@ -29,7 +29,7 @@ from ctxcache.client.rows import Landing, OpenRead, RowPiece, RowTransport
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, TooManyRequests, Unavailable
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.format.streams import Stream
 from ctxcache.v1 import bulk_pb2
 from ctxcache.v1.bulk_pb2 import BulkChunk

@@ -23,7 +23,7 @@ from ctxcache.client.slots import Chunk, SlotLayout
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.writer import check_complete, view_rows
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, ReservationNotFound
-from ctxcache.format.identity import rows_checksum
+from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import Stream
 from ctxcache.v1.arena_pb2 import (

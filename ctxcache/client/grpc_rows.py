@@ -17,7 +17,7 @@ from ctxcache.client.tracing import trace_metadata
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import ReadMessage, Wire
 from ctxcache.errors import CacheError, ChecksumMismatch
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.format.streams import Stream
 from ctxcache.format.wire_chunk import WireChunk, encode_chunk
 from ctxcache.v1.session_pb2 import (

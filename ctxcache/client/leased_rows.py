@@ -28,8 +28,8 @@ from ctxcache.client.slots import (
 )
 from ctxcache.client.ssd_files import SsdReader, aligned, is_aligned
 from ctxcache.errors import CorruptSegment, InvalidArgument, LeaseNotFound
-from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
-from ctxcache.format.identity import SegmentIdentity, chunk_checksum
+from ctxcache.format.checksums import chunk_checksum
+from ctxcache.format.header import SegmentHeader, SegmentIdentity, decode_header, header_checksum
 from ctxcache.format.layout import HEADER_FIXED_BYTES, HEADER_STREAM_BYTES, SegmentLayout, align
 from ctxcache.format.streams import Stream
 from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, RecheckLease, ReleaseLease, SegmentLocation

@@ -19,7 +19,8 @@ from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import stream_from_wire
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CorruptSegment, InvalidArgument
-from ctxcache.format.identity import SegmentIdentity, rows_checksum
+from ctxcache.format.checksums import rows_checksum
+from ctxcache.format.header import SegmentIdentity
 from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import ChunkLayout, Runs, SegmentLocation
 

@@ -22,9 +22,8 @@ from ctxcache.client.convert import durability_to_wire, session_from_wire
 from ctxcache.client.slots import SlotLayout, SlotRows, spans_of_runs
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, IncompleteAppend, InvalidArgument, ReservationNotFound
-from ctxcache.format.identity import rows_checksum
+from ctxcache.format.checksums import Tally, rows_checksum
 from ctxcache.format.streams import DType, Stream, StreamSpec
-from ctxcache.format.sums import Tally
 from ctxcache.v1.arena_pb2 import CommitReservation, MarkWritten, Operation, ReleaseReservation, Reserve
 
 _ELEMENTS = {

@@ -7,28 +7,73 @@ Layout (little endian), zero padded to a multiple of 4 KiB:
     tenant length u16 | tenant (up to 128 bytes) | zeros to byte 248 | header checksum u64
     then per stream: layer i32 | kind i32 | row bytes i32 | dtype i32 | bound checksum u64
 
+A bound checksum has the digest of `SegmentIdentity` in it: right bytes in the wrong place (another tenant's,
+an older generation's, a neighbour's layer) fail like flipped bits do. It detects accidents and misplacement;
+it is no defence against someone who can forge bytes.
+
 The header checksum is XXH3-64 of the fixed part (its own field zero) and the stream table.
 Golden vectors: tests/golden/segments.json.
 """
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from typing_extensions import Buffer
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptSegment
-from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.layout import HEADER_FIXED_BYTES, HEADER_STREAM_BYTES, SegmentLayout
+from ctxcache.format.model import FINGERPRINT_BYTES
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 
 MAGIC = b"CTXCSEG\0"
 SEGMENT_FORMAT = 2
 TENANT_BYTES = 128
+UID_BYTES = 16
+_DOMAIN = b"ctxcache.chunk.v2"
 _FIXED = struct.Struct(f"<8sIIQqqq16s32sIH{TENANT_BYTES}s")
 _CHECKSUM_OFFSET = HEADER_FIXED_BYTES - 8
 _STREAM = struct.Struct("<iiiiQ")
 _STREAM_COUNT_LIMIT = 65536
+
+
+class SegmentIdentity(NamedTuple):
+    """What a segment's bytes are bound to.
+
+    `session_uid` is the session that wrote it (a fork keeps its parent's), `generation` that
+    session's when the segment was opened; `[begin, begin + token_count)` are positions in the
+    writer's log; `model_fingerprint` is 32 bytes.
+    """
+
+    tenant: str
+    session_uid: bytes
+    generation: int
+    begin: int
+    token_count: int
+    model_fingerprint: bytes
+
+    def check(self) -> None:
+        """Raise ValueError for a length that packing would pad or cut: two would look alike."""
+        if len(self.session_uid) != UID_BYTES or len(self.model_fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError(f"a session uid is {UID_BYTES} bytes, a fingerprint {FINGERPRINT_BYTES}")
+
+    def seed(self) -> int:
+        """64-bit digest of every field, length-prefixed. Raises as `check` does."""
+        self.check()
+        tenant = self.tenant.encode()
+        packed = struct.pack(
+            f"<{len(_DOMAIN)}sH{len(tenant)}s16sqqq32s",
+            _DOMAIN,
+            len(tenant),
+            tenant,
+            self.session_uid,
+            self.generation,
+            self.begin,
+            self.token_count,
+            self.model_fingerprint,
+        )
+        return xxh3_64_intdigest(packed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ctxcache.cache import Cache
-from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.session import Expiration
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.settings.bounds import limits_of, queue_limits_of, watermarks_of
 from ctxcache.settings.config import Settings

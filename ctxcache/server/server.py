@@ -19,7 +19,7 @@ from grpc_health.v1.health import SERVICE_NAME
 
 from ctxcache import __version__
 from ctxcache.cache import Cache
-from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.session import Expiration
 from ctxcache.core.placement.policies import ranked_policy
 from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import Shares

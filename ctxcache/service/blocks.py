@@ -17,8 +17,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.background import Pace
 from ctxcache.cache.blocks import BlockLease, BlockState, Room, Wanted, WrittenPart
 from ctxcache.cache.leases import Lease
-from ctxcache.core.ledger.expiry import Expiration
-from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.prefix.spaces import (
     SALT_LIMIT_BYTES,
     TAG_LIMIT_BYTES,
@@ -29,7 +28,7 @@ from ctxcache.core.prefix.spaces import (
     space_of,
 )
 from ctxcache.errors import ChecksumMismatch, InvalidArgument
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.service import validate
 from ctxcache.service.callers import Context, current
 from ctxcache.service.fairness import LoopSlice, Turns

@@ -39,7 +39,7 @@ from ctxcache.errors import (
     TooManyRequests,
     Unauthenticated,
 )
-from ctxcache.format.identity import rows_checksum
+from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.streams import Stream
 from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.memory import refused_memory

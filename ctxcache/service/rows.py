@@ -21,7 +21,7 @@ from ctxcache.errors import (
     SessionNotFound,
     WriteOffsetMismatch,
 )
-from ctxcache.format.identity import joint_checksum, rows_checksum
+from ctxcache.format.checksums import joint_checksum, rows_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream, StreamRange
 from ctxcache.format.wire_chunk import encode_chunk

@@ -9,11 +9,10 @@ from typing import TypeAlias
 
 from ctxcache.cache import Cache
 from ctxcache.cache.sessions import Lookup
-from ctxcache.core.ledger.expiry import Expiration
-from ctxcache.core.ledger.session import SessionView
+from ctxcache.core.ledger.session import Expiration, SessionView
 from ctxcache.core.ranges import Range, Ranges, normalise
 from ctxcache.errors import ChecksumMismatch, InvalidArgument
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StateKind
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk

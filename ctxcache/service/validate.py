@@ -8,7 +8,7 @@ from typing import TypeVar
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.session import Expiration
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import FINGERPRINT_BYTES
 from ctxcache.format.streams import TOKENS, TOKENS_RANGE, DType, StateKind, Stream, StreamRange

@@ -24,7 +24,7 @@ from ctxcache.runtime.files import sync_directory
 from ctxcache.storage.data_directory import METADATA, DataDirectory
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import SegmentRecord, SessionRecord
-from ctxcache.storage.metadata.catalog_contents import CatalogContents, Entry, read_catalog
+from ctxcache.storage.metadata.catalog import CatalogContents, Entry, read_catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.scan import ScannedSegment, is_whole, scan

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from ctxcache.errors import CorruptSegment
+from ctxcache.format.checksums import chunk_checksum
 from ctxcache.format.header import MAGIC, SegmentHeader, decode_header, header_checksum
-from ctxcache.format.identity import chunk_checksum
 from ctxcache.format.layout import ALIGN_BYTES, HEADER_FIXED_BYTES, HEADER_STREAM_BYTES
 
 BLOCK_BYTES = 8 << 20

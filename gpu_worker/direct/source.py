@@ -19,7 +19,7 @@ from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
 from ctxcache.client.leased_rows import FiledRows, FileRun, StoredChunk
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
-from ctxcache.format.identity import bound_checksum
+from ctxcache.format.checksums import bound_checksum
 from ctxcache.format.streams import Stream
 from gpu_worker.kernels.chunk_checksum import reference
 from gpu_worker.pipeline.source import LeasedSource, Verify

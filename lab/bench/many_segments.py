@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctxcache.format.header import SegmentHeader, header_checksum
-from ctxcache.format.identity import SegmentIdentity, chunk_checksum
+from ctxcache.format.checksums import chunk_checksum
+from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 from ctxcache.storage.data_directory import DataDirectory

@@ -27,10 +27,10 @@ import numpy as np
 from ctxcache.cache import Cache
 from ctxcache.cache.appends import Reservation
 from ctxcache.cache.leases import ReadRequest
-from ctxcache.core.ledger.expiry import DEFAULT_TTL_NS, Expiration
+from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits
 from ctxcache.core.placement.classic import LeastRecentlyUsed
-from ctxcache.format.identity import rows_checksum
+from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.slot import Slot

@@ -8,7 +8,7 @@ from cache_rig import SLOT_BYTES, Rig
 
 from ctxcache.cache.blocks import BlockState, Room, Wanted, WrittenPart
 from ctxcache.core.prefix.spaces import Part, space_of
-from ctxcache.format.identity import rows_checksum
+from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import block_layout
 
 WHOLE = (Part(0, 2, 0),)

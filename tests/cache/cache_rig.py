@@ -22,8 +22,7 @@ from ctxcache.cache.appends import Reservation
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.prefixes import Match
-from ctxcache.core.ledger.expiry import DEFAULT_TTL_NS, Expiration
-from ctxcache.core.ledger.session import SessionView
+from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration, SessionView
 from ctxcache.core.limits import DEFAULT_WATERMARKS, Limits, Watermarks
 from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.policy import Ranked

@@ -10,8 +10,7 @@ from cache_rig import MODEL, SEGMENT_TOKENS, UNLIMITED, MemoryRig, Writer
 from fakes import Operation
 
 from ctxcache.cache.budgets import QUEUE_LENGTH
-from ctxcache.core.budget import LENGTH
-from ctxcache.core.limits import Limits, Watermarks
+from ctxcache.core.limits import LENGTH, Limits, Watermarks
 from ctxcache.core.placement.shares import NO_SHARES, Share, Shares
 from ctxcache.errors import CacheError, CapacityExceeded, TooManyRequests
 

@@ -8,8 +8,7 @@ from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writ
 from fakes import Operation
 
 from ctxcache.cache.appends import Reservation
-from ctxcache.core.ledger.expiry import Expiration
-from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.errors import (
     CapacityExceeded,
     GenerationMismatch,

@@ -8,8 +8,7 @@ from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Wr
 from fakes import Operation
 
 from ctxcache.cache.appends import GRACE_NS, RESERVATION_LIFETIME_NS, Reservation
-from ctxcache.core.ledger.expiry import Expiration
-from ctxcache.core.ledger.session import SessionView
+from ctxcache.core.ledger.session import Expiration, SessionView
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import (
     CapacityExceeded,

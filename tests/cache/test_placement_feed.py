@@ -7,8 +7,8 @@ import pytest
 from cache_rig import LAYOUT, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer
 
 from ctxcache.core.ledger import feed
-from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.rankings import Evictable, Verdict
+from ctxcache.core.ledger.session import Expiration
 from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policies import RANKED

@@ -27,7 +27,7 @@ from ctxcache.client.convert import (
     streams_from_wire,
 )
 from ctxcache.client.types import SessionInfo
-from ctxcache.format.identity import rows_checksum, wire_checksum
+from ctxcache.format.checksums import rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.core.budget import Budget, Pinner
+from ctxcache.core.limits import Budget, Pinner
 
 NOBODY, ONE, TWO = Pinner("t"), Pinner("t", 1), Pinner("t", 2)
 SIZES = {segment_id: 10 + segment_id for segment_id in range(6)}

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.core.ledger.expiry import Expiration, ExpiryQueue
 from ctxcache.core.ledger.rankings import SLACK, Ranking
+from ctxcache.core.ledger.session import Expiration, ExpiryQueue
 from ctxcache.core.placement.order import Key
 
 

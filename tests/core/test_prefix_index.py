@@ -8,11 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ctxcache.core.prefix.index import Entry, PrefixIndex
 from ctxcache.core.prefix.keys import (
     BLOCK_TOKENS,
     KEY_BYTES,
     NO_PARENT,
+    Entry,
+    PrefixIndex,
     layout_tag,
     make_scope,
     scope_of,

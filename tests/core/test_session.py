@@ -1,8 +1,7 @@
 """A session's arithmetic over segments that overlap."""
 
-from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.format.layout import SegmentLayout

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.core.budget import LENGTH, RoomRequest, WaitingLine
+from ctxcache.core.limits import LENGTH, RoomRequest, WaitingLine
 from ctxcache.core.placement.shares import EVERYONE, NO_SHARES, Share, Shares
 from ctxcache.errors import TooManyRequests
 

@@ -22,7 +22,7 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import stream_to_wire
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, WriteInProgress
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.v1.session_pb2 import AppendHeader, AppendSessionRequest, AppendSessionResponse, Chunk
 from ctxcache.wire.status import from_rpc_error
 from tests.faults.harness import Report

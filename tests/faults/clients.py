@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 
 import ctxcache
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
 from ctxcache.v1.arena_pb2_grpc import ArenaServiceStub

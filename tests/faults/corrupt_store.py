@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ctxcache.cache import Cache
 from ctxcache.cache.leases import ReadRequest
-from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.session import Expiration
 from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.layout import SegmentLayout

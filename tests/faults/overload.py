@@ -34,7 +34,7 @@ import numpy as np
 import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, TooManyRequests
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1 import model_pb2, session_pb2

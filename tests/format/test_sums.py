@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import ChecksumMismatch
+from ctxcache.format.checksums import Sums, Tally, computed, covers, difference, settled
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
-from ctxcache.format.sums import Sums, Tally, computed, covers, difference, settled
 
 ROWS = 64
 ROW_BYTES = 4

@@ -10,8 +10,8 @@ import json
 import struct
 from pathlib import Path
 
-from ctxcache.format.header import SegmentHeader, header_checksum
-from ctxcache.format.identity import SegmentIdentity, chunk_checksum
+from ctxcache.format.checksums import chunk_checksum
+from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS

@@ -17,8 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from ctxcache.storage.metadata import catalog as catalogs
 from ctxcache.storage.metadata.base import Changes
-from ctxcache.storage.metadata.catalog import Catalog
-from ctxcache.storage.metadata.catalog_contents import END, pack, pack_mark, read_catalog
+from ctxcache.storage.metadata.catalog import END, Catalog, pack, pack_mark, read_catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 INSTANCE_ID = "00" * 16

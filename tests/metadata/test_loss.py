@@ -18,8 +18,7 @@ from ctxcache.format.slot import Slot
 from ctxcache.storage.metadata import catalog as catalogs
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import Changes
-from ctxcache.storage.metadata.catalog import Catalog
-from ctxcache.storage.metadata.catalog_contents import read_catalog
+from ctxcache.storage.metadata.catalog import Catalog, read_catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness
 

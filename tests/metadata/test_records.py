@@ -12,7 +12,7 @@ from metadata_contract import make_model, make_segment, make_session
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata
-from ctxcache.format.identity import SegmentIdentity
+from ctxcache.format.header import SegmentIdentity
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot

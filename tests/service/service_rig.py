@@ -16,7 +16,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
 
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.v1 import (
     admin_pb2,
     admin_pb2_grpc,

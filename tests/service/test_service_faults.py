@@ -19,7 +19,7 @@ from service_rig import Client, GrpcWay, all_rows, refused
 from ctxcache.errors import TierFailure
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
-from ctxcache.storage.metadata.catalog_contents import read_catalog
+from ctxcache.storage.metadata.catalog import read_catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import SsdFiles
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from service_rig import KV, TOKENS, Client, chunks, make_model, ranges, refused, spec_of
 
-from ctxcache.format.identity import wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import model_pb2, session_pb2
 

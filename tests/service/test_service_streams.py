@@ -30,7 +30,7 @@ from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.leases import LEASE_LIFETIME_NS, Rows
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import DeadlineExceeded
-from ctxcache.format.identity import rows_checksum
+from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.server.server import Server

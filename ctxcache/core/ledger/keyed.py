@@ -19,8 +19,7 @@ from typing_extensions import Buffer
 
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import BEGIN, Piece, Session
-from ctxcache.core.prefix.index import PrefixIndex
-from ctxcache.core.prefix.keys import BLOCK_TOKENS, NO_PARENT, Scope, scope_of
+from ctxcache.core.prefix.keys import BLOCK_TOKENS, NO_PARENT, PrefixIndex, Scope, scope_of
 
 
 def whole_token_count(session: Session) -> int:

@@ -17,19 +17,17 @@ from itertools import islice
 from typing import Protocol
 
 from ctxcache.core import ranges
-from ctxcache.core.ledger.expiry import ExpiryQueue
 from ctxcache.core.ledger.feed import Feed
 from ctxcache.core.ledger.keyed import Keyed, holds, longest
 from ctxcache.core.ledger.leaving import Leaving
 from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
-from ctxcache.core.ledger.quotas import Quotas
 from ctxcache.core.ledger.rankings import Evictable, Resident
 from ctxcache.core.ledger.retaining import Retaining
 from ctxcache.core.ledger.segment import Kin, Residence, Segment
-from ctxcache.core.ledger.session import Piece, Session
+from ctxcache.core.ledger.session import ExpiryQueue, Piece, Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.ledger.unwritten import Unwritten
-from ctxcache.core.ledger.usage import Usage
+from ctxcache.core.ledger.usage import Quotas, Usage
 from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
 from ctxcache.core.placement.policy import Capacities, Ranked
@@ -37,8 +35,8 @@ from ctxcache.core.placement.shares import EVERYONE, Shares
 from ctxcache.core.prefix.keys import BLOCK_TOKENS, Scope
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import SessionNotFound
+from ctxcache.format.checksums import Sums
 from ctxcache.format.slot import Slot
-from ctxcache.format.sums import Sums
 
 SECOND_NS = 10**9
 HOLDERS_LOOKED_AT = 64

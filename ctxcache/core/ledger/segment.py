@@ -20,10 +20,10 @@ from typing import NamedTuple, Protocol
 
 from ctxcache.core.ledger.places import SEGMENT_TABLE, Place, SegmentEvent, illegal
 from ctxcache.core.ledger.usage import TenantUse
-from ctxcache.format.identity import SegmentIdentity
+from ctxcache.format.checksums import Sums
+from ctxcache.format.header import SegmentIdentity
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
-from ctxcache.format.sums import Sums
 
 
 class Amounts(NamedTuple):

@@ -1,12 +1,16 @@
-"""Usage: how many bytes each tenant has where, counted as its segments come, move and go.
+"""Usage: how many bytes each tenant has where. Quotas: whose sessions make room for whom, by that.
 
 A segment counts once for its tenant however many forks list it, from the moment it has a slot, reserved
-segments too. Worst case: an entry per tenant there ever was, and as many as callers' credentials name.
+segments too. Where tenants are not told apart every answer of the quotas is None: the placement alone
+decides. Shares of memory are of what is not to be kept free. Worst case: an entry per tenant there ever was,
+as many as callers' credentials name, and a look at each that has something.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from ctxcache.core.placement.shares import Shares
+from ctxcache.errors import CapacityExceeded
 
 
 class TenantUse:
@@ -60,3 +64,83 @@ class Usage:
     def tenants(self) -> Iterable[str]:
         """Those that had anything since the start, or have a configured share, by name."""
         return sorted({*self._tenants, *self.shares.by_tenant})
+
+
+class Own(NamedTuple):
+    """What is guaranteed to a tenant, and the most it may keep; None: what the tier below has."""
+
+    memory_bytes: int
+    durable_bytes: int
+    limit_bytes: int | None
+
+
+class Quotas:
+    """The tenants' shares of both tiers. Owned by the ledger."""
+
+    def __init__(self, usage: Usage, below_bytes: int, filled_bytes: Callable[[], int]) -> None:
+        """`filled_bytes`: what segments may take of memory while as much is free as shall be."""
+        self._usage = usage
+        self._shares = usage.shares
+        self._below_bytes = below_bytes
+        self._filled_bytes = filled_bytes
+
+    def below(self, tenant: str, size_bytes: int) -> Sequence[str] | None:
+        """The accounts whose sessions leave the tier below for this tenant, the first to be asked first."""
+        if not self._shares:
+            return None
+        return self._shares.whose(tenant, size_bytes, self._usage.below, self._below_bytes)
+
+    def in_memory(self, tenant: str | None, size_bytes: int) -> Sequence[str] | None:
+        """Whose segments leave memory for a segment of this tenant; None: to keep some room free."""
+        if not self._shares:
+            return None
+        return self._shares.whose(tenant, size_bytes, self._usage.in_memory, self._filled_bytes())
+
+    def own(self, tenant: str) -> Own:
+        """What is the tenant's own as long as those tenants are there that are now."""
+        if not self._shares:
+            return Own(0, 0, None)
+        guaranteed_bytes = self._shares.guaranteed_bytes
+        return Own(
+            guaranteed_bytes(tenant, self._usage.in_memory, self._filled_bytes()),
+            guaranteed_bytes(tenant, self._usage.below, self._below_bytes),
+            self._limit_bytes(tenant),
+        )
+
+    def over_share(self, tenant: str) -> str | None:
+        """The tenant if it has more below, or on its way there, than is guaranteed to it."""
+        if not self._shares:
+            return None
+        guaranteed_bytes = self._shares.guaranteed_bytes(tenant, self._usage.kept, self._below_bytes)
+        return tenant if self._usage.of(tenant).kept_bytes > guaranteed_bytes else None
+
+    def excess_bytes(self, tenant: str, size_bytes: int) -> int:
+        """How much more than its limit the tenant would have with so many bytes more, all of it written."""
+        limit_bytes = self._limit_bytes(tenant)
+        return 0 if limit_bytes is None else self._usage.of(tenant).kept_bytes + size_bytes - limit_bytes
+
+    def is_limited(self, tenant: str) -> bool:
+        """Whether anything but the capacity bounds what the tenant may have."""
+        return bool(self._shares) and self._limit_bytes(tenant) is not None
+
+    def check(self, tenant: str, needed_bytes: int) -> None:
+        """Raise CapacityExceeded unless the tenant may have so much for one session."""
+        limit_bytes = self._limit_bytes(tenant)
+        if limit_bytes is not None and needed_bytes > limit_bytes:
+            raise self.refusal(tenant, needed_bytes)
+
+    def refusal(self, tenant: str, needed_bytes: int) -> CapacityExceeded:
+        """The error for a tenant that has as much as it may, and nothing that may go."""
+        limit_bytes = self._limit_bytes(tenant) or 0
+        return CapacityExceeded(
+            f"quota of tenant {tenant}: {needed_bytes} B needed of {limit_bytes} B on SSD, and none of its"
+            " sessions may go",
+            tier="SSD",
+            tenant=tenant,
+            needed_bytes=needed_bytes,
+            limit_bytes=limit_bytes,
+            free_bytes=max(limit_bytes - self._usage.of(tenant).kept_bytes, 0),
+        )
+
+    def _limit_bytes(self, tenant: str) -> int | None:
+        return self._shares.limit_bytes(tenant, self._below_bytes)

@@ -1,4 +1,4 @@
-"""Chain keys: what a run of 64 tokens is called, together with everything before it.
+"""Chain keys: what a run of 64 tokens is called, together with everything before it; and their index.
 
     key = SHA-256(field(DOMAIN) | field(tenant) | field(model fingerprint) | field(layout tag) | field(salt)
                   | field(parent) | field(token ids))
@@ -7,11 +7,24 @@
 `parent` is the key of the 64 tokens before, 32 zero bytes for the first. Token ids are int32, little endian.
 Two keys are equal only if all of this is: tenant, model, layout, salt, and every token from the first on.
 docs/prefixes.md has the same with test vectors.
+
+The index leads from a key to the segments whose rows it names. Each entry is a row of flat arrays, found by
+two hash tables with linear probing, one by key and one by owner. An owner is a segment's number. Several
+owners may have one key: state that was computed twice.
+
+    key table ──► row of the key's newest entry ──► `_older` ──► the same key's entry before ...
+    owner table ──► row of the owner's first entry ──► `_next` ──► the owner's next entry ...
+
+The tables are cut into 1,024 parts that grow by themselves, so that no entry waits for more than one part to
+be laid out anew: 10 M keys, 10,000 entries. Keys are combined with their scope's mask before they are stored
+or looked for: one of another scope is not there, in the time that one that is nowhere takes. Python's own
+hash, which is seeded for each process, places them: a caller cannot choose keys that collide.
 """
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -80,3 +93,240 @@ def make_scope(tenant: str, model_fingerprint: bytes, tag: bytes, salt: bytes = 
     fields = (DOMAIN, tenant.encode(), model_fingerprint, tag, salt)
     head = b"".join(_LENGTH.pack(len(item)) + item for item in fields)
     return Scope(head, int.from_bytes(hashlib.sha256(head).digest(), "little"))
+
+
+FREE = -1
+PARTS = 1024
+LEAST_SLOTS = 4
+_GROWTH_SHIFT = 4
+"""Rows are added by sixteenths of what there is."""
+
+
+class Entry(NamedTuple):
+    """Whose rows a key names: the first `token_count` tokens of the owner end with its last one."""
+
+    owner: int
+    token_count: int
+
+
+class PrefixIndex:
+    """Keys and owners, any number of either for the other."""
+
+    def __init__(self) -> None:
+        self._keys = bytearray()
+        self._owners, self._counts = array("q"), array("I")
+        self._older, self._newer, self._next = array("i"), array("i"), array("i")
+        """Rows; FREE at an end. `_next` also leads from one unused row to the next."""
+        self._unused = FREE
+        self._by_key = [array("i", [FREE] * LEAST_SLOTS) for _ in range(PARTS)]
+        self._by_owner = [array("i", [FREE] * LEAST_SLOTS) for _ in range(PARTS)]
+        self._key_counts, self._owner_counts = array("I", bytes(4 * PARTS)), array("I", bytes(4 * PARTS))
+        self._count = 0
+        self._table_bytes = 2 * PARTS * LEAST_SLOTS * self._older.itemsize
+
+    def __len__(self) -> int:
+        """How many entries there are."""
+        return self._count
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the memory that entries take, room for more included."""
+        rows = (self._owners, self._counts, self._older, self._newer, self._next)
+        return len(self._keys) + sum(len(part) * part.itemsize for part in rows) + self._table_bytes
+
+    def put(self, scope: Scope, key: bytes, owner: int, token_count: int) -> None:
+        """Let a key name an owner's first tokens; an owner's keys come in the order of their token counts."""
+        stored = _stored(scope, key)
+        row = self._take_row()
+        begin = row * KEY_BYTES
+        self._keys[begin : begin + KEY_BYTES] = stored
+        self._owners[row], self._counts[row] = owner, token_count
+        self._newer[row] = self._next[row] = FREE
+        part, slot = self._key_slot(stored)
+        head = self._older[row] = part[slot]
+        part[slot] = row
+        if head == FREE:
+            self._grow_keys(hash(stored) % PARTS)
+        else:
+            self._newer[head] = row
+        number = hash(owner) % PARTS
+        part, slot = self._owner_slot(owner)
+        first = part[slot]
+        if first == FREE:
+            part[slot] = row
+            self._grow_owners(number)
+        else:
+            self._next[self._last_of(first)] = row
+        self._count += 1
+
+    def find(self, scope: Scope, key: bytes) -> Entry | None:
+        """What was put last under a key."""
+        part, slot = self._key_slot(_stored(scope, key))
+        row = part[slot]
+        return None if row == FREE else Entry(self._owners[row], self._counts[row])
+
+    def find_all(self, scope: Scope, key: bytes) -> Iterator[Entry]:
+        """All that is under a key, the last first. The index must not change meanwhile."""
+        part, slot = self._key_slot(_stored(scope, key))
+        row = part[slot]
+        while row != FREE:
+            yield Entry(self._owners[row], self._counts[row])
+            row = self._older[row]
+
+    def keys_of(self, scope: Scope, owner: int) -> list[tuple[bytes, int]]:
+        """An owner's keys, each with its token count, in order."""
+        found: list[tuple[bytes, int]] = []
+        for row in self._rows_of(owner):
+            begin = row * KEY_BYTES
+            key = _stored(scope, self._keys[begin : begin + KEY_BYTES])
+            found.append((key, self._counts[row]))
+        return found
+
+    def drop(self, owner: int, beyond: int = 0) -> bool:
+        """Forget an owner's keys, or those for more than `beyond` tokens; whether there were any."""
+        rows = list(self._rows_of(owner))
+        kept = [row for row in rows if self._counts[row] <= beyond]
+        for row in rows[len(kept) :]:
+            self._unlink(row)
+        if len(kept) == len(rows):
+            return False
+        if kept:
+            self._next[kept[-1]] = FREE
+        else:
+            number = hash(owner) % PARTS
+            part, slot = self._owner_slot(owner)
+            _take_out(part, slot, self._owner_home)
+            self._owner_counts[number] -= 1
+        for row in rows[len(kept) :]:
+            self._next[row], self._unused = self._unused, row
+            self._count -= 1
+        return True
+
+    def owners(self) -> Iterator[int]:
+        """Every owner, once. The index must not change meanwhile."""
+        for part in self._by_owner:
+            for row in part:
+                if row != FREE:
+                    yield self._owners[row]
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def _take_row(self) -> int:
+        if self._unused == FREE:
+            count = len(self._owners)
+            added = max(count >> _GROWTH_SHIFT, 64)
+            self._keys += bytes(added * KEY_BYTES)
+            self._owners.frombytes(bytes(added * self._owners.itemsize))
+            self._counts.frombytes(bytes(added * self._counts.itemsize))
+            self._older.frombytes(bytes(added * self._older.itemsize))
+            self._newer.frombytes(bytes(added * self._newer.itemsize))
+            self._next.extend(range(count + 1, count + added))
+            self._next.append(FREE)
+            self._unused = count
+        row = self._unused
+        self._unused = self._next[row]
+        return row
+
+    def _rows_of(self, owner: int) -> Iterator[int]:
+        part, slot = self._owner_slot(owner)
+        row = part[slot]
+        while row != FREE:
+            yield row
+            row = self._next[row]
+
+    def _last_of(self, row: int) -> int:
+        while self._next[row] != FREE:
+            row = self._next[row]
+        return row
+
+    def _unlink(self, row: int) -> None:
+        """Take an entry from under its key."""
+        older, newer = self._older[row], self._newer[row]
+        if older != FREE:
+            self._newer[older] = newer
+        if newer != FREE:
+            self._older[newer] = older
+            return
+        begin = row * KEY_BYTES
+        stored = bytes(self._keys[begin : begin + KEY_BYTES])
+        part, slot = self._key_slot(stored)
+        if older != FREE:
+            part[slot] = older
+        else:
+            _take_out(part, slot, self._key_home)
+            self._key_counts[hash(stored) % PARTS] -= 1
+
+    # -- tables ------------------------------------------------------------------------------------
+
+    def _key_slot(self, stored: bytes) -> "tuple[array[int], int]":
+        """The part of the table and the slot that has a key, or would have it."""
+        hashed = hash(stored)
+        part = self._by_key[hashed % PARTS]
+        mask = len(part) - 1
+        slot = (hashed // PARTS) & mask
+        keys = self._keys
+        while (row := part[slot]) != FREE:
+            begin = row * KEY_BYTES
+            if keys[begin : begin + KEY_BYTES] == stored:
+                break
+            slot = (slot + 1) & mask
+        return part, slot
+
+    def _owner_slot(self, owner: int) -> "tuple[array[int], int]":
+        part = self._by_owner[hash(owner) % PARTS]
+        mask = len(part) - 1
+        slot = (hash(owner) // PARTS) & mask
+        while (row := part[slot]) != FREE and self._owners[row] != owner:
+            slot = (slot + 1) & mask
+        return part, slot
+
+    def _key_home(self, row: int) -> int:
+        begin = row * KEY_BYTES
+        return hash(bytes(self._keys[begin : begin + KEY_BYTES])) // PARTS
+
+    def _owner_home(self, row: int) -> int:
+        return hash(self._owners[row]) // PARTS
+
+    def _grow_keys(self, number: int) -> None:
+        self._key_counts[number] += 1
+        part = self._by_key[number]
+        if 3 * self._key_counts[number] > 2 * len(part):
+            self._table_bytes += len(part) * part.itemsize
+            self._by_key[number] = _doubled(part, [self._key_home(row) for row in part if row != FREE])
+
+    def _grow_owners(self, number: int) -> None:
+        self._owner_counts[number] += 1
+        part = self._by_owner[number]
+        if 3 * self._owner_counts[number] > 2 * len(part):
+            self._table_bytes += len(part) * part.itemsize
+            self._by_owner[number] = _doubled(part, [self._owner_home(row) for row in part if row != FREE])
+
+
+def _stored(scope: Scope, key: bytes | bytearray) -> bytes:
+    return (int.from_bytes(key, "little") ^ scope.mask).to_bytes(KEY_BYTES, "little")
+
+
+def _doubled(part: "array[int]", homes: list[int]) -> "array[int]":
+    """The same rows in twice as many slots; `homes` of them, in the order of their slots."""
+    larger = array("i", [FREE]) * (2 * len(part))
+    mask = len(larger) - 1
+    for row, home in zip((row for row in part if row != FREE), homes, strict=True):
+        slot = home & mask
+        while larger[slot] != FREE:
+            slot = (slot + 1) & mask
+        larger[slot] = row
+    return larger
+
+
+def _take_out(part: "array[int]", slot: int, home_of: Callable[[int], int]) -> None:
+    """Free a slot, and move what follows so that no search ends too early."""
+    mask = len(part) - 1
+    follows = (slot + 1) & mask
+    while (row := part[follows]) != FREE:
+        home = home_of(row) & mask
+        # It may move where its own search passes the free slot.
+        if (follows - home) & mask >= (follows - slot) & mask:
+            part[slot] = row
+            slot = follows
+        follows = (follows + 1) & mask
+    part[slot] = FREE

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ctxcache.format.identity import SegmentIdentity
+from ctxcache.format.header import SegmentIdentity
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
@@ -105,9 +105,6 @@ class Changes:
     """SSD slots that are kept from use: what was read there was not what had been written."""
     released: list[Slot] = field(default_factory=list)
     """Quarantined slots that may be used again."""
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in self.__slots__)
 
 
 class MetadataStore(Protocol):

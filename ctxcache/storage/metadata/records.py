@@ -36,7 +36,7 @@ from typing import NamedTuple, TypeVar
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata
-from ctxcache.format.identity import SegmentIdentity
+from ctxcache.format.header import SegmentIdentity
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import decode_probe
 from ctxcache.format.slot import Slot

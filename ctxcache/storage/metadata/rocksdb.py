@@ -46,8 +46,7 @@ from ctxcache.runtime.files import claim_directory
 from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
-from ctxcache.storage.metadata.catalog import Catalog
-from ctxcache.storage.metadata.catalog_contents import Entry
+from ctxcache.storage.metadata.catalog import Catalog, Entry
 from ctxcache.storage.metadata.records import Commit
 from ctxcache.storage.metadata.witness import Witness
 
@@ -242,7 +241,7 @@ class RocksDbMetadata:
         The catalog's goes there in a thread, and every commit waits for it, beside the sync where there is
         one.
         """
-        entries = records.entries(changes) if changes else []
+        entries = records.entries(changes)
         if self._is_resting:
             self._owed.update(entries)
         self._check()

@@ -8,10 +8,11 @@ from typing import Any
 
 from ctxcache.cache import Cache, eviction, flushing, sessions
 from ctxcache.cache.appends import Appends, Reservation
+from ctxcache.cache.eviction import record_of
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.segments import Written
-from ctxcache.cache.state import State, record_of
+from ctxcache.cache.state import State
 from ctxcache.core import ranges
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.ledger.segment import Segment

@@ -3,16 +3,14 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ctxcache.cache import eviction, flushing, sessions, state
+from ctxcache.cache import eviction, flushing, sessions
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.ledger.ledger import Ledger
 from ctxcache.core.ledger.session import Session
 from ctxcache.format.slot import Slot
 from ctxcache.storage.metadata.base import SessionRecord
-from ctxcache.storage.metadata.catalog import Catalog
-from ctxcache.storage.metadata.catalog_contents import Entry
-from ctxcache.storage.tiers.health import PathHealth
-from ctxcache.storage.tiers.ssd import SsdFiles
+from ctxcache.storage.metadata.catalog import Catalog, Entry
+from ctxcache.storage.tiers.ssd import PathHealth, SsdFiles
 from tests.faults.planted import plant
 
 
@@ -38,14 +36,14 @@ def claims_what_is_lost(_: int) -> None:
 @plant
 def cut_for_good(_: int) -> None:
     """Records of sessions are cut when a path is lost."""
-    whole = state.record_of
+    whole = eviction.record_of
 
     def record_of(session: Session) -> SessionRecord:
         record = whole(session)
         kept = tuple(s.segment_id for s in session.shown if s.begin < session.recorded_end)
         return replace(record, live=session.live, segment_ids=kept)
 
-    for module in (state, flushing, eviction, sessions):
+    for module in (flushing, eviction, sessions):
         setattr(module, "record_of", record_of)  # noqa: B010
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import DEVICE
 
-from ctxcache.format.identity import bound_checksum, chunk_checksum
+from ctxcache.format.checksums import bound_checksum, chunk_checksum
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.kernels.chunk_checksum import fused, reference
 

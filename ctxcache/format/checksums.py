@@ -1,4 +1,8 @@
-"""Sums: what writers said of a segment's rows, kept with it from the moment of receipt. Pure.
+"""Checksums of rows, and sums: what writers said of a segment's rows, kept with it from receipt on. Pure.
+
+A chunk's rows have a checksum that their writer makes: XXH3-64 of the bytes. The header of a slot has it
+bound to the chunk's identity (see `header.py`), so that right bytes in the wrong place fail like flipped bits
+do. Binding needs the writer's checksum and not the rows.
 
 Sums are never made from stored bytes and then believed. Where rows need sums of other ranges than their
 writer gave, the new ones are computed first, and the writer's are verified over the same bytes after that: a
@@ -6,18 +10,49 @@ byte that changed before is found by the old sums, one that changes later by the
 more pass over a segment.
 """
 
+import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from typing_extensions import Buffer
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ctxcache.errors import ChecksumMismatch
-from ctxcache.format.identity import rows_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
+
+_STREAM, _CHECKSUM = struct.Struct("<ii"), struct.Struct("<Q")
+
+
+def rows_checksum(data: Buffer) -> int:
+    """XXH3-64 of rows: what their writer says of them."""
+    return xxh3_64_intdigest(data)
+
+
+def bound_checksum(identity_seed: int, stream: Stream, checksum: int) -> int:
+    """What a header has of a chunk: its rows' checksum, bound to its segment's identity and its stream."""
+    stream_seed = xxh3_64_intdigest(_STREAM.pack(stream.layer, stream.kind), seed=identity_seed)
+    return xxh3_64_intdigest(_CHECKSUM.pack(checksum), seed=stream_seed)
+
+
+def chunk_checksum(identity_seed: int, stream: Stream, data: Buffer) -> int:
+    """The bound checksum of a chunk's rows (without padding)."""
+    return bound_checksum(identity_seed, stream, rows_checksum(data))
+
+
+def wire_checksum(data: Buffer) -> int:
+    """XXH3-64 with seed 0: what a message of the streaming rpcs carries for its own bytes."""
+    return xxh3_64_intdigest(data)
+
+
+def joint_checksum(parts: Iterable[Buffer]) -> int:
+    """The wire checksum of bytes that lie in several places."""
+    hasher = xxh3_64()
+    for part in parts:
+        hasher.update(part)
+    return hasher.intdigest()
 
 
 class Sums(NamedTuple):
