@@ -83,7 +83,7 @@ mutants: setup ## Change one line of the store at a time and see that the tests 
 
 engines: ## Run real engines on a real store: vLLM on a CPU, its environment made first (10 minutes; ARGS="-k killed")
 	@$(PYTHON) scripts/setup.py vllm
-	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_sessions.py $(ARGS)
+	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_sessions.py tests/engines/vllm_environment.py $(ARGS)
 
 stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--runs 2 --busy-runs 1")
 	$(BIN)/python scripts/repeat_tests.py $(ARGS)

@@ -82,12 +82,12 @@ def main() -> None:
 
 def _set_up(environment: Environment) -> None:
     python = _virtual_environment(environment.directory)
-    uv, settings = _uv(), _uv_settings()
+    uv, settings = find_uv(), uv_settings()
     requirements: list[str | Path] = []
     if environment.has_project:
         projects = _editable(ROOT, environment.extras), _editable(ROOT / "lab", environment.lab_extras)
         requirements += [word for project in projects for word in ("--editable", project)]
-    requirements += _group_requirements(environment.groups)
+    requirements += group_requirements(environment.groups)
     if environment.has_torch:
         requirements.append(_torch_requirement(uv, settings, python))
     _say(f"{environment.directory}: installing the project and what it needs")
@@ -111,7 +111,7 @@ def _virtual_environment(directory: str) -> Path:
     return python
 
 
-def _uv() -> Path:
+def find_uv() -> Path:
     """Return uv of `.venv`, installed there by pip if need be: one uv serves every environment."""
     python = _virtual_environment(ENVIRONMENTS["worker"].directory)
     uv = python.parent / "uv"
@@ -125,7 +125,7 @@ def _editable(project: Path, extras: tuple[str, ...]) -> str:
     return f"{project}[{','.join(extras)}]" if extras else str(project)
 
 
-def _group_requirements(groups: tuple[str, ...]) -> list[str]:
+def group_requirements(groups: tuple[str, ...]) -> list[str]:
     """Spell out dependency groups, which older pips do not know."""
     import tomllib  # noqa: PLC0415 - absent before Python 3.11, which gets a sentence instead
 
@@ -133,7 +133,7 @@ def _group_requirements(groups: tuple[str, ...]) -> list[str]:
     requirements: list[str] = []
     for group in groups:
         for item in table[group]:
-            found = _group_requirements((item["include-group"],)) if isinstance(item, dict) else [item]
+            found = group_requirements((item["include-group"],)) if isinstance(item, dict) else [item]
             requirements.extend(found)
     return requirements
 
@@ -174,7 +174,7 @@ def _resolves(uv: Path, settings: dict[str, str], python: Path, requirement: str
     return _output(command, settings) is not None
 
 
-def _uv_settings() -> dict[str, str]:
+def uv_settings() -> dict[str, str]:
     """Give uv the settings of pip, which it does not read; its own variables win.
 
     pip takes the best version of all indexes, so uv is told to do the same. A `file:` index

@@ -6,6 +6,7 @@ and one engine for each kind of state, and no session and no prompt.
 """
 
 import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -382,6 +383,25 @@ def test_a_name_that_is_another_models_session_is_left_alone(
         reply = engine.turn(prompt, "alice", COUNT)
         compare(reply, prompt, plain)
         assert reply.cached_count >= len(prompt) - QUESTION - BLOCK_TOKENS
+
+
+def test_a_repository_is_found_where_it_was_downloaded(
+    state: str, store: ServerProcess, plain: VllmEngine, model: Path, tmp_path: Path
+) -> None:
+    """A model may be named as on the hub; its sessions are those of the same files in a directory."""
+    repository, revision = tmp_path / "hub" / "models--me--tiny", 40 * "a"
+    shutil.copytree(model, repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    extra = {"state": state}
+    with VllmEngine(
+        Path("me/tiny"), store.target, tmp_path / "log", extra=extra, environment={"HF_HOME": str(tmp_path)}
+    ) as engine:
+        prompt = converse(engine, plain, "alice", opening(12), range(2))
+    with VllmEngine(model, store.target, tmp_path / "log", extra=extra) as engine:
+        reply = engine.turn(prompt, "alice", COUNT)
+    compare(reply, prompt, plain)
+    assert reply.cached_count >= len(prompt) - QUESTION - BLOCK_TOKENS
 
 
 def test_a_compiled_engine_and_an_eager_one_share_blocks(

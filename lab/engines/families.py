@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""Which models' conversations return to vLLM, by what is saved: small random models, run for real.
+
+    .venv-vllm/bin/python -m lab.engines.families                      # all of them, a table
+    .venv-vllm/bin/python -m lab.engines.families --only llama,phi3    # some
+    .venv-vllm/bin/python -m lab.engines.families --write docs/vllm_models.md
+
+Each model holds a conversation of three turns, and holds it again in a new engine process. Every reply is
+compared, token for token, with that of an engine that computes each prompt. `equal` says so, with the share
+of prompt tokens that were restored; anything else is the engine's or the connector's own last word.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lab.bench.server import serving
+from lab.engines.vllm_process import VllmEngine
+
+STATES = ("blocks", "kv")
+TURNS = 3
+COUNT = 16
+QUESTION = 40
+SHAPE: Mapping[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    # Wide, so that replies differ from token to token and a wrong row shows.
+    "initializer_range": 0.2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": EXPERTS | {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "olmo2": {},
+    "granite": {},
+    "phi3": {"pad_token_id": 0},
+    "gemma2": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "gemma3_text": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "glm4": {"pad_token_id": 0},
+    "cohere": {},
+    "smollm3": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
+    "gpt2": {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 1024},
+}
+
+
+class Outcome(NamedTuple):
+    """What became of a model's conversations. `restored`: of all prompt tokens behind the first turn."""
+
+    is_equal: bool
+    restored: float
+    words: str
+
+    def __str__(self) -> str:
+        if self.words:
+            return self.words
+        return f"{'equal' if self.is_equal else '**differs**'}, {self.restored:.0%}"
+
+
+def build(family: str, directory: Path) -> Path:
+    """A small model of a family with random weights, in files."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
+    path = directory / family
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def options_of(family: str) -> dict[str, Any]:
+    """What a user of this family adds to vLLM's command line."""
+    return {"disable_hybrid_kv_cache_manager": True} if family.startswith("gemma") else {}
+
+
+def question(turn: int) -> list[int]:
+    """What a user says in a turn."""
+    return [(13 * turn + 7 * i + i * i) % 500 + 3 for i in range(QUESTION + (60 if turn == 0 else 0))]
+
+
+def last_words(error: Exception) -> str:
+    """The line in which an engine says why it ended."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if "Refused: " in line or "Error: " in line]
+    return (said or lines or [type(error).__name__])[-1].rpartition("Refused: ")[2][-160:]
+
+
+def hold(model: Path, family: str, states: Sequence[str], place: Path) -> dict[str, Outcome]:
+    """The outcome for each kind of state."""
+    options = options_of(family)
+    outcomes = {}
+    try:
+        with VllmEngine(model, None, place / "plain.log", **options) as plain:
+            prompts, replies, prompt = [], [], []
+            for turn in range(TURNS):
+                prompt = [*prompt, *question(turn)]
+                reply = plain.turn(prompt, None, COUNT).token_ids
+                prompts.append(prompt)
+                replies.append(reply)
+                prompt = [*prompt, *reply]
+    except RuntimeError as error:
+        return dict.fromkeys(states, Outcome(is_equal=False, restored=0, words=f"vLLM: {last_words(error)}"))
+    for state in states:
+        with serving(place / state, arena_bytes=1 << 28, ssd_bytes=1 << 30) as server:
+            try:
+                outcomes[state] = compared(
+                    model, state, server.target("tcp"), prompts, replies, place, options
+                )
+            except RuntimeError as error:
+                outcomes[state] = Outcome(is_equal=False, restored=0, words=last_words(error))
+    return outcomes
+
+
+def compared(
+    model: Path,
+    state: str,
+    target: str,
+    prompts: Sequence[list[int]],
+    replies: Sequence[tuple[int, ...]],
+    place: Path,
+    options: Mapping[str, Any],
+) -> Outcome:
+    """Hold the conversation in one engine, and again in a second one."""
+    is_equal = True
+    restored_count = prompt_count = 0
+    for number in range(2):
+        log = place / f"{state}-{number}.log"
+        with VllmEngine(model, target, log, extra={"state": state}, **options) as engine:
+            for turn, (prompt, expected) in enumerate(zip(prompts, replies, strict=True)):
+                reply = engine.turn(prompt, "alice", COUNT)
+                is_equal = is_equal and reply.token_ids == expected
+                if number or turn:
+                    restored_count += reply.cached_count
+                    prompt_count += len(prompt)
+            if not restored_count:
+                said = [line for line in engine.log.splitlines() if "context store is not used: " in line]
+                if said:
+                    words = said[0].partition("is not used: ")[2][:160]
+                    return Outcome(is_equal=is_equal, restored=0, words=f"not saved: {words}")
+    return Outcome(is_equal, restored_count / prompt_count, "")
+
+
+def main() -> int:
+    """Run the families that are asked for; exits with 1 where a reply differs."""
+    parser = argparse.ArgumentParser(prog="lab.engines.families", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default=",".join(FAMILIES), help="families, separated by commas")
+    parser.add_argument("--write", type=Path, help="a page of Markdown whose table is to be replaced")
+    options = parser.parse_args()
+    families = options.only.split(",")
+    if unknown := set(families) - set(FAMILIES):
+        parser.error(f"--only: {', '.join(sorted(unknown))} not among {', '.join(FAMILIES)}")
+    lines = ["| model type | " + " | ".join(f"`state={state}`" for state in STATES) + " |", "|---|---|---|"]
+    differs = False
+    for number, family in enumerate(families):
+        sys.stderr.write(f"\r{number + 1}/{len(families)} {family:<16}")
+        with tempfile.TemporaryDirectory(prefix="ctxcache-families-") as directory:
+            place = Path(directory)
+            outcomes = hold(build(family, place), family, STATES, place)
+        differs = differs or any(not one.is_equal and not one.words for one in outcomes.values())
+        lines.append(f"| {family} | " + " | ".join(str(outcomes[state]) for state in STATES) + " |")
+    sys.stderr.write("\r" + " " * 40 + "\r")
+    table = "\n".join(lines)
+    print(table)
+    if options.write:
+        begin, end = "<!-- table -->\n", "<!-- end of table -->"
+        head, _, rest = options.write.read_text().partition(begin)
+        options.write.write_text(f"{head}{begin}{table}\n{end}{rest.partition(end)[2]}")
+    return 1 if differs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
