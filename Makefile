@@ -81,9 +81,13 @@ neighbour: setup ## Attack a server as one tenant and time another one's small c
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
-engines: ## Run real engines on a real store: vLLM on a CPU, its environment made first (10 minutes; ARGS="-k killed")
+engines: ## Run real engines on a real store: vLLM on a CPU, its environment made first (15 minutes; ARGS="-k killed")
 	@$(PYTHON) scripts/setup.py vllm
 	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_sessions.py tests/engines/vllm_environment.py $(ARGS)
+
+engines-all: ## The same with 50 kills, and with small models of 19 types (an hour)
+	CTXCACHE_KILLS=50 $(MAKE) engines ARGS="--timeout 1800 $(ARGS)"
+	.venv-vllm/bin/python -m lab.engines.families
 
 stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--runs 2 --busy-runs 1")
 	$(BIN)/python scripts/repeat_tests.py $(ARGS)

@@ -83,7 +83,8 @@ def build(family: str, directory: Path) -> Path:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
     path = directory / family
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    model: Any = AutoModelForCausalLM
+    model.from_config(config).save_pretrained(path)
     return path
 
 
@@ -110,7 +111,9 @@ def hold(model: Path, family: str, states: Sequence[str], place: Path) -> dict[s
     outcomes = {}
     try:
         with VllmEngine(model, None, place / "plain.log", **options) as plain:
-            prompts, replies, prompt = [], [], []
+            prompts: list[list[int]] = []
+            replies: list[tuple[int, ...]] = []
+            prompt: list[int] = []
             for turn in range(TURNS):
                 prompt = [*prompt, *question(turn)]
                 reply = plain.turn(prompt, None, COUNT).token_ids

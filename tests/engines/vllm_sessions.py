@@ -5,10 +5,15 @@ the same model in an engine that computes every prompt. Tests that leave the sto
 and one engine for each kind of state, and no session and no prompt.
 """
 
+import os
+import random
 import re
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,8 @@ from tests.server_process import ServerProcess
 BLOCK_TOKENS = 32
 COUNT = 24
 QUESTION = 20
+KILLS = int(os.environ.get("CTXCACHE_KILLS", "6"))
+"""How many processes one test kills."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -144,6 +151,20 @@ def converse(
         compare(reply, prompt, plain)
         prompt = [*prompt, *reply.token_ids, *asked(turn)]
     return prompt
+
+
+def converse_until_restored(
+    engine: VllmEngine, plain: VllmEngine, session: str, prompt: Sequence[int]
+) -> None:
+    """Hold turns of a conversation until one is restored; each reply is compared."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        reply = engine.turn(prompt, session, COUNT)
+        compare(reply, prompt, plain)
+        if reply.cached_count:
+            return
+        assert time.monotonic() < deadline_s, engine.log
+        prompt = [*prompt, *reply.token_ids, *asked(3)]
 
 
 @pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
@@ -303,6 +324,86 @@ def test_a_store_that_is_killed_costs_a_computed_prompt(
     assert replies[-1].cached_count
 
 
+def test_a_store_that_hangs_costs_a_computed_prompt(
+    engine: VllmEngine, store: ServerProcess, plain: VllmEngine
+) -> None:
+    """A store that is stopped and answers nothing is left alone; when it goes on, so do its sessions."""
+    prompt = converse(engine, plain, "alice", opening(13), range(2))
+    store.signal(signal.SIGSTOP)
+    prompt = converse(engine, plain, "alice", prompt, [2])
+    before = engine.turn(prompt, "bob", COUNT)
+    store.signal(signal.SIGCONT)
+    assert before.cached_count == 0
+    assert "the context store does not answer" in engine.log
+    converse_until_restored(engine, plain, "alice", prompt)
+
+
+def test_a_store_that_is_full_gives_wrong_replies_to_nobody(
+    model: Path, state: str, plain: VllmEngine, tmp_path: Path
+) -> None:
+    """With room for two of eight conversations, the others are computed; what is kept is right."""
+    size = str(2 << 20)
+    with (
+        ServerProcess(tmp_path / "data", "--ssd-size-bytes", size, "--arena-size-bytes", size) as server,
+        VllmEngine(model, server.target, tmp_path / "log", extra={"state": state}) as engine,
+    ):
+        prompts = [opening(40 + number) for number in range(8)]
+        restored_count = 0
+        for turn in range(3):
+            for number, prompt in enumerate(prompts):
+                reply = engine.turn(prompt, f"user-{number}", COUNT)
+                compare(reply, prompt, plain)
+                restored_count += reply.cached_count > 0
+                prompts[number] = [*prompt, *reply.token_ids, *asked(turn)]
+        reply = engine.turn(prompts[-1], "user-7", COUNT)
+        compare(reply, prompts[-1], plain)
+        assert reply.cached_count
+        assert restored_count < 16
+
+
+def test_kills_at_random_leave_right_replies_and_no_lease(
+    model: Path, state: str, store: ServerProcess, plain: VllmEngine, tmp_path: Path
+) -> None:
+    """SIGKILL for the engine or the store in the middle of turns: nobody notices but by the time it takes."""
+    draw = random.Random(11)
+    prompts = [opening(50 + number) for number in range(3)]
+    engine = VllmEngine(model, store.target, tmp_path / "log", extra={"state": state})
+    engine.__enter__()
+    restored_count = 0
+    for number in range(KILLS):
+        kill = draw.choice([engine.kill, store.kill9])
+        requests = [
+            {"prompt": prompt, "session": f"user-{user}", "count": COUNT}
+            for user, prompt in enumerate(prompts)
+        ]
+        replies: list[Reply] | None = None
+        killer = threading.Timer(draw.uniform(0, 0.4), kill)
+        killer.start()
+        with suppress(RuntimeError, BrokenPipeError):
+            replies = engine.ask(*requests)
+        killer.join()
+        if kill == store.kill9:
+            store.start()
+        else:
+            engine.__exit__(None, None, None)
+            engine.__enter__()
+        for user, reply in enumerate(replies or ()):
+            compare(reply, prompts[user], plain)
+            restored_count += reply.cached_count > 0
+            prompts[user] = [*prompts[user], *reply.token_ids, *asked(number)]
+        for user, prompt in enumerate(prompts):
+            if len(prompt) > 900:
+                prompts[user] = opening(60 + 3 * number + user)
+    for user, prompt in enumerate(prompts):
+        converse_until_restored(engine, plain, f"user-{user}", prompt)
+    with ctxcache.connect(store.target) as cache:
+        deadline_s = time.monotonic() + 30
+        while (stats := cache.admin.stats()).lease_count or stats.reservation_count:
+            assert time.monotonic() < deadline_s, stats
+            time.sleep(0.1)
+    engine.__exit__(None, None, None)
+
+
 def test_damaged_rows_are_computed(
     engine: VllmEngine, store: ServerProcess, plain: VllmEngine, model: Path
 ) -> None:
@@ -442,14 +543,7 @@ def test_a_restore_that_comes_too_late_leaves_nothing_wrong(
         time.sleep(3)
         assert "is computed again" in engine.log
         prompt = [*prompt, *reply.token_ids, *asked(2)]
-        deadline_s = time.monotonic() + 30
-        while True:
-            reply = engine.turn(prompt, "alice", COUNT)
-            compare(reply, prompt, plain)
-            prompt = [*prompt, *reply.token_ids, *asked(3)]
-            if reply.cached_count:
-                break
-            assert time.monotonic() < deadline_s, engine.log
+        converse_until_restored(engine, plain, "alice", prompt)
 
 
 @pytest.mark.parametrize(
