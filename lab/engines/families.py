@@ -5,9 +5,9 @@
     .venv-vllm/bin/python -m lab.engines.families --only llama,phi3    # some
     .venv-vllm/bin/python -m lab.engines.families --write docs/vllm_models.md
 
-Each model holds a conversation of three turns, and holds it again in a new engine process. Every reply is
+Each model holds a conversation of three turns; the engine itself keeps nothing between them. Every reply is
 compared, token for token, with that of an engine that computes each prompt. `equal` says so, with the share
-of prompt tokens that were restored; anything else is the engine's or the connector's own last word.
+of the later prompts that was restored; anything else is the engine's or the connector's own last word.
 """
 
 import argparse
@@ -66,7 +66,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 class Outcome(NamedTuple):
-    """What became of a model's conversations. `restored`: of all prompt tokens behind the first turn."""
+    """What became of a model's conversation. `restored`: the share of the later turns' prompts."""
 
     is_equal: bool
     restored: float
@@ -106,7 +106,7 @@ def last_words(error: Exception) -> str:
 
 
 def hold(model: Path, family: str, states: Sequence[str], place: Path) -> dict[str, Outcome]:
-    """The outcome for each kind of state."""
+    """What becomes of a conversation, for each kind of state."""
     options = options_of(family)
     outcomes = {}
     try:
@@ -142,24 +142,18 @@ def compared(
     place: Path,
     options: Mapping[str, Any],
 ) -> Outcome:
-    """Hold the conversation in one engine, and again in a second one."""
+    """Hold the conversation in an engine with a store."""
     is_equal = True
-    restored_count = prompt_count = 0
-    for number in range(2):
-        log = place / f"{state}-{number}.log"
-        with VllmEngine(model, target, log, extra={"state": state}, **options) as engine:
-            for turn, (prompt, expected) in enumerate(zip(prompts, replies, strict=True)):
-                reply = engine.turn(prompt, "alice", COUNT)
-                is_equal = is_equal and reply.token_ids == expected
-                if number or turn:
-                    restored_count += reply.cached_count
-                    prompt_count += len(prompt)
-            if not restored_count:
-                said = [line for line in engine.log.splitlines() if "context store is not used: " in line]
-                if said:
-                    words = said[0].partition("is not used: ")[2][:160]
-                    return Outcome(is_equal=is_equal, restored=0, words=f"not saved: {words}")
-    return Outcome(is_equal, restored_count / prompt_count, "")
+    restored_count = 0
+    with VllmEngine(model, target, place / f"{state}.log", extra={"state": state}, **options) as engine:
+        for prompt, expected in zip(prompts, replies, strict=True):
+            reply = engine.turn(prompt, "alice", COUNT)
+            is_equal = is_equal and reply.token_ids == expected
+            restored_count += reply.cached_count
+        said = [line for line in engine.log.splitlines() if "context store is not used: " in line]
+    if said and not restored_count:
+        return Outcome(is_equal, 0, f"not saved: {said[0].partition('is not used: ')[2][:160]}")
+    return Outcome(is_equal, restored_count / sum(map(len, prompts[1:])), "")
 
 
 def main() -> int:
