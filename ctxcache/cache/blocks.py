@@ -162,6 +162,12 @@ class Blocks:
         now_ns = self._state.clock.now_ns()
         return [self._look(tenant, space, key, now_ns) for key in keys]
 
+    def there(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[Session]:
+        """Those of these blocks that are there."""
+        now_ns = self._state.clock.now_ns()
+        found = (self._there(tenant, space, key, now_ns) for key in keys)
+        return [block for block in found if block is not None and block.token_count]
+
     def _look(self, tenant: str, space: bytes, key: bytes, now_ns: int) -> FoundBlock:
         block = self._there(tenant, space, key, now_ns)
         if block is None:
@@ -241,9 +247,16 @@ class Blocks:
         return [put.session for put in puts]
 
     async def flush(self, blocks: Sequence[Session]) -> None:
-        """Make those durable that are there. Raises the first failure when all were tried."""
-        there = {block for block in blocks if block.token_count and not block.is_gone}
-        _raise_first(await asyncio.gather(*map(self._flushing.flush, there), return_exceptions=True))
+        """Make those durable that are there. Raises the first failure when all were tried.
+
+        One that goes meanwhile, or turns out to be damaged, is a miss and no failure.
+        """
+        due = {block for block in blocks if block.durable_end < block.log_end and not block.is_gone}
+        _raise_first(await asyncio.gather(*map(self._flush, due), return_exceptions=True))
+
+    async def _flush(self, block: Session) -> None:
+        with suppress(SessionNotFound, CorruptSegment):
+            await self._flushing.flush(block)
 
     def withdraw(self, reservation_id: int, writer: int, *, is_abandoned: bool) -> None:
         """This writer lets go of the parts that it has not committed. Does nothing where it has none.

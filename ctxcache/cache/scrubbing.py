@@ -185,7 +185,8 @@ RECORDS_PER_TURN = 256
 class Bad:
     """A copy of a segment that is not what was written: tokens at positions `[begin, end)` of these sessions.
 
-    `is_mended`: it was in DRAM, and has SSD's rows now.
+    `sessions`: names of resources, a block's own for a block. `is_mended`: it was in DRAM, and has SSD's rows
+    now.
     """
 
     segment_id: int
@@ -292,7 +293,7 @@ class Scrubbing:
         slot, end = segment.memory, segment.end
         if slot is None:
             return []
-        names = sorted(session.session_id for session in self._ledger.listers(segment))
+        names = sorted(session.name for session in self._ledger.listers(segment))
         self._ledger.held(segment)
         is_mended = True
         try:
@@ -338,7 +339,7 @@ class Scrubbing:
 
     def _describe(self, segment: Segment, problem: str) -> Bad:
         assert segment.durable is not None  # noqa: S101  # it has just been read
-        names = sorted(session.session_id for session in self._ledger.listers(segment))
+        names = sorted(session.name for session in self._ledger.listers(segment))
         return Bad(
             segment.segment_id,
             segment.tenant,

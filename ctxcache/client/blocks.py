@@ -129,6 +129,7 @@ class BlockCalls:
                 ],
                 parts=numbers,
                 ttl=ttl,
+                durability=durability_to_wire(durability),
             )
             if attachment is None or arena is None:
                 put_count += self._put_by_stream(request, some, numbers, durability)

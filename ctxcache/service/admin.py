@@ -617,7 +617,7 @@ def verify_message(report: Scrubbed) -> admin_pb2.VerifyResponse:
             admin_pb2.BadSegment(
                 segment_id=bad.segment_id,
                 tenant=bad.tenant,
-                sessions=[f"sessions/{session_id}" for session_id in bad.sessions],
+                sessions=bad.sessions,
                 position_begin=bad.begin,
                 position_end=bad.end,
                 path=bad.path,

@@ -110,12 +110,12 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                 if request.WhichOneof("message") != "bytes":
                     raise InvalidArgument(field="message", problem="only bytes follow the header")
                 arriving.take(request.bytes)
-            put = await blocks.commit(arriving.written(), writer=writer, pace=pace)
-            if is_durable:
-                await blocks.flush(put)
+            await blocks.commit(arriving.written(), writer=writer, pace=pace)
         finally:
             arriving.release()
         keys = [one.key for one in asked.wanted]
+        if is_durable:
+            await blocks.flush(blocks.there(tenant, asked.space.fingerprint, keys))
         states = [found.state for found in blocks.look_up(tenant, asked.space.fingerprint, keys)]
         return block_pb2.PutBlocksResponse(
             states=map(_STATES.__getitem__, states),
@@ -274,7 +274,7 @@ async def reserve(
     cache: Cache, request: block_pb2.ReserveBlocks, tenant: str, client: int, pace: Pace
 ) -> block_pb2.ReservedBlocks:
     """See the proto. Raises as `Blocks.reserve` does."""
-    asked = _asked(request)
+    asked, is_durable = _asked(request), validate.is_durable(request.durability)
     rooms = await cache.blocks.reserve(
         tenant,
         asked.space.fingerprint,
@@ -284,6 +284,14 @@ async def reserve(
         expiration=asked.expiration,
         pace=pace,
     )
+    if is_durable:
+        keys = [one.key for one, room in zip(asked.wanted, rooms, strict=True) if not room.reservation_id]
+        try:
+            await cache.blocks.flush(cache.blocks.there(tenant, asked.space.fingerprint, keys))
+        except BaseException:
+            for room in rooms:
+                cache.blocks.withdraw(room.reservation_id, client, is_abandoned=False)
+            raise
     return block_pb2.ReservedBlocks(
         rooms=[
             block_pb2.BlockRoom(

@@ -206,6 +206,11 @@ class ReserveBlocks(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
+    durability: _session_pb2.Durability.ValueType
+    """How safe blocks that are there already are before the answer. In PutBlocks the header's counts. Default
+    DURABILITY_MEMORY.
+    """
     @_builtins.property
     def space(self) -> Global___BlockSpace:
         """Where to put them. Required."""
@@ -229,10 +234,11 @@ class ReserveBlocks(_message.Message):
         blocks: _abc.Iterable[Global___NewBlock] | None = ...,
         parts: _abc.Iterable[_builtins.int] | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
+        durability: _session_pb2.Durability.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["space", b"space", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "parts", b"parts", "space", b"space", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "durability", b"durability", "parts", b"parts", "space", b"space", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -405,7 +411,7 @@ class PutBlocksHeader(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     durability: _session_pb2.Durability.ValueType
-    """As in CommitBlocks."""
+    """As in CommitBlocks, also of blocks that are there already."""
     @_builtins.property
     def blocks(self) -> Global___ReserveBlocks:
         """The blocks and parts."""

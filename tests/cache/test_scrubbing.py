@@ -84,7 +84,7 @@ async def test_a_bad_place_is_kept_from_use_until_it_is_tested(disk_rig: DiskRig
     released = await disk_rig.cache.scrubbing.release()
     await disk_rig.check()
 
-    assert (bad.sessions, bad.begin, bad.end) == (("a",), SEGMENT_TOKENS, 100)
+    assert (bad.sessions, bad.begin, bad.end) == (("sessions/a",), SEGMENT_TOKENS, 100)
     assert "layer 0 hidden" in bad.problem
     assert kept == kept_too == {slot}
     assert released == (1, 0)

@@ -215,6 +215,18 @@ def test_durable_blocks_survive_the_server(live: LiveServer, client: Client) -> 
     assert client.blocks.look_up(WHOLE, [key_of(1)])[0].is_in_dram
 
 
+def test_what_is_there_is_made_durable_when_asked(live: LiveServer, client: Client) -> None:
+    """Though nothing of it is written again; parts that others write are theirs."""
+
+    def durable_count() -> int:
+        return live.ask(lambda server: sum(block.durable_end for block in server._cache.ledger.blocks()))
+
+    client.blocks.put(WHOLE, {key_of(1): data_of(1)})
+    assert durable_count() == 0
+    assert client.blocks.put(WHOLE, {key_of(1): data_of(1)}, durability=Durability.DISK) == 0
+    assert durable_count() == 1
+
+
 def test_a_lease_is_used_by_another_client_of_the_tenant(live: LiveServer, local: Client) -> None:
     """A scheduler leases and goes, a worker loads; at its end the lease is over for both."""
     local.blocks.put(WHOLE, {key_of(1): data_of(1)})

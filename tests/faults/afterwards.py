@@ -29,6 +29,9 @@ def compare(client: Client, ledger: Ledger, terms: Terms) -> None:
     for name in present.keys() - ledger.sessions.keys():
         ledger.find(f"{name} is there: it was deleted, or never created")
         _remove(client, name)
+    for problem in ledger.blocks.compare(client, may_be_lost=terms.may_evict):
+        ledger.find(problem)
+    ledger.count("verified_block_count", len(ledger.blocks.there))
     for session in list(ledger.sessions.values()):
         if (view := present.get(session.name)) is None:
             _check_absence(ledger, session, answered_ns, terms)
@@ -44,6 +47,7 @@ def empty(client: Client, ledger: Ledger) -> None:
     for session in list(client.sessions.list()):
         _remove(client, session.name)
     ledger.sessions.clear()
+    ledger.blocks.delete_all(client)
     # What has expired is removed when upkeep comes by, and its bytes come back behind its record.
     deadline_s = time.monotonic() + EMPTYING_TIMEOUT_S
     while (left := _left(client.admin.stats())) and time.monotonic() < deadline_s:

@@ -15,6 +15,7 @@ from ctxcache.client.rows import SessionRows
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
+from tests.faults.blocks import KeptBlocks
 from tests.faults.expected import Expected
 from tests.faults.rows import Rows, rows_at
 
@@ -68,10 +69,14 @@ class Ledger:
     sessions: dict[str, Expected] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    blocks: KeptBlocks = field(init=False)
     operation_count: int = 0
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _next_tag: int = 1
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.blocks = KeptBlocks(self.shape.slot_bytes)
 
     def new_name(self) -> str:
         """A session id that was never used."""

@@ -192,6 +192,7 @@ class Rounds:
             self._report.count("ended_in_order_count")
             for session in epoch.ledger.sessions.values():
                 session.flushed()
+            epoch.ledger.blocks.flushed()
         elif not epoch.terms.may_evict and not epoch.terms.may_fail:
             self._report.find(f"a drain ended with exit code {code}: {server.stderr[-500:]}")
         epoch.rounds_left -= 1

@@ -13,13 +13,14 @@ import pytest
 import ctxcache
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel
-from ctxcache.client.types import PrefixMatch
+from ctxcache.client.types import Durability, PrefixMatch
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.rebuild import Rebuilt, rebuild
 from ctxcache.storage.scan import scan
+from tests.faults.blocks import SPACE, KeptBlocks
 from tests.faults.planted import command as planted
 from tests.faults.rows import rows_of
 from tests.faults.test_golden_directory import golden, server, wrong_sessions
@@ -287,3 +288,37 @@ def recorded_slots(stored: Path) -> dict[int, Slot]:
         return {record.segment_id: record.slot for record in store.segments()}
     finally:
         store.close()
+
+
+def test_blocks_come_back_whole_or_not_at_all(stored: Path) -> None:
+    """As sessions do; one whose bytes are damaged is gone."""
+    kept = KeptBlocks(20_000)
+    with server(stored, *SSD_NAMES) as running, ctxcache.connect(running.target) as client:
+        blocks = {kept.key(number): kept.data(number) for number in range(4)}
+        assert client.blocks.put(SPACE, blocks, durability=Durability.DISK) == 4
+        assert len(list(client.sessions.list())) == 5
+        running.kill9()
+    for name in SSD_NAMES:
+        path = stored / name / "segments.dat"
+        for found in scan(path):
+            layout = found.header.layout
+            if layout.is_block and path.read_bytes()[found.offset_bytes :].find(kept.data(2)[:64]) == 4096:
+                with path.open("r+b") as file:
+                    file.seek(found.offset_bytes + layout.offsets[0] + 99)
+                    file.write(b"?????")
+    shutil.rmtree(stored / "data" / "metadata")
+    result = made_anew(stored)
+    with server(stored, *SSD_NAMES) as running, ctxcache.connect(running.target) as client:
+        states = [one.state.name for one in client.blocks.look_up(SPACE, list(blocks))]
+        loaded = client.blocks.load(SPACE, list(blocks))
+        wrong = wrong_sessions(running)
+        running.terminate()
+
+    assert (states, wrong) == (["HIT", "HIT", "MISS", "HIT"], [])
+    assert [one and one[0].tobytes() for one in loaded] == [
+        kept.data(0),
+        kept.data(1),
+        None,
+        kept.data(3),
+    ]
+    assert result.lost_segment_count == 1

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+import ctxcache
+from ctxcache.client.types import Durability
 from ctxcache.storage.scan import scan
+from tests.faults.blocks import SPACE, KeptBlocks
 from tests.faults.test_golden_directory import golden, server
 from tests.golden.make_directory import SSD_NAMES
 from tests.server_process import COMMAND_LINE
@@ -113,3 +116,28 @@ def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
         assert "there is no data directory to verify" in ran.stderr
 
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "empty"]
+
+
+def test_a_damaged_block_is_found_and_named(golden: Path) -> None:
+    """It is a miss from then on."""
+    kept = KeptBlocks(20_000)
+    with server(golden, *SSD_NAMES) as running, ctxcache.connect(running.target) as client:
+        client.blocks.put(SPACE, {kept.key(1): kept.data(1)}, durability=Durability.DISK)
+        running.terminate()
+    paths = [golden / name / "segments.dat" for name in SSD_NAMES]
+    [(path, found)] = [
+        (path, found) for path in paths for found in scan(path) if found.header.layout.is_block
+    ]
+    with path.open("r+b") as file:
+        file.seek(found.offset_bytes + found.header.layout.offsets[0] + 99)
+        file.write(b"?????")
+    first, again = verify(*stopped(golden)), verify(*stopped(golden))
+    with server(golden, *SSD_NAMES) as running, ctxcache.connect(running.target) as client:
+        [state] = [one.state.name for one in client.blocks.look_up(SPACE, [kept.key(1)])]
+
+    assert first[0] == 8
+    (bad,) = first[1]["bad"]
+    (name,) = bad["sessions"]
+    assert name.startswith("blocks/")
+    assert name.endswith(kept.key(1).hex())
+    assert (again[0], again[1]["bad"], state) == (0, [], "MISS")

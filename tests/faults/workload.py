@@ -8,7 +8,8 @@ Worst case: an answer that no promise explains, which is a finding.
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -29,6 +30,7 @@ from ctxcache.errors import (
     WriteInProgress,
 )
 from lab.routes import Route, route_options
+from tests.faults.blocks import SPACE
 from tests.faults.expected import Change, Expected
 from tests.faults.foresight import Foresight
 from tests.faults.ledger import Ledger
@@ -85,6 +87,9 @@ class Worker(threading.Thread):
             self._read: 3,
             self._expire: 1,
             self._foretell: 4,
+            self._put_block: 4,
+            self._load_block: 2,
+            self._delete_block: 1,
         }
 
     def stop(self) -> None:
@@ -296,6 +301,39 @@ class Worker(threading.Thread):
         self._ledger.find(problem)
         if problem is None and tags != session.live:
             self._ledger.find(f"{session.name}: other tokens were read than were left there")
+
+    def _put_block(self, client: Client, _: Expected) -> None:
+        blocks, is_durable = self._ledger.blocks, self._random.random() < 0.5
+        durability = Durability.DISK if is_durable else Durability.MEMORY
+        with self._one_block() as number:
+            if number is not None:
+                client.blocks.put(SPACE, {blocks.key(number): blocks.data(number)}, durability=durability)
+                blocks.was_put(number, is_durable=is_durable)
+
+    def _load_block(self, client: Client, _: Expected) -> None:
+        with self._one_block() as number:
+            if number is not None:
+                problem = self._ledger.blocks.judge(client, number, may_be_lost=self._terms.may_evict)
+                self._ledger.find(problem)
+
+    def _delete_block(self, client: Client, _: Expected) -> None:
+        blocks = self._ledger.blocks
+        with self._one_block() as number:
+            if number is not None:
+                blocks.is_deleted(number)
+                client.blocks.delete(SPACE, [blocks.key(number)])
+
+    @contextmanager
+    def _one_block(self) -> Iterator[int | None]:
+        """A block for this client alone. There may be no room for it."""
+        number = self._ledger.blocks.take(self._random)
+        try:
+            yield number
+        except (CapacityExceeded, TooManyRequests, WriteInProgress):
+            self._ledger.count("refused_block_count")
+        finally:
+            if number is not None:
+                self._ledger.blocks.give_back(number)
 
     def _foretell(self, _: Client, session: Expected) -> None:
         if self._foresight.tell(session.name):
