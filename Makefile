@@ -69,7 +69,7 @@ test-store: setup-store
 
 # The worker, what drives store and worker together, and the simulator's pictures.
 test-worker: setup
-	$(BIN)/python -m pytest $(WORKER_TESTS) tests/cli/test_simulate.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKER_TESTS) tests/cli/test_simulate.py tests/cli/test_simulate_blocks.py $(PYTEST_ARGS)
 
 history: setup ## Let many clients change the same sessions under kills and power cuts, and check every answer (an hour; HISTORY_ARGS="--seed 7")
 	$(BIN)/python -m tests.faults.history --acts 300 $(HISTORY_ARGS)

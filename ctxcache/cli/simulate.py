@@ -5,30 +5,34 @@ the counts and the pictures are `ctxcache.simulate`. Worst case: a line of the t
 names file, line and field.
 """
 
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ctxcache.cli.documents import Output, Plain
 from ctxcache.cli.examples import examples
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.options import Shared
 from ctxcache.cli.signature import taking
 from ctxcache.cli.simulate_options import Options
 from ctxcache.cli.units import human_size
+from ctxcache.recordings.reading import contents, is_recording
 from ctxcache.simulate.census import Census
 from ctxcache.simulate.load import Load
-from ctxcache.simulate.study import ALL_POLICIES, BLOCK_POLICIES, StudyOutcome, study
-from ctxcache.simulate.sweeps import SWEEPS, Sweep, SweepRow, play, prepare
+from ctxcache.simulate.study import ALL_POLICIES, StudyOutcome, study
+from ctxcache.simulate.sweeps import SWEEPS, Sweep, SweepRow, by_capacity, play, prepare
 from ctxcache.simulate.trace import PacedTrace, Trace
 
 SUFFIXES = (".png", ".svg")
-Draw = Callable[[Sweep, Sequence[SweepRow], Census], None]
+Draw = Callable[[Sweep, Sequence[SweepRow], str], None]
 _NEEDS_PLOT = "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[plot]'\n"
 TITLES = (
     "policy",
@@ -66,6 +70,7 @@ app = typer.Typer()
     epilog=examples(
         "ctxcache simulate trace.csv --policies lru,belady --footprint 0.5,1",
         "ctxcache simulate trace.csv --dram 64GiB --ssd 1TiB --costs",
+        "ctxcache simulate trace.csv --blocks --footprint 0.25,0.5,1 -o json",
     ),
 )
 @taking(Options)
@@ -74,15 +79,15 @@ def simulate(options: Options) -> None:
 
     Hit rates are over turns of sessions that had one before. `belady` knows the future; no store can have it.
     """
-    if options.blocks:
-        options.refuse_those_of_tiers()
+    options.check()
+    shared: Shared = options.invoked.obj or Shared()
+    shared = shared.but(None, options.output, None)
     if options.sweep is not None:
-        run_sweep(options)
+        run_sweep(options, shared.output)
         return
-    options.refuse_those_of_sweeps()
-    load, capacities = options.load(Load()), options.capacities()
-    known = BLOCK_POLICIES if options.blocks else ALL_POLICIES
-    chosen = options.chosen(known, known)
+    draw = _drawer(options.plot)
+    capacities, chosen = options.capacities(), options.chosen(ALL_POLICIES, ALL_POLICIES)
+    load = options.load(_of_recording(options, options.realistic()))
     trace = _trace(options, options.trace)
     teacher = None if options.learned_from is None else _trace(options, options.learned_from)
     block_tokens = options.block_tokens if options.blocks else None
@@ -98,10 +103,19 @@ def simulate(options: Options) -> None:
             teacher=teacher,
         ):
             outcomes.append(outcome)
-            if options.as_json:
-                typer.echo(json.dumps(outcome.to_dict()))
-    if not options.as_json:
+            if shared.output is not Output.TABLE:
+                shared.show_facts(cast("Mapping[str, Plain]", outcome.to_dict()), "")
+    if shared.output is Output.TABLE:
         _show(outcomes, are_costs=options.costs)
+    if draw is not None:
+        draw(*by_capacity(outcomes), f"{options.trace.name}, blocks of {options.block_tokens} tokens")
+
+
+def _of_recording(options: Options, load: Load) -> Load:
+    """The load, with the bytes a token of the store that was recorded, where the trace is a recording."""
+    if options.token_bytes is not None or options.model is not None or not is_recording(options.trace):
+        return load
+    return replace(load, token_bytes=contents(options.trace).token_bytes)
 
 
 def _trace(options: Options, path: Path) -> Trace:
@@ -177,11 +191,12 @@ def _progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
         yield step
 
 
-def run_sweep(options: Options) -> None:
+def run_sweep(options: Options, output: Output) -> None:
     """Play the sweep that was named."""
     sweep = _named(options.sweep or "")
     draw = _drawer(options.plot)
-    load, policies = options.load(sweep.preset), options.chosen(ALL_POLICIES, sweep.policies)
+    load = options.load(_of_recording(options, sweep.preset))
+    policies = options.chosen(ALL_POLICIES, sweep.policies)
     trace = PacedTrace(options.trace, arrivals_times=options.arrivals(), pace=options.pace())
     rows = []
     with _sweep_progress() as bar:
@@ -189,12 +204,13 @@ def run_sweep(options: Options) -> None:
         bar.begin(len(runs))
         for row in play(trace, runs, job_count=options.jobs, step=bar.step, done=bar.done):
             rows.append(row)
-            if options.as_json:
-                typer.echo(json.dumps(row.to_dict(sweep, census)))
-    if not options.as_json:
+            if output is not Output.TABLE:
+                facts = cast("Mapping[str, Plain]", row.to_dict(sweep, census))
+                Shared(output=output).show_facts(facts, "")
+    if output is Output.TABLE:
         _show_sweep(sweep, rows, census)
     if draw is not None:
-        draw(sweep, rows, census)
+        draw(sweep, rows, census.sentence())
 
 
 def _named(name: str) -> Sweep:
@@ -220,7 +236,7 @@ def _drawer(path: Path | None) -> Draw | None:
             raise
         sys.stderr.write(_NEEDS_PLOT)
         raise typer.Exit(ExitCode.USAGE) from error
-    return lambda sweep, rows, census: plot(sweep, rows, census, path)
+    return lambda sweep, rows, caption: plot(sweep, rows, caption, path)
 
 
 def _show_sweep(sweep: Sweep, rows: Sequence[SweepRow], census: Census) -> None:

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ctxcache.cli.options import OutputOption
 from ctxcache.cli.units import parse_duration_s
+from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.settings.config import parse_size
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 from ctxcache.simulate.load import MODELS, Lie, Load, Objective, Overflow, TraceHint, objective_named
@@ -23,6 +25,7 @@ from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace
 class Options:
     """What a user may say, in the order in which --help lists it. A preset decides what is not said."""
 
+    invoked: typer.Context
     model: Annotated[
         str | None,
         typer.Option(help="Bytes a token, window, GPUs and prefill of a model by name.", metavar="NAME"),
@@ -39,7 +42,10 @@ class Options:
         ),
     ] = None
     segment: Annotated[
-        int | None, typer.Option(help="State is kept in segments of so many tokens.", min=1, show_default="1")
+        int | None,
+        typer.Option(
+            help="State is kept in segments of so many tokens.", min=1, show_default="64; a sweep's own"
+        ),
     ] = None
     layers: Annotated[
         int | None,
@@ -56,11 +62,29 @@ class Options:
         ),
     ] = None
     inclusive: Annotated[
-        bool, typer.Option("--inclusive", help="DRAM is a cache of SSD, which is as large as both.")
-    ] = False
+        bool | None,
+        typer.Option(
+            "--inclusive/--exclusive",
+            help="DRAM is a cache of SSD, which is as large as both; or a session lies in one of them.",
+            show_default="inclusive; a sweep's own",
+        ),
+    ] = None
     timed: Annotated[
-        bool, typer.Option("--timed", help="Turns take time, but wait for no slot; not with --slots.")
-    ] = False
+        bool | None,
+        typer.Option(
+            "--timed/--instant",
+            help="Turns take time, but wait for no slot; or they take none.",
+            show_default="timed; a sweep's own",
+        ),
+    ] = None
+    closed_loop: Annotated[
+        bool | None,
+        typer.Option(
+            "--closed-loop/--open-loop",
+            help="A next turn comes when its user has thought; or when the trace had it come.",
+            show_default="closed; a sweep's own",
+        ),
+    ] = None
     ssd_write: Annotated[
         str | None,
         typer.Option(help="SSD writes a second.", metavar="SIZE", show_default="writes take no time"),
@@ -119,7 +143,9 @@ class Options:
     ] = 0.1
     token_bytes: Annotated[
         int | None,
-        typer.Option(help="Bytes of state a token.", min=1, show_default="819200, LLaMA-13B's KV"),
+        typer.Option(
+            help="Bytes of state a token.", min=1, show_default="a recording's; else 819200, LLaMA-13B's KV"
+        ),
     ] = None
     ttl: Annotated[
         str | None,
@@ -178,7 +204,11 @@ class Options:
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the sweep into this file, .png or .svg.", metavar="PATH", dir_okay=False),
+        typer.Option(
+            help="Draw the sweep, or with --blocks each policy by capacity, into this file, .png or .svg.",
+            metavar="PATH",
+            dir_okay=False,
+        ),
     ] = None
     jobs: Annotated[
         int, typer.Option(help="Processes that replay a sweep.", min=1, max=256, show_default="1")
@@ -190,7 +220,7 @@ class Options:
     costs: Annotated[
         bool, typer.Option("--costs", help="Show what is saved, worn and waited for, not where hits were.")
     ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per replay.")] = False
+    output: OutputOption = None
 
     blocks: Annotated[
         bool,
@@ -234,34 +264,63 @@ class Options:
             load = replace(load, objective=_objective(objective))
         return self._on_machine(load, ssd_write)
 
-    def refuse_those_of_sweeps(self) -> None:
-        """Raise BadParameter where an option would change nothing, as no sweep was asked for."""
-        if self.learned_from is not None and not self.blocks:
-            raise typer.BadParameter("needs --blocks", param_hint="--learned-from")
-        for value, option in ((self.plot, "--plot"), (self.live, "--live")):
-            if value is not None:
-                raise typer.BadParameter("draws and scales sweeps; name one with --sweep", param_hint=option)
+    def check(self) -> None:
+        """Raise BadParameter for an option that was said and would change nothing.
 
-    def refuse_those_of_tiers(self) -> None:
-        """Raise BadParameter where an option would change nothing, as blocks know no time and no tiers."""
-        said = (
-            (self.sweep is not None, "--sweep"),
-            (self.slots is not None, "--slots"),
-            (self.timed, "--timed"),
-            (self.inclusive, "--inclusive"),
-            (self.layers is not None, "--layers"),
-            (self.context is not None or self.model is not None, "--model or --context"),
-            (self.overflow is not None, "--overflow"),
-            (self.segment is not None, "--segment"),
-            (self.ssd_write is not None, "--ssd-write"),
-            (self.ttl is not None, "--ttl"),
-            (self.warm_up is not None, "--warm-up"),
-            (self.costs, "--costs"),
+        That is so beside another that was said, or without one that was not.
+        """
+        sources = ((name, self.invoked.get_parameter_source(name)) for name in self.invoked.params)
+        said = {name for name, source in sources if source is not None and source.name == "COMMANDLINE"}
+        is_timed = self.timed is not False or self.slots is not None
+        kind = "--blocks" if self.blocks else "--sweep" if self.sweep is not None else ""
+        rules = (
+            (_NOT_OF_BLOCKS if self.blocks else (), "of sessions; prefix blocks have no tiers and no time"),
+            (_OF_SWEEPS if self.sweep is None else (), "needs --sweep"),
+            (_NOT_OF_SWEEPS if self.sweep is not None else (), "not of sweeps, which have their own"),
+            (() if self.blocks else ("learned_from",), "needs --blocks"),
+            (() if kind else ("plot",), "draws sweeps and blocks: needs --sweep or --blocks"),
+            (() if self.footprint else ("dram_share",), "needs --footprint"),
+            (("dram", "ssd") if self.footprint else (), "contradicts --footprint, which says the size"),
+            (() if self.session_rate is not None else ("think",), "needs --session-rate"),
+            (() if self.wrong_hints else ("lies",), "needs --wrong-hints"),
+            (() if self._are_hints_heard else ("wrong_hints",), "needs --hints or --slots: nothing is said"),
+            (
+                () if (self.blocks and self.objective == "seconds") or not self.blocks else ("prefill",),
+                "needs --objective seconds with --blocks",
+            ),
+            (
+                ("timed",) if self.slots is not None else (),
+                "contradicts --slots, whose turns take time",
+            ),
+            (() if is_timed or kind else ("decode",), "contradicts --instant"),
+            (("closed_loop",) if not is_timed and self.closed_loop else (), "contradicts --instant"),
+            (
+                () if self.context is not None or self.model is not None or kind else ("overflow",),
+                "needs --context, or a --model that has one",
+            ),
         )
-        for is_said, option in said:
-            if is_said:
-                problem = "of sessions; a replay of --blocks has no tiers, no time and no window"
-                raise typer.BadParameter(problem, param_hint=option)
+        for names, problem in rules:
+            for name in names:
+                if name in said:
+                    raise typer.BadParameter(problem, param_hint=_written(name))
+        if self.objective is not None and self.policies and "value" not in self.policies.split(","):
+            raise typer.BadParameter("none of the --policies weighs misses", param_hint="--objective")
+
+    @property
+    def _are_hints_heard(self) -> bool:
+        return bool(self.hints) or self.slots is not None or self.sweep is not None
+
+    def realistic(self) -> Load:
+        """What a server does: DRAM is a cache of SSD, segments of 64 tokens; people who think."""
+        if self.blocks:
+            return Load()
+        has_time = self.timed is not False or self.slots is not None
+        return Load(
+            is_inclusive=True,
+            segment_tokens=SEGMENT_TOKENS,
+            is_timed=has_time and self.slots is None,
+            is_closed=has_time,
+        )
 
     def arrivals(self) -> float:
         """How many times as fast turns arrive."""
@@ -317,18 +376,18 @@ class Options:
             "dram_gb_hour": _price(self.dram_price, "--dram-price"),
             "ssd_gb_hour": _price(self.ssd_price, "--ssd-price"),
         }
-        if self.timed and load.slot_count is not None:
-            raise typer.BadParameter("turns that have slots take time anyway", param_hint="--timed")
+        is_inclusive = load.is_inclusive if self.inclusive is None else self.inclusive
         if self.resident_layers is not None and not (
-            self.inclusive and self.resident_layers <= (self.layers or 0)
+            is_inclusive and self.resident_layers <= (self.layers or 0)
         ):
             problem = "needs --inclusive, and --layers of at least as many"
             raise typer.BadParameter(problem, param_hint="--resident-layers")
         return replace(
             load,
             overflow=self._overflow(load),
-            is_inclusive=self.inclusive or load.is_inclusive,
-            is_timed=self.timed or load.is_timed,
+            is_inclusive=is_inclusive,
+            is_timed=load.is_timed if self.timed is None else self.timed,
+            is_closed=load.is_closed if self.closed_loop is None else self.closed_loop,
             prices=replace(load.prices, **{k: v for k, v in prices.items() if v is not None}),
             **{name: value for name, value in said.items() if value is not None},
         )
@@ -353,6 +412,41 @@ class Options:
         except ValueError as error:
             problem = f"{self.overflow!r} is none of decoupled, invalidate"
             raise typer.BadParameter(problem, param_hint="--overflow") from error
+
+
+_NOT_OF_BLOCKS = (
+    "sweep",
+    "slots",
+    "timed",
+    "closed_loop",
+    "inclusive",
+    "layers",
+    "resident_layers",
+    "model",
+    "context",
+    "overflow",
+    "segment",
+    "dram_share",
+    "buffer_share",
+    "ssd_read",
+    "ssd_write",
+    "dram_read",
+    "decode",
+    "gpus",
+    "gpu_price",
+    "dram_price",
+    "ssd_price",
+    "ttl",
+    "warm_up",
+    "costs",
+)
+_OF_SWEEPS = ("live", "jobs")
+_NOT_OF_SWEEPS = ("footprint", "dram_share", "costs", "learned_from", "block_tokens")
+
+
+def _written(name: str) -> str:
+    """An option as it is said."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _objective(text: str) -> Objective:

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.simulate.recorded import Called, called, check_header
+from ctxcache.simulate.recorded import FIELDS, Called, called, check_header
 from ctxcache.simulate.rows import InvalidTrace, Row, rows_of
 
 DEFAULT_TTL_S = 3600.0
@@ -54,26 +53,32 @@ class RecordingContents:
     appended_tokens: Counter[int] = field(default_factory=Counter)
     """By layout."""
 
-    def simulate_options(self) -> tuple[str, ...]:
-        """Those with which `ctxcache simulate` has this store's sizes.
-
-        A token takes what it did on average.
-        """
-        token_count = self.appended_tokens.total()
+    @property
+    def token_bytes(self) -> int:
+        """What a token of those that were appended took on average; 1 where none was."""
         size_bytes = sum(
             count * self.layouts[number].segment_bytes // self.layouts[number].segment_tokens
             for number, count in self.appended_tokens.items()
         )
+        return max(size_bytes // max(self.appended_tokens.total(), 1), 1)
+
+    def simulate_options(self) -> tuple[str, ...]:
+        """Those with which `ctxcache simulate` has this store's sizes."""
         dram_bytes, ssd_bytes = (_whole(self.store.get(name)) for name in ("dram_bytes", "ssd_bytes"))
         said = {
             "--dram": f"{dram_bytes}",
             "--ssd": f"{max(ssd_bytes - dram_bytes, 0)}",
-            "--token-bytes": f"{max(size_bytes // max(token_count, 1), 1)}",
-            "--segment": f"{SEGMENT_TOKENS}",
+            "--token-bytes": f"{self.token_bytes}",
             "--ttl": f"{self.ttl_s or DEFAULT_TTL_S:g}s",
             "--policies": str(self.store.get("placement_policy", "")),
         }
-        return ("--inclusive", *(part for option in said.items() if option[1] for part in option))
+        return tuple(part for option in said.items() if option[1] for part in option)
+
+
+def is_recording(path: Path) -> bool:
+    """Whether it is one, and no trace of another kind. Raises InvalidTrace where its first line is no row."""
+    header = next(rows_of(path), None)
+    return header is not None and all(field in header.values for field in FIELDS)
 
 
 def contents(path: Path) -> RecordingContents:

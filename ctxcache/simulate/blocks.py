@@ -226,8 +226,43 @@ def _common(some: tuple[bytes, ...], others: tuple[bytes, ...]) -> int:
     return next(number for number in range(length) if some[number] != others[number])
 
 
+def next_uses(turns: Iterable[TraceTurn], block_tokens: int) -> "list[array[float]]":
+    """By turn, when each block that it leaves behind is next asked for: the number of that turn, or infinity.
+
+    Memory: 8 bytes for each block of each turn.
+    """
+    reader = BlockReader(block_tokens)
+    uses: list[array[float]] = []
+    last: dict[bytes, tuple[int, int]] = {}
+    for index, turn in enumerate(turns):
+        request = reader.request(turn)
+        for block in request.asked:
+            known = last.get(block)
+            if known is not None:
+                uses[known[0]][known[1]] = index
+        uses.append(array("d", [NEVER_S]) * len(request.kept))
+        last.update((block, (index, place)) for place, block in enumerate(request.kept))
+    return uses
+
+
 HOLDERS = frozenset({"value", "look-ahead", "t-lru"})
 """Policies that rank who holds blocks; the others rank each block."""
+
+
+class Future:
+    """When a block is asked for next, as of the turn that is being played; `uses` are `next_uses`."""
+
+    def __init__(self, uses: "Iterable[array[float]]") -> None:
+        self._uses = iter(uses)
+        self._next: dict[bytes, float] = {}
+
+    def turn(self, kept: tuple[bytes, ...]) -> None:
+        """Go on to the next turn, which leaves these behind."""
+        self._next.update(zip(kept, next(self._uses), strict=True))
+
+    def next_use(self, block: bytes) -> float:
+        """The number of the turn; infinity for never."""
+        return self._next.get(block, NEVER_S)
 
 
 class BlockReplay:
@@ -241,10 +276,11 @@ class BlockReplay:
         *,
         is_of_holders: bool,
         next_arrivals_s: "array[float] | None" = None,
+        future: "Future | None" = None,
     ) -> None:
-        self._load, self._block_tokens = load, block_tokens
+        self._load, self.block_tokens = load, block_tokens
         self._liar = Liar(load.wrong_hint_share, load.lies)
-        self._next_arrivals_s = next_arrivals_s
+        self._next_arrivals_s, self._future = next_arrivals_s, future
         self._blocks = BlockReader(block_tokens)
         block_bytes = block_tokens * load.token_bytes
         make = HeldBlocks if is_of_holders else SingleBlocks
@@ -265,7 +301,9 @@ class BlockReplay:
     def _play(self, turn: TraceTurn, next_s: float) -> None:
         request, now_s = self._blocks.request(turn), turn.arrival_s
         found = self.store.found(request.asked)
-        self._count(request, min(found * self._block_tokens, request.prompt_tokens), now_s)
+        self._count(request, min(found * self.block_tokens, request.prompt_tokens), now_s)
+        if self._future is not None:
+            self._future.turn(request.kept)
         self.store.use(request, found, now_s)
         hints, liar = self._load.hints, self._liar
         ends = (next_s == NEVER_S) is not liar.tells(Lie.HINT, turn)
@@ -289,8 +327,8 @@ class BlockReplay:
         # Of a history that ends within a block the full ones can be found, and of an answer nothing whose
         # blocks the trace does not name.
         of_history = min(found_tokens, history_tokens)
-        whole = min(history_tokens // self._block_tokens, len(request.asked))
-        is_hit = whole > 0 and found_tokens >= whole * self._block_tokens
+        whole = min(history_tokens // self.block_tokens, len(request.asked))
+        is_hit = whole > 0 and found_tokens >= whole * self.block_tokens
         tally.later_turns += 1
         tally.later_tokens += history_tokens
         tally.hit_tokens += of_history

@@ -127,7 +127,9 @@ class Load:
     `layer_count` a history's layers come one behind another, SSD read, copy and prefill at once (`pipeline`);
     of the sessions in DRAM it then has the first `resident_layer_count`, if that is said, and more sessions
     for it: `is_inclusive` only. `wrong_hint_share` of what is said is false in each of the ways of `lies`.
-    The first `warm_up_count` turns served are not counted. `objective` is what `value` saves most of.
+    `is_closed`: a session's next turn comes when the think time after its last answer is over, whenever the
+    trace had it come. The first `warm_up_count` turns served are not counted. `objective` is what `value`
+    saves most of.
     """
 
     token_bytes: int = 819_200
@@ -147,6 +149,7 @@ class Load:
     gpu_count: int = 1
     slot_count: int | None = None
     is_timed: bool = False
+    is_closed: bool = False
     layer_count: int | None = None
     resident_layer_count: int | None = None
     hints: frozenset[TraceHint] = frozenset()
@@ -159,6 +162,10 @@ class Load:
     def prefill_s(self, token_count: int) -> float:
         """How long prompts of so many tokens keep a slot."""
         return token_count / self.prefill_tokens_per_s
+
+    def answer_s(self, turn: TraceTurn) -> float:
+        """How long a turn takes that waits for nothing and finds its history in memory."""
+        return self.prefill_s(turn.input_tokens) + turn.output_tokens / self.decode_tokens_per_s
 
     def stored_bytes(self, token_count: int) -> int:
         """What the state of so many tokens takes, the last segment whole."""

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ctxcache.simulate.census import Census
 from ctxcache.simulate.sweeps import Panel, Sweep, SweepRow
 
 # Okabe and Ito's, told apart by any eye; a series that is known has the same one in every picture.
@@ -46,8 +45,8 @@ _HEIGHT, _LEGEND_WIDTH = 4.6, 1.9
 _BARS_WIDTH = 0.82
 
 
-def plot(sweep: Sweep, rows: Sequence[SweepRow], census: Census, path: Path) -> None:
-    """Draw every panel of the sweep, one under the other."""
+def plot(sweep: Sweep, rows: Sequence[SweepRow], caption: str, path: Path) -> None:
+    """Draw every panel of the sweep side by side, with a caption below."""
     with mpl.rc_context(_STYLE):
         count = len(sweep.panels)
         figure = Figure(
@@ -61,9 +60,7 @@ def plot(sweep: Sweep, rows: Sequence[SweepRow], census: Census, path: Path) -> 
             (_lines if sweep.is_lines else _bars)(axes, panel, rows, colors)
             _finish(axes, panel, sweep)
         _legend(figure, sweep, rows, colors)
-        figure.supxlabel(
-            census.sentence().replace("; live", ";\nlive"), fontsize=8, color="#555555", x=0.01, ha="left"
-        )
+        figure.supxlabel(caption.replace("; live", ";\nlive"), fontsize=8, color="#555555", x=0.01, ha="left")
         # Same rows, same bytes: no date in the file.
         figure.savefig(
             path, dpi=_DPI, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None}

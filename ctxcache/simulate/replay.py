@@ -2,10 +2,12 @@
 
 Turns take no time; or they do, and no session waits for another one's (`is_timed`); or they wait for slots,
 first come first served, in a queue that the policy sees. A turn takes SSD reads, the copy from DRAM, prefill
-(of missing tokens too) and decoding. A session's next turn comes no earlier than its last one ends. The queue
-is `core.placement.schedule`, which serves too: it says when a job is expected, overdue and given up. A full
-context window drops its earliest half (CachedAttention, ATC'24, sections 3.4 and 4.1). Memory: live sessions,
-those that waited less than the TTL. Not modelled: writes that hold back evictions.
+(of missing tokens too) and decoding. A session's next turn comes no earlier than its last one ends. In a
+closed loop it comes as long after that as its user thought: what the trace says, or the time between both
+arrivals less what the answer takes that waits for nothing. The queue is `core.placement.schedule`, which
+serves too: it says when a job is expected, overdue and given up. A full context window drops its earliest
+half (CachedAttention, ATC'24, sections 3.4 and 4.1). Memory: live sessions, those that waited less than the
+TTL; of a closed loop all turns. Not modelled: writes that hold back evictions.
 """
 
 import math
@@ -136,6 +138,9 @@ class Replay:
         self._event_count = 0
         self._is_awaited = False
         self._started_count = 0
+        self._knows_future = load.is_closed or next_arrivals_s is not None
+        self._following: dict[bytes, deque[TraceTurn]] = {}
+        """Of a closed loop, the turns that follow, all with their think times."""
 
     @property
     def tally(self) -> HitTally:
@@ -145,7 +150,7 @@ class Replay:
     def run(self, turns: Iterable[TraceTurn], step: Callable[[int], None] = lambda _: None) -> HitTally:
         """Play all turns to their ends. `step` hears how many have arrived, now and then."""
         index = 0
-        for index, turn in enumerate(turns, 1):
+        for index, turn in enumerate(self._first_turns(turns) if self._load.is_closed else turns, 1):
             self._until(turn.arrival_s)
             self._pass(turn.arrival_s)
             self._arrive(turn, self._next_arrivals_s[index - 1] if self._next_arrivals_s else NEVER_S)
@@ -155,6 +160,31 @@ class Replay:
         step(index)
         return self.tally
 
+    def _first_turns(self, turns: Iterable[TraceTurn]) -> list[TraceTurn]:
+        """Those that begin sessions; the others come when they are due."""
+        firsts: list[TraceTurn] = []
+        last: dict[bytes, TraceTurn] = {}
+        for turn in turns:
+            before = last.get(turn.session)
+            last[turn.session] = turn
+            if before is None:
+                firsts.append(turn)
+                continue
+            gap_s = turn.arrival_s - before.arrival_s - self._load.answer_s(before)
+            think_s = max(gap_s, 0.0) if turn.think_s is None else turn.think_s
+            self._following.setdefault(turn.session, deque()).append(turn._replace(think_s=think_s))
+        return firsts
+
+    def _come_next(self, uid: bytes, now_s: float) -> float:
+        """Let the session's next turn come when its user has thought; returns when, infinity for never."""
+        following = self._following.get(uid)
+        if not following:
+            return NEVER_S
+        turn = following.popleft()
+        due_s = now_s + (turn.think_s or 0.0)
+        self._at(due_s, lambda due_s: self._arrive(turn._replace(arrival_s=due_s), NEVER_S))
+        return due_s
+
     def _next_use_s(self, uid: bytes) -> float:
         live = self._live.get(uid)
         return live.next_s if live else NEVER_S
@@ -162,9 +192,14 @@ class Replay:
     def _until(self, now_s: float) -> None:
         while self._events and self._events[0][0] <= now_s:
             due_s, _, event = heappop(self._events)
+            self._expire_idle(due_s)
             self._pass(due_s)
             event(due_s)
-        while self._idle and now_s < math.inf:
+        if now_s < math.inf:
+            self._expire_idle(now_s)
+
+    def _expire_idle(self, now_s: float) -> None:
+        while self._idle:
             uid, since_s = next(iter(self._idle.items()))
             if since_s + self._load.ttl_s > now_s:
                 return
@@ -260,7 +295,7 @@ class Replay:
         if is_later:
             tally.later_ttft.add(first_token_s)
             self._count(uid, live.history_tokens, tier, is_at_hand=tier is Level.MEMORY and not fetch.ready_s)
-        if self._takes_time and self._next_arrivals_s is not None:
+        if self._takes_time and self._knows_future:
             self._needs(live, load.stored_bytes(live.history_tokens + live.input_tokens + turn.output_tokens))
         return first_token_s + turn.output_tokens / load.decode_tokens_per_s
 
@@ -305,6 +340,8 @@ class Replay:
     def _finish(self, turn: TraceTurn, next_s: float, now_s: float) -> None:
         uid, load, store = turn.session, self._load, self.store
         live = self._live[uid]
+        if load.is_closed:
+            next_s = self._come_next(uid, now_s)
         size_tokens = live.history_tokens + live.input_tokens + turn.output_tokens
         late_tokens = 0 if load.context_tokens is None else dropped_tokens(size_tokens, load.context_tokens)
         live.size_tokens = size_tokens - late_tokens
@@ -326,7 +363,7 @@ class Replay:
             valid_bytes = load.whole_bytes(live.cut_tokens + live.history_tokens)
             store.end(uid, facts, range(gone_bytes, valid_bytes), now_s)
             self.waiting.rested(uid)
-        if self._next_arrivals_s is not None:
+        if self._knows_future:
             self._needs(live, size_bytes if next_s < NEVER_S or live.waiting else 0)
         if load.hints:
             self._hint(turn, next_s, now_s)

@@ -20,7 +20,7 @@ class TraceTurn(NamedTuple):
     """One request. `history_tokens` and `number` are None where the trace does not say.
 
     `blocks` are the prefix blocks of the prompt by name, the last one perhaps not full; None where the trace
-    names none.
+    names none. `think_s` passed between the answer before and this request, None where that is not said.
     """
 
     session: bytes
@@ -30,6 +30,7 @@ class TraceTurn(NamedTuple):
     history_tokens: int | None
     number: int | None
     blocks: tuple[bytes, ...] | None = None
+    think_s: float | None = None
 
 
 MOST_TOKENS = 1 << 40
@@ -69,6 +70,10 @@ class Row:
         if value < least:
             self.refuse(field, f"{value} is less than {least}")
         return value
+
+    def optional_ms(self, field: str) -> float | None:
+        """A time, None where there is none."""
+        return None if self.values.get(field) in (None, "") else self.time_ms(field)
 
     def name(self, field: str) -> bytes:
         """Text that is not empty."""

@@ -13,7 +13,7 @@ from ctxcache.core.placement.look_ahead import Belady
 from ctxcache.core.placement.policies import POLICIES, policy_of
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.value import MissCost
-from ctxcache.simulate.blocks import HOLDERS, BlockReplay
+from ctxcache.simulate.blocks import HOLDERS, BlockReplay, Future, next_uses
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.rows import TraceTurn
@@ -36,8 +36,6 @@ def look(turns: Iterable[TraceTurn]) -> "array[float]":
 
 
 BELADY = "belady"
-BLOCK_POLICIES = tuple(POLICIES)
-"""Those that can place blocks."""
 ALL_POLICIES = (*POLICIES, BELADY)
 BOUNDLESS_BYTES = 1 << 60
 Step = Callable[[str, int], None]
@@ -98,10 +96,12 @@ def study(
     """
     needs_footprint = any(capacity.multiple is not None for capacity in capacities)
     needs_future = needs_footprint or load.hints or BELADY in policies
-    next_arrivals_s = look(trace) if needs_future else None
+    # A closed loop knows a session's next turn when its answer is there.
+    next_arrivals_s = look(trace) if needs_future and not load.is_closed else None
     peak_bytes = 0
-    if needs_footprint and next_arrivals_s:
+    if needs_footprint:
         peak_bytes = footprint_bytes(trace, load, next_arrivals_s, step)
+    uses = next_uses(trace, block_tokens) if block_tokens and BELADY in policies else None
     for capacity in capacities:
         sized = capacity.of(load, peak_bytes)
         for policy in policies:
@@ -112,11 +112,11 @@ def study(
                     next_arrivals_s=next_arrivals_s,
                 )
                 if block_tokens is None
-                else of_blocks(sized, policy, block_tokens, next_arrivals_s)
+                else of_blocks(sized, policy, block_tokens, next_arrivals_s, uses)
             )
-            if block_tokens is not None and teacher is not None and isinstance(replay, BlockReplay):
+            if teacher is not None and isinstance(replay, BlockReplay) and policy != BELADY:
                 unhinted = replace(sized, hints=frozenset())
-                other = of_blocks(unhinted, policy, block_tokens, None)
+                other = of_blocks(unhinted, policy, replay.block_tokens, None)
                 _teach(replay, other, teacher)
             tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
             yield StudyOutcome(policy, capacity.multiple, sized, tally)
@@ -135,9 +135,14 @@ def of_blocks(
     policy: str,
     block_tokens: int,
     next_arrivals_s: "array[float] | None",
+    uses: "list[array[float]] | None" = None,
 ) -> BlockReplay:
-    """A replay of prefix blocks under the policy of that name."""
+    """A replay of prefix blocks under the policy of that name; Belady needs the `next_uses`."""
     capacities = Capacities(load.dram_bytes, load.ssd_bytes)
+    if policy == BELADY:
+        future = Future(uses or [])
+        belady = Belady(capacities, future.next_use)
+        return BlockReplay(load, belady, block_tokens, is_of_holders=False, future=future)
     made = policy_of(policy, capacities, MissCost(load.objective, load.prefill_tokens_per_s))
     return BlockReplay(
         load, made, block_tokens, is_of_holders=policy in HOLDERS, next_arrivals_s=next_arrivals_s
@@ -153,7 +158,7 @@ def maker(policy: str, load: Load) -> MakePolicy:
 
 
 def footprint_bytes(
-    trace: Iterable[TraceTurn], load: Load, next_arrivals_s: "array[float]", step: Step
+    trace: Iterable[TraceTurn], load: Load, next_arrivals_s: "array[float] | None", step: Step
 ) -> int:
     """Most bytes of state at once in turns or needed by later ones; found by a replay with room for all."""
     boundless = replace(

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from ctxcache.errors import CacheError
 from ctxcache.simulate.census import Census, count
 from ctxcache.simulate.load import GIB, MODELS, Load, Overflow
-from ctxcache.simulate.study import ALL_POLICIES, Capacity, Step, footprint_bytes, look, study
+from ctxcache.simulate.study import ALL_POLICIES, Capacity, Step, StudyOutcome, footprint_bytes, look, study
 from ctxcache.simulate.trace import PacedTrace
 
 
@@ -468,3 +468,30 @@ def _end_with_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def by_capacity(outcomes: Sequence[StudyOutcome]) -> tuple[Sweep, list[SweepRow]]:
+    """What a study of prefix blocks found, as a sweep: prompt tokens found by capacity."""
+    rows = [
+        SweepRow(SweepRun(_place(each), each.policy, each.policy, each.load), each.tally.figures())
+        for each in outcomes
+    ]
+    is_of_footprint = all(each.multiple is not None for each in outcomes)
+    policies = tuple(dict.fromkeys(each.policy for each in outcomes))
+    sweep = Sweep(
+        "blocks",
+        "Prompt tokens found, by capacity",
+        "",
+        "capacity / live footprint" if is_of_footprint else "capacity, TB",
+        (Panel("prompt_hit_rate", "of all prompt tokens"),),
+        policies,
+        outcomes[0].load,
+        lambda _load, _policies, _census: [],
+        is_lines=True,
+    )
+    return sweep, rows
+
+
+def _place(outcome: StudyOutcome) -> float:
+    total_bytes = outcome.load.dram_bytes + outcome.load.ssd_bytes
+    return total_bytes / TB if outcome.multiple is None else outcome.multiple

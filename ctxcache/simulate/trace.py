@@ -1,10 +1,11 @@
 """Traces: turns of sessions in order of arrival, from CSV or JSON lines, gzipped or not. Streams.
 
 Fields, by name: session_id, arrival_ms, new_input_tokens, output_tokens; optional history_tokens (what the
-session held before the turn, else the sum of its turns) and turn (from 1). Other forms of a trace are
-requests without sessions (Azure: t_ms, ContextTokens, GeneratedTokens), conversations of named prefixes
-(Mooncake), documents of which only lengths are known (L-Eval), and recordings of a live store (`recorded`).
-Other fields are ignored. Worst case: InvalidTrace, which names file, line and field.
+session held before the turn, else the sum of its turns), turn (from 1) and think_ms (from the answer before
+to this request). Other forms of a trace are requests without sessions (Azure: t_ms, ContextTokens,
+GeneratedTokens), conversations of named prefixes (Mooncake), documents of which only lengths are known
+(L-Eval), and recordings of a live store (`recorded`). Other fields are ignored. Worst case: InvalidTrace,
+which names file, line and field.
 
 Memory: of documents, the turns of those that have begun; of conversations, the MOST_BLOCKS blocks seen last
 and their requests; of a `PacedTrace`, an entry per session and the turns that are held back until those
@@ -174,7 +175,8 @@ class Trace:
         count = 0
         for turn in self._turns(self._rows()):
             count += 1
-            yield turn._replace(arrival_s=turn.arrival_s / self._arrivals_times)
+            think_s = None if turn.think_s is None else turn.think_s / self._arrivals_times
+            yield turn._replace(arrival_s=turn.arrival_s / self._arrivals_times, think_s=think_s)
         if not count:
             raise InvalidTrace.at(self.path, 1, None, "no turn in it")
 
@@ -249,6 +251,7 @@ def _request(row: Row) -> TraceTurn:
 
 
 def _session_turn(row: Row) -> TraceTurn:
+    think_ms = row.optional_ms("think_ms")
     return TraceTurn(
         row.name("session_id"),
         row.time_ms("arrival_ms") / 1000,
@@ -256,6 +259,7 @@ def _session_turn(row: Row) -> TraceTurn:
         row.count("output_tokens"),
         row.optional("history_tokens", 0),
         row.optional("turn", 1),
+        think_s=None if think_ms is None else think_ms / 1000,
     )
 
 

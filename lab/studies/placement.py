@@ -30,9 +30,9 @@ TRACES = {
     "sharegpt-ca": "sharegptlike_ca_A.csv.gz",
     "sharegpt-hcache": "sharegptlike_hcache_A.csv.gz",
 }
-SERVER = "--inclusive --ssd-read 20GB"
+SERVER = "--open-loop --segment 1 --ssd-read 20GB"
 """A store as the server is, which waits little for SSD: what differs is what was kept."""
-TIMED = f"--timed --decode 60 {SERVER}"
+TIMED = f"--decode 60 {SERVER}"
 """At that rate LRU hits on Mooncake what it does in an independent simulation."""
 SLOTS = {"mooncake": 20, "mooncake-synthetic": 20, "sharegpt-ca": 40, "sharegpt-hcache": 40}
 HINTS = "--hints ends,returns"
@@ -52,7 +52,7 @@ class Setting:
     def command(self, traces: str, policy: str) -> list[str]:
         """What is run."""
         multiples = ",".join(f"{multiple:g}" for multiple in CAPACITIES)
-        chosen = f"--footprint {multiples} --policies {policy} {self.options} --json"
+        chosen = f"--footprint {multiples} --policies {policy} {self.options} -o json"
         return ["ctxcache", "simulate", f"{traces}/{TRACES[self.trace]}", *chosen.split()]
 
 
@@ -61,7 +61,7 @@ def settings() -> Iterator[Setting]:
     for trace in TRACES:
         yield Setting(trace, "no queue", TIMED)
         yield Setting(trace, "queue", f"--slots {SLOTS[trace]} {SERVER}")
-    yield Setting("mooncake", "turns of no length", "")
+    yield Setting("mooncake", "turns of no length", "--instant --exclusive --segment 1")
     hearers, told = ("look-ahead", OURS), (OURS, BOUND)
     for trace in TRACES:
         yield Setting(trace, "hints", f"{TIMED} {HINTS}", told)

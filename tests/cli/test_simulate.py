@@ -20,6 +20,10 @@ from tests.nursery import without_settings
 TRACE = "session_id,arrival_ms,new_input_tokens,output_tokens\na,0,10,5\nb,1000,10,5\na,2000,10,5\n"
 
 
+IDEAL = ("--instant", "--exclusive", "--segment", "1")
+"""Turns that take no time, in a store that keeps every token by itself."""
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Two sessions, one of which returns."""
@@ -30,7 +34,8 @@ def trace(tmp_path: Path) -> Path:
 
 def test_a_line_of_json_per_policy_and_capacity(trace: Path) -> None:
     """Figures have their names and are plain numbers."""
-    ran = ctxcache("simulate", str(trace), "--policies", "lru,belady", "--footprint", "1,4", "--json")
+    said = ("--policies", "lru,belady", "--footprint", "1,4", *IDEAL)
+    ran = ctxcache("simulate", str(trace), *said, "-o", "json")
 
     documents = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [(d["policy"], d["footprint_multiple"]) for d in documents] == [
@@ -62,6 +67,7 @@ def test_costs_are_another_table(trace: Path) -> None:
         "--policies",
         "lru",
         "--costs",
+        *IDEAL,
         "--model",
         "llama-65b",
         "--prefill",
@@ -92,7 +98,8 @@ def test_machine_and_model_are_told_by_name(trace: Path) -> None:
                 str(trace),
                 "--policies",
                 "lru",
-                "--json",
+                "-o",
+                "json",
                 "--context",
                 "20",
                 "--overflow",
@@ -121,7 +128,7 @@ def test_lengths_get_arrivals_by_options(trace: Path) -> None:
         "task,doc_id,context_tokens,instruction_tokens,output_tokens\nqa,1,50,5,1\nqa,1,50,6,1\n"
     )
     ran = ctxcache(
-        "simulate", str(trace), "--policies", "lru", "--json", "--session-rate", "1", "--think", "9s"
+        "simulate", str(trace), "--policies", "lru", "-o", "json", "--session-rate", "1", "--think", "9s"
     )
     refused = ctxcache("simulate", str(trace), "--policies", "lru")
 
@@ -204,7 +211,8 @@ def test_a_sweep_prints_a_line_of_json_per_run_and_draws_them(load: Path, tmp_pa
         name,
         "--policies",
         "lru,look-ahead",
-        "--json",
+        "-o",
+        "json",
         "--plot",
         str(picture),
     )
@@ -236,7 +244,16 @@ def test_jobs_change_nothing_that_is_printed(load: Path) -> None:
     """Two processes, the same lines in the same order."""
     one, two = (
         ctxcache(
-            "simulate", str(load), "--sweep", "arrivals", "--policies", "lru,fifo", "--json", "--jobs", jobs
+            "simulate",
+            str(load),
+            "--sweep",
+            "arrivals",
+            "--policies",
+            "lru,fifo",
+            "-o",
+            "json",
+            "--jobs",
+            jobs,
         )
         for jobs in ("1", "2")
     )
@@ -307,7 +324,7 @@ def test_a_bar_is_drawn_where_a_person_looks(load: Path) -> None:
     master, slave = pty.openpty()
     with (
         subprocess.Popen(
-            [*COMMAND_LINE, "simulate", str(load), "--sweep", "policies", "--policies", "lru", "--json"],
+            [*COMMAND_LINE, "simulate", str(load), "--sweep", "policies", "--policies", "lru", "-o", "json"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=slave,
@@ -347,7 +364,8 @@ def test_a_sweep_reads_lengths_at_the_pace_that_is_said(tmp_path: Path) -> None:
         "10s",
         "--jobs",
         "2",
-        "--json",
+        "-o",
+        "json",
     )
 
     assert (ran.exit_code, ran.stderr) == (ExitCode.OK, "")
@@ -355,7 +373,8 @@ def test_a_sweep_reads_lengths_at_the_pace_that_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--layers", "4", "--resident-layers", "2"), ("--inclusive", "--resident-layers", "2")]
+    "options",
+    [("--exclusive", "--layers", "4", "--resident-layers", "2"), ("--inclusive", "--resident-layers", "2")],
 )
 def test_first_layers_alone_need_an_inclusive_store_of_layers(trace: Path, options: tuple[str, ...]) -> None:
     """What DRAM has not must be on SSD, and there must be layers to count."""
@@ -367,10 +386,106 @@ def test_first_layers_alone_need_an_inclusive_store_of_layers(trace: Path, optio
 
 def test_what_is_false_has_a_name(trace: Path) -> None:
     """Kinds of lies are named one by one; another name is refused with those that there are."""
-    options = ("--policies", "look-ahead", "--slots", "1", "--wrong-hints", "1", "--json")
+    options = ("--policies", "look-ahead", "--slots", "1", "--wrong-hints", "1", "-o", "json")
     ran = ctxcache("simulate", str(trace), *options, "--lies", "phantom,missing")
     assert ran.exit_code == ExitCode.OK
 
     ran = ctxcache("simulate", str(trace), *options, "--lies", "phantoms")
     assert ran.exit_code == ExitCode.USAGE
     assert "missing" in ran.stderr
+
+
+def test_the_usual_mode_is_that_of_a_server(trace: Path) -> None:
+    """DRAM is a cache of SSD, state is kept in segments of 64 tokens, turns take time in a closed loop."""
+    said = ("simulate", str(trace), "--policies", "lru", "-o", "json")
+    modes = ("--inclusive", "--timed", "--closed-loop", "--segment", "64")
+    usual, told, ideal = (json.loads(ctxcache(*said, *mode).stdout) for mode in ((), modes, IDEAL))
+
+    assert usual == told
+    assert usual["ssd_written_bytes"] == 3 * 64 * 819_200
+    assert (usual["end_s"] > 2, ideal["end_s"]) == (True, 2.0)
+
+
+def test_yaml_is_printed_where_it_is_asked_for(trace: Path) -> None:
+    """A document for each replay; the option may stand before the command, too."""
+    said = ("simulate", str(trace), "--policies", "lru,fifo")
+    after, before = ctxcache(*said, "-o", "yaml"), ctxcache("-o", "yaml", *said)
+
+    assert after.stdout == before.stdout
+    assert after.stdout.count("---\n") == 2
+    assert 'policy: "fifo"' in after.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "problem"),
+    [
+        ("--footprint 1 --ssd 1GB", "--ssd", "contradicts --footprint"),
+        ("--footprint 1 --dram 1GB", "--dram", "contradicts --footprint"),
+        ("--dram-share 0.5", "--dram-share", "needs --footprint"),
+        ("--think 1s", "--think", "needs --session-rate"),
+        ("--wrong-hints 0.5", "--wrong-hints", "needs --hints or --slots"),
+        ("--lies hint --hints ends", "--lies", "needs --wrong-hints"),
+        ("--slots 1 --timed", "--timed", "contradicts --slots"),
+        ("--slots 1 --instant", "--timed", "contradicts --slots"),
+        ("--instant --decode 9", "--decode", "contradicts --instant"),
+        ("--instant --closed-loop", "--closed-loop", "contradicts --instant"),
+        ("--overflow invalidate", "--overflow", "needs --context"),
+        ("--jobs 2", "--jobs", "needs --sweep"),
+        ("--sweep policies --footprint 1", "--footprint", "not of sweeps"),
+        ("--sweep policies --costs", "--costs", "not of sweeps"),
+        ("--objective turns --policies lru", "--objective", "none of the --policies"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    trace: Path, words: str, named: str, problem: str
+) -> None:
+    """The sentence names it, and what it contradicts or lacks; nothing is replayed."""
+    ran = CliRunner().invoke(app, ["simulate", str(trace), *words.split()], terminal_width=200)
+
+    assert ran.exit_code == ExitCode.USAGE
+    assert named in ran.stderr
+    assert problem in " ".join(ran.stderr.replace("│", " ").split())
+    assert not ran.stdout
+
+
+def test_in_a_closed_loop_a_request_waits_for_the_answer_and_the_thought(tmp_path: Path) -> None:
+    """An answer of 100 s and a thought of 10 s, where the trace had the next request come after 20 s."""
+    path = tmp_path / "agents.csv"
+    path.write_text(
+        "session_id,arrival_ms,new_input_tokens,output_tokens,think_ms\n"
+        "a,0,7000,100,\na,20000,7000,100,10000\na,40000,7000,100,10000\n"
+    )
+    said = ("simulate", str(path), "--policies", "lru", "--decode", "1", "--dram-read", "100TB", "-o", "json")
+    closed, opened = (json.loads(ctxcache(*said, mode).stdout) for mode in ("--closed-loop", "--open-loop"))
+
+    assert closed["end_s"] == pytest.approx(3 * 101 + 2 * 10, abs=0.01)
+    assert opened["end_s"] == pytest.approx(3 * 101, abs=0.01)
+
+
+def test_a_thought_that_the_trace_does_not_say_is_what_an_answer_left_of_the_gap(tmp_path: Path) -> None:
+    """Of 20 s to the next request the answer takes 2 s; a slower machine gets the request later."""
+    path = tmp_path / "turns.csv"
+    path.write_text("session_id,arrival_ms,new_input_tokens,output_tokens\na,0,7000,60\na,20000,7000,60\n")
+    said = ("simulate", str(path), "--policies", "lru", "--dram-read", "100TB", "-o", "json")
+    nothing_kept = ("--dram", "0", "--ssd", "0")
+    as_recorded, alone = (
+        json.loads(ctxcache(*said, "--decode", "60", *more).stdout) for more in ((), nothing_kept)
+    )
+
+    assert as_recorded["end_s"] == pytest.approx(22, abs=0.01)
+    # The second turn computes all 14,060 tokens.
+    assert alone["end_s"] == pytest.approx(21 + 14_060 / 7000, abs=0.01)
+
+
+def test_what_comes_in_a_closed_loop_may_have_expired(tmp_path: Path) -> None:
+    """Of two thoughts the longer one outlasts the TTL, although no other request tells the time."""
+    path = tmp_path / "turns.csv"
+    path.write_text(
+        "session_id,arrival_ms,new_input_tokens,output_tokens,think_ms,turn\n"
+        "a,0,70,1,,1\na,20000,70,1,60000,2\na,40000,70,1,7200000,3\n"
+    )
+    ran = ctxcache("simulate", str(path), "--policies", "lru", "--ttl", "1h", "-o", "json")
+    figures = json.loads(ran.stdout)
+
+    assert (figures["ssd_hits"] + figures["dram_hits"], figures["later_turns"]) == (1, 2)
+    assert figures["expired_turns"] == 1

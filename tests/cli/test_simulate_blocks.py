@@ -25,7 +25,7 @@ def trace_of(path: Path, block_tokens: int) -> Path:
 def test_blocks_of_any_size(tmp_path: Path, block_tokens: int, policy: str) -> None:
     """Five of nine blocks are found; another size than the trace's is refused with the line."""
     trace = trace_of(tmp_path / "trace.jsonl", block_tokens)
-    said = ("simulate", str(trace), "--blocks", "--policies", policy, "--json", "--block-tokens")
+    said = ("simulate", str(trace), "--blocks", "--policies", policy, "-o", "json", "--block-tokens")
 
     document = json.loads(ctxcache(*said, str(block_tokens)).stdout)
     refused = ctxcache(*said, str(3 * block_tokens))
@@ -37,7 +37,24 @@ def test_blocks_of_any_size(tmp_path: Path, block_tokens: int, policy: str) -> N
 
 @pytest.mark.parametrize(
     "option",
-    [("--slots", "2"), ("--timed",), ("--inclusive",), ("--context", "9"), ("--ttl", "1h"), ("--costs",)],
+    [
+        ("--slots", "2"),
+        ("--timed",),
+        ("--closed-loop",),
+        ("--inclusive",),
+        ("--context", "9"),
+        ("--ttl", "1h"),
+        ("--costs",),
+        ("--dram-share", "0.5"),
+        ("--buffer-share", "0"),
+        ("--ssd-read", "1GB"),
+        ("--dram-read", "1GB"),
+        ("--decode", "9"),
+        ("--gpus", "2"),
+        ("--ssd-price", "1"),
+        ("--prefill", "9"),
+        ("--jobs", "2"),
+    ],
     ids=lambda option: option[0],
 )
 def test_what_blocks_do_not_know_is_refused(tmp_path: Path, option: tuple[str, ...]) -> None:
@@ -58,7 +75,7 @@ def test_value_begins_with_what_it_learned_from_another_trace(tmp_path: Path) ->
     turns += [(n * 2 + 1, f"once{n},{{}},1000,0,0,1") for n in range(300)]
     rows += [row.format(at_s * 1000) for at_s, row in sorted(turns)]
     trace.write_text("\n".join(rows) + "\n")
-    said = ("simulate", str(trace), "--blocks", "--block-tokens", "8", "--policies", "value", "--json")
+    said = ("simulate", str(trace), "--blocks", "--block-tokens", "8", "--policies", "value", "-o", "json")
     sized = (*said, "--token-bytes", "1", "--dram", "0", "--ssd", "1200")
 
     alone, taught = (
@@ -94,7 +111,7 @@ def test_what_is_to_be_saved_is_said(tmp_path: Path) -> None:
     rows = ["session_id,arrival_ms,new_input_tokens,output_tokens,history_tokens,turn"]
     rows += [row.format(at_s * 1000) for at_s, row in sorted(turns)]
     trace.write_text("\n".join(rows) + "\n")
-    said = ("simulate", str(trace), "--policies", "value", "--json", "--token-bytes", "1")
+    said = ("simulate", str(trace), "--policies", "value", "-o", "json", "--token-bytes", "1")
     sized = (*said, "--dram", "0", "--ssd", "120000", "--buffer-share", "0", "--objective")
 
     by_turns, by_tokens = (json.loads(ctxcache(*sized, what).stdout) for what in ("turns", "tokens"))
@@ -104,3 +121,29 @@ def test_what_is_to_be_saved_is_said(tmp_path: Path) -> None:
     assert by_turns["token_hit_rate"] < by_tokens["token_hit_rate"]
     assert refused.exit_code == ExitCode.USAGE
     assert "'money' is none of turns, tokens, seconds" in refused.stderr
+
+
+def test_belady_knows_which_blocks_come_back(tmp_path: Path) -> None:
+    """Two prompts take turns in a store of one; keeping the first finds half of what comes again."""
+    path = tmp_path / "trace.jsonl"
+    keys = ("timestamp", "input_length", "output_length", "hash_ids")
+    rows = [(n * 1000, 512, 1, [n % 2]) for n in range(20)]
+    path.write_text("\n".join(json.dumps(dict(zip(keys, row, strict=True))) for row in rows) + "\n")
+    said = ("simulate", str(path), "--blocks", "--policies", "lru,belady", "-o", "json", "--token-bytes", "1")
+    ran = ctxcache(*said, "--dram", "0", "--ssd", "512")
+    wider = ctxcache(*said, "--dram", "0", "--ssd", "1024")
+
+    found = [json.loads(line)["prompt_hit_rate"] for line in ran.stdout.splitlines()]
+    assert found == [0, 0]
+    assert [json.loads(line)["prompt_hit_rate"] for line in wider.stdout.splitlines()] == [0.9, 0.9]
+
+
+def test_blocks_are_drawn_by_capacity(tmp_path: Path) -> None:
+    """A line for each policy over the capacities."""
+    pytest.importorskip("matplotlib")
+    trace, picture = trace_of(tmp_path / "trace.jsonl", 512), tmp_path / "blocks.svg"
+    said = ("simulate", str(trace), "--blocks", "--footprint", "0.5,1", "--policies", "lru,value")
+    ran = ctxcache(*said, "--plot", str(picture))
+
+    assert ran.exit_code == ExitCode.OK
+    assert b"<svg" in picture.read_bytes()

@@ -176,11 +176,15 @@ def test_simulate_takes_it_and_what_is_made_of_it(recorded: Path, tmp_path: Path
     assert converted.exit_code == ExitCode.OK
     assert outcomes[0] == outcomes[1]
     assert outcomes[0]["turns"] == converted.document["turns"] == 3
+    # Of a recording the bytes a token are known without being said.
+    place = options.index("--token-bytes")
+    unsaid = [simulated(path, options[:place] + options[place + 2 :]) for path in (recorded, made)]
+    assert unsaid[0] == outcomes[0] != unsaid[1]
     assert ctxcache("trace", "convert", str(recorded), str(made)).exit_code == ExitCode.CONFLICT
 
 
 def simulated(path: Path, options: list[str]) -> Mapping[str, Any]:
     """The figures of one replay on a virtual clock."""
-    ran = ctxcache("simulate", str(path), "--json", *options)
+    ran = ctxcache("simulate", str(path), "-o", "json", *options)
     assert ran.exit_code == ExitCode.OK, ran.stderr
     return ran.document

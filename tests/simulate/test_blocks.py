@@ -9,7 +9,7 @@ from ctxcache.core.placement.policies import POLICIES
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.simulate.blocks import BlockReplay
 from ctxcache.simulate.load import Load, TraceHint
-from ctxcache.simulate.study import BLOCK_POLICIES, look
+from ctxcache.simulate.study import look
 from ctxcache.simulate.trace import TraceTurn
 
 BLOCK_TOKENS = 4
@@ -84,7 +84,7 @@ def test_block_lru_of_blocks_and_of_holders_find_what_a_slow_one_finds(seed: int
     assert replayed(LOAD, turns, "lru", is_of_holders=True) == expected
 
 
-@pytest.mark.parametrize("name", BLOCK_POLICIES)
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("is_of_holders", [True, False], ids=["holders", "blocks"])
 def test_no_policy_holds_more_than_there_is_room_for(name: str, *, is_of_holders: bool) -> None:
     """Room for all finds all that came before, whatever the policy; less room finds less."""
