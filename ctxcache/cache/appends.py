@@ -321,9 +321,8 @@ class Appends:
         if segment is not None:
             self._add_run(reservation, segment, row, end)
         for slot in slots:
-            segment = self._ledger.blank(
-                session, self._ledger.new_segment_id(), self._next_position(reservation)
-            )
+            position = self._next_position(reservation)
+            segment = self._ledger.blank(session, self._ledger.new_segment_id(), position)
             self._ledger.reserved(segment, slot)
             self._add_run(reservation, segment, 0, end)
         if self._state.journal.listening is not None:
@@ -464,7 +463,8 @@ class Appends:
 
     async def flush(self, reservation: Reservation) -> None:
         """Make what was committed durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
-        self._state.journal.did(Call.FLUSH, reservation.session)
+        if self._state.journal.listening is not None:
+            self._state.journal.did(Call.FLUSH, reservation.session)
         await self._flushing.flush(reservation.session)
 
     def mark_written(

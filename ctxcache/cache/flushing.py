@@ -390,7 +390,7 @@ class Flushing:
                 kept.append(item)
             else:
                 self._staging.give_back(item)
-        if session.is_gone:
+        if session.use is Use.GONE:
             raise SessionNotFound(session=session.name)
         replaced = self._ledger.flushed(session, [item.flushed for item in kept], end, begun_ns)
         changes = Changes(sessions=[record_of(session)], segments=self._segment_records(kept))

@@ -21,7 +21,7 @@ from ctxcache.cache.state import State
 from ctxcache.core.ledger.places import Place
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
-from ctxcache.core.throughput import Throughput
+from ctxcache.core.observations import Throughput
 from ctxcache.errors import CorruptSegment, TierFailure
 from ctxcache.format.slot import Slot
 

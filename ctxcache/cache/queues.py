@@ -18,8 +18,8 @@ from itertools import groupby
 from ctxcache.cache.state import State
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Bound, QueueLimits
+from ctxcache.core.observations import Throughput
 from ctxcache.core.placement.schedule import Job, Schedule
-from ctxcache.core.throughput import Throughput
 from ctxcache.errors import CacheError, EngineTakenOver, TooManyRequests
 from ctxcache.format.streams import StreamRange
 

@@ -18,7 +18,15 @@ import numpy as np
 from ctxcache.core.ledger.ledger import Flushed
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TierFailure
-from ctxcache.format.checksums import Sums, bound_checksum, covers, difference, rows_checksum, settled
+from ctxcache.format.checksums import (
+    Sums,
+    bound_checksum,
+    bound_checksums,
+    covers,
+    difference,
+    rows_checksum,
+    settled,
+)
 from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.slot import Slot
@@ -313,11 +321,7 @@ def _copy_rows(layout: SegmentLayout, row_count: int, source: memoryview, target
 
 def _bound(segment: Segment, row_count: int, values: tuple[int, ...]) -> tuple[int, ...]:
     """What the header of a segment's first rows has of each chunk."""
-    seed = segment.identity(row_count).seed()
-    return tuple(
-        bound_checksum(seed, spec.stream, value)
-        for spec, value in zip(segment.layout.specs, values, strict=True)
-    )
+    return bound_checksums(segment.identity(row_count).seed(), segment.layout, values)
 
 
 def _encoded(segment: Segment, row_count: int, checksums: tuple[int, ...]) -> bytes:

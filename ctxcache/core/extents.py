@@ -127,6 +127,7 @@ class SlotAllocator:
 
     def __init__(self, capacities_bytes: Sequence[int], *, first_offset: int = 0) -> None:
         self._paths = [Extents(first_offset, capacity - first_offset) for capacity in capacities_bytes]
+        self.path_count = len(self._paths)
         self._credits = [0.0] * len(self._paths)
         """How many sessions each path is owed: the one that is owed most has the next one."""
         self.capacity_bytes = sum(path.free_bytes for path in self._paths)
@@ -159,11 +160,6 @@ class SlotAllocator:
     def slot_count_by_path(self) -> tuple[int, ...]:
         """Slots taken on each path."""
         return tuple(path.run_count for path in self._paths)
-
-    @property
-    def path_count(self) -> int:
-        """How many paths there are."""
-        return len(self._paths)
 
     def take(
         self, size_bytes: int, *, closed: Collection[int] = (), on_path: int | None = None

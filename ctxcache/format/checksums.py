@@ -37,6 +37,14 @@ def bound_checksum(identity_seed: int, stream: Stream, checksum: int) -> int:
     return xxh3_64_intdigest(_CHECKSUM.pack(checksum), seed=stream_seed)
 
 
+def bound_checksums(identity_seed: int, layout: SegmentLayout, checksums: Iterable[int]) -> tuple[int, ...]:
+    """What a header has of each chunk of a segment; `checksums` in storage order."""
+    return tuple(
+        bound_checksum(identity_seed, spec.stream, checksum)
+        for spec, checksum in zip(layout.specs, checksums, strict=True)
+    )
+
+
 def chunk_checksum(identity_seed: int, stream: Stream, data: Buffer) -> int:
     """The bound checksum of a chunk's rows (without padding)."""
     return bound_checksum(identity_seed, stream, rows_checksum(data))

@@ -9,10 +9,10 @@ from hypothesis.stateful import run_state_machine_as_test
 from ledger_machine import LedgerMachine
 
 from ctxcache.core.ledger.ledger import Ledger
+from ctxcache.core.ledger.rankings import Unwritten
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.shelf import Shelf
-from ctxcache.core.ledger.unwritten import Unwritten
 from ctxcache.format.slot import Slot
 
 SETTINGS = settings(

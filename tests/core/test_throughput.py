@@ -2,7 +2,7 @@
 
 import pytest
 
-from ctxcache.core.throughput import DEFAULT_BYTES_PER_S, Throughput
+from ctxcache.core.observations import DEFAULT_BYTES_PER_S, Throughput
 
 
 def play(throughput: Throughput, *events: tuple[float, int | None]) -> None:

@@ -95,6 +95,8 @@ class Standing:
     tier: Level | None = None
     rank: Key | None = None
     """As the policy last said; None where something has happened since."""
+    heard_count: int = -1
+    """How many events the policy had heard of when it said so."""
     order: float | None = None
     """When its next job starts, while one waits."""
     memory_since_s: float | None = None
@@ -162,6 +164,8 @@ class Feed:
         """Segments promoted ahead of need, or being so, and not read since. To be looked at, not changed."""
         self.prefetched = Prefetched()
         self._looks_left = LOOKS
+        self._heard_count = 0
+        """Events that the policy was told of: as long as it hears of none, no rank changes."""
         policy.watch(self._fell_by_name)
         policy.passed(now_s())
 
@@ -208,6 +212,7 @@ class Feed:
         self._looks_left = LOOKS
         self.retaining.passed()
         self.policy.passed(self._now_s())
+        self._heard_count += 1
 
     # -- what happens to sessions ------------------------------------------------------------------
 
@@ -215,11 +220,13 @@ class Feed:
         """The session is created, as a turn of it begins."""
         standing = self._appear(session)
         self.policy.arrived(standing.name, self._now_s())
+        self._heard_count += 1
 
     def recalled(self, session: Session, idle_s: float) -> None:
         """The session was there when the store was opened, and idle for that long; the oldest come first."""
         standing = self._appear(session)
         self.policy.recalled(standing.name, standing.recall(), idle_s)
+        self._heard_count += 1
         self.settled(session)
 
     def accessed(self, session: Session, now_s: float, *, is_first: bool) -> None:
@@ -229,9 +236,11 @@ class Feed:
         if not is_first:
             return
         self.policy.arrived(standing.name, now_s)
+        self._heard_count += 1
         if standing.is_queued:
             standing.is_queued = False
             self.policy.withdrawn(standing.name)
+            self._heard_count += 1
         standing.is_order_used = True
         kin = session.residence.kin
         if kin:
@@ -246,10 +255,12 @@ class Feed:
         if self.retaining.retained or self.retaining.pinned:
             self.retaining.rested(session)
         self.policy.idle(standing.name, facts, now_s)
+        self._heard_count += 1
         if standing.order is not None:
             # Not the job that waits has used it, but the turn before, or another engine's.
             standing.is_queued = True
             self.policy.hinted(standing.name, standing.order)
+            self._heard_count += 1
         self.settled(session)
 
     def rested(self, session: Session) -> None:
@@ -293,7 +304,9 @@ class Feed:
         if len(self._ghosts) > GHOSTS:
             self._ghosts.popitem(last=False)
         self.policy.evicted(standing.name)
+        self._heard_count += 1
         self.policy.withdrawn(standing.name)
+        self._heard_count += 1
         for watcher in self._forget(standing):
             watcher.evicted(session.uid)
 
@@ -302,6 +315,7 @@ class Feed:
         standing = self._standings.get(session.uid)
         if standing is not None:
             self.policy.ended(standing.name)
+            self._heard_count += 1
             for watcher in self._forget(standing):
                 watcher.ended(session.uid)
 
@@ -315,7 +329,9 @@ class Feed:
             standing.is_set_aside, standing.order, standing.rank = False, order, None
             standing.is_queued = True
             self.policy.passed(self._now_s())
+            self._heard_count += 1
             self.policy.hinted(standing.name, order)
+            self._heard_count += 1
             self._wanted()
 
     def withdrawn(self, session: Session) -> None:
@@ -325,6 +341,7 @@ class Feed:
             standing.order = standing.rank = None
             standing.is_queued = False
             self.policy.withdrawn(standing.name)
+            self._heard_count += 1
 
     def starting(self, session: Session) -> None:
         """The job runs.
@@ -343,6 +360,7 @@ class Feed:
         if standing is not None:
             standing.rank = None
             self.policy.expected(standing.name, return_s)
+            self._heard_count += 1
 
     def watch(self, uid: bytes, watcher: Watcher) -> None:
         """Let `watcher` hear of a session that is there, until it is gone."""
@@ -421,8 +439,12 @@ class Feed:
 
     def _policy_rank(self, standing: Standing) -> Key | None:
         """What the policy says, or said: all its ranks may rise at once, and a look at all must not wait."""
+        if standing.rank is not None and standing.heard_count == self._heard_count:
+            # The policy heard nothing since: it would say the same.
+            return standing.rank
         if standing.rank is None or self._looks_left > 0:
             self._looks_left -= standing.rank is not None
+            standing.heard_count = self._heard_count
             standing.rank = self.policy.rank(standing.name)
         return standing.rank
 
@@ -436,6 +458,7 @@ class Feed:
             return
         before, standing.tier = standing.tier, tier
         self.policy.placed(standing.name, tier)
+        self._heard_count += 1
         self._time_in_memory(standing)
         if before is not None:
             for watcher in tuple(self._watchers.get(session.uid, ())):

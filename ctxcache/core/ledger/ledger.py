@@ -21,12 +21,11 @@ from ctxcache.core.ledger.feed import Feed
 from ctxcache.core.ledger.keyed import Keyed, holds, longest
 from ctxcache.core.ledger.leaving import Leaving
 from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
-from ctxcache.core.ledger.rankings import Evictable, Resident
+from ctxcache.core.ledger.rankings import Evictable, Resident, Unwritten
 from ctxcache.core.ledger.retaining import Retaining
 from ctxcache.core.ledger.segment import Kin, Residence, Segment
 from ctxcache.core.ledger.session import ExpiryQueue, Piece, Session
 from ctxcache.core.ledger.shelf import Shelf
-from ctxcache.core.ledger.unwritten import Unwritten
 from ctxcache.core.ledger.usage import Quotas, Usage
 from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
@@ -596,10 +595,11 @@ class Ledger:
         if segment.place is Place.HELD:
             self._empty(segment)
             return
+        is_clean = self.is_clean(segment)
         home = segment.home
         session = self._by_uid.get(home.uid) if home is not None else None
         is_spared = session is not None and session.backlog is Backlog.SPARED
-        if self.is_clean(segment) or is_spared or (self.lost and self.is_on_lost_path(segment)):
+        if is_clean or is_spared or (self.lost and self.is_on_lost_path(segment)):
             self._resident.add(segment)
         # A session that is written is added when its writer is done.
         if not segment.hold_count and session is not None and session.use is not Use.WRITTEN:

@@ -121,7 +121,7 @@ class Quotas:
 
     def is_limited(self, tenant: str) -> bool:
         """Whether anything but the capacity bounds what the tenant may have."""
-        return bool(self._shares) and self._limit_bytes(tenant) is not None
+        return tenant in self._shares.by_tenant and self._limit_bytes(tenant) is not None
 
     def check(self, tenant: str, needed_bytes: int) -> None:
         """Raise CapacityExceeded unless the tenant may have so much for one session."""

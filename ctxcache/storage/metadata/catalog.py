@@ -251,7 +251,8 @@ class Catalog:
         """Pieces of bases that were written: by these the end sees that the device gets on."""
         self._put_bytes = self._written_bytes = 0
         """Bytes given to the writing thread since the start, and bytes that it has written or failed."""
-        self._last_write: Future[None] | None = None
+        self.last_write: Future[None] | None = None
+        """The write of the last commit that was noted, for `wait`. To be looked at, not changed."""
         self._closing = threading.Event()
         self._snapshot: Callable[[], Iterator[tuple[bytes, bytes]]] = lambda: iter(())
         self._writer, self._base_writer, self._syncer = (
@@ -311,16 +312,11 @@ class Catalog:
         changes = b"".join(pack(self._seed, sequence, key, value) for key, value in entries)
         packed = begin + changes + pack_mark(self._seed, sequence, COMMIT)
         self._put_bytes += len(packed)
-        self._last_write = self._writer.submit(partial(self._write, packed, self._hang_count))
+        self.last_write = self._writer.submit(partial(self._write, packed, self._hang_count))
         self._is_marked = True
         self._log_bytes += len(packed)
         if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes) and not self._is_base_due:
             self._rotate(sequence)
-
-    @property
-    def last_write(self) -> "Future[None] | None":
-        """The write of the last commit that was noted, for `wait`."""
-        return self._last_write
 
     async def wait(self, write: "Future[None] | None") -> None:
         """Return when this write, and all before it, have come back.
