@@ -19,11 +19,12 @@ from far_side import KV, LAYOUT, OWN, SPEC, make_rows
 from server_process import ServerProcess, write_secret
 
 import ctxcache
-from ctxcache.client import Client
+from ctxcache.client import BlockSpace, Client
 from ctxcache.errors import PermissionDenied, Unavailable
 from ctxcache.identity.grants import ArenaGrant
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.v1 import arena_pb2
+from ctxcache.v1.arena_pb2 import Operation
 from lab.routes import Route, route_options
 
 STRANGER = 12345
@@ -218,6 +219,25 @@ def test_of_a_sealed_arena_nobody_gets_anything_to_write_with(sealed: ServerProc
     assert before == {"fds": 1, "size": sealed.ready["arena"]["size_bytes"], "done": []}
     np.testing.assert_array_equal(found, make_rows(75)[KV])
     assert sealed.ready["arena"]["path"] == "memfd:ctxcache-arena"
+
+
+def test_blocks_come_by_stream_where_nobody_may_write(sealed: ServerProcess) -> None:
+    """And are read in place; room that is asked for all the same is refused."""
+    space, key = BlockSpace(model_fingerprint=bytes(32)), bytes(31) + b"k"
+    with ctxcache.connect(sealed.target) as client:
+        assert client.blocks.put(space, {key: b"some bytes"}) == 1
+        [loaded] = client.blocks.load(space, [key])
+        attachment = client._routes.attach()
+        assert attachment is not None
+        reserve = Operation()
+        reserve.reserve_blocks.space.model_fingerprint = bytes(32)
+        reserve.reserve_blocks.space.parts.add(layer_end=1)
+        reserve.reserve_blocks.blocks.add(key=bytes(32), part_bytes=[5])
+        with pytest.raises(PermissionDenied):
+            attachment.stream.carry_out(reserve)
+
+    assert loaded is not None
+    assert loaded[0].tobytes() == b"some bytes"
 
 
 @pytest.mark.parametrize("access", ["auto", "local-socket", "local-grpc"])

@@ -1,0 +1,208 @@
+"""BlockService and the operations of local clients, by bare stubs: what is refused, and what that leaves."""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+import pytest
+from service_rig import Access, Client, refused, until
+
+from ctxcache.format.checksums import wire_checksum
+from ctxcache.server.server import Server
+from ctxcache.v1 import block_pb2, block_pb2_grpc, session_pb2
+
+Code = grpc.StatusCode
+HIT, MISS = session_pb2.LOOKUP_STATE_HIT, session_pb2.LOOKUP_STATE_MISS
+PENDING = session_pb2.LOOKUP_STATE_PENDING
+Connect = Callable[[], Awaitable[Access]]
+SPACE = block_pb2.BlockSpace(
+    model_fingerprint=bytes(32), layout_tag="x", parts=[block_pb2.BlockPart(layer_end=1)]
+)
+SIZE_BYTES = 5000
+
+
+def key_of(number: int) -> bytes:
+    """A key of 32 bytes."""
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def data_of(number: int) -> bytes:
+    """The bytes of a block."""
+    return bytes([number]) * SIZE_BYTES
+
+
+def reserve_of(*numbers: int, **changes: Any) -> block_pb2.ReserveBlocks:
+    """Room for these blocks, with changes."""
+    facts: dict[str, Any] = {
+        "space": SPACE,
+        "blocks": [block_pb2.NewBlock(key=key_of(i), part_bytes=[SIZE_BYTES]) for i in numbers],
+    }
+    return block_pb2.ReserveBlocks(**(facts | changes))
+
+
+def header_of(*numbers: int, **changes: Any) -> block_pb2.PutBlocksRequest:
+    """The first message of a put."""
+    return block_pb2.PutBlocksRequest(
+        header=block_pb2.PutBlocksHeader(blocks=reserve_of(*numbers, **changes))
+    )
+
+
+def bytes_of(block: int, data: bytes, **changes: Any) -> block_pb2.PutBlocksRequest:
+    """Bytes of a put, with changes."""
+    facts: dict[str, Any] = {"block": block, "data": data, "checksum": wire_checksum(data)}
+    return block_pb2.PutBlocksRequest(bytes=block_pb2.BlockBytes(**(facts | changes)))
+
+
+@pytest.fixture
+def stub(client: Client) -> Any:
+    """BlockService."""
+    return block_pb2_grpc.BlockServiceStub(client.channel)
+
+
+async def states(stub: Any, *numbers: int) -> list[Any]:
+    """What a look-up says."""
+    request = block_pb2.LookupBlocksRequest(space=SPACE, keys=map(key_of, numbers))
+    return list((await stub.LookupBlocks(request)).states)
+
+
+async def read(stub: Any, *numbers: int) -> dict[int, bytes]:
+    """The bytes of blocks, by their place in the request."""
+    found: dict[int, bytes] = {}
+    lease = block_pb2.LeaseBlocksRequest(space=SPACE, keys=map(key_of, numbers))
+    async for message in stub.ReadBlocks(block_pb2.ReadBlocksRequest(blocks=lease)):
+        if message.HasField("bytes"):
+            assert wire_checksum(message.bytes.data) == message.bytes.checksum
+            found[message.bytes.block] = found.get(message.bytes.block, b"") + message.bytes.data
+    return found
+
+
+async def test_blocks_are_put_and_read_by_stream(stub: Any, server: Server) -> None:
+    """In any order of the blocks; bytes of what is there are ignored; a read leaves no lease."""
+    first = [header_of(1, 2), bytes_of(1, data_of(2)), bytes_of(0, data_of(1)[:7])]
+    response = await stub.PutBlocks(iter([*first, bytes_of(0, data_of(1)[7:], begin_bytes=7)]))
+    assert (list(response.states), response.put_count) == ([HIT, HIT], 2)
+    again = [header_of(2, 3), bytes_of(0, b"other"), bytes_of(1, data_of(3))]
+    response = await stub.PutBlocks(iter(again))
+    assert (list(response.states), response.put_count) == ([HIT, HIT], 1)
+    assert await read(stub, 3, 9, 1, 2) == {0: data_of(3), 2: data_of(1), 3: data_of(2)}
+    assert not server._cache.leases.lease_count
+
+
+BAD_PUTS: dict[str, tuple[Iterable[block_pb2.PutBlocksRequest], str, str]] = {
+    "nothing": ([], "INVALID_FIELD", "header"),
+    "no header": ([bytes_of(0, data_of(1))], "INVALID_FIELD", "header"),
+    "two headers": ([header_of(1), header_of(1)], "INVALID_FIELD", "message"),
+    "nobody's block": ([header_of(1), bytes_of(1, data_of(1))], "INVALID_FIELD", "bytes.block"),
+    "nobody's part": ([header_of(1), bytes_of(0, data_of(1), part=1)], "INVALID_FIELD", "bytes.part"),
+    "no data": ([header_of(1), bytes_of(0, b"")], "INVALID_FIELD", "bytes.data"),
+    "a gap": ([header_of(1), bytes_of(0, b"abc", begin_bytes=1)], "INVALID_FIELD", "bytes.begin_bytes"),
+    "too much": ([header_of(1), bytes_of(0, data_of(1) + b"x")], "INVALID_FIELD", "data"),
+    "other bytes": ([header_of(1), bytes_of(0, data_of(1), checksum=1)], "CHECKSUM_MISMATCH", "bytes.data"),
+    "an early end": ([header_of(1, 2), bytes_of(0, data_of(1))], "INVALID_FIELD", "bytes"),
+    "twice": ([header_of(1, 1)], "INVALID_FIELD", "blocks[1].key"),
+    "no blocks": ([header_of()], "INVALID_FIELD", "blocks"),
+    "no such part": ([header_of(1, parts=[1])], "INVALID_FIELD", "parts"),
+}
+
+
+@pytest.mark.parametrize(("messages", "reason", "field"), BAD_PUTS.values(), ids=BAD_PUTS)
+async def test_a_bad_put_puts_nothing(
+    stub: Any, server: Server, messages: Iterable[block_pb2.PutBlocksRequest], reason: str, field: str
+) -> None:
+    """And gives its room back."""
+    facts = await refused(stub.PutBlocks(iter(messages)), Code.INVALID_ARGUMENT, reason)
+    assert facts["field"] == field
+    assert await states(stub, 1, 2) == [MISS, MISS]
+    assert not server._cache.appends.reservation_count
+    assert not server._cache.ledger.blocks()
+
+
+async def test_keys_and_tokens_have_their_length(stub: Any) -> None:
+    """Each refusal names the field."""
+    bad_keys: dict[str, Any] = {"space": SPACE, "keys": [key_of(1), b"short"]}
+    for call, field in (
+        (stub.LookupBlocks(block_pb2.LookupBlocksRequest(**bad_keys)), "keys[1]"),
+        (stub.LookupBlocks(block_pb2.LookupBlocksRequest(space=SPACE)), "keys"),
+        (stub.LeaseBlocks(block_pb2.LeaseBlocksRequest(**bad_keys)), "keys[1]"),
+        (stub.DeleteBlocks(block_pb2.DeleteBlocksRequest(**bad_keys)), "keys[1]"),
+        (stub.LeaseBlocks(block_pb2.LeaseBlocksRequest(token=b"x")), "token"),
+        (stub.LeaseBlocks(block_pb2.LeaseBlocksRequest(token=bytes(16), space=SPACE)), "token"),
+        (stub.ReleaseBlocks(block_pb2.ReleaseBlocksRequest()), "token"),
+        (
+            stub.LookupBlocks(block_pb2.LookupBlocksRequest(keys=[key_of(1)])),
+            "space.model_fingerprint",
+        ),
+    ):
+        assert (await refused(call, Code.INVALID_ARGUMENT, "INVALID_FIELD"))["field"] == field
+    unknown = block_pb2.ReleaseBlocksRequest(token=bytes(16))
+    await refused(stub.ReleaseBlocks(unknown), Code.NOT_FOUND, "LEASE_NOT_FOUND")
+
+
+async def test_a_message_has_a_bound_of_parts(stub: Any, access: Access) -> None:
+    """So that no answer is too large, and no request takes the loop for long."""
+    parts = [block_pb2.BlockPart(layer_begin=i, layer_end=i + 1) for i in range(256)]
+    space = block_pb2.BlockSpace(model_fingerprint=bytes(32), parts=parts)
+    keys = [key_of(i) for i in range(17)]
+    lease = block_pb2.LeaseBlocksRequest(space=space, keys=keys)
+    facts = await refused(stub.LeaseBlocks(lease), Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert facts["problem"] == "have 4352 parts, more than 4096"
+    blocks = [block_pb2.NewBlock(key=key, part_bytes=[1] * 256) for key in keys]
+    result = await access.one(reserve_blocks=block_pb2.ReserveBlocks(space=space, blocks=blocks))
+    assert result.error.metadata["problem"] == "have 4352 parts, more than 4096"
+
+
+async def test_a_lease_over_grpc_lasts_until_it_is_released(stub: Any, server: Server) -> None:
+    """Its token serves reads, of the same tenant."""
+    await stub.PutBlocks(iter([header_of(1), bytes_of(0, data_of(1))]))
+    lease = await stub.LeaseBlocks(block_pb2.LeaseBlocksRequest(space=SPACE, keys=[key_of(1), key_of(2)]))
+    assert [len(block.offset_bytes) for block in lease.blocks] == [1, 0]
+    assert len(lease.token) == 16
+    by_token = block_pb2.LeaseBlocksRequest(token=lease.token)
+    messages = [m async for m in stub.ReadBlocks(block_pb2.ReadBlocksRequest(blocks=by_token))]
+    assert b"".join(message.bytes.data for message in messages[1:]) == data_of(1)
+    assert server._cache.leases.lease_count == 1
+    await stub.ReleaseBlocks(block_pb2.ReleaseBlocksRequest(token=lease.token))
+    assert not server._cache.leases.lease_count
+    call = stub.ReadBlocks(block_pb2.ReadBlocksRequest(blocks=by_token))
+    await refused(call, Code.NOT_FOUND, "LEASE_NOT_FOUND")
+
+
+async def test_what_a_connection_has_of_blocks_ends_with_it(
+    connect: Connect, stub: Any, server: Server
+) -> None:
+    """Leases but for those that outlive it, and reservations; another connection commits nothing of them."""
+    await stub.PutBlocks(iter([header_of(1), bytes_of(0, data_of(1))]))
+    one, other = await connect(), await connect()
+    lease = block_pb2.LeaseBlocksRequest(space=SPACE, keys=[key_of(1)])
+    brief = (await one.one(lease_blocks=lease)).leased_blocks
+    lease.outlives_connection = True
+    kept = (await one.one(lease_blocks=lease)).leased_blocks
+    [room] = (await one.one(reserve_blocks=reserve_of(2))).reserved_blocks.rooms
+    assert (room.state, len(room.offset_bytes)) == (MISS, 1)
+    commit = block_pb2.CommitBlocks(reservation_ids=[room.reservation_id], parts=[0], checksums=[0])
+    assert (await other.one(commit_blocks=commit)).error.reason == "RESERVATION_NOT_FOUND"
+    assert await states(stub, 1, 2) == [HIT, PENDING]
+    one.die()
+    await until(lambda: server._cache.leases.lease_count == 1)
+    assert not server._cache.appends.reservation_count
+    assert await states(stub, 2) == [MISS]
+    gone = await other.one(lease_blocks=block_pb2.LeaseBlocksRequest(token=brief.token))
+    assert gone.error.reason == "LEASE_NOT_FOUND"
+    again = await other.one(lease_blocks=block_pb2.LeaseBlocksRequest(token=kept.token))
+    assert again.leased_blocks.blocks == kept.blocks
+    released = await other.one(release_blocks=block_pb2.ReleaseBlocksRequest(token=kept.token))
+    assert released.HasField("released")
+    assert not server._cache.leases.lease_count
+
+
+async def test_a_reservation_is_given_up_on_request(access: Access, stub: Any) -> None:
+    """As a session's is."""
+    [room] = (await access.one(reserve_blocks=reserve_of(1))).reserved_blocks.rooms
+    result = await access.one(release_reservation={"reservation_id": room.reservation_id})
+    assert result.HasField("released")
+    assert await states(stub, 1) == [MISS]
+    lists = block_pb2.CommitBlocks(reservation_ids=[room.reservation_id], parts=[0, 0], checksums=[0])
+    assert (await access.one(commit_blocks=lists)).error.metadata["field"] == "parts"
+    lists = block_pb2.CommitBlocks(reservation_ids=[room.reservation_id], parts=[0])
+    assert (await access.one(commit_blocks=lists)).error.metadata["field"] == "checksums"
