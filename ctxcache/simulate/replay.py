@@ -19,12 +19,15 @@ from heapq import heappop, heappush
 
 from ctxcache.core.placement.policy import Facts, Level, Policy
 from ctxcache.core.placement.schedule import Job, Schedule
+from ctxcache.core.placement.value import fetch_lead_s
 from ctxcache.simulate.load import NEVER_S, Liar, Lie, Load, Overflow, TraceHint
 from ctxcache.simulate.store import Fetch, Layers, MakePolicy, Store
 from ctxcache.simulate.tally import HitTally
 from ctxcache.simulate.trace import TraceTurn
 
 ENGINE = "engine"
+LOOKED_EVERY_S = 0.5
+"""How long it takes a server at most to see that it is time to fetch a session."""
 JOBS_PER_LOOK = 1024
 """Overdue jobs looked at before the next ones are asked for."""
 
@@ -389,7 +392,16 @@ class Replay:
         if ends and TraceHint.ENDS in hints:
             self.store.tiers.policy.expected(turn.session, None)
         elif next_s < NEVER_S and TraceHint.RETURNS in hints:
-            self.store.tiers.policy.expected(turn.session, self._liar.return_s(turn, now_s, next_s))
+            return_s = self._liar.return_s(turn, now_s, next_s)
+            self.store.tiers.policy.expected(turn.session, return_s)
+            size_bytes = self._load.stored_bytes(self._live[turn.session].size_tokens)
+            due_s = max(return_s - fetch_lead_s(size_bytes), now_s)
+            self._at(due_s + LOOKED_EVERY_S, self._fetch_expected)
+
+    def _fetch_expected(self, now_s: float) -> None:
+        """It is time to fetch a session that is said to return."""
+        self.store.tiers.policy.passed(now_s)
+        self._prefetch(now_s)
 
     def _prefetch(self, now_s: float) -> None:
         """Read ahead, one session at a time, while there is someone to read for."""

@@ -16,6 +16,7 @@ from fakes import Operation
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.value import ReturnValue
 from ctxcache.errors import CorruptSegment, TierFailure
 from ctxcache.server.upkeep import Upkeep
 
@@ -347,3 +348,70 @@ async def test_a_long_turn_costs_what_comes(tmp_path: Path) -> None:
     assert costs[1] < 1.3 * costs[0], costs
     await rig.check()
     rig.arena.close()
+
+
+EXPECTED_NAMES = tuple(f"chat {number}" for number in range(24))
+PERIOD_S = 3.0
+ROUND_S = PERIOD_S * len(EXPECTED_NAMES)
+
+
+async def _found_in_dram(tmp_path: Path, *, is_told: bool) -> float:
+    """Share of tokens that 72 turns of 24 sessions found in DRAM, which holds five of them.
+
+    After each turn the client says when the session returns, and lets it lie on SSD.
+    """
+    capacities = Capacities(ARENA_SEGMENTS * SLOT_BYTES, (sum(SSD_SEGMENTS) - ARENA_SEGMENTS) * SLOT_BYTES)
+    rig = Foreseen(tmp_path, ARENA_SEGMENTS, SSD_SEGMENTS, make_policy=partial(ReturnValue, capacities))
+    await rig.open()
+    found_before = 0
+    for turn in range(4 * len(EXPECTED_NAMES)):
+        name = EXPECTED_NAMES[turn % len(EXPECTED_NAMES)]
+        rig.clock.advance(seconds=PERIOD_S)
+        rig.cache.placement.passed()
+        if rig.cache.state.is_prefetch_wanted.is_set():
+            await rig.prefetch()
+        if turn < len(EXPECTED_NAMES):
+            await rig.create(name)
+            await rig.append(name, Writer(turn).make(PARTS * SEGMENT_TOKENS), is_durable=True)
+            found_before = rig.cache.state.counters.dram_hit_token_count
+        else:
+            await rig.read(name)
+        if is_told:
+            return_s = rig.clock.monotonic_ns() / 1e9 + ROUND_S
+            rig.cache.placement.expected(rig.session(name), return_s)
+        await rig.demote(name)
+    found = rig.cache.state.counters.dram_hit_token_count - found_before
+    await rig.check()
+    await rig.close()
+    return found / (3 * len(EXPECTED_NAMES) * PARTS * SEGMENT_TOKENS)
+
+
+async def test_who_is_said_to_return_is_in_dram_by_then(tmp_path: Path) -> None:
+    """Of the reads 95 % at least; unsaid, of what lies on SSD none."""
+    assert await _found_in_dram(tmp_path / "told", is_told=True) >= 0.95
+    assert await _found_in_dram(tmp_path / "untold", is_told=False) == 0
+
+
+async def test_who_does_not_return_as_said_is_fetched_once(tmp_path: Path) -> None:
+    """It comes for its promise; when it had to leave again, or is late, nothing is read for it."""
+    capacities = Capacities(ARENA_SEGMENTS * SLOT_BYTES, (sum(SSD_SEGMENTS) - ARENA_SEGMENTS) * SLOT_BYTES)
+    rig = Foreseen(tmp_path, ARENA_SEGMENTS, SSD_SEGMENTS, make_policy=partial(ReturnValue, capacities))
+    await rig.open()
+    for name in ("loyal", "late"):
+        await rig.create(name)
+        await rig.append(name, Writer(len(name)).make(PARTS * SEGMENT_TOKENS), is_durable=True)
+        await rig.demote(name)
+        rig.cache.placement.expected(rig.session(name), rig.clock.monotonic_ns() / 1e9 + 40.0)
+    counts = []
+    for passed_s in (10, 29, 2, 4, 15, 60):
+        rig.clock.advance(seconds=passed_s)
+        rig.cache.placement.passed()
+        await rig.prefetch()
+        counts.append(rig.counted()[0])
+        for name in ("loyal", "late"):
+            await rig.demote(name)
+
+    assert counts[0] == 0
+    assert counts[-1] == 2 * PARTS
+    await rig.check()
+    await rig.close()

@@ -213,6 +213,8 @@ class Feed:
         self.retaining.passed()
         self.policy.passed(self._now_s())
         self._heard_count += 1
+        if self.policy.prefetch(self._may_come) is not None:
+            self._wanted()
 
     # -- what happens to sessions ------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ queue the order is LRU. Amortised O(log n) an event. Worst case: a false order; 
 prefetches.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
@@ -117,6 +118,11 @@ class Windowed(Ranked):
         self._last_use: dict[bytes, int] = {}
         self._use_count = 0
         self._fetched = Window(self._rank_fetch)
+        self._expected: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+        """When the client said it, and the return that it said; empty where nobody listens.
+
+        Kept past eviction: the return shows whether it was true.
+        """
 
     @property
     def follows_order(self) -> bool:
@@ -152,9 +158,12 @@ class Windowed(Ranked):
 
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
-        if not self._fetchable or not self.follows_order:
-            return None
-        return self._fetchable.first(accepts)
+        found = self._fetchable.first(accepts) if self._fetchable and self.follows_order else None
+        return self._returning(accepts) if found is None and self._expected else found
+
+    def _returning(self, accepts: Accepts) -> bytes | None:  # noqa: ARG002  not every policy listens
+        """Who is to be fetched since its client said that it returns."""
+        return None
 
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
         """See Policy. The session whose job starts later gives way: memory may hold fewer than the window."""

@@ -13,7 +13,7 @@ import enum
 import json
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,8 +21,8 @@ from importlib.resources import files
 from typing import Any
 
 from ctxcache.core.placement.look_ahead import Windowed
-from ctxcache.core.placement.order import Key
-from ctxcache.core.placement.policy import Capacities, Facts
+from ctxcache.core.placement.order import Accepts, Key, Keyed
+from ctxcache.core.placement.policy import Capacities, Facts, Level
 from ctxcache.core.placement.returns import WATCHED, ReturnTimes
 
 
@@ -226,6 +226,8 @@ PREFETCHED_BELOW, PREFETCHED_ABOVE = 0.2, 0.4
 """Where trust in the queue's order falls so low that nothing is fetched by it, and where it is again."""
 LEAST_WAIT_S = 1.0
 TOLERANCE_S, TOLERANCE_SHARE = 10.0, 0.25
+FETCH_BYTES_PER_S, FETCH_MARGIN_S = 0.5e9, 2.0
+"""How fast two sessions are read at once from one SSD, and what the clock and the wait behind others take."""
 SURE = 3.0
 """A session that is known to return counts so much more than one that may return."""
 
@@ -236,6 +238,11 @@ def public_return_times() -> dict[str, Any]:
     text = files("ctxcache.core.placement").joinpath("return_times.json").read_text()
     lessons: dict[str, Any] = json.loads(text)
     return lessons
+
+
+def fetch_lead_s(size_bytes: int) -> float:
+    """How long before its return a session of that size is to be fetched."""
+    return FETCH_MARGIN_S + size_bytes / FETCH_BYTES_PER_S
 
 
 MISS_COST = MissCost()
@@ -261,12 +268,9 @@ class ReturnValue(Windowed):
         self._returns.recount(public_return_times() if lessons is None else lessons, math.inf)
         self._queue = Forecast()
         self._follows_order = True
-        self._expected: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
-        """When the client said it, and the return that it said.
-
-        Kept past eviction: the return shows whether it was true.
-        """
         self._waits = Trust()
+        self._due = Keyed()
+        """Sessions that are said to return and were not yet fetched for it, by when that is to begin."""
 
     @property
     def follows_order(self) -> bool:
@@ -312,6 +316,7 @@ class ReturnValue(Windowed):
         # The return times go on watching the session: whether its job comes is learned all the same.
         self._queue.discard(uid)
         self._fetched.discard(uid)
+        self._due.discard(uid)
 
     def ended(self, uid: bytes) -> None:
         """See Policy."""
@@ -341,12 +346,50 @@ class ReturnValue(Windowed):
         if uid not in self._held:
             return
         self._expected.pop(uid, None)
+        self._due.discard(uid)
         self._returns.said(uid, is_over=return_s is None)
         if return_s is not None:
             self._expected[uid] = (self._returns.now_s, return_s)
+            self._due.put(uid, (return_s - fetch_lead_s(self._sizes[uid]),))
         if len(self._expected) > WATCHED:
-            self._expected.popitem(last=False)
+            self._due.discard(self._expected.popitem(last=False)[0])
         self._rank(uid)
+
+    def _returning(self, accepts: Accepts) -> bytes | None:
+        """See Windowed. It is fetched once, when it is time, while such hints come true."""
+        if self._waits.share < PREFETCHED_ABOVE:
+            return None
+        uid = self._due.first(lambda each: not self._is_due(each) or self._is_void(each) or accepts(each))
+        while uid is not None and self._is_due(uid):
+            if not self._is_void(uid):
+                return uid
+            self._due.discard(uid)
+            uid = self._due.first(lambda each: not self._is_due(each) or self._is_void(each) or accepts(each))
+        return None
+
+    def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
+        """See Policy. Nor is one pushed out that is due to return, for one that returns later."""
+        if super().is_needed_soon(uid, fetched):
+            return True
+        mine, other = self._expected.get(uid), self._expected.get(fetched)
+        if mine is None or self._waits.share < PREFETCHED_ABOVE:
+            return False
+        said_s, return_s = mine
+        now_s = self._returns.now_s
+        is_near = return_s - fetch_lead_s(self._sizes.get(uid, 0)) <= now_s
+        is_late = now_s > return_s + _tolerance_s(said_s, return_s)
+        return is_near and not is_late and (other is None or return_s <= other[1])
+
+    def _is_due(self, uid: bytes) -> bool:
+        key = self._due.key(uid)
+        return key is not None and key[0] <= self._returns.now_s
+
+    def _is_void(self, uid: bytes) -> bool:
+        """Whether there is nothing to fetch: it is in memory, or has not come when it was said to."""
+        promise = self._expected.get(uid)
+        if promise is None or self._held.get(uid) is not Level.BELOW:
+            return True
+        return self._returns.now_s > promise[1] + _tolerance_s(*promise)
 
     def _weigh(self, uid: bytes, facts: Facts) -> None:
         size_bytes = facts.size_bytes or 1
@@ -388,6 +431,7 @@ class ReturnValue(Windowed):
         promise = self._expected.pop(uid, None)
         if promise is None:
             return
+        self._due.discard(uid)
         said_s, return_s = promise
         self._waits.made()
         if abs(now_s - return_s) > _tolerance_s(said_s, return_s):
