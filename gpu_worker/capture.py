@@ -17,7 +17,7 @@ from ctxcache.format.packing import unpacked
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import UnsupportedBatch
 from gpu_worker.families import Adapter
-from gpu_worker.families.projection import without_gradient
+from gpu_worker.families.adapter import without_gradient
 
 Sink = Callable[[int, StateKind, Tensor], None]
 """(layer, kind, rows [T_new, row]): called once per stream and forward pass, layer 0 first."""

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ctxcache.client.tracing import trace_parent
-from ctxcache.client.wire import Wire
+from ctxcache.client.wire import Wire, trace_parent
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.v1.arena_pb2 import (
     AccessRequest,

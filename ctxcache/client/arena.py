@@ -1,7 +1,14 @@
 """The arena as this process sees it: shared memory, mapped after it proved to be the one.
 
-Knows no lease. A mapping lives as long as any view of it, so that a server's restart never takes
-memory away under a reader. Worst case: the memory is not the server's, and bytes travel by stream.
+A mapping lives as long as any view of it, so that a server's restart never takes memory away under a reader.
+Worst case: the memory is not the server's, and bytes travel by stream.
+
+Slots: where in the arena the rows of a lease or reservation lie, views of them, and their verification. Runs
+at equal distances are viewed at once, so that a long session costs a few views per stream. Copied rows are
+verified in the copy: later changes in the arena do not matter. Views are verified where they lie, whole
+chunks, each stream once. Rows that differ are shown to the server, which verifies and repairs them; then they
+are read once more. Worst case: a location outside the arena, or rows that no tier has, raise CorruptSegment
+before a row is returned.
 """
 
 import contextlib
@@ -10,15 +17,26 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ctxcache.client.convert import stream_from_wire
 from ctxcache.client.ssd_files import SsdReader
+from ctxcache.client.types import SessionInfo
+from ctxcache.errors import CorruptSegment, InvalidArgument
+from ctxcache.format.checksums import rows_checksum
+from ctxcache.format.header import SegmentIdentity
+from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.runtime.memory import Populate
 from ctxcache.v1 import arena_pb2
+from ctxcache.v1.arena_pb2 import ChunkLayout, Runs, SegmentLocation
 
 Bytes = npt.NDArray[np.uint8]
 _Open = Callable[[int], AbstractContextManager[int]]
@@ -145,3 +163,314 @@ def _populate(mapping: Bytes, arena: arena_pb2.Arena, *, is_for_writing: bool) -
     )
     populate.start()
     return populate
+
+
+# -- slots of a lease --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stream's place inside every slot of a session."""
+
+    index: int
+    offset_bytes: int
+    row_bytes: int
+
+
+class SlotLayout:
+    """Chunks lie alike in each slot of a session. `chunks` in layout order."""
+
+    def __init__(self, layout: Iterable[ChunkLayout]) -> None:
+        self.chunks: dict[Stream, Chunk] = {
+            stream_from_wire(one.stream): Chunk(index, one.offset_bytes, one.row_bytes)
+            for index, one in enumerate(layout)
+        }
+        self.streams: tuple[Stream, ...] = tuple(self.chunks)
+        if any(c.offset_bytes < 0 or c.row_bytes <= 0 for c in self.chunks.values()):
+            raise CorruptSegment(segment_id="?", problem="a chunk lies before its slot")
+
+    def row_bytes(self, stream: Stream) -> int:
+        """Bytes of one row. Raises KeyError(stream)."""
+        return self.chunks[stream].row_bytes
+
+    def check(self, session: str, specs: Mapping[Stream, StreamSpec]) -> None:
+        """Raise InvalidArgument unless the slots hold just these streams, in rows of their sizes."""
+        row_sizes = {stream: chunk.row_bytes for stream, chunk in self.chunks.items()}
+        if row_sizes != {stream: spec.row_bytes for stream, spec in specs.items()}:
+            raise InvalidArgument(field="session", problem=f"{session} has another layout by now")
+
+    def end_bytes(self, row_end: int) -> int:
+        """How far rows below `row_end` of any stream reach into a slot."""
+        return max((c.offset_bytes + row_end * c.row_bytes for c in self.chunks.values()), default=0)
+
+
+class Span(NamedTuple):
+    """`run_count` runs of rows `[row_begin, row_end)`: the first at `offset_bytes`, each `stride_bytes` on.
+
+    The first row is token `token_begin`, and tokens follow one another through the runs.
+    """
+
+    offset_bytes: int
+    stride_bytes: int
+    run_count: int
+    row_begin: int
+    row_end: int
+    token_begin: int
+
+    @property
+    def token_end(self) -> int:
+        """One past the last token."""
+        return self.token_begin + self.run_count * (self.row_end - self.row_begin)
+
+
+class Block(NamedTuple):
+    """A view of consecutive rows, [runs, rows, row_bytes]; the first is token `token_begin`."""
+
+    token_begin: int
+    rows: Bytes
+
+
+class SlotRows:
+    """Rows of tokens `[begin, end)` in the arena, as views of it."""
+
+    def __init__(self, arena: Bytes, layout: SlotLayout, spans: Sequence[Span]) -> None:
+        self.layout = layout
+        self._arena = arena
+        self._spans = spans
+        for span in spans:
+            last = span.offset_bytes + (span.run_count - 1) * span.stride_bytes
+            if span.offset_bytes < 0 or last + layout.end_bytes(span.row_end) > arena.size:
+                raise CorruptSegment(segment_id="?", problem="lies outside the arena")
+
+    def views(self, chunk: Chunk) -> list[Bytes]:
+        """All rows of a stream, as views [runs, rows, row_bytes] in order."""
+        return [self._view(chunk, span) for span in self._spans]
+
+    def blocks(self, stream: Stream, begin: int, end: int) -> Iterator[Block]:
+        """Iterate over a stream's rows of tokens `[begin, end)`, in order."""
+        chunk = self.layout.chunks[stream]
+        for span in self._spans:
+            low, high = max(begin, span.token_begin), min(end, span.token_end)
+            if low == span.token_begin and high == span.token_end:
+                yield Block(low, self._view(chunk, span))
+            elif low < high:
+                for part in _cut(span, low, high):
+                    yield Block(part.token_begin, self._view(chunk, part))
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The first token of each run, and one past its last, in order."""
+        for span in self._spans:
+            run_tokens = span.row_end - span.row_begin
+            for run in range(span.run_count):
+                token_begin = span.token_begin + run * run_tokens
+                yield token_begin, token_begin + run_tokens
+
+    def rows(self, stream: Stream, begin: int, end: int) -> memoryview:
+        """A stream's rows of tokens `[begin, end)`, all of one run, as bytes."""
+        (block,) = self.blocks(stream, begin, end)
+        return block.rows.reshape(-1).data
+
+    def _view(self, chunk: Chunk, span: Span) -> Bytes:
+        row_bytes = chunk.row_bytes
+        return np.ndarray(
+            (span.run_count, span.row_end - span.row_begin, row_bytes),
+            np.uint8,
+            self._arena,
+            span.offset_bytes + chunk.offset_bytes + span.row_begin * row_bytes,
+            (span.stride_bytes, row_bytes, 1),
+        )
+
+
+def _cut(span: Span, low: int, high: int) -> Iterator[Span]:
+    """The part of a span that holds tokens `[low, high)`: what is left of a run, whole runs, a begun one."""
+    run_tokens = span.row_end - span.row_begin
+    while low < high:
+        run, row = divmod(low - span.token_begin, run_tokens)
+        whole = (high - low) // run_tokens if row == 0 else 0
+        row_begin = span.row_begin + row
+        row_end = span.row_end if whole else min(span.row_end, row_begin + high - low)
+        part = Span(
+            span.offset_bytes + run * span.stride_bytes,
+            span.stride_bytes,
+            max(whole, 1),
+            row_begin,
+            row_end,
+            low,
+        )
+        yield part
+        low = part.token_end
+
+
+def spans_of_runs(runs: Runs, begin: int, end: int) -> list[Span]:
+    """Read a brief answer's runs of tokens `[begin, end)`. Raises CorruptSegment when they do not add up."""
+    if not len(runs.offset_bytes) == len(runs.row_begin) == len(runs.row_end):
+        raise CorruptSegment(segment_id="?", problem="its runs do not fit together")
+    return _spans(zip(runs.offset_bytes, runs.row_begin, runs.row_end, strict=True), begin, end)
+
+
+def spans_of_segments(segments: Iterable[SegmentLocation], begin: int, end: int) -> list[Span]:
+    """Read segments' runs of tokens `[begin, end)`. Raises CorruptSegment when they leave a gap."""
+    token = begin
+    runs = []
+    for segment in segments:
+        for rows in segment.rows:
+            if rows.token_begin != token:
+                raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
+            token += rows.row_end - rows.row_begin
+            runs.append((segment.offset_bytes, rows.row_begin, rows.row_end))
+    return _spans(runs, begin, end)
+
+
+def _spans(runs: Iterable[tuple[int, int, int]], begin: int, end: int) -> list[Span]:
+    spans: list[Span] = []
+    last = Span(0, 0, 0, 0, 0, begin)
+    token = begin
+    for offset, row_begin, row_end in runs:
+        if not 0 <= row_begin < row_end:
+            raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
+        stride = offset - last.offset_bytes if last.run_count == 1 else last.stride_bytes
+        if (
+            last.run_count
+            and stride > 0
+            and (row_begin, row_end) == (last.row_begin, last.row_end)
+            and offset == last.offset_bytes + last.run_count * stride
+        ):
+            last = spans[-1] = last._replace(stride_bytes=stride, run_count=last.run_count + 1)
+        else:
+            last = Span(offset, 0, 1, row_begin, row_end, token)
+            spans.append(last)
+        token += row_end - row_begin
+    if token != end:
+        raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
+    return spans
+
+
+class _Run(NamedTuple):
+    """Rows `[row_begin, row_end)` of a segment in the arena, the first of them of token `token_begin`."""
+
+    token_begin: int
+    row_begin: int
+    row_end: int
+    segment: SegmentLocation
+
+
+class Verifier:
+    """Verifies chunks of one lease. Used by several threads, `verify` by one.
+
+    `check` raises when the lease has ended; `recheck` has the server verify what it holds, and raises what it
+    finds.
+    """
+
+    def __init__(
+        self,
+        arena: Bytes,
+        layout: SlotLayout,
+        segments: Sequence[SegmentLocation],
+        check: Callable[[], None],
+        recheck: Callable[[], None],
+    ) -> None:
+        """Raises CorruptSegment where sums do not fit what they are of."""
+        self._arena, self._layout = arena, layout
+        self._check, self._recheck = check, recheck
+        self._verified: set[Stream] = set()
+        self._segments = [segment for segment in segments if not segment.HasField("path_index")]
+        for segment in self._segments:
+            _check_sums(segment, layout, arena.size)
+        self._runs = [
+            _Run(rows.token_begin, rows.row_begin, rows.row_end, segment)
+            for segment in self._segments
+            for rows in segment.rows
+        ]
+
+    def verify(self, stream: Stream) -> None:
+        """Verify a stream's chunks where they lie.
+
+        Raises CorruptSegment, what `check` and `recheck` raise.
+        """
+        if stream not in self._verified:
+            chunk = self._layout.chunks[stream]
+            for segment in self._segments:
+                self._match(segment, stream, partial(self._rows, segment, chunk))
+            self._verified.add(stream)
+
+    def copy(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """Copy rows of tokens [begin, end) into a contiguous [end - begin, row_bytes]; verify the copy.
+
+        Raises as `verify`.
+        """
+        chunk, flat = self._layout.chunks[stream], into.reshape(-1)
+        first = bisect_right(self._runs, begin, key=_token_begin) - 1
+        for run in self._runs[max(first, 0) :]:
+            if run.token_begin >= end:
+                break
+            # What is before and behind the tokens that are asked for is cut off.
+            row_begin = run.row_begin + max(begin - run.token_begin, 0)
+            row_end = min(run.row_end, run.row_begin + end - run.token_begin)
+            if row_begin < row_end:
+                at = (max(run.token_begin, begin) - begin) * chunk.row_bytes
+                target = flat[at : at + (row_end - row_begin) * chunk.row_bytes]
+                self._copy(run.segment, stream, row_begin, row_end, target)
+
+    def _copy(
+        self, segment: SegmentLocation, stream: Stream, row_begin: int, row_end: int, target: Bytes
+    ) -> None:
+        chunk = self._layout.chunks[stream]
+        rows = self._rows(segment, chunk)
+        is_whole = (row_begin, row_end) == (0, segment.token_count)
+        # A part has no sum of its own: the whole chunk is copied, and the part taken from what was verified.
+        place = target if is_whole else np.empty(rows.size, np.uint8)
+
+        def copied() -> Bytes:
+            np.copyto(place, rows)
+            return place
+
+        self._match(segment, stream, copied)
+        if not is_whole:
+            np.copyto(target, place[row_begin * chunk.row_bytes : row_end * chunk.row_bytes])
+
+    def _match(self, segment: SegmentLocation, stream: Stream, take: Callable[[], Bytes]) -> None:
+        """Take a whole chunk's rows, and once more where they are not what they must be."""
+        expected = segment.checksums[self._layout.chunks[stream].index]
+        if rows_checksum(take().data) == expected:
+            return
+        # A slot that was handed on under us differs too; that is no damage to the session.
+        self._check()
+        self._recheck()
+        if rows_checksum(take().data) != expected:
+            self._check()
+            problem = f"{stream} does not match its checksum"
+            raise CorruptSegment(segment_id=segment.segment_id, problem=problem)
+
+    def _rows(self, segment: SegmentLocation, chunk: Chunk) -> Bytes:
+        begin = segment.offset_bytes + chunk.offset_bytes
+        return self._arena[begin : begin + segment.token_count * chunk.row_bytes]
+
+
+def _check_sums(segment: SegmentLocation, layout: SlotLayout, arena_bytes: int) -> None:
+    """Raise CorruptSegment unless a segment's sums cover all of its rows in use, in the arena."""
+    row_end = max((rows.row_end for rows in segment.rows), default=0)
+    if len(segment.checksums) != len(layout.chunks) or segment.token_count < row_end:
+        raise CorruptSegment(segment_id=segment.segment_id, problem="its checksums are not those of its rows")
+    end = segment.offset_bytes + layout.end_bytes(segment.token_count)
+    if segment.offset_bytes < 0 or end > arena_bytes:
+        raise CorruptSegment(segment_id=segment.segment_id, problem="lies outside the arena")
+
+
+def identity_of(session: SessionInfo, segment: SegmentLocation) -> SegmentIdentity:
+    """What a segment's header is bound to. Raises CorruptSegment."""
+    try:
+        session_uid = bytes.fromhex(segment.session_uid)
+    except ValueError as error:
+        raise CorruptSegment(segment_id=segment.segment_id, problem="has no session uid") from error
+    return SegmentIdentity(
+        tenant=session.tenant,
+        session_uid=session_uid,
+        generation=segment.generation,
+        begin=segment.position_begin,
+        token_count=segment.token_count,
+        model_fingerprint=session.model_fingerprint,
+    )
+
+
+def _token_begin(run: _Run) -> int:
+    return run.token_begin

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from ctxcache.client.access import PROBE, AccessStream, GrpcAccess
-from ctxcache.client.arena import MappedArena, map_arena, map_descriptors
+from ctxcache.client.arena import MappedArena, SlotLayout, map_arena, map_descriptors
 from ctxcache.client.control import Control, connect_control
-from ctxcache.client.slots import SlotLayout
 from ctxcache.client.wire import Wire
 from ctxcache.errors import DeadlineExceeded, Unavailable
 from ctxcache.v1 import arena_pb2

@@ -27,9 +27,8 @@ from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import durability_to_wire, to_wire
 from ctxcache.client.grpc_rows import draw_end
 from ctxcache.client.routes import RowRoutes
-from ctxcache.client.tracing import trace_metadata
 from ctxcache.client.types import BlockSpace, Durability, FoundBlock, LookupState
-from ctxcache.client.wire import Wire
+from ctxcache.client.wire import Wire, trace_metadata
 from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, LeaseNotFound
 from ctxcache.format.checksums import rows_checksum, wire_checksum
 from ctxcache.v1 import block_pb2

@@ -19,8 +19,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
 
 from ctxcache.client.access import AccessStream, again, as_break, releases
-from ctxcache.client.tracing import trace_parent
-from ctxcache.client.wire import ANSWER_LIMIT_BYTES
+from ctxcache.client.wire import ANSWER_LIMIT_BYTES, trace_parent
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument, Unavailable
 from ctxcache.v1.arena_pb2 import (
     AccessRequest,

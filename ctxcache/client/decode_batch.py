@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.access import ClockPair
-from ctxcache.client.arena import Bytes
+from ctxcache.client.arena import Bytes, Chunk, SlotLayout
 from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import durability_to_wire
 from ctxcache.client.models import CallerModel
-from ctxcache.client.slots import Chunk, SlotLayout
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.writer import check_complete, view_rows
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, ReservationNotFound

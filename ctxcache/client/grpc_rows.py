@@ -13,9 +13,8 @@ import numpy as np
 from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import durability_to_wire, session_from_wire, stream_from_wire
 from ctxcache.client.rows import Landing, RowPiece
-from ctxcache.client.tracing import trace_metadata
 from ctxcache.client.types import Durability, SessionInfo
-from ctxcache.client.wire import ReadMessage, Wire
+from ctxcache.client.wire import ReadMessage, Wire, trace_metadata
 from ctxcache.errors import CacheError, ChecksumMismatch
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.format.streams import Stream

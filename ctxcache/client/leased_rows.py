@@ -13,11 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ctxcache.client.access import AccessStream, Hold, acquire
-from ctxcache.client.arena import Bytes
-from ctxcache.client.attach import ArenaAttachment
-from ctxcache.client.convert import session_from_wire
-from ctxcache.client.rows import RowPiece, SessionRows
-from ctxcache.client.slots import (
+from ctxcache.client.arena import (
+    Bytes,
     Chunk,
     SlotLayout,
     SlotRows,
@@ -26,6 +23,9 @@ from ctxcache.client.slots import (
     spans_of_runs,
     spans_of_segments,
 )
+from ctxcache.client.attach import ArenaAttachment
+from ctxcache.client.convert import session_from_wire
+from ctxcache.client.rows import RowPiece, SessionRows
 from ctxcache.client.ssd_files import SsdReader, aligned, is_aligned
 from ctxcache.errors import CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.checksums import chunk_checksum

@@ -1,11 +1,14 @@
 """The wire: one channel to one server, its stubs, and the deadline and errors of every call.
 
-Knows no session and no arena. Worst case: a server that does not answer costs a caller its deadline.
+The caller's trace goes with its calls. OpenTelemetry is not imported here: a process that has not done so has
+no trace to pass on. Knows no session and no arena. Worst case: a server that does not answer costs a caller
+its deadline.
 """
 
 import json
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -13,7 +16,6 @@ import grpc.experimental
 from grpc_health.v1 import health_pb2
 
 from ctxcache.client.credentials import AuthorizedChannel, ClientTls, OwnTokenFile, tls_problem
-from ctxcache.client.tracing import trace_metadata
 from ctxcache.errors import CacheError, TlsFailed, Unavailable
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.v1 import (
@@ -28,6 +30,41 @@ from ctxcache.v1 import (
 )
 from ctxcache.v1.session_pb2 import AppendSessionResponse, ReadSessionRequest, ReadSessionResponse
 from ctxcache.wire.status import from_rpc_error
+
+API = "opentelemetry.trace"
+_NOTHING = nullcontext()
+
+
+def trace_parent() -> str:
+    """The current span as W3C's `traceparent`; empty where there is none."""
+    api = sys.modules.get(API)
+    if api is None:
+        return ""
+    context = api.get_current_span().get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...] | None:
+    """What goes with an rpc: `traceparent` and, where there is one, `tracestate`."""
+    parent = trace_parent()
+    if not parent:
+        return None
+    state = sys.modules[API].get_current_span().get_span_context().trace_state.to_header()
+    return (("traceparent", parent), ("tracestate", state)) if state else (("traceparent", parent),)
+
+
+def span(name: str, **facts: str | int) -> AbstractContextManager[object]:
+    """A span of the caller's own tracer, current in the block; nothing where it has none."""
+    api = sys.modules.get(API)
+    if api is None:
+        return _NOTHING
+    made: AbstractContextManager[object] = api.get_tracer("ctxcache.client").start_as_current_span(
+        f"ctxcache.{name}", attributes={f"ctxcache.{key}": fact for key, fact in facts.items()}
+    )
+    return made
+
 
 # A chunk is at most 2 MiB; the rest is room for its envelope, and for batches of operations.
 MESSAGE_LIMIT_BYTES = 4 << 20

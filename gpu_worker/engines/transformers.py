@@ -4,22 +4,29 @@ The engine keeps nothing between turns. A turn looks its session up, restores wh
 what is new (while later layers are still restored, where a planner decides), generates, and hands every row
 over as it is computed; background threads commit them. A session that is missing, short or damaged is a
 miss with a reason, and what the caller knows of the history is prefilled again. Worst case: a full prefill.
+
+A session that is being restored for one turn is the turn's own: its leased rows, its cache, and the passes
+that wait for layers. When a restore fails while the model runs on its cache, the pass ends with the reason
+and the cache is thrown away.
 """
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ctxcache.client import CallerModel, Client
-from ctxcache.client.tracing import span
+from ctxcache.client import CallerModel, Client, SessionRows
 from ctxcache.client.types import Durability, SessionInfo
+from ctxcache.client.wire import span
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -35,12 +42,15 @@ from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
-from gpu_worker.engines.restoring import Restoring, SessionRestorer
-from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
-from gpu_worker.families import adapt
+from gpu_worker.errors import LaneStuck, ShapeMismatch, UnsupportedDtype
+from gpu_worker.families import Adapter, adapt
 from gpu_worker.generation import prefill, stream_greedy
-from gpu_worker.pipeline.pipeline import PipelineSettings
-from gpu_worker.pipeline.planned import Chooser
+from gpu_worker.pipeline.compute import KernelWeights, compute_for
+from gpu_worker.pipeline.lane import Deadline, device_of
+from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
+from gpu_worker.pipeline.planned import Choice, Chooser
+from gpu_worker.pipeline.source import LeasedSource
+from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Profile, StatePlace
@@ -48,6 +58,159 @@ from gpu_worker.probe import probe_of
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
 from gpu_worker.unchanged import Unchanged
+
+
+class LayerGate:
+    """Context manager: within it, passes of the thread that entered wait before each block for its layer.
+
+    Other threads pass: the restore itself may be running layers.
+    """
+
+    def __init__(self, adapter: Adapter, restoration: Restoration) -> None:
+        self._adapter, self._restoration = adapter, restoration
+        self._hooks: list[RemovableHandle] = []
+        self._thread_id = 0
+
+    def __enter__(self) -> Self:
+        self._thread_id = threading.get_ident()
+        for layer, decoder in enumerate(self._adapter.layers):
+            self._hooks.append(decoder.block.register_forward_pre_hook(self._waiting_for(layer)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _waiting_for(self, layer: int) -> Callable[[nn.Module, object], None]:
+        def hook(_block: nn.Module, _args: object) -> None:
+            if threading.get_ident() == self._thread_id:
+                self._restoration.wait(layer)
+
+        return hook
+
+
+class Restoring:
+    """A context manager: within it, passes wait for their layers; leaving it gives the lease back."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        rows: SessionRows,
+        cache: Cache,
+        restoration: Restoration,
+        choice: Choice,
+        chooser: Chooser,
+    ) -> None:
+        self.cache, self.restoration, self.choice = cache, restoration, choice
+        self._rows, self._chooser = rows, chooser
+        self._gate = LayerGate(adapter, restoration)
+
+    @property
+    def restored_ns(self) -> int:
+        """From its begin until the last layer was usable; 0 where that did not happen."""
+        return int(self.restoration.restored_s * 1e9)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether passes begin before all is restored."""
+        return self.choice.lead is not None
+
+    def is_failed_by(self, error: CacheError) -> bool:
+        """Whether an error out of a pass is why the restore failed."""
+        return error is self.restoration.error or isinstance(error, LaneStuck)
+
+    def wait_for_lead(self) -> None:
+        """Wait until a pass may begin without waiting for a layer later, as planned; without a plan, for all.
+
+        Raises why the restore failed; then it is over, and the lease given back.
+        """
+        lead = self.choice.lead
+        try:
+            if lead is None:
+                self.restoration.wait_all()
+            for layer in range(lead.layer_count if lead else 0):
+                self.restoration.wait(layer)
+        except BaseException:
+            self._end()
+            raise
+        if lead is None:
+            self._end()
+
+    def __enter__(self) -> Self:
+        self._gate.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gate.__exit__(kind, error, trace)
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            self.restoration.cancel()
+            self.restoration.drain()
+            self._chooser.observe(self.choice, self.restoration)
+        finally:
+            self._rows.close()
+
+
+class SessionRestorer:
+    """Begins restores of one model's sessions, on a pipeline that is replaced when it is stuck. Close it."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        chooser: Chooser,
+        *,
+        timeout_s: float,
+        settings: PipelineSettings | None = None,
+    ) -> None:
+        self._adapter, self._chooser = adapter, chooser
+        self._timeout_s, self._settings = timeout_s, settings
+        self._weights = KernelWeights(adapter)
+        self._pipeline: Pipeline | None = None
+
+    def begin(self, rows: SessionRows, choice: Choice, token_ids: Sequence[int]) -> Restoring:
+        """Restore the session's first tokens, those of `token_ids`. `rows` are the restore's from here on."""
+        adapter, count = self._adapter, len(token_ids)
+        target = CacheTarget(adapter, count)
+        restoration = self._usable().start(
+            choice.schedule(target),
+            LeasedSource(rows),
+            target,
+            compute_for(adapter, self._weights, torch.arange(count)),
+            deadline=Deadline.after_s(self._timeout_s),
+            token_ids=torch.tensor(token_ids),
+        )
+        return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser)
+
+    def close(self) -> None:
+        """End the lanes. Raises LaneStuck."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            _end(pipeline)
+
+    def _usable(self) -> Pipeline:
+        if self._pipeline is None or self._pipeline.is_stuck:
+            self.close()
+            self._pipeline = Pipeline(device_of(self._adapter.layers[0].device), self._settings)
+        return self._pipeline
+
+
+def _end(pipeline: Pipeline) -> None:
+    """Close a pipeline.
+
+    Of a stuck one, which has been told, the lane that is stuck ends by itself, whenever it does.
+    """
+    if not pipeline.is_stuck:
+        pipeline.close()
+        return
+    with suppress(LaneStuck):
+        pipeline.close(timeout_s=0.0)
 
 
 @dataclass(slots=True)

@@ -15,13 +15,15 @@ from gpu_worker.families.adapter import (
     ONE_ROPE,
     Adapter,
     DecoderLayer,
+    FusedProjection,
+    HalfShape,
+    Halves,
     embed_rotated,
     norm_name,
     one_table,
     refuse,
     rope_name,
 )
-from gpu_worker.families.projection import FusedProjection, HalfShape, Halves
 
 
 def build(model: PreTrainedModel) -> Adapter:

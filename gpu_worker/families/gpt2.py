@@ -10,8 +10,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.families.adapter import ONE_ROPE, Adapter, DecoderLayer, embed_rotated, norm_name, refuse
-from gpu_worker.families.projection import FusedProjection, HalfShape, Halves
+from gpu_worker.families.adapter import (
+    ONE_ROPE,
+    Adapter,
+    DecoderLayer,
+    FusedProjection,
+    HalfShape,
+    Halves,
+    embed_rotated,
+    norm_name,
+    refuse,
+)
 
 
 def build(model: PreTrainedModel) -> Adapter:

@@ -14,6 +14,8 @@ from gpu_worker.families.adapter import (
     ONE_ROPE,
     Adapter,
     DecoderLayer,
+    HalfShape,
+    SeparateProjection,
     embed_rotated,
     norm_name,
     one_table,
@@ -21,7 +23,6 @@ from gpu_worker.families.adapter import (
     table_per_type,
     windows,
 )
-from gpu_worker.families.projection import HalfShape, SeparateProjection
 
 _ONE_PLUS_WEIGHT = ("gemma2", "gemma3_text")
 _ROPE_PER_TYPE = ("gemma3_text",)

@@ -15,6 +15,9 @@ from gpu_worker.families.adapter import (
     ONE_ROPE,
     Adapter,
     DecoderLayer,
+    HalfShape,
+    Halves,
+    LatentProjection,
     Rope,
     norm_name,
     one_table,
@@ -22,7 +25,6 @@ from gpu_worker.families.adapter import (
     rotate,
     rotate_interleaved,
 )
-from gpu_worker.families.projection import HalfShape, Halves, LatentProjection
 
 
 def build(model: PreTrainedModel) -> Adapter:

@@ -14,12 +14,14 @@ from gpu_worker.families.adapter import (
     ONE_ROPE,
     Adapter,
     DecoderLayer,
+    FusedProjection,
+    HalfShape,
+    Halves,
     embed_rotated,
     norm_name,
     one_table,
     rope_name,
 )
-from gpu_worker.families.projection import FusedProjection, HalfShape, Halves
 
 
 def build(model: PreTrainedModel) -> Adapter:

@@ -9,8 +9,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.families.adapter import ONE_ROPE, Adapter, DecoderLayer, embed_rotated, norm_name
-from gpu_worker.families.projection import HalfShape, SeparateProjection
+from gpu_worker.families.adapter import (
+    ONE_ROPE,
+    Adapter,
+    DecoderLayer,
+    HalfShape,
+    SeparateProjection,
+    embed_rotated,
+    norm_name,
+)
 
 
 def build(model: PreTrainedModel) -> Adapter:

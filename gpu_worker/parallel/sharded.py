@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from gpu_worker.families import Adapter
-from gpu_worker.families.projection import (
+from gpu_worker.families.adapter import (
     Emit,
     HalfShape,
     Halves,

@@ -41,8 +41,7 @@ from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.layout import SEGMENT_TOKENS
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreTooLate
 from gpu_worker.pipeline.compute import Compute
-from gpu_worker.pipeline.device import Device
-from gpu_worker.pipeline.lane import Deadline, Lane, LaneEvent, Work
+from gpu_worker.pipeline.lane import Deadline, Device, Lane, LaneEvent, Work
 from gpu_worker.pipeline.schedule import LayerPart, RestoreSchedule
 from gpu_worker.pipeline.source import LandingRows, RowSource
 from gpu_worker.pipeline.target import Target

@@ -18,8 +18,8 @@ from typing import Self, TypeVar
 import grpc
 
 from ctxcache.client.convert import durability_to_wire, session_from_wire, stream_to_wire
-from ctxcache.client.tracing import trace_metadata
 from ctxcache.client.types import Durability, SessionInfo
+from ctxcache.client.wire import trace_metadata
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.format.streams import Stream
 from ctxcache.wire.status import from_rpc_error

@@ -33,8 +33,7 @@ from gpu_worker.families.adapter import DecoderLayer
 from gpu_worker.model_spec import digest_checkpoint, model_spec
 from gpu_worker.parallel.sharded import cached_heads, shard
 from gpu_worker.parallel.share import ModelShare
-from gpu_worker.pipeline.compute import Compute
-from gpu_worker.pipeline.kernels import KernelWeights, compute_for
+from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.datasheets import HOST_GATHER, NVLINK, known_profile
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding

@@ -22,7 +22,7 @@ from gpu_worker.conversation import common_prefix
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.parallel.rounds import Alone, Gathering, SharedRound, StageTarget, taking_part
 from gpu_worker.parallel.share import ModelShare
-from gpu_worker.pipeline.device import device_of
+from gpu_worker.pipeline.lane import device_of
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import Target

@@ -14,8 +14,7 @@ from ctxcache.client.arena import Bytes
 from ctxcache.format.streams import Stream
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.device import device_of
-from gpu_worker.pipeline.lane import Deadline
+from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.source import RowSource

@@ -22,7 +22,7 @@ import ctxcache
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
 from gpu_worker.capture import Capture
-from gpu_worker.engines.restoring import SessionRestorer
+from gpu_worker.engines.transformers import SessionRestorer
 from gpu_worker.errors import IncompleteRestore
 from gpu_worker.families import adapt
 from gpu_worker.generation import PREFILL_PIECE_TOKENS, prefill

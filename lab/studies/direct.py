@@ -34,9 +34,8 @@ from gpu_worker.direct.source import Landed
 from gpu_worker.direct.storage import DirectStorage, probe_kvikio
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.device import device_of
-from gpu_worker.pipeline.kernels import KernelWeights, compute_for
-from gpu_worker.pipeline.lane import Deadline
+from gpu_worker.pipeline.compute import KernelWeights, compute_for
+from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import CacheTarget

@@ -23,8 +23,7 @@ from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.device import device_of
-from gpu_worker.pipeline.lane import Deadline
+from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.source import LeasedSource

@@ -11,8 +11,7 @@ from typing import cast
 import pytest
 
 from ctxcache.client.access import AccessStream, Hold
-from ctxcache.client.arena import _is_trusted
-from ctxcache.client.slots import SlotLayout, _check_sums
+from ctxcache.client.arena import SlotLayout, _check_sums, _is_trusted
 from ctxcache.errors import CorruptSegment, LeaseNotFound
 from ctxcache.v1.arena_pb2 import ChunkLayout, Operation, RowRange, SegmentLocation
 from ctxcache.v1.model_pb2 import STATE_KIND_TOKENS, StreamName

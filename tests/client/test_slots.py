@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ctxcache.client.slots import SlotLayout, SlotRows, Span, spans_of_runs, spans_of_segments
+from ctxcache.client.arena import SlotLayout, SlotRows, Span, spans_of_runs, spans_of_segments
 from ctxcache.errors import CorruptSegment
 from ctxcache.v1.arena_pb2 import ChunkLayout, RowRange, Runs, SegmentLocation
 from ctxcache.v1.model_pb2 import STATE_KIND_HIDDEN, STATE_KIND_TOKENS, StreamName

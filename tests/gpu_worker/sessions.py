@@ -19,8 +19,7 @@ from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.generation import continue_greedy
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.device import Host
-from gpu_worker.pipeline.lane import Deadline
+from gpu_worker.pipeline.lane import Deadline, Host
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings
 from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import CacheTarget

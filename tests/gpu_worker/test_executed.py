@@ -23,7 +23,7 @@ from gpu_worker.capture import Capture
 from gpu_worker.errors import UnsupportedArchitecture, WeightsNotVisible
 from gpu_worker.executed import digest_weights
 from gpu_worker.families import adapt
-from gpu_worker.families.projection import is_plain_linear
+from gpu_worker.families.adapter import is_plain_linear
 from gpu_worker.model_spec import digest_checkpoint, model_spec
 from gpu_worker.sidecar.model import LazyWeights
 

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.tracing import trace_metadata, trace_parent
+from ctxcache.client.wire import trace_metadata, trace_parent
 from ctxcache.errors import InvalidConfiguration, SessionNotFound
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec

@@ -72,7 +72,7 @@ def failed_path_in_rotation(_: int) -> None:
 @plant
 def deadlines_by_wall_clock(_: int) -> None:
     """Leases and reservations end by the clock on the wall."""
-    SystemClock.monotonic_ns = SystemClock.now_ns  # type: ignore[method-assign]
+    SystemClock.monotonic_ns = SystemClock.now_ns  # type: ignore[assignment]
 
 
 @plant

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gpu_worker.pipeline import pipeline
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.device import Cuda
-from gpu_worker.pipeline.lane import HostLane, Lane
+from gpu_worker.pipeline.lane import Cuda, HostLane, Lane
 from gpu_worker.pipeline.target import LayerRoom
 from gpu_worker.plan import Method
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from ctxcache.format.streams import Stream
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.device import CudaEvent
-from gpu_worker.pipeline.lane import LaneEvent, passed
+from gpu_worker.pipeline.lane import CudaEvent, LaneEvent, passed
 from gpu_worker.pipeline.pipeline import BufferRing, Restoration
 from gpu_worker.pipeline.schedule import LayerPart
 

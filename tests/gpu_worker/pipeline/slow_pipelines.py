@@ -11,8 +11,7 @@ from transformers import Cache
 
 from ctxcache.errors import CacheError
 from gpu_worker.pipeline.compute import Compute, Modules
-from gpu_worker.pipeline.device import Host
-from gpu_worker.pipeline.lane import Deadline, HostLane, Lane, LaneEvent, OnError, Work
+from gpu_worker.pipeline.lane import Deadline, Host, HostLane, Lane, LaneEvent, OnError, Work
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import CacheTarget, Target

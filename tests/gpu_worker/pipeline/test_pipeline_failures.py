@@ -27,7 +27,7 @@ from slow_pipelines import (
 from ctxcache.client.arena import Bytes
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.streams import Stream
-from gpu_worker.engines.restoring import SessionRestorer
+from gpu_worker.engines.transformers import SessionRestorer
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed, RestoreTooLate
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline
@@ -215,7 +215,7 @@ def test_a_pipeline_that_was_stuck_is_replaced_and_leaves_no_thread(monkeypatch:
     session, before = _session(), _lane_threads()
     is_there, may_go_on = threading.Event(), threading.Event()
     sources = [RowsSource(session), _At(session, 3, _stopping(is_there, may_go_on))]
-    monkeypatch.setattr("gpu_worker.engines.restoring.LeasedSource", lambda _rows: sources.pop())
+    monkeypatch.setattr("gpu_worker.engines.transformers.LeasedSource", lambda _rows: sources.pop())
     rows: Any = SimpleNamespace(close=lambda: None)
     plan = RestorePlan.parse("kv:0-2")
     chooser = Chooser(session.adapter, plan, None)

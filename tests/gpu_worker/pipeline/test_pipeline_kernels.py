@@ -9,7 +9,7 @@ from sessions import RELATIVE_BOUND, relative_errors, saved_session
 from slow_pipelines import DEADLINE_S, poisoned_target, slowed, start
 from tiny_models import CONFIGS
 
-from gpu_worker.pipeline.kernels import Kernels, KernelWeights
+from gpu_worker.pipeline.compute import Kernels, KernelWeights
 
 BF16_BOUND = 0.02
 INTERPRETED_S = 100.0

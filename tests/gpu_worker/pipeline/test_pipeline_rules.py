@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ctxcache.errors import CacheError, LeaseNotFound
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.device import Device
-from gpu_worker.pipeline.lane import Deadline, HostLane, Lane
+from gpu_worker.pipeline.lane import Deadline, Device, HostLane, Lane
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from paged_engine import PROMPT_TOKENS
 from server_process import ServerProcess
 
-from ctxcache.client.tracing import trace_parent
+from ctxcache.client.wire import trace_parent
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.observe.tracing import OtelSpans
 from gpu_worker.sidecar.client import WorkerClient
