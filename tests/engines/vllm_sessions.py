@@ -287,7 +287,7 @@ def test_the_engines_own_cache_and_the_store_agree(
                 reply = engine.turn(prompt, name, COUNT)
                 compare(reply, prompt, plain)
                 if turn:
-                    assert reply.cached_count >= len(prompt) - QUESTION - BLOCK_TOKENS
+                    assert reply.cached_count >= len(prompt) - QUESTION - BLOCK_TOKENS, engine.log
                 prompts[name] = [*prompt, *reply.token_ids, *asked(turn)]
 
 

@@ -122,11 +122,6 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(connector_metadata, StepPlan):
             self._worker().begin_step(connector_metadata)
 
-    def clear_connector_metadata(self) -> None:
-        """A step ended."""
-        super().clear_connector_metadata()
-        self._worker().end_step()
-
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Restore what the requests of the step need."""
         del kwargs, forward_context

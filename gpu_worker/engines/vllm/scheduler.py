@@ -25,6 +25,7 @@ from ctxcache.errors import (
 from ctxcache.format.streams import TOKENS
 from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan, StepReport
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
+from gpu_worker.engines.vllm.worker import WORKERS
 from gpu_worker.rows import token_ids_of
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class SchedulerSide:
         self._saving: dict[str, str] = {}
         """Sessions that a request saves or did save, until the worker says that it ended: its request."""
         self._plan = StepPlan()
+        transfer = config.kv_transfer_config
+        self._engine_id = (transfer.engine_id if transfer else None) or ""
 
     def arrived(self, request: "Request") -> None:
         """A request came: begin to look its session up."""
@@ -176,7 +179,11 @@ class SchedulerSide:
             self._plan.loads = [load for load in self._plan.loads if load.session.name != name]
             self._saving.pop(name, None)
         elif self._saving.get(name) == request.request_id:
-            self._plan.finished.append(name)
+            worker = WORKERS.get(self._engine_id)
+            if worker is not None:
+                worker.finish(name)
+            else:
+                self._plan.finished.append(name)
 
     def reported(self, output: "KVConnectorOutput") -> None:
         """What the worker says after a step."""

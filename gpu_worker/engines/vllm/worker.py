@@ -1,15 +1,16 @@
 """The worker's side: restores state into the engine's blocks, and saves what the engine computes.
 
 `engine_blocks.py` and `kv_rows.py` know what the state is; threads of the saver commit it. Steps come from
-vLLM's worker thread. Worst case: a store that does not answer holds up the step that restores from it, for
-`restore_timeout_s`.
+vLLM's worker thread. An engine that has no request left makes no step: where the scheduler is in this
+process, it says itself that a request ended. Worst case: a store that does not answer holds up the step that
+restores from it, for `restore_timeout_s`.
 """
 
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.ctxcache")
-
-REST_S = 0.05
-"""Without a step for so long an engine has no request."""
 
 
 class EngineState(Protocol):
@@ -83,13 +81,11 @@ class WorkerSide:
         self._not_saved: set[str] = set()
         self._open_names: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._stepping = threading.Condition()
-        """Held in what changes while the engine steps, and by the thread that ends sessions when it rests."""
-        self._rested_s: float | None = None
-        """When the last step ended; None within a step."""
-        self._is_closed = False
-        self._resting = threading.Thread(target=self._end_at_rest, name="ctxcache-at-rest", daemon=True)
-        self._resting.start()
+        self._lock = threading.RLock()
+        """Over which sessions are saved: the scheduler's thread may end one."""
+        engine_id = config.kv_transfer_config.engine_id if config.kv_transfer_config else None
+        if engine_id:
+            WORKERS[engine_id] = self
 
     def attach(self, caches: Mapping[str, Tensor]) -> None:
         """These are the engine's caches, by layer. Raises Refused."""
@@ -103,8 +99,7 @@ class WorkerSide:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Take over what the scheduler has planned."""
-        with self._stepping:
-            self._rested_s = None
+        with self._lock:
             for name in plan.finished:
                 self._end(name)
             state = self._state
@@ -117,11 +112,10 @@ class WorkerSide:
             for name, block_ids in plan.blocks:
                 state.own(name, block_ids)
 
-    def end_step(self) -> None:
-        """Nothing of the step is under way any more."""
-        with self._stepping:
-            self._rested_s = time.monotonic()
-            self._stepping.notify_all()
+    def finish(self, name: str) -> None:
+        """The request of a session ended: save what there is of it, and no more. Called by any thread."""
+        with self._lock:
+            self._end(name)
 
     def load(self, loads: Iterable[BlockLoad]) -> None:
         """Restore state into blocks. A load that fails leaves its blocks to be computed."""
@@ -134,8 +128,7 @@ class WorkerSide:
                 first = item.begin // self._block_tokens
                 self._bad_blocks.update(item.block_ids[first : -(-item.end // self._block_tokens)])
                 # The pass of this step goes on with what is in these blocks: nothing of it may be saved.
-                with self._stepping:
-                    self._end(item.session.name)
+                self.finish(item.session.name)
 
     def save(self, saves: Iterable[BlockSave]) -> None:
         """Save what the step has computed."""
@@ -160,10 +153,6 @@ class WorkerSide:
 
     def close(self) -> None:
         """Save what is still in staging, then end the threads and the connection."""
-        with self._stepping:
-            self._is_closed = True
-            self._stepping.notify_all()
-        self._resting.join()
         if self._saver is not None:
             self._saver.close()
         self._waiters.shutdown()
@@ -206,20 +195,6 @@ class WorkerSide:
             state.follow(self._saver)
         return self._saver if use is not None else None
 
-    def _end_at_rest(self) -> None:
-        """End all sessions once the engine makes no steps: it has no request then, and tells nobody of it."""
-        with self._stepping:
-            while not self._is_closed:
-                if self._rested_s is None or not self._open_names:
-                    self._stepping.wait()
-                    continue
-                left_s = self._rested_s + REST_S - time.monotonic()
-                if left_s > 0:
-                    self._stepping.wait(left_s)
-                    continue
-                for name in list(self._open_names):
-                    self._end(name)
-
     def _end(self, name: str) -> None:
         if name not in self._open_names or self._saver is None or self._state is None:
             return
@@ -234,3 +209,7 @@ class WorkerSide:
             return saver.wait(name)
         except CacheError as error:
             return error
+
+
+WORKERS: "WeakValueDictionary[str, WorkerSide]" = WeakValueDictionary()
+"""The workers of this process, by the engine's id."""
