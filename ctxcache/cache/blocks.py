@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from ctxcache.cache.appends import Appends, Reservation
 from ctxcache.cache.background import STEP_BY_STEP, Pace
@@ -61,8 +62,7 @@ class BlockState(Enum):
     HIT = "hit"
 
 
-@dataclass(frozen=True, slots=True)
-class FoundBlock:
+class FoundBlock(NamedTuple):
     """What a look-up says of one key. `part_bytes` are empty for a miss."""
 
     state: BlockState

@@ -50,6 +50,8 @@ MESSAGE_BYTES = 1 << 20
 _NS_PER_S = 10**9
 SPACES_KEPT = 64
 """Spaces whose messages are not made anew each time."""
+FOUND_KEPT = 256
+"""Answers that are not made anew each time: an engine's blocks have one or two sizes."""
 _STATES: dict[int, LookupState] = {state.value: state for state in LookupState}
 
 
@@ -78,12 +80,7 @@ class BlockCalls:
                 answer = self._wire.call(self._wire.blocks.LookupBlocks, request)
             else:
                 answer = attachment.stream.carry_out(Operation(lookup_blocks=request)).found_blocks
-            found += [
-                FoundBlock(_STATES[state], size_bytes, is_in_dram)
-                for state, size_bytes, is_in_dram in zip(
-                    answer.states, answer.size_bytes, answer.are_in_dram, strict=True
-                )
-            ]
+            found += map(_found, answer.states, answer.size_bytes, answer.are_in_dram)
         return found
 
     def put(
@@ -557,6 +554,11 @@ def _batches(keys: Sequence[bytes], count: int) -> Iterator[list[bytes]]:
 def _duration(seconds: float) -> Duration:
     whole, ns = divmod(round(seconds * _NS_PER_S), _NS_PER_S)
     return Duration(seconds=whole, nanos=ns)
+
+
+@lru_cache(FOUND_KEPT)
+def _found(state: int, size_bytes: int, is_in_dram: bool) -> FoundBlock:  # noqa: FBT001  as lists have them
+    return FoundBlock(_STATES[state], size_bytes, is_in_dram)
 
 
 @lru_cache(SPACES_KEPT)

@@ -355,6 +355,12 @@ STAY = Group(
         ),
         gauge("session_limit", "sessions", "The most there may be.", "For scale only."),
         gauge(
+            "blocks",
+            "blocks",
+            "Blocks, those that are being written too; no session is one.",
+            "Near `ctxcache_session_limit`, which counts for them by themselves: putting more is refused.",
+        ),
+        gauge(
             "wall_clock_ahead_seconds",
             "seconds",
             "How far the wall clock is ahead of the time that sessions live by, which no step of it moves.",

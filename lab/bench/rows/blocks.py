@@ -17,6 +17,7 @@ from ctxcache.client.types import LookupState
 from lab.bench.contexts import Bytes, check, content, seconds
 from lab.bench.peers import RedisClient, redis_client
 from lab.bench.row import QUICK, Goal, Place, Row, Sides, WrongBytes, at_most
+from lab.bench.rows.calls import timed_calls
 from lab.bench.server import serving
 
 BLOCK_COUNT = 16
@@ -143,18 +144,22 @@ def _beside_redis(
                 redis.set(key, data.data)
 
             def ours(_: int) -> float:
-                taken = seconds(lambda: ours_of(client, blocks, KEPT))
-                if is_loading:
-                    blocks.check_loaded("load")
-                return taken
+                return _timed(lambda: ours_of(client, blocks, KEPT), "load")
 
             def beside(_: int) -> float:
-                taken = seconds(lambda: redis_of(redis, blocks, KEPT))
-                if is_loading:
-                    blocks.check_loaded("Redis")
+                return _timed(lambda: redis_of(redis, blocks, KEPT), "Redis")
+
+            def _timed(call: Callable[[], None], what: str) -> float:
+                if not is_loading:
+                    return timed_calls(call, place.scale.call_count, 50)
+                taken = seconds(call)
+                blocks.check_loaded(what)
                 return taken
 
-            yield Sides(ours, beside, {**blocks.notes, "transport of Redis": place.transport})
+            notes = {**blocks.notes, "transport of Redis": place.transport}
+            if not is_loading:
+                notes["calls a round, of which the median counts"] = place.scale.call_count
+            yield Sides(ours, beside, notes)
 
     return setup
 
