@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from ctxcache.cache.appends import Appends
 from ctxcache.cache.background import Background
-from ctxcache.cache.backup import Backup
 from ctxcache.cache.blocks import Blocks
 from ctxcache.cache.budgets import DirtyBound, MemoryRoom, Pins
 from ctxcache.cache.devices import Devices
@@ -69,7 +68,7 @@ class Cache:
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
         # The arena's first page says which arena it is.
         memory = Shelf(arena.capacities_bytes, first_offset=ALIGN_BYTES)
-        self._io = io = SegmentIO(arena, ssd)
+        self.io = io = SegmentIO(arena, ssd)
         self.state = State(
             clock,
             policy,
@@ -129,7 +128,6 @@ class Cache:
         )
         self.scrubbing = Scrubbing(state, self.mending, io, metadata)
         self.devices = Devices(state, ssd, self.departures, self.mending, self.flushing)
-        self.backup = Backup(state, io, self.flushing, self.mending)
 
     async def drain(self) -> None:
         """Wait for everything that runs in the background."""
@@ -165,7 +163,7 @@ class Cache:
         results |= await self._flush_all(again, at_a_time=1)
         saved = await asyncio.gather(self.sessions.save_access_times(is_last=True), return_exceptions=True)
         await self.drain()
-        self._io.close()
+        self.io.close()
         for result in (*results.values(), *saved):
             # A session that is gone was deleted, or evicted to make room for another one's flush; one that is
             # corrupt was cut, and what is left of it is written.

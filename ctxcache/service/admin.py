@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ctxcache.archive.backup import Backup, Copied
 from ctxcache.cache import Cache
-from ctxcache.cache.backup import Copied
 from ctxcache.cache.leases import NEVER_NS, Lease
 from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.extents import SlotAllocator
@@ -106,6 +106,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> None:
         """`settings`: each one's name, value as JSON, and whether it changes while the server runs."""
         self._cache, self._controls = cache, controls
+        self._backup = Backup(cache)
         self._about = about
         self._settings = settings
         self._reload = reload
@@ -260,7 +261,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         clock, turns = self._cache.state.clock, self._controls.doors.admissions.streams.turns
         began_ns, sent_bytes = clock.monotonic_ns(), 0
         copied: Copied | None = None
-        async with aclosing(self._cache.backup.run(f"ctxcache {self._about.version}")) as pieces:
+        async with aclosing(self._backup.run(f"ctxcache {self._about.version}")) as pieces:
             async for data, copied in pieces:
                 yield _backup_message(data, copied)
                 sent_bytes += len(data)

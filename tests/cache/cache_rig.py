@@ -123,7 +123,7 @@ class Rig:
     async def open(self) -> None:
         """Start, or start again."""
         if hasattr(self, "arena"):
-            self.cache._io.close()
+            self.cache.io.close()
             self.arena.close()
         path = f"/dev/shm/ctxcache-test-{uuid.uuid4().hex}.arena"  # noqa: S108  # shared memory is what it is for
         self.arena = DramArena(path, ALIGN_BYTES + self.arena_segments * SLOT_BYTES)

@@ -172,7 +172,7 @@ async def test_whatever_an_operator_does_nothing_is_wrong(
     await rig.check()
     kept_count = len(rig.cache.ledger.below.quarantined)
     left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
-    rig.cache._io.close()
+    rig.cache.io.close()
     rig.arena.close()
 
     assert left == (0, kept_count * SLOT_BYTES)

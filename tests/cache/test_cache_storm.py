@@ -399,7 +399,7 @@ class Storm:
                 assert is_damaged or any(
                     found == tokens[: len(found)] and len(found) >= count for tokens, count in contents
                 )
-        after.cache._io.close()
+        after.cache.io.close()
         after.arena.close()
 
 
@@ -434,7 +434,7 @@ async def test_a_storm_leaves_nothing_wrong_and_nothing_behind(
     await rig.check()
     kept_count = len(rig.cache.ledger.below.quarantined)
     left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
-    rig.cache._io.close()
+    rig.cache.io.close()
     rig.arena.close()
 
     assert left == (0, kept_count * SLOT_BYTES)
@@ -481,7 +481,7 @@ async def test_whatever_is_foretold_a_storm_leaves_nothing_behind(
     await rig.check()
     kept_count = len(rig.cache.ledger.below.quarantined)
     left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
-    rig.cache._io.close()
+    rig.cache.io.close()
     rig.arena.close()
 
     assert left == (0, kept_count * SLOT_BYTES)

@@ -15,6 +15,7 @@ import pytest
 from cache_rig import SLOT_BYTES, MemoryRig, Writer
 
 from ctxcache.archive import laying_out
+from ctxcache.archive.backup import Backup
 from ctxcache.archive.files import source
 from ctxcache.archive.laying_out import Restored, Step, lay_out
 from ctxcache.errors import (
@@ -42,7 +43,7 @@ async def archive(rig: MemoryRig, tmp_path: Path) -> Path:
         await rig.create(name)
         await rig.append(name, writer.make(token_count), is_durable=True)
     path = tmp_path / "archive"
-    path.write_bytes(b"".join([data async for data, _ in rig.cache.backup.run("a test")]))
+    path.write_bytes(b"".join([data async for data, _ in Backup(rig.cache).run("a test")]))
     return path
 
 

@@ -373,7 +373,7 @@ def test_a_place_that_keeps_nothing_is_used_no_more(
     async def nothing(*_: object) -> None:
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(live.server._cache._io, "restore_rows", nothing)
+    monkeypatch.setattr(live.server._cache.io, "restore_rows", nothing)
     flip(live, 0, 1)
     with pytest.raises(CorruptSegment):
         read(client)

@@ -34,11 +34,9 @@ from ctxcache.archive.frames import (
     VOID,
     FrameMaker,
 )
+from ctxcache.cache import Cache
 from ctxcache.cache.eviction import record_of
-from ctxcache.cache.flushing import Flushing
-from ctxcache.cache.scrubbing import Mending
-from ctxcache.cache.segments import SegmentIO
-from ctxcache.cache.state import GENERATION_BITS, State
+from ctxcache.cache.state import GENERATION_BITS
 from ctxcache.core import ranges
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TooManyRequests
@@ -76,8 +74,8 @@ class Copied:
 class Backup:
     """Makes backups, one at a time. Owned by the event loop."""
 
-    def __init__(self, state: State, io: SegmentIO, flushing: Flushing, mending: Mending) -> None:
-        self._state, self._io, self._flushing, self._mending = state, io, flushing, mending
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
         self._is_running = False
 
     async def run(self, created_by: str) -> AsyncGenerator[tuple[bytes, Copied]]:
@@ -89,7 +87,7 @@ class Backup:
             raise TooManyRequests(what="backups", limit=1)
         self._is_running = True
         try:
-            one = _Backup(self._state, self._io, self._flushing, self._mending)
+            one = _Backup(self._cache)
             async with aclosing(one.steps(created_by)) as steps:
                 async for _ in steps:
                     for data in one.take(at_least=AT_ONCE_BYTES):
@@ -103,9 +101,10 @@ class Backup:
 class _Backup:
     """One backup, and the bytes of it that were made and not yet taken."""
 
-    def __init__(self, state: State, io: SegmentIO, flushing: Flushing, mending: Mending) -> None:
-        self._state, self._io, self._flushing, self._mending = state, io, flushing, mending
-        self._frames = FrameMaker(os.urandom(FILE_ID_BYTES), state.clock.wall_ns())
+    def __init__(self, cache: Cache) -> None:
+        self._state, self._io = cache.state, cache.io
+        self._flushing, self._mending = cache.flushing, cache.mending
+        self._frames = FrameMaker(os.urandom(FILE_ID_BYTES), cache.state.clock.wall_ns())
         self._models: dict[tuple[str, str], tuple[int, ArchivedModel]] = {}
         """Models of the archive and their numbers, by tenant and id."""
         self._shared: dict[Part, tuple[int, int]] = {}
@@ -114,7 +113,7 @@ class _Backup:
         self._made: list[bytes] = []
         self._made_bytes = 0
         self._keep(self._frames.header)
-        self.copied = Copied(len(state.ledger.sessions()), sum(state.ledger.below.used_bytes_by_path))
+        self.copied = Copied(len(cache.ledger.sessions()), sum(cache.ledger.below.used_bytes_by_path))
 
     def take(self, *, at_least: int = 0) -> Iterator[bytes]:
         """What was made, in pieces for messages; nothing while it is less than that."""

@@ -25,14 +25,14 @@ from cache_rig import (
 )
 from fakes import Operation
 
+from ctxcache.archive import backup
+from ctxcache.archive.backup import Backup, Copied
 from ctxcache.archive.contents import STRETCH, TOTALS, ArchivedModel, ArchivedSession, Origin
 from ctxcache.archive.files import source
 from ctxcache.archive.frames import END, MADE, ROWS, SAME, SESSION, VOID, ArchiveFrameReader, FrameWriter
 from ctxcache.archive.frames import MODEL as MODEL_FRAME
 from ctxcache.archive.laying_out import Restored, lay_out
 from ctxcache.archive.reader import survey
-from ctxcache.cache import backup
-from ctxcache.cache.backup import Copied
 from ctxcache.errors import TierFailure, TooManyRequests
 
 STORMS = 12
@@ -50,11 +50,16 @@ def told(_: str, done: int, total: int) -> None:
     assert 0 <= done <= total
 
 
-async def backed_up(rig: Rig, path: Path, between: Callable[[], Awaitable[None]] | None = None) -> Copied:
+async def backed_up(
+    rig: Rig,
+    path: Path,
+    between: Callable[[], Awaitable[None]] | None = None,
+    making: Backup | None = None,
+) -> Copied:
     """Write a backup, with something done after each of its messages; what was said of it last."""
     said = []
     with path.open("wb") as file:
-        async for data, copied in rig.cache.backup.run("a test"):
+        async for data, copied in (making or Backup(rig.cache)).run("a test"):
             file.write(data)
             said.append(copied)
             assert not any(segment.hold_count for segment in rig.cache.ledger.segments())
@@ -322,16 +327,17 @@ async def test_who_is_cut_faster_than_copied_is_left_out_and_counted(
 async def test_one_at_a_time_and_its_end_leaves_nothing(rig: MemoryRig, tmp_path: Path) -> None:
     """Whoever stops taking it ends it; a device that refuses does too."""
     await stored(rig, "a", Writer(1).make(3 * SEGMENT_TOKENS))
-    async with aclosing(rig.cache.backup.run("a test")) as pieces:
+    making = Backup(rig.cache)
+    async with aclosing(making.run("a test")) as pieces:
         await anext(pieces)
         with pytest.raises(TooManyRequests):
-            await anext(rig.cache.backup.run("a test"))
+            await anext(making.run("a test"))
         await anext(pieces)
     rig.ssd.fail(Operation.READ)
     with pytest.raises(TierFailure):
-        await backed_up(rig, tmp_path / "failed")
+        await backed_up(rig, tmp_path / "failed", making=making)
     await rig.check()
-    copied = await backed_up(rig, tmp_path / "it")
+    copied = await backed_up(rig, tmp_path / "it", making=making)
 
     assert copied.session_count == 1
     with source(str(tmp_path / "it")) as opened:
