@@ -203,6 +203,9 @@ class Journal:
         if self.listening is not None and call is not None:
             left = 0 if event in ENDS else session.token_count
             self._hear(self.listening, call, session, left, {"tokens": token_count, **facts})
+        if session.is_block:
+            # Blocks come and go in numbers: what is remembered is for sessions, which people ask about.
+            return
         self.history.note(
             session.tenant,
             session.session_id,

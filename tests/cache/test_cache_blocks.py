@@ -25,6 +25,7 @@ from cache_rig import SLOT_BYTES, TENANT, DiskRig, MemoryRig, Writer, expected
 
 from ctxcache.cache.appends import GRACE_NS
 from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, Wanted, WrittenPart
+from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import block_id
 from ctxcache.core.prefix.spaces import Part, space_of
 from ctxcache.errors import (
@@ -308,4 +309,8 @@ async def test_sessions_and_blocks_leave_for_each_other(rig: MemoryRig) -> None:
     for number in range(200, 340):
         await put(rig, number, is_durable=True)
     assert rig.names() == set()
+    # What became of it is remembered, whatever number of blocks came and went.
+    history = rig.cache.state.journal.history
+    assert history.end_of(TENANT, "a") is Event.EVICTED
+    assert history.end_of(TENANT, block_id(SPACE, key_of(0))) is None
     await rig.check()
