@@ -62,4 +62,5 @@ def test_every_kind_says_what_it_is_unpacked() -> None:
         "KV_INT8": "KV",
         "HIDDEN_INT4": "HIDDEN",
         "KV_INT4": "KV",
+        "ENGINE_BLOCK": "ENGINE_BLOCK",
     }

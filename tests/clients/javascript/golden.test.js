@@ -16,6 +16,7 @@ const KINDS = [
   'STATE_KIND_KV_INT8',
   'STATE_KIND_HIDDEN_INT4',
   'STATE_KIND_KV_INT4',
+  'STATE_KIND_ENGINE_BLOCK',
 ];
 const DTYPES = [
   '',
