@@ -1,0 +1,372 @@
+"""vLLM's own offloading, with the store behind its host memory: chunks of all ranks, whole, as they lie there.
+
+    GPU ◄──vLLM──► host memory ◄──CtxcacheTier──► store
+
+vLLM's connector moves blocks between GPU and host memory, for any model and any parallelism that it knows.
+What leaves host memory is found again in the store: by this engine, after a restart, and by any other engine
+of the same model, settings and layout. The store is asked by threads; where it does not answer, or does not
+have a chunk, prompts are computed.
+"""
+
+import hashlib
+import json
+import logging
+import queue
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from ctxcache.client import BlockSpace, Client, connect
+from ctxcache.client.types import Durability, LookupState
+from ctxcache.errors import CacheError
+from gpu_worker.engines.link import LinkState, StoreLink
+from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
+from gpu_worker.engines.vllm.settings import Refused, directory_of, engine_facts, weights_digest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger(__name__)
+
+MOST_CHUNK_BYTES = 16 << 20
+"""As large as a block of the store may be."""
+HOST_BYTES = 4 << 30
+"""Host memory that vLLM is given where its configuration does not say."""
+READERS = 2
+WRITERS = 2
+MOST_STORES = 64
+"""Jobs of saving that may wait; more are dropped, which is a miss later."""
+LAYOUTS: dict[str, "Future[str]"] = {}
+"""What the workers of an engine say of their blocks, by engine id: comes once the engine has its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """What `kv_connector_extra_config` may say beside vLLM's own settings."""
+
+    target: str = "127.0.0.1:7420"
+    token_file: str | None = None
+    durability: str = "memory"
+    ttl_s: float | None = None
+    """How long a chunk is kept after its last access; by default as long as there is room."""
+    timeout_s: float = 1.0
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> "TierSettings":
+        """The settings of a configuration, which has vLLM's too. Raises Refused."""
+        settings = cls(**{name: extra[name] for name in cls.__dataclass_fields__ if name in extra})
+        if settings.durability not in (choices := [name.lower() for name in Durability.__members__]):
+            problem = f"{settings.durability!r} is not one of {', '.join(choices)}"
+            raise Refused(f"kv_connector_extra_config.durability: {problem}")
+        return settings
+
+
+@dataclass(frozen=True)
+class RankLayout(KVConnectorHandshakeMetadata):
+    """How the blocks of one rank lie in memory, as far as chunks made of them depend on it."""
+
+    description: str
+
+
+class CtxcacheOffloadingConnector(OffloadingConnector):
+    """vLLM's OffloadingConnector with the store as its tier behind host memory."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None or transfer.engine_id is None:
+            raise Refused("a connector needs kv_transfer_config")
+        if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+            problem = "scales that vLLM computes at its start are not saved"
+            raise Refused(f"{problem}: leave --calculate-kv-scales out")
+        if vllm_config.lora_config is not None:
+            problem = "vLLM tells chunks of LoRA adapters apart by the adapters' names alone"
+            raise Refused(f"{problem}: another adapter of the same name would be served their bytes")
+        extra = transfer.kv_connector_extra_config
+        settings = TierSettings.of(extra)
+        others = [tier for tier in extra.get("secondary_tiers", []) if tier.get("type") != CtxcacheTier.__name__]
+        transfer.kv_connector_extra_config = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": HOST_BYTES,
+            **extra,
+            "secondary_tiers": [
+                *others,
+                {
+                    "type": CtxcacheTier.__name__,
+                    "module_path": __name__,
+                    "engine": engine_facts(vllm_config),
+                    "directory": str(directory_of(vllm_config)),
+                    **{name: getattr(settings, name) for name in TierSettings.__dataclass_fields__},
+                },
+            ],
+        }
+        # What cannot be loaded is computed: a store's failure must never be a request's.
+        transfer.kv_load_failure_policy = "recompute"
+        self._engine_id: str = transfer.engine_id
+        self._modules: Mapping[str, object] = vllm_config.compilation_config.static_forward_context
+        self._block_count: int = kv_cache_config.num_blocks
+        self._own_layout: Future[RankLayout] = Future()
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """See OffloadingConnector; besides, describe the caches to the scheduler."""
+        super().register_kv_caches(kv_caches)
+        layers = describe_layers(kv_caches, self._block_count, self._modules)
+        self._own_layout.set_result(RankLayout("; ".join((describe_platform(), *layers))))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the worker tells the scheduler of its blocks."""
+        return self._own_layout.result()
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What the scheduler hears of the blocks of each rank."""
+        ranks = [one.description for _, one in sorted(metadata.items()) if isinstance(one, RankLayout)]
+        LAYOUTS[self._engine_id].set_result(json.dumps(ranks))
+
+    def wait_until_linked(self, timeout_s: float) -> bool:
+        """Wait until the store can be used, or never will be, or the time is over; whether it can be."""
+        if self.connector_scheduler is None:
+            return True
+        return all(
+            tier.link.wait(timeout_s) is LinkState.READY
+            for tier in getattr(self.connector_scheduler.manager, "secondary_tiers", [])
+            if isinstance(tier, CtxcacheTier)
+        )
+
+
+class CtxcacheTier(SecondaryTierManager):
+    """The tier. Its methods run in the scheduler's process, and wait for nothing but `drain_jobs`."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        *,
+        engine: str = "",
+        directory: str = "",
+        **extra: Any,
+    ) -> None:
+        """`engine` and `directory` are the connector's: what computes the chunks, and its model's files."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if not engine:
+            problem = "a tier does not see which model and settings its chunks are of"
+            raise Refused(f"{problem}: use kv_connector CtxcacheOffloadingConnector, which says so")
+        if self.block_size_bytes > MOST_CHUNK_BYTES:
+            problem = f"chunks have {self.block_size_bytes} bytes, at most {MOST_CHUNK_BYTES} are stored"
+            raise Refused(f"{problem}: lower kv_connector_extra_config.blocks_per_chunk, or --block-size")
+        self._settings = TierSettings.of(extra)
+        self._engine, self._directory = engine, Path(directory)
+        self._chunks: npt.NDArray[np.uint8] = np.asarray(primary_kv_view).view(np.uint8)
+        """[chunks, bytes], host memory that vLLM shares with its workers."""
+        self._layout = LAYOUTS.setdefault(offloading_spec.config.engine_id, Future())
+        self._tokens = [
+            (group.tokens_per_block, group.layer_names) for group in offloading_spec.config.groups
+        ]
+        self.link: StoreLink[BlockSpace] = StoreLink(self._connect, self._space)
+        self._lookups = _Lookups(self, tier_type)
+        self._readers = ThreadPoolExecutor(READERS, "ctxcache-tier-load")
+        self._writers = ThreadPoolExecutor(WRITERS, "ctxcache-tier-store")
+        self._running: dict[Future[JobResult], TransferJob] = {}
+        """Jobs of which vLLM was told no end."""
+        self._ended: queue.SimpleQueue[Future[JobResult]] = queue.SimpleQueue()
+
+    # -- look-ups -----------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Chunks are kept as they come."""
+        del req_context
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Whether a chunk is there; RETRY while a thread asks."""
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Ask for what the step looked up, in one message."""
+        del context
+        self._lookups.flush()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget what was looked up for it."""
+        self._lookups.cleanup(req_context.req_id)
+
+    def are_there(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Whether each chunk is there, of this size. Asks the store."""
+        used = self.link.use()
+        if used is None:
+            return [False] * len(keys)
+        client, space = used
+        try:
+            found = client.blocks.look_up(space, list(map(_key, keys)))
+        except CacheError as error:
+            self.link.failed(error)
+            return [False] * len(keys)
+        return [one.state is LookupState.HIT and one.size_bytes == self.block_size_bytes for one in found]
+
+    # -- jobs ---------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Save chunks, in a thread."""
+        stores = sum(not job.is_promotion for job in self._running.values())
+        if stores >= MOST_STORES or self.link.state is not LinkState.READY:
+            self._begin(job_metadata, Future()).set_result(JobResult(job_metadata.job_id, success=False))
+        else:
+            self._begin(job_metadata, self._writers.submit(self._store, job_metadata))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Load chunks, in a thread."""
+        self._begin(job_metadata, self._readers.submit(self._load, job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs that ended since the last call. Chunks that could not be loaded are looked for no more."""
+        results = []
+        while not self._ended.empty():
+            future = self._ended.get()
+            job, result = self._running.pop(future), future.result()
+            if job.is_promotion and not result.success:
+                loaded = set(result.successful_keys or ())
+                self._lookups.mark_miss([key for key in job.keys if key not in loaded])
+            results.append(result)
+        return results
+
+    def drain_jobs(self) -> None:
+        """Wait until no job touches host memory."""
+        wait(list(self._running))
+
+    def shutdown(self) -> None:
+        """End threads and the client."""
+        for pool in (self._readers, self._writers):
+            pool.shutdown(cancel_futures=True)
+        self._lookups.shutdown()
+        # vLLM unmaps its host memory next.
+        self._chunks = np.empty((0, 0), np.uint8)
+        if not self._layout.done():
+            self._layout.cancel()
+        self.link.close()
+
+    def _begin(self, job: TransferJob, future: "Future[JobResult]") -> "Future[JobResult]":
+        self._running[future] = job
+        future.add_done_callback(self._ended.put)
+        return future
+
+    def _store(self, job: TransferJob) -> JobResult:
+        def put(client: Client, space: BlockSpace) -> Collection[OffloadKey]:
+            chunks = dict(zip(map(_key, job.keys), self._rows(job), strict=True))
+            client.blocks.put(
+                space,
+                chunks,
+                parents=_parents(job),
+                ttl_s=self._settings.ttl_s,
+                durability=Durability[self._settings.durability.upper()],
+            )
+            return job.keys
+
+        return self._carried_out(job, put)
+
+    def _load(self, job: TransferJob) -> JobResult:
+        def load(client: Client, space: BlockSpace) -> Collection[OffloadKey]:
+            loaded = client.blocks.load(space, list(map(_key, job.keys)), self._rows(job))
+            return [key for key, one in zip(job.keys, loaded, strict=True) if one is not None]
+
+        return self._carried_out(job, load)
+
+    def _carried_out(self, job: TransferJob, call: Any) -> JobResult:
+        began_s = time.perf_counter()
+        used = self.link.use()
+        done: Collection[OffloadKey] = ()
+        if used is not None:
+            try:
+                done = call(*used)
+            except CacheError as error:
+                self.link.failed(error)
+                log.debug("chunks of job %d: %s", job.job_id, error)
+            except Exception:
+                # The job has to end: vLLM waits for it, and computes what it did not bring.
+                log.exception("chunks of job %d", job.job_id)
+        return JobResult(
+            job.job_id,
+            success=len(done) == len(job.keys),
+            successful_keys=tuple(done) if job.is_promotion and done else None,
+            transfer_time=time.perf_counter() - began_s,
+            transfer_bytes=len(done) * self.block_size_bytes,
+        )
+
+    def _rows(self, job: TransferJob) -> list[npt.NDArray[np.uint8]]:
+        return [self._chunks[chunk] for chunk in job.chunk_ids]
+
+    # -- the store ----------------------------------------------------------------------------------------
+
+    def _connect(self) -> Client:
+        settings = self._settings
+        return connect(settings.target, token_file=settings.token_file, timeout_s=settings.timeout_s)
+
+    def _space(self, client: Client) -> BlockSpace:
+        """Where the engine's chunks are looked for: what their bytes depend on is in it."""
+        del client
+        facts = [weights_digest(self._directory), self._engine, self._tokens, self._layout.result()]
+        digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+        return BlockSpace(digest, layout_tag=f"vllm chunks of {self.block_size_bytes} bytes")
+
+
+class _Lookups(AsyncLookupManager):
+    """vLLM's own thread that asks for the keys of a step, and keeps answers while requests live."""
+
+    def __init__(self, tier: CtxcacheTier, tier_type: str) -> None:
+        super().__init__(tier_type=tier_type)
+        self._tier = tier
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        """See CtxcacheTier.are_there."""
+        del req_context
+        return self._tier.are_there(keys)
+
+
+def _key(key: OffloadKey) -> bytes:
+    """A key of 32 bytes for vLLM's, which is a block's hash, of whatever length, and its group."""
+    return hashlib.sha256(key).digest()
+
+
+def _parents(job: TransferJob) -> dict[bytes, bytes]:
+    """Of chunks that another one of the job comes right before, that one: it is kept at least as long."""
+    by_place = {}
+    for key in job.keys:
+        position = job.req_context.get_offload_key_position(key)
+        if position is not None:
+            by_place[get_offload_group_idx(key), position] = _key(key)
+    ordered = sorted(by_place)
+    return {
+        by_place[place]: by_place[before]
+        for before, place in zip(ordered, ordered[1:], strict=False)
+        if before[0] == place[0]
+    }
