@@ -13,8 +13,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from ctxcache.client import CallerModel, Client
+from ctxcache.client import Client
 from ctxcache.errors import (
     CacheError,
     DeadlineExceeded,
@@ -46,6 +47,10 @@ FINAL = (
 """Errors that another try would end in, too."""
 
 
+Subject = TypeVar("Subject")
+"""What a link is for, and its calls name: a model, or a space of blocks."""
+
+
 class LinkState(enum.Enum):
     """What a link can do now."""
 
@@ -55,15 +60,15 @@ class LinkState(enum.Enum):
     REFUSED = "refused"
 
 
-class StoreLink:
-    """A client of the store and the model it is for. Thread-safe. Close it."""
+class StoreLink(Generic[Subject]):
+    """A client of the store and what it is for. Thread-safe. Close it."""
 
-    def __init__(self, connect: Callable[[], Client], register: Callable[[Client], CallerModel]) -> None:
-        """Begin to connect, in a thread. `register` describes the model, which may take long once."""
-        self._connect, self._register = connect, register
+    def __init__(self, connect: Callable[[], Client], describe: Callable[[Client], Subject]) -> None:
+        """Begin to connect, in a thread. `describe` reads the model, which may take long once."""
+        self._connect, self._describe = connect, describe
         self._state, self._changed = LinkState.CONNECTING, threading.Condition()
         self._client: Client | None = None
-        self._model: CallerModel | None = None
+        self._subject: Subject | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._keep, name="ctxcache-link", daemon=True)
         self._thread.start()
@@ -80,12 +85,12 @@ class StoreLink:
             self._changed.wait_for(lambda: self._state in ended or self._is_closed, timeout_s)
             return self._state
 
-    def use(self) -> tuple[Client, CallerModel] | None:
-        """The client and the caller's model; None unless it is READY."""
+    def use(self) -> tuple[Client, Subject] | None:
+        """The client and what it is for; None unless it is READY."""
         with self._changed:
-            if self._state is not LinkState.READY or self._client is None or self._model is None:
+            if self._state is not LinkState.READY or self._client is None or self._subject is None:
                 return None
-            return self._client, self._model
+            return self._client, self._subject
 
     def failed(self, error: CacheError) -> None:
         """A call failed. Where the store does not answer, nothing asks it for a while."""
@@ -127,7 +132,7 @@ class StoreLink:
         try:
             if self._client is None:
                 self._client = self._connect()
-            self._model = self._register(self._client)
+            self._subject = self._describe(self._client)
         except FINAL as error:
             log.error("the context store is not used: %s", error)  # noqa: TRY400  its reason is the message
             return LinkState.REFUSED
@@ -139,5 +144,5 @@ class StoreLink:
             if not self._is_closed:
                 log.exception("the context store is not used: the model could not be described")
             return LinkState.REFUSED
-        log.info("the context store is used for %s", self._model.name)
+        log.info("the context store is used")
         return LinkState.READY

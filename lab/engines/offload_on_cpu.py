@@ -4,21 +4,23 @@ Named by `spec_name` and `spec_module_path`. One group of K/V caches, chunks of 
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CopyingWorker(OffloadingWorker):
     """Copies blocks at once, in the worker's thread."""
 
-    def __init__(self, caches: CanonicalKVCaches, chunk_count: int) -> None:
+    def __init__(self, caches: CanonicalKVCaches, room: Callable[[int], torch.Tensor]) -> None:
+        """`room` makes place for chunks of so many bytes: [chunks, bytes]."""
         self._blocks = [item.tensor.flatten(1).view(torch.int8) for item in caches.tensors]
-        self._chunks = [
-            torch.empty((chunk_count, blocks.shape[1]), dtype=torch.int8) for blocks in self._blocks
-        ]
+        self._chunks = [room(blocks.shape[1]) for blocks in self._blocks]
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -57,4 +59,21 @@ class OffloadOnCpu(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The worker of these caches, asked for once."""
-        return CopyingWorker(kv_caches, self.num_chunks)
+        return CopyingWorker(
+            kv_caches, lambda size_bytes: torch.empty((self.num_chunks, size_bytes), dtype=torch.int8)
+        )
+
+
+class TieringOnCpu(TieringOffloadingSpec):
+    """The same with tiers behind it, which share its memory with the scheduler."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """The worker of these caches, asked for once."""
+        region = SharedOffloadRegion(
+            engine_id=self.config.engine_id,
+            num_chunks=self.num_chunks,
+            rank=self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        return CopyingWorker(kv_caches, region.create_next_worker_view)

@@ -141,7 +141,7 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
     if transfer is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     llm: Any = LLM(model=model, **arguments)
-    if transfer is not None and transfer["kv_connector"] == "CtxcacheConnector":
+    if transfer is not None and transfer["kv_connector"].startswith("Ctxcache"):
         core = llm.llm_engine.engine_core.engine_core
         for connector in (core.scheduler.connector, get_kv_transfer_group()):
             connector.wait_until_linked(LINK_TIMEOUT_S)

@@ -31,7 +31,7 @@ def spec() -> ModelSpec:
     return model_spec(build("llama"), model_id="linked")
 
 
-def link_to(target: str, spec: ModelSpec) -> StoreLink:
+def link_to(target: str, spec: ModelSpec) -> StoreLink[CallerModel]:
     """A link for a model."""
 
     def register(client: Client) -> CallerModel:
@@ -40,7 +40,7 @@ def link_to(target: str, spec: ModelSpec) -> StoreLink:
     return StoreLink(lambda: ctxcache.connect(target, timeout_s=1.0), register)
 
 
-def ask(link: StoreLink) -> None:
+def ask(link: StoreLink[CallerModel]) -> None:
     """A call over the link, whose failure it hears of."""
     use = link.use()
     assert use is not None

@@ -38,7 +38,9 @@ class EngineBlocks:
         self.layout = BlockLayout(
             block_tokens=self._block_tokens,
             page_bytes=tuple(pages.shape[1] for pages in self._pages),
-            description="; ".join((_platform(), *_layers(caches, kv_cache_config.num_blocks, modules))),
+            description="; ".join(
+                (describe_platform(), *describe_layers(caches, kv_cache_config.num_blocks, modules))
+            ),
         )
 
     @property
@@ -114,7 +116,7 @@ def _pages(cache: Tensor, block_count: int, page_bytes: int) -> Tensor:
     )
 
 
-def _platform() -> str:
+def describe_platform() -> str:
     """The engine and the machine, as far as the order of bytes within a block depends on them."""
     name = current_platform.device_name
     if current_platform.is_cpu():
@@ -125,7 +127,9 @@ def _platform() -> str:
     return f"vllm {vllm.__version__} {name}"
 
 
-def _layers(caches: Mapping[str, Tensor], block_count: int, modules: Mapping[str, object]) -> Iterable[str]:
+def describe_layers(
+    caches: Mapping[str, Tensor], block_count: int, modules: Mapping[str, object]
+) -> Iterable[str]:
     """Each layer's backend, and the order of its block's elements in memory."""
     for name, cache in caches.items():
         blocks = group_kernel_blocks(cache, block_count)

@@ -1,14 +1,19 @@
-"""What vLLM runs as it starts, by the entry point `vllm.general_plugins`: it learns the connector's name."""
+"""What vLLM runs as it starts, by the entry point `vllm.general_plugins`: it learns the connectors' names."""
 
 from contextlib import suppress
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-CONNECTOR = "CtxcacheConnector"
+CONNECTORS = {
+    "CtxcacheConnector": "gpu_worker.engines.vllm.connector",
+    "CtxcacheOffloadingConnector": "gpu_worker.engines.vllm.tier",
+}
+"""Where each class is."""
 
 
 def register() -> None:
-    """Register the connector, unless this process has done so."""
+    """Register the connectors, unless this process has done so."""
     # vLLM loads plugins once in each process, and may do so again: it refuses a second time by an error.
-    with suppress(ValueError):
-        KVConnectorFactory.register_connector(CONNECTOR, "gpu_worker.engines.vllm.connector", CONNECTOR)
+    for name, module in CONNECTORS.items():
+        with suppress(ValueError):
+            KVConnectorFactory.register_connector(name, module, name)

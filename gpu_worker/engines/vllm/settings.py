@@ -121,7 +121,8 @@ def _described(directory: Path, model_id: str, dtype: torch.dtype) -> DescribedM
 
 
 @functools.lru_cache(maxsize=1)
-def _digest(directory: Path) -> str:
+def weights_digest(directory: Path) -> str:
+    """The digest of a model's files; made once in a process."""
     return digest_checkpoint(directory)
 
 
@@ -131,14 +132,14 @@ def link_for(
     layout: "Future[BlockLayout]",
     *,
     timeout_s: float,
-) -> StoreLink:
+) -> StoreLink[CallerModel]:
     """A link to the store for the engine's model. `layout` comes once the engine has its blocks."""
 
     def open_client() -> Client:
         return connect(settings.target, token_file=settings.token_file, timeout_s=timeout_s)
 
     def register(client: Client) -> CallerModel:
-        directory = _directory_of(config)
+        directory = directory_of(config)
         model_id = settings.model_id or directory.resolve().name
         if settings.saved is SavedState.BLOCKS:
             return client.models.register(_block_spec(config, directory, model_id, layout.result()))
@@ -153,7 +154,7 @@ def streams_of(model: CallerModel, saved: SavedState) -> list[Stream]:
     return [spec.stream for spec in model.spec.streams if spec.stream.kind is saved.kind]
 
 
-def _directory_of(config: "VllmConfig") -> Path:
+def directory_of(config: "VllmConfig") -> Path:
     """Where the model's files lie: a directory, or what vLLM downloaded of a repository."""
     model = config.model_config
     if Path(model.model).is_dir():
@@ -163,27 +164,32 @@ def _directory_of(config: "VllmConfig") -> Path:
     return Path(found)
 
 
-def _block_spec(config: "VllmConfig", directory: Path, model_id: str, layout: BlockLayout) -> ModelSpec:
-    """The store's description of the engine's blocks, by everything that their bytes depend on."""
+def engine_facts(config: "VllmConfig") -> str:
+    """Everything of an engine's settings that the bytes of its blocks depend on."""
     model = config.model_config
-    description = model.hf_config.to_dict() | {"_name_or_path": None, "transformers_version": None}
-    settings = json.dumps(
+    return json.dumps(
         {
-            "blocks": layout.description,
             # Rotary embeddings of long contexts differ by it.
             "max_model_len": model.max_model_len,
             "quantization": str(model.quantization),
-            "config": description,
+            "dtypes": f"{model.dtype} {config.cache_config.cache_dtype}",
+            "config": model.hf_config.to_dict() | {"_name_or_path": None, "transformers_version": None},
         },
         sort_keys=True,
         default=str,
     )
-    tag = hashlib.sha256(settings.encode()).hexdigest()
+
+
+def _block_spec(config: "VllmConfig", directory: Path, model_id: str, layout: BlockLayout) -> ModelSpec:
+    """The store's description of the engine's blocks, by everything that their bytes depend on."""
+    model = config.model_config
+    facts = f"{engine_facts(config)} {layout.description}"
+    tag = hashlib.sha256(facts.encode()).hexdigest()
     return ModelSpec(
         model_id=f"{model_id}.vllm-{tag[:8]}",
         architecture=",".join(model.hf_config.architectures or ()),
         revision="",
-        weights_digest=_digest(directory),
+        weights_digest=weights_digest(directory),
         tokenizer_digest="",
         dtype=row_dtype(model.dtype),
         layer_count=len(layout.page_bytes),

@@ -1,4 +1,4 @@
-"""vLLM's own offloading, with the store behind its host memory: chunks of all ranks, whole, as they lie there.
+"""vLLM's own offloading, with the store behind its host memory: chunks of all ranks, as they lie there.
 
     GPU ◄──vLLM──► host memory ◄──CtxcacheTier──► store
 
@@ -13,7 +13,7 @@ import json
 import logging
 import queue
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from ctxcache.client import BlockSpace, Client, connect
 from ctxcache.client.types import Durability, LookupState
 from ctxcache.errors import CacheError
-from gpu_worker.engines.link import LinkState, StoreLink
+from gpu_worker.engines.link import GONE, LinkState, StoreLink
 from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
 from gpu_worker.engines.vllm.settings import Refused, directory_of, engine_facts, weights_digest
 
@@ -108,7 +108,9 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
             raise Refused(f"{problem}: another adapter of the same name would be served their bytes")
         extra = transfer.kv_connector_extra_config
         settings = TierSettings.of(extra)
-        others = [tier for tier in extra.get("secondary_tiers", []) if tier.get("type") != CtxcacheTier.__name__]
+        others = [
+            tier for tier in extra.get("secondary_tiers", []) if tier.get("type") != CtxcacheTier.__name__
+        ]
         transfer.kv_connector_extra_config = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": HOST_BYTES,
@@ -194,6 +196,7 @@ class CtxcacheTier(SecondaryTierManager):
         self._lookups = _Lookups(self, tier_type)
         self._readers = ThreadPoolExecutor(READERS, "ctxcache-tier-load")
         self._writers = ThreadPoolExecutor(WRITERS, "ctxcache-tier-store")
+        self._told: set[type[CacheError]] = set()
         self._running: dict[Future[JobResult], TransferJob] = {}
         """Jobs of which vLLM was told no end."""
         self._ended: queue.SimpleQueue[Future[JobResult]] = queue.SimpleQueue()
@@ -282,15 +285,16 @@ class CtxcacheTier(SecondaryTierManager):
 
     def _store(self, job: TransferJob) -> JobResult:
         def put(client: Client, space: BlockSpace) -> Collection[OffloadKey]:
-            chunks = dict(zip(map(_key, job.keys), self._rows(job), strict=True))
+            rows, chain = dict(zip(map(_key, job.keys), self._rows(job), strict=True)), _chain(job)
             client.blocks.put(
                 space,
-                chunks,
-                parents=_parents(job),
+                # What continues a chunk comes after it.
+                {key: rows[key] for key in chain},
+                parents={key: parent for key, parent in chain.items() if parent is not None},
                 ttl_s=self._settings.ttl_s,
                 durability=Durability[self._settings.durability.upper()],
             )
-            return job.keys
+            return list(job.keys)
 
         return self._carried_out(job, put)
 
@@ -301,7 +305,9 @@ class CtxcacheTier(SecondaryTierManager):
 
         return self._carried_out(job, load)
 
-    def _carried_out(self, job: TransferJob, call: Any) -> JobResult:
+    def _carried_out(
+        self, job: TransferJob, call: Callable[[Client, BlockSpace], Collection[OffloadKey]]
+    ) -> JobResult:
         began_s = time.perf_counter()
         used = self.link.use()
         done: Collection[OffloadKey] = ()
@@ -310,7 +316,7 @@ class CtxcacheTier(SecondaryTierManager):
                 done = call(*used)
             except CacheError as error:
                 self.link.failed(error)
-                log.debug("chunks of job %d: %s", job.job_id, error)
+                self._tell(error)
             except Exception:
                 # The job has to end: vLLM waits for it, and computes what it did not bring.
                 log.exception("chunks of job %d", job.job_id)
@@ -321,6 +327,12 @@ class CtxcacheTier(SecondaryTierManager):
             transfer_time=time.perf_counter() - began_s,
             transfer_bytes=len(done) * self.block_size_bytes,
         )
+
+    def _tell(self, error: CacheError) -> None:
+        """Say once what sort of thing goes wrong, unless the link says so."""
+        if type(error) not in self._told and not isinstance(error, GONE):
+            self._told.add(type(error))
+            log.warning("chunks are not stored or loaded, and computed when they are needed: %s", error)
 
     def _rows(self, job: TransferJob) -> list[npt.NDArray[np.uint8]]:
         return [self._chunks[chunk] for chunk in job.chunk_ids]
@@ -357,16 +369,16 @@ def _key(key: OffloadKey) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _parents(job: TransferJob) -> dict[bytes, bytes]:
-    """Of chunks that another one of the job comes right before, that one: it is kept at least as long."""
-    by_place = {}
+def _chain(job: TransferJob) -> dict[bytes, bytes | None]:
+    """The job's chunks in their order, each with the one right before it, which is kept at least as long."""
+    places = []
     for key in job.keys:
         position = job.req_context.get_offload_key_position(key)
-        if position is not None:
-            by_place[get_offload_group_idx(key), position] = _key(key)
-    ordered = sorted(by_place)
-    return {
-        by_place[place]: by_place[before]
-        for before, place in zip(ordered, ordered[1:], strict=False)
-        if before[0] == place[0]
-    }
+        places.append((get_offload_group_idx(key), -1 if position is None else position, _key(key)))
+    chain: dict[bytes, bytes | None] = {}
+    before: tuple[int, bytes] | None = None
+    for group, position, key in sorted(places):
+        is_next = before is not None and before[0] == group and position >= 0
+        chain[key] = before[1] if before is not None and is_next else None
+        before = (group, key)
+    return chain
