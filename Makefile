@@ -83,7 +83,7 @@ mutants: setup ## Change one line of the store at a time and see that the tests 
 
 engines: ## Run real engines on a real store: vLLM on a CPU, its environment made first (15 minutes; ARGS="-k killed")
 	@$(PYTHON) scripts/setup.py vllm
-	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_sessions.py tests/engines/vllm_environment.py $(ARGS)
+	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_*.py $(ARGS)
 
 engines-all: ## The same with 50 kills, and with small models of 19 types (an hour)
 	CTXCACHE_KILLS=50 $(MAKE) engines ARGS="--timeout 1800 $(ARGS)"

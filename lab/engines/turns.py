@@ -29,17 +29,21 @@ from lab.engines.vllm_process import VllmEngine
 Replies = dict[tuple[int, int], tuple[int, ...]]
 """The tokens of each reply, by turn and conversation."""
 
-WAYS = ("nothing", "prefix cache", "offload", "ctxcache", "ctxcache again")
-OFFLOAD = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "OffloadOnCpu",
-        "spec_module_path": "lab.engines.offload_on_cpu",
-        "cpu_bytes_to_use": 2 << 30,
-        "block_size": 32,
-    },
-}
+WAYS = (
+    "nothing",
+    "prefix cache",
+    "offload",
+    "ctxcache",
+    "ctxcache again",
+    "file tier",
+    "file tier again",
+    "ctxcache tier",
+    "ctxcache tier again",
+)
+AGAIN = " again"
+HOST_BYTES = 2 << 30
+TIERED_HOST_BYTES = 128 << 20
+"""Of host memory with a tier behind it: less than the conversations need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +67,36 @@ def engine_for(way: str, options: argparse.Namespace, target: str, log: Path) ->
         "num_gpu_blocks_override": options.length // 32 + 8,
         "enable_prefix_caching": way != "nothing",
     }
-    if way == "offload":
-        arguments["kv_transfer_config"] = OFFLOAD
-    is_ours = way.startswith("ctxcache")
-    with VllmEngine(options.model, target if is_ours else None, log, **arguments) as engine:
+    kind = way.removesuffix(AGAIN)
+    if kind in {"offload", "file tier", "ctxcache tier"}:
+        arguments["kv_transfer_config"] = offloading(kind, target, log.parent)
+    # What one process leaves, another finds by the same hashes.
+    environment = {"PYTHONHASHSEED": "0"}
+    is_ours = kind == "ctxcache"
+    with VllmEngine(
+        options.model, target if is_ours else None, log, environment=environment, **arguments
+    ) as engine:
         yield engine
+
+
+def offloading(kind: str, target: str, place: Path) -> dict[str, Any]:
+    """vLLM's own connector, with files or the store behind host memory where the way has that."""
+    is_tiered = kind != "offload"
+    extra: dict[str, Any] = {
+        "spec_name": "TieringOnCpu" if is_tiered else "OffloadOnCpu",
+        "spec_module_path": "lab.engines.offload_on_cpu",
+        "cpu_bytes_to_use": TIERED_HOST_BYTES if is_tiered else HOST_BYTES,
+        "block_size": 32,
+    }
+    if kind == "file tier":
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(place / "files")}]
+    if kind == "ctxcache tier":
+        extra["target"] = target
+    return {
+        "kv_connector": "CtxcacheOffloadingConnector" if kind == "ctxcache tier" else "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def measure(way: str, options: argparse.Namespace, target: str, log: Path, expected: Replies) -> Row:

@@ -135,15 +135,20 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams  # noqa: PLC0415  it prints
     from vllm.config import KVTransferConfig  # noqa: PLC0415
-    from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+    from vllm.distributed.kv_transfer import (  # noqa: PLC0415
+        get_kv_transfer_group,
+        has_kv_transfer_group,
+    )
 
     transfer = arguments.pop("kv_transfer_config", None)
     if transfer is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     llm: Any = LLM(model=model, **arguments)
     if transfer is not None and transfer["kv_connector"].startswith("Ctxcache"):
-        core = llm.llm_engine.engine_core.engine_core
-        for connector in (core.scheduler.connector, get_kv_transfer_group()):
+        connectors = [llm.llm_engine.engine_core.engine_core.scheduler.connector]
+        # Of several ranks each is a process of its own.
+        connectors += [get_kv_transfer_group()] if has_kv_transfer_group() else []
+        for connector in connectors:
             connector.wait_until_linked(LINK_TIMEOUT_S)
 
     def say(what: object) -> None:

@@ -1,0 +1,309 @@
+"""vLLM's own offloading with the store behind host memory: replies are those of an engine without either.
+
+Run by `make engines`. vLLM refuses to offload from a CPU: `TieringOnCpu` copies in the place of a GPU's
+worker, all else is vLLM's own. Host memory is small, or the process a new one: chunks come from the store.
+"""
+
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import ctxcache
+from lab.engines.vllm_process import VllmEngine
+from tests.engines.stalling_proxy import StallingProxy
+from tests.server_process import ServerProcess
+
+BLOCK_TOKENS = 32
+COUNT = 16
+PROMPT_TOKENS = 300
+FOUND = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+"""Tokens of a prompt in whole blocks, its last one left to be computed."""
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    # Wide, so that replies differ from token to token and a wrong byte shows.
+    "initializer_range": 0.2,
+}
+CHUNK_BYTES = 4 * 2 * 2 * 32 * 4 * BLOCK_TOKENS
+"""Of the model above in fp32."""
+
+
+def prompt_of(number: int, count: int = PROMPT_TOKENS) -> list[int]:
+    """Another prompt for each number."""
+    draw = random.Random(number)
+    return [draw.randrange(3, 500) for _ in range(count)]
+
+
+def build(directory: Path, seed: int = 0) -> Path:
+    """A small Llama with random weights, in files."""
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=False)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of most tests."""
+    return build(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def replies(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, ...]]:
+    """What an engine that keeps nothing replies to the first prompts."""
+    with VllmEngine(model, None, tmp_path_factory.mktemp("plain") / "log") as engine:
+        return [engine.turn(prompt_of(number), None, COUNT).token_ids for number in range(12)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A store that a test may do anything to."""
+    with ServerProcess(tmp_path / "data") as server:
+        yield server
+
+
+def offloading(model: Path, target: str, log: Path, *, host_chunks: int = 1024, **options: Any) -> VllmEngine:
+    """An engine that offloads to host memory, with the store behind it."""
+    extra = {
+        "spec_name": "TieringOnCpu",
+        "spec_module_path": "lab.engines.offload_on_cpu",
+        "cpu_bytes_to_use": host_chunks * CHUNK_BYTES,
+        "target": target,
+    } | options.pop("extra", {})
+    transfer = {
+        "kv_connector": "CtxcacheOffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    defaults = {"enable_prefix_caching": True, "num_gpu_blocks_override": 48}
+    return VllmEngine(model, None, log, kv_transfer_config=transfer, **(defaults | options))
+
+
+def ask(engine: VllmEngine, replies: Sequence[tuple[int, ...]], numbers: Sequence[int]) -> list[int]:
+    """Ask for prompts, each reply compared; tokens that were not computed, by prompt."""
+    found = []
+    for number in numbers:
+        reply = engine.turn(prompt_of(number), None, COUNT)
+        assert reply.finish_reason == "length"
+        assert reply.token_ids == replies[number], number
+        found.append(reply.cached_count)
+    return found
+
+
+def wait_for_blocks(store: ServerProcess, count: int) -> None:
+    """Wait until the store holds so many chunks."""
+    deadline_s = time.monotonic() + 30
+    with ctxcache.connect(store.target) as cache:
+        while (found := cache.admin.stats().segment_count) < count:
+            assert time.monotonic() < deadline_s, found
+            time.sleep(0.02)
+
+
+def test_another_process_finds_what_one_has_computed(
+    model: Path, replies: list[tuple[int, ...]], store: ServerProcess, tmp_path: Path
+) -> None:
+    """Over the engine's end, and over a restart of the store."""
+    with offloading(model, store.target, tmp_path / "log") as engine:
+        assert ask(engine, replies, range(4)) == [0] * 4
+        wait_for_blocks(store, 4 * FOUND // BLOCK_TOKENS)
+    with offloading(model, store.target, tmp_path / "log") as engine:
+        assert ask(engine, replies, range(4)) == [FOUND] * 4
+    store.terminate()
+    store.start()
+    with offloading(model, store.target, tmp_path / "log") as engine:
+        assert ask(engine, replies, range(4)) == [FOUND] * 4
+
+
+def test_what_host_memory_evicted_comes_from_the_store(
+    model: Path, replies: list[tuple[int, ...]], store: ServerProcess, tmp_path: Path
+) -> None:
+    """Host memory has room for two prompts of eight."""
+    with offloading(model, store.target, tmp_path / "log", host_chunks=20) as engine:
+        ask(engine, replies, range(8))
+        wait_for_blocks(store, 8 * FOUND // BLOCK_TOKENS)
+        found = ask(engine, replies, range(8))
+    assert sum(found) > 4 * FOUND
+
+
+def test_a_model_with_sliding_windows_is_served(store: ServerProcess, tmp_path: Path) -> None:
+    """Its windows are a group of caches of their own, whose blocks are chunks of their own."""
+    torch.manual_seed(0)
+    config = Gemma2Config(**_SHAPE, query_pre_attn_scalar=32, sliding_window=64)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    options: dict[str, Any] = {"num_gpu_blocks_override": 400}
+    with VllmEngine(tmp_path / "gemma", None, tmp_path / "plain", **options) as engine:
+        replies = [engine.turn(prompt_of(number), None, COUNT).token_ids for number in range(3)]
+    for expected in (0, FOUND):
+        with offloading(tmp_path / "gemma", store.target, tmp_path / "log", **options) as engine:
+            assert ask(engine, replies, range(3)) == [expected] * 3
+            # Chunks of two groups; of the windows the last ones are kept.
+            time.sleep(1)
+
+
+def test_two_ranks_save_and_load_their_parts(
+    model: Path, replies: list[tuple[int, ...]], store: ServerProcess, tmp_path: Path
+) -> None:
+    """A chunk has the parts of both, and is there whole or not at all. One rank alone has other chunks."""
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    for expected in (0, FOUND):
+        with offloading(model, store.target, tmp_path / "log", **options) as engine:
+            assert ask(engine, replies, range(3)) == [expected] * 3
+            wait_for_blocks(store, 3 * FOUND // BLOCK_TOKENS)
+    with offloading(model, store.target, tmp_path / "log") as engine:
+        assert ask(engine, replies, range(3)) == [0] * 3
+
+
+def test_other_weights_in_the_same_place_find_nothing(
+    replies: list[tuple[int, ...]], model: Path, store: ServerProcess, tmp_path: Path
+) -> None:
+    """A model is told by its files: not by its name, and not by where they lie."""
+    place = tmp_path / "here"
+    build(place, seed=1)
+    with offloading(place, store.target, tmp_path / "log") as engine:
+        engine.turn(prompt_of(0), None, COUNT)
+        wait_for_blocks(store, FOUND // BLOCK_TOKENS)
+    shutil.rmtree(place)
+    shutil.copytree(model, place)
+    with offloading(place, store.target, tmp_path / "log") as engine:
+        assert ask(engine, replies, [0]) == [0]
+        wait_for_blocks(store, 2 * FOUND // BLOCK_TOKENS)
+    with offloading(model, store.target, tmp_path / "log") as engine:
+        assert ask(engine, replies, [0]) == [FOUND]
+
+
+def test_a_store_that_is_killed_costs_computed_prompts(
+    model: Path, replies: list[tuple[int, ...]], store: ServerProcess, tmp_path: Path
+) -> None:
+    """Nothing fails without it; when it is back, it is used again."""
+    with offloading(model, store.target, tmp_path / "log", host_chunks=12) as engine:
+        ask(engine, replies, range(3))
+        store.kill9()
+        ask(engine, replies, [0, 1, 2, 3])
+        store.start()
+        deadline_s = time.monotonic() + 30
+        while not any(ask(engine, replies, [4, 5, 6, 7, 8])):
+            assert time.monotonic() < deadline_s, engine.log
+
+
+def test_a_store_that_hangs_costs_computed_prompts(
+    model: Path, replies: list[tuple[int, ...]], store: ServerProcess, tmp_path: Path
+) -> None:
+    """It is waited for once, for a second; then it is left alone."""
+    with offloading(model, store.target, tmp_path / "log", host_chunks=12) as engine:
+        ask(engine, replies, range(3))
+        store.signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        ask(engine, replies, [0, 1, 2, 3])
+        took_s = time.monotonic() - began_s
+        store.signal(signal.SIGCONT)
+        assert "the context store does not answer" in engine.log
+        # Two waits of a second, the engine's own work, and a busy machine: a hang would be a minute.
+        assert took_s < 30
+        deadline_s = time.monotonic() + 30
+        while not any(ask(engine, replies, [4, 5, 6, 7, 8])):
+            assert time.monotonic() < deadline_s, engine.log
+
+
+def test_a_load_that_stalls_leaves_nothing_wrong(
+    model: Path, replies: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """It is given up at its deadline: the prompt is computed, and what came late touches nothing."""
+    remote_only = ("--control-socket", "", "--bulk-listen", "", "--arena-sealed", "true")
+    with (
+        ServerProcess(tmp_path / "data", *remote_only) as server,
+        StallingProxy(server.target) as proxy,
+    ):
+        with offloading(model, proxy.target, tmp_path / "log") as engine:
+            ask(engine, replies, range(3))
+            wait_for_blocks(server, 3 * FOUND // BLOCK_TOKENS)
+        with offloading(model, proxy.target, tmp_path / "log") as engine:
+            proxy.stall_once(after_bytes=128 << 10, seconds=20)
+            assert ask(engine, replies, [0]) == [0]
+            assert proxy.stall_count == 1
+            deadline_s = time.monotonic() + 60
+            while not any(ask(engine, replies, [0, 1, 2])):
+                assert time.monotonic() < deadline_s, engine.log
+
+
+def test_a_store_that_is_full_gives_wrong_replies_to_nobody(
+    model: Path, replies: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """It has room for two prompts of eight."""
+    size = str(2 << 20)
+    with (
+        ServerProcess(tmp_path / "data", "--ssd-size-bytes", size, "--arena-size-bytes", size) as server,
+        offloading(model, server.target, tmp_path / "log", host_chunks=12) as engine,
+    ):
+        for _ in range(3):
+            ask(engine, replies, range(8))
+
+
+def test_damaged_chunks_are_computed(
+    model: Path, replies: list[tuple[int, ...]], store: ServerProcess, tmp_path: Path
+) -> None:
+    """A changed byte of every chunk on SSD is noticed."""
+    with offloading(model, store.target, tmp_path / "log") as engine:
+        ask(engine, replies, range(4))
+        wait_for_blocks(store, 4 * FOUND // BLOCK_TOKENS)
+    store.terminate()
+    (path,) = (store.data_directory / "ssd").glob("*.dat")
+    data = bytearray(path.read_bytes())
+    for offset in range(8192 + 2000, len(data), 16384):
+        data[offset] ^= 0x40
+    path.write_bytes(data)
+    store.start()
+    with offloading(model, store.target, tmp_path / "log") as engine:
+        ask(engine, replies, range(4))
+        ask(engine, replies, range(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"extra": {"durability": "tape"}}, "durability: 'tape' is not one of"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"extra": {"blocks_per_chunk": 512}}, "lower kv_connector_extra_config.blocks_per_chunk"),
+    ],
+    ids=["unknown durability", "adapters", "large chunks"],
+)
+def test_what_cannot_be_served_is_refused_at_the_start(
+    model: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    """The engine does not start, and says why."""
+    with (
+        pytest.raises(RuntimeError, match=message),
+        offloading(model, "127.0.0.1:1", tmp_path / "log", **options),
+    ):
+        pass
+
+
+def test_a_tier_without_the_connector_is_refused(model: Path, tmp_path: Path) -> None:
+    """It would not see which model its chunks are of."""
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOnCpu",
+            "spec_module_path": "lab.engines.offload_on_cpu",
+            "cpu_bytes_to_use": 16 << 20,
+            "secondary_tiers": [{"type": "CtxcacheTier", "module_path": "gpu_worker.engines.vllm.tier"}],
+        },
+    }
+    with (
+        pytest.raises(RuntimeError, match="use kv_connector CtxcacheOffloadingConnector"),
+        VllmEngine(model, None, tmp_path / "log", kv_transfer_config=transfer),
+    ):
+        pass
