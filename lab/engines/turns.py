@@ -80,7 +80,7 @@ def engine_for(way: str, options: argparse.Namespace, target: str, log: Path) ->
 
 
 def offloading(kind: str, target: str, place: Path) -> dict[str, Any]:
-    """vLLM's own connector, with files or the store behind host memory where the way has that."""
+    """VLLM's own connector, with files or the store behind host memory where the way has that."""
     is_tiered = kind != "offload"
     extra: dict[str, Any] = {
         "spec_name": "TieringOnCpu" if is_tiered else "OffloadOnCpu",

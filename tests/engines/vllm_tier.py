@@ -157,7 +157,7 @@ def test_two_ranks_save_and_load_their_parts(
     model: Path, replies: list[tuple[int, ...]], store: ServerProcess, tmp_path: Path
 ) -> None:
     """A chunk has the parts of both, and is there whole or not at all. One rank alone has other chunks."""
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     for expected in (0, FOUND):
         with offloading(model, store.target, tmp_path / "log", **options) as engine:
             assert ask(engine, replies, range(3)) == [expected] * 3
