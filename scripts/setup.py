@@ -2,11 +2,11 @@
 """Make a virtual environment that `make` uses; needs only CPython with venv and pip's way to an index.
 
 `setup.py worker` makes `.venv` (everything), `setup.py store` makes `.venv-store` (no torch), `setup.py
-docs` makes `.venv-docs` (what builds the documentation site, without the project), and `setup.py vllm` makes
-`.venv-vllm` (vLLM for a CPU). The second time it reads one stamp file and asks no network. Settings in the
-environment: TORCH_SPEC (a requirement, as torch==2.13.0+cpu), TORCH_INDEX_URL (an index to find it on), and
-whatever uv itself reads, as UV_TORCH_BACKEND=cpu. Worst case: several GB of GPU libraries where torch's CPU
-build cannot be found.
+docs` makes `.venv-docs` (what builds the documentation site, without the project), `setup.py vllm` makes
+`.venv-vllm` (vLLM for a CPU), and `setup.py llamacpp` makes `.venv-llamacpp` (llama.cpp, no torch). The
+second time it reads one stamp file and asks no network. Settings in the environment: TORCH_SPEC (a
+requirement, as torch==2.13.0+cpu), TORCH_INDEX_URL (an index to find it on), and whatever uv itself reads,
+as UV_TORCH_BACKEND=cpu. Worst case: several GB of GPU libraries where torch's CPU build cannot be found.
 """
 
 import ast
@@ -58,6 +58,9 @@ ENVIRONMENTS = {
         has_torch=True,
         # Their CPU builds are of another torch, and vLLM loads them where they are there.
         unwanted=("torchvision", "torchaudio", "torchcodec"),
+    ),
+    "llamacpp": Environment(
+        ".venv-llamacpp", extras=("server", "llamacpp"), lab_extras=(), groups=("llamacpp",), has_torch=False
     ),
 }
 

@@ -3,6 +3,7 @@
 import typer
 
 from ctxcache.cli.examples import examples
+from gpu_worker.cli.llamacpp import llamacpp
 from gpu_worker.cli.plan import layout, plan
 from gpu_worker.cli.profile import profile
 from gpu_worker.cli.serve import serve, stats
@@ -33,3 +34,10 @@ app.command(
         "ctxcache worker stats", "ctxcache worker stats --listen /run/ctxcache/worker.sock --json"
     ),
 )(stats)
+app.command(
+    "llamacpp",
+    epilog=examples(
+        "ctxcache worker llamacpp smollm2.gguf",
+        "ctxcache worker llamacpp smollm2.gguf --slots 2 --ctx-size 16384 --param cpuparams.n_threads=8",
+    ),
+)(llamacpp)

