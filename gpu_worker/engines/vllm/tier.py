@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,7 +23,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -47,6 +52,7 @@ from gpu_worker.engines.vllm.settings import Refused, directory_of, engine_facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = logging.getLogger(__name__)
@@ -59,6 +65,8 @@ READERS = 2
 WRITERS = 2
 MOST_STORES = 64
 """Jobs of saving that may wait; more are dropped, which is a miss later."""
+PATIENCE_S = 0.01
+"""How long a step that computes nothing may wait for a job or a look-up."""
 LAYOUTS: dict[str, "Future[str]"] = {}
 """What the workers of an engine say of their blocks, by engine id: comes once the engine has its blocks."""
 
@@ -149,15 +157,22 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         ranks = [one.description for _, one in sorted(metadata.items()) if isinstance(one, RankLayout)]
         LAYOUTS[self._engine_id].set_result(json.dumps(ranks))
 
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """See OffloadingConnector. A step that computes nothing gives its time to the tier's threads."""
+        meta = super().build_connector_meta(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            for tier in self._tiers():
+                tier.give_way()
+        return meta
+
     def wait_until_linked(self, timeout_s: float) -> bool:
         """Wait until the store can be used, or never will be, or the time is over; whether it can be."""
-        if self.connector_scheduler is None:
-            return True
-        return all(
-            tier.link.wait(timeout_s) is LinkState.READY
-            for tier in getattr(self.connector_scheduler.manager, "secondary_tiers", [])
-            if isinstance(tier, CtxcacheTier)
-        )
+        return all(tier.link.wait(timeout_s) is LinkState.READY for tier in self._tiers())
+
+    def _tiers(self) -> "list[CtxcacheTier]":
+        """The store's tier, on the scheduler's side."""
+        manager = self.connector_scheduler.manager if self.connector_scheduler is not None else None
+        return [tier for tier in getattr(manager, "secondary_tiers", []) if isinstance(tier, CtxcacheTier)]
 
 
 class CtxcacheTier(SecondaryTierManager):
@@ -193,7 +208,9 @@ class CtxcacheTier(SecondaryTierManager):
             (group.tokens_per_block, group.layer_names) for group in offloading_spec.config.groups
         ]
         self.link: StoreLink[BlockSpace] = StoreLink(self._connect, self._space)
-        self._lookups = _Lookups(self, tier_type)
+        self._progress = threading.Event()
+        """Set when a look-up or a job ends."""
+        self._lookups = _Lookups(self, tier_type, self._progress)
         self._readers = ThreadPoolExecutor(READERS, "ctxcache-tier-load")
         self._writers = ThreadPoolExecutor(WRITERS, "ctxcache-tier-store")
         self._told: set[type[CacheError]] = set()
@@ -263,6 +280,12 @@ class CtxcacheTier(SecondaryTierManager):
             results.append(result)
         return results
 
+    def give_way(self) -> None:
+        """Wait a moment for what is under way: a loop of empty steps would keep the interpreter from it."""
+        self._progress.clear()
+        if self._lookups.is_asking or any(job.is_promotion for job in self._running.values()):
+            self._progress.wait(PATIENCE_S)
+
     def drain_jobs(self) -> None:
         """Wait until no job touches host memory."""
         wait(list(self._running))
@@ -280,8 +303,12 @@ class CtxcacheTier(SecondaryTierManager):
 
     def _begin(self, job: TransferJob, future: "Future[JobResult]") -> "Future[JobResult]":
         self._running[future] = job
-        future.add_done_callback(self._ended.put)
+        future.add_done_callback(self._end)
         return future
+
+    def _end(self, future: "Future[JobResult]") -> None:
+        self._ended.put(future)
+        self._progress.set()
 
     def _store(self, job: TransferJob) -> JobResult:
         def put(client: Client, space: BlockSpace) -> Collection[OffloadKey]:
@@ -354,14 +381,25 @@ class CtxcacheTier(SecondaryTierManager):
 class _Lookups(AsyncLookupManager):
     """vLLM's own thread that asks for the keys of a step, and keeps answers while requests live."""
 
-    def __init__(self, tier: CtxcacheTier, tier_type: str) -> None:
+    def __init__(self, tier: CtxcacheTier, tier_type: str, progress: threading.Event) -> None:
+        self._tier, self._progress = tier, progress
+        self._is_busy = False
         super().__init__(tier_type=tier_type)
-        self._tier = tier
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether keys are asked for, or wait for it."""
+        return self._is_busy or not self._lookup_queue.empty()
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
         """See CtxcacheTier.are_there."""
         del req_context
-        return self._tier.are_there(keys)
+        self._is_busy = True
+        try:
+            return self._tier.are_there(keys)
+        finally:
+            self._is_busy = False
+            self._progress.set()
 
 
 def _key(key: OffloadKey) -> bytes:
