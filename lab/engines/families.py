@@ -78,9 +78,9 @@ class Outcome(NamedTuple):
         return f"{'equal' if self.is_equal else '**differs**'}, {self.restored:.0%}"
 
 
-def build(family: str, directory: Path) -> Path:
+def build(family: str, directory: Path, *, seed: int = 0) -> Path:
     """A small model of a family with random weights, in files."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
     path = directory / family
     model: Any = AutoModelForCausalLM
