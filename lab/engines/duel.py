@@ -220,7 +220,7 @@ FAULTS: Mapping[str, tuple[str, Fault]] = {
     "cleared": ("the second half of each block is zeros", clear_halves),
     "truncated": ("files cut in half", cut_files),
     "stale": ("the state's files as they were before its last half", nothing),
-    "killed": ("engine and store killed while they save", nothing),
+    "killed": ("the engine killed after its last reply", nothing),
     "model": ("other weights under the same name", nothing),
 }
 
