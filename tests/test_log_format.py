@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ctxcache.runtime.logs import TEMPLATE, JsonLines, Repeats
+from tests.parsing import parse
 
 SOURCES = Path(__file__).parent.parent / "ctxcache"
 LEVELS = {"debug", "info", "warning", "error", "exception"}
@@ -18,7 +19,7 @@ LEVELS = {"debug", "info", "warning", "error", "exception"}
 def _calls() -> Iterator[tuple[str, str, str, int]]:
     """Where something is logged, its level, its template, and how many values come with it."""
     for path in SOURCES.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             is_ours = isinstance(node.func.value, ast.Name) and node.func.value.id == "log"

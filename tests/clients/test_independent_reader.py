@@ -32,6 +32,7 @@ from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS as TOKENS_STREAM
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from tests.parsing import parse
 
 READER = Path(__file__).parents[1] / "independent_reader.py"
 GOLDEN = json.loads((READER.parent / "golden" / "segments.json").read_text(encoding="utf-8"))
@@ -117,7 +118,7 @@ def whole_segments(file: bytes) -> list[Segment]:
 
 def test_the_reader_knows_nothing_of_ours() -> None:
     """It imports the standard library and xxhash: what it knows, it knows from the document."""
-    nodes = list(ast.walk(ast.parse(READER.read_text())))
+    nodes = list(ast.walk(parse(READER.read_text())))
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
 
