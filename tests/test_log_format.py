@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsing import parse
 
 from ctxcache.runtime.logs import TEMPLATE, JsonLines, Repeats
-from tests.parsing import parse
 
 SOURCES = Path(__file__).parent.parent / "ctxcache"
 LEVELS = {"debug", "info", "warning", "error", "exception"}

@@ -24,6 +24,7 @@ from independent_reader import (
     scan,
     unpack_row,
 )
+from parsing import parse
 from server_process import ServerProcess
 
 import ctxcache
@@ -32,7 +33,6 @@ from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS as TOKENS_STREAM
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from tests.parsing import parse
 
 READER = Path(__file__).parents[1] / "independent_reader.py"
 GOLDEN = json.loads((READER.parent / "golden" / "segments.json").read_text(encoding="utf-8"))
