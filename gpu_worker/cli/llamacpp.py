@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from gpu_worker.engines.llamacpp.proxy import LlamaProxy
 
 DEFAULT_LISTEN = "127.0.0.1:8080"
+USAGE = 2
+"""The exit code of a command that cannot run as it is called."""
 
 
 def llamacpp(
@@ -91,6 +94,9 @@ def llamacpp(
         durability=durability,
         directory=slot_directory,
     )
+    if find_spec("xllamacpp") is None:
+        sys.stderr.write("ctxcache: llama.cpp is not installed: pip install 'ctxcache[llamacpp]'\n")
+        raise typer.Exit(USAGE)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     from gpu_worker.engines.llamacpp import proxy  # noqa: PLC0415  --help needs no llama.cpp
 

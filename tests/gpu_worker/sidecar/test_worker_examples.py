@@ -5,6 +5,7 @@ Each is run as it stands, but for names and addresses.
 
 import shlex
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from tiny_models import build
 from typer.testing import CliRunner
 from worker_process import WorkerProcess, examples_of
 
+from ctxcache.cli.exit_codes import ExitCode
 from gpu_worker.cli.app import app
 
 COMMANDS = [str(command.name) for command in app.registered_commands]
-EXAMPLES = [line for name in COMMANDS if name != "serve" for line in examples_of(name)]
-"""That of `serve` is what test_worker_metrics.py starts its worker by."""
+EXAMPLES = [line for name in COMMANDS if name not in {"serve", "llamacpp"} for line in examples_of(name)]
+"""That of `serve` is what test_worker_metrics.py starts its worker by, and `llamacpp` is run by `make engines`."""
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
@@ -57,3 +59,14 @@ def test_every_command_has_examples(name: str) -> None:
 
     assert lines
     assert all(line.startswith(f"ctxcache worker {name}") for line in lines)
+
+
+@pytest.mark.skipif(find_spec("xllamacpp") is not None, reason="llama.cpp is installed")
+def test_llama_cpp_is_missed_by_the_name_of_its_extra() -> None:
+    """One sentence says what to install."""
+    (line, *_) = examples_of("llamacpp")
+    command = [*PROGRAM, *shlex.split(line)[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr == "ctxcache: llama.cpp is not installed: pip install 'ctxcache[llamacpp]'\n"
