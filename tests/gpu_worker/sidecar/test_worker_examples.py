@@ -20,7 +20,7 @@ from gpu_worker.cli.app import app
 
 COMMANDS = [str(command.name) for command in app.registered_commands]
 EXAMPLES = [line for name in COMMANDS if name not in {"serve", "llamacpp"} for line in examples_of(name)]
-"""That of `serve` is what test_worker_metrics.py starts its worker by, and `llamacpp` is run by `make engines`."""
+"""That of `serve` is what test_worker_metrics.py starts its worker by; `make engines` runs `llamacpp`."""
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
