@@ -3,10 +3,11 @@
 
 `setup.py worker` makes `.venv` (everything), `setup.py store` makes `.venv-store` (no torch), `setup.py
 docs` makes `.venv-docs` (what builds the documentation site, without the project), `setup.py vllm` makes
-`.venv-vllm` (vLLM for a CPU), and `setup.py llamacpp` makes `.venv-llamacpp` (llama.cpp, no torch). The
-second time it reads one stamp file and asks no network. Settings in the environment: TORCH_SPEC (a
-requirement, as torch==2.13.0+cpu), TORCH_INDEX_URL (an index to find it on), and whatever uv itself reads,
-as UV_TORCH_BACKEND=cpu. Worst case: several GB of GPU libraries where torch's CPU build cannot be found.
+`.venv-vllm` (vLLM for a CPU), `setup.py llamacpp` makes `.venv-llamacpp` (llama.cpp, no torch), and
+`setup.py lmcache` makes `.venv-lmcache`. The second time it reads one stamp file and asks no network.
+Settings in the environment: TORCH_SPEC (a requirement, as torch==2.13.0+cpu), TORCH_INDEX_URL (an index to
+find it on), and whatever uv itself reads, as UV_TORCH_BACKEND=cpu. Worst case: several GB of GPU libraries
+where torch's CPU build cannot be found.
 """
 
 import ast
@@ -38,6 +39,8 @@ class Environment:
     groups: tuple[str, ...]
     has_torch: bool
     has_project: bool = True
+    alone: tuple[str, ...] = ()
+    """Packages that are installed without what they ask for."""
     unwanted: tuple[str, ...] = ()
     """What its requirements ask for and it works better without."""
 
@@ -61,6 +64,14 @@ ENVIRONMENTS = {
     ),
     "llamacpp": Environment(
         ".venv-llamacpp", extras=("server", "llamacpp"), lab_extras=(), groups=("llamacpp",), has_torch=False
+    ),
+    "lmcache": Environment(
+        ".venv-lmcache",
+        extras=("worker", "server"),
+        lab_extras=(),
+        groups=("lmcache",),
+        has_torch=True,
+        alone=("lmcache",),
     ),
 }
 
@@ -90,7 +101,9 @@ def _set_up(environment: Environment) -> None:
     if environment.has_project:
         projects = _editable(ROOT, environment.extras), _editable(ROOT / "lab", environment.lab_extras)
         requirements += [word for project in projects for word in ("--editable", project)]
-    requirements += group_requirements(environment.groups)
+    grouped = group_requirements(environment.groups)
+    alone = [one for one in grouped if one.partition("==")[0] in environment.alone]
+    requirements += [one for one in grouped if one not in alone]
     if environment.has_torch:
         requirements.append(_torch_requirement(uv, settings, python))
     _say(f"{environment.directory}: installing the project and what it needs")
@@ -99,6 +112,8 @@ def _set_up(environment: Environment) -> None:
     except subprocess.CalledProcessError:
         _say("uv failed; trying pip, which is slower")
         _run([python, "-m", "pip", "install", "-qq", *_pip_index(), *requirements])
+    if alone:
+        _run([python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", *alone])
     if environment.unwanted:
         _run([python, "-m", "pip", "uninstall", "-qqy", *environment.unwanted])
 

@@ -8,6 +8,7 @@
 Each model holds a conversation of three turns; the engine itself keeps nothing between them. Every reply is
 compared, token for token, with that of an engine that computes each prompt. `equal` says so, with the share
 of the later prompts that was restored; anything else is the engine's or the connector's own last word.
+`offloading` is the store behind vLLM's own offloading: there the share is of a new process's prompts.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from lab.bench.server import serving
 from lab.engines.vllm_process import VllmEngine
 
 STATES = ("blocks", "kv")
+OFFLOADING = "offloading"
 TURNS = 3
 COUNT = 16
 QUESTION = 40
@@ -40,6 +42,8 @@ SHAPE: Mapping[str, Any] = {
     # Wide, so that replies differ from token to token and a wrong row shows.
     "initializer_range": 0.2,
 }
+WINDOWS = ("gemma2", "gemma3_text", "gpt_oss")
+"""Model types whose layers differ: some keep a window of tokens, some keep all."""
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
@@ -54,6 +58,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"pad_token_id": 0},
     "gemma2": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "gemma3_text": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "gpt_oss": EXPERTS | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
     "glm4": {"pad_token_id": 0},
     "cohere": {},
     "smollm3": {},
@@ -90,7 +95,7 @@ def build(family: str, directory: Path, *, seed: int = 0) -> Path:
 
 def options_of(family: str) -> dict[str, Any]:
     """What a user of this family adds to vLLM's command line."""
-    return {"disable_hybrid_kv_cache_manager": True} if family.startswith("gemma") else {}
+    return {"disable_hybrid_kv_cache_manager": True} if family in WINDOWS else {}
 
 
 def question(turn: int) -> list[int]:
@@ -121,7 +126,9 @@ def hold(model: Path, family: str, states: Sequence[str], place: Path) -> dict[s
                 replies.append(reply)
                 prompt = [*prompt, *reply]
     except RuntimeError as error:
-        return dict.fromkeys(states, Outcome(is_equal=False, restored=0, words=f"vLLM: {last_words(error)}"))
+        return dict.fromkeys(
+            (*states, OFFLOADING), Outcome(is_equal=False, restored=0, words=f"vLLM: {last_words(error)}")
+        )
     for state in states:
         with serving(place / state, arena_bytes=1 << 28, ssd_bytes=1 << 30) as server:
             try:
@@ -130,7 +137,38 @@ def hold(model: Path, family: str, states: Sequence[str], place: Path) -> dict[s
                 )
             except RuntimeError as error:
                 outcomes[state] = Outcome(is_equal=False, restored=0, words=last_words(error))
+    with serving(place / OFFLOADING, arena_bytes=1 << 28, ssd_bytes=1 << 30) as server:
+        try:
+            outcomes[OFFLOADING] = offloaded(model, server.target("tcp"), prompts, replies, place)
+        except RuntimeError as error:
+            outcomes[OFFLOADING] = Outcome(is_equal=False, restored=0, words=last_words(error))
     return outcomes
+
+
+def offloaded(
+    model: Path, target: str, prompts: Sequence[list[int]], replies: Sequence[tuple[int, ...]], place: Path
+) -> Outcome:
+    """Hold the conversation twice, each time in a new engine that offloads to the store."""
+    transfer = {
+        "kv_connector": "CtxcacheOffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOnCpu",
+            "spec_module_path": "lab.engines.offload_on_cpu",
+            "cpu_bytes_to_use": 256 << 20,
+            "target": target,
+        },
+    }
+    is_equal = True
+    restored_count = 0
+    for number in range(2):
+        log = place / f"{OFFLOADING}-{number}.log"
+        with VllmEngine(model, None, log, kv_transfer_config=transfer, enable_prefix_caching=True) as engine:
+            for prompt, expected in zip(prompts, replies, strict=True):
+                reply = engine.turn(prompt, None, COUNT)
+                is_equal = is_equal and reply.token_ids == expected
+                restored_count += reply.cached_count if number else 0
+    return Outcome(is_equal, restored_count / sum(map(len, prompts)), "")
 
 
 def compared(
@@ -165,7 +203,10 @@ def main() -> int:
     families = options.only.split(",")
     if unknown := set(families) - set(FAMILIES):
         parser.error(f"--only: {', '.join(sorted(unknown))} not among {', '.join(FAMILIES)}")
-    lines = ["| model type | " + " | ".join(f"`state={state}`" for state in STATES) + " |", "|---|---|---|"]
+    lines = [
+        "| model type | " + " | ".join(f"`state={state}`" for state in STATES) + f" | {OFFLOADING} |",
+        "|---|---|---|---|",
+    ]
     differs = False
     for number, family in enumerate(families):
         sys.stderr.write(f"\r{number + 1}/{len(families)} {family:<16}")
@@ -173,7 +214,7 @@ def main() -> int:
             place = Path(directory)
             outcomes = hold(build(family, place), family, STATES, place)
         differs = differs or any(not one.is_equal and not one.words for one in outcomes.values())
-        lines.append(f"| {family} | " + " | ".join(str(outcomes[state]) for state in STATES) + " |")
+        lines.append(f"| {family} | " + " | ".join(str(one) for one in outcomes.values()) + " |")
     sys.stderr.write("\r" + " " * 40 + "\r")
     table = "\n".join(lines)
     print(table)

@@ -1,0 +1,210 @@
+"""LMCache's second tier on a real store, driven by LMCache's own bench and through its own interface.
+
+Run by `make engines`, in an environment that has LMCache.
+"""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from safetensors.torch import save
+
+from gpu_worker.engines.lmcache import CtxcacheL2, Refused
+from lab.engines.l2 import OPERATIONS, adapter_of_store, bench
+from tests.server_process import ServerProcess
+
+LINK_S = 20.0
+TASK_S = 10.0
+CHUNK_BYTES = 192 << 10
+
+
+class Chunk:
+    """Memory as LMCache hands it over: what the adapter sees of it is its bytes."""
+
+    def __init__(self, data: bytearray) -> None:
+        self.data = data
+
+    @property
+    def byte_array(self) -> memoryview:
+        """The bytes, to be read or written."""
+        return memoryview(self.data)
+
+
+def key_of(number: int, *, model: str = "tiny", rank: int = 0, salt: str = "") -> ObjectKey:
+    """A chunk's key."""
+    return ObjectKey(number.to_bytes(32, "big"), model, rank, 0, salt)
+
+
+def data_of(number: int, size_bytes: int = CHUNK_BYTES) -> bytearray:
+    """Other bytes for each number."""
+    return bytearray((number * 31 + i * i) % 251 for i in range(4096)) * (size_bytes // 4096)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A store that a test may do anything to."""
+    with ServerProcess(tmp_path / "data", "--arena-size-bytes", str(128 << 20)) as server:
+        yield server
+
+
+@pytest.fixture
+def adapter(store: ServerProcess) -> Iterator[CtxcacheL2]:
+    """The adapter on it."""
+    made = CtxcacheL2({"target": store.target})
+    assert made.wait_until_linked(LINK_S)
+    yield made
+    made.close()
+
+
+def wait_for(descriptor: int) -> None:
+    """Wait until an event descriptor is signalled, and reset it as LMCache does."""
+    assert select.select([descriptor], [], [], TASK_S)[0]
+    os.eventfd_read(descriptor)
+
+
+def stored(adapter: CtxcacheL2, chunks: dict[ObjectKey, bytearray]) -> bool:
+    """Store chunks and wait for the descriptor; whether all went well."""
+    task = adapter.submit_store_task(list(chunks), [Chunk(data) for data in chunks.values()])
+    wait_for(adapter.get_store_event_fd())
+    return bool(adapter.pop_completed_store_tasks()[task].is_successful())
+
+
+def asked(adapter: CtxcacheL2, keys: list[ObjectKey], size_bytes: int = CHUNK_BYTES) -> list[bool]:
+    """Look chunks up and wait for the descriptor."""
+    layout = MemoryLayoutDesc([torch.Size([size_bytes])], [torch.uint8])
+    task = adapter.submit_lookup_and_lock_task(keys, {0: layout})
+    wait_for(adapter.get_lookup_and_lock_event_fd())
+    found = adapter.query_lookup_and_lock_result(task)
+    assert found is not None
+    adapter.submit_unlock(keys)
+    return [found.test(i) for i in range(len(keys))]
+
+
+def loaded(adapter: CtxcacheL2, keys: list[ObjectKey], size_bytes: int = CHUNK_BYTES) -> list[bytes | None]:
+    """Load chunks and wait for the descriptor; their bytes, or None."""
+    chunks = [Chunk(bytearray(size_bytes)) for _ in keys]
+    task = adapter.submit_load_task(keys, chunks)
+    wait_for(adapter.get_load_event_fd())
+    found = adapter.query_load_result(task)
+    assert found is not None
+    return [bytes(chunk.data) if found.test(i) else None for i, chunk in enumerate(chunks)]
+
+
+@pytest.mark.parametrize("size_kib", [256, 4096])
+def test_lmcaches_own_bench_verifies_it(tmp_path: Path, size_kib: int) -> None:
+    """Every byte that it stored comes back, by its own comparison, where there is room for all of them."""
+    size = str(512 << 20)
+    with ServerProcess(tmp_path / "data", "--arena-size-bytes", size, "--ssd-size-bytes", size) as store:
+        assert set(bench(adapter_of_store(store.target), size_kib, rounds=1)) == set(OPERATIONS)
+
+
+def test_what_is_stored_is_found_and_loaded(adapter: CtxcacheL2) -> None:
+    """By its whole key: another model, rank or salt has nothing."""
+    chunks = {key_of(number): data_of(number) for number in range(8)}
+    assert stored(adapter, chunks)
+    assert asked(adapter, [*chunks, key_of(9)]) == [True] * 8 + [False]
+    assert loaded(adapter, [key_of(9), *chunks]) == [None, *map(bytes, chunks.values())]
+    others = [key_of(1, model="other"), key_of(1, rank=1), key_of(1, salt="alice")]
+    assert asked(adapter, others) == [False] * 3
+    assert loaded(adapter, others) == [None] * 3
+    assert stored(adapter, {others[2]: data_of(77)})
+    assert loaded(adapter, [key_of(1), others[2]]) == [bytes(data_of(1)), bytes(data_of(77))]
+
+
+def test_a_chunk_larger_than_a_block_is_whole_or_absent(adapter: CtxcacheL2) -> None:
+    """One of 40 MiB is three blocks; under another size it is not there."""
+    size_bytes = 40 << 20
+    assert stored(adapter, {key_of(1): data_of(1, size_bytes)})
+    assert asked(adapter, [key_of(1)], size_bytes) == [True]
+    assert loaded(adapter, [key_of(1)], size_bytes) == [bytes(data_of(1, size_bytes))]
+    assert asked(adapter, [key_of(1)], 8 << 20) == [False]
+    assert loaded(adapter, [key_of(1)], 8 << 20) == [None]
+
+
+def test_a_chunk_of_another_size_is_a_miss(adapter: CtxcacheL2) -> None:
+    """Another element type under the same key: nothing is given, and others load on."""
+    assert stored(adapter, {key_of(1): data_of(1)})
+    assert loaded(adapter, [key_of(1)], 2 * CHUNK_BYTES) == [None]
+    assert loaded(adapter, [key_of(1)]) == [bytes(data_of(1))]
+
+
+def test_deleted_chunks_are_gone(adapter: CtxcacheL2) -> None:
+    """LMCache's own eviction deletes by key."""
+    assert stored(adapter, {key_of(1): data_of(1), key_of(2): data_of(2)})
+    adapter.delete([key_of(1)])
+    assert asked(adapter, [key_of(1), key_of(2)]) == [False, True]
+
+
+def test_another_process_and_another_start_find_them(adapter: CtxcacheL2, store: ServerProcess) -> None:
+    """What was on disk is there after a kill."""
+    durable = CtxcacheL2({"target": store.target, "durability": "disk"})
+    assert durable.wait_until_linked(LINK_S)
+    assert stored(durable, {key_of(1): data_of(1)})
+    durable.close()
+    store.kill9()
+    # The adapter of before answers without it.
+    assert asked(adapter, [key_of(1)]) == [False]
+    assert loaded(adapter, [key_of(1)]) == [None]
+    assert not stored(adapter, {key_of(2): data_of(2)})
+    store.start()
+    deadline_s = time.monotonic() + 30
+    while loaded(adapter, [key_of(1)]) != [bytes(data_of(1))]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+
+
+def test_a_store_that_hangs_is_a_miss(adapter: CtxcacheL2, store: ServerProcess) -> None:
+    """Every task ends, and the store is used again when it answers."""
+    assert stored(adapter, {key_of(1): data_of(1)})
+    store.signal(signal.SIGSTOP)
+    try:
+        assert asked(adapter, [key_of(1)]) == [False]
+        assert loaded(adapter, [key_of(1)]) == [None]
+        assert not stored(adapter, {key_of(2): data_of(2)})
+    finally:
+        store.signal(signal.SIGCONT)
+    deadline_s = time.monotonic() + 30
+    while loaded(adapter, [key_of(1)]) != [bytes(data_of(1))]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+
+
+def test_other_weights_find_nothing(store: ServerProcess, tmp_path: Path) -> None:
+    """Where LMCache is told where the model's files are, its name alone does not do."""
+    found = []
+    for name, fill in (("one", b"1"), ("two", b"2")):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(_safetensors(fill))
+        adapter = CtxcacheL2({"target": store.target, "model_directory": str(directory)})
+        assert adapter.wait_until_linked(LINK_S)
+        found.append(asked(adapter, [key_of(1)]))
+        assert stored(adapter, {key_of(1): data_of(1)})
+        found.append(asked(adapter, [key_of(1)]))
+        adapter.close()
+    assert found == [[False], [True], [False], [True]]
+
+
+def _safetensors(fill: bytes) -> bytes:
+    return save({"weight": torch.full((4,), float(fill))})
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"targget": "x"}, "adapter_params.targget: not one of"),
+        ({"durability": "tape"}, "adapter_params.durability: 'tape' is not one of"),
+        ({"model_directory": "/nowhere"}, "adapter_params.model_directory: /nowhere is no directory"),
+    ],
+)
+def test_bad_settings_are_refused(params: dict[str, Any], message: str) -> None:
+    """With the one that is wrong."""
+    with pytest.raises(Refused, match=message):
+        CtxcacheL2(params)
