@@ -13,7 +13,7 @@ import typer
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.cli.serve import LOG_FORMAT, TokenFile
-from gpu_worker.engines.llamacpp.settings import LlamaSettings
+from gpu_worker.engines.llamacpp import LlamaSettings
 
 if TYPE_CHECKING:
     from gpu_worker.engines.llamacpp.proxy import LlamaProxy

@@ -52,7 +52,7 @@ Subject = TypeVar("Subject")
 
 
 class LinkState(enum.Enum):
-    """What a link can do now."""
+    """Whether the store can be used."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -70,12 +70,14 @@ class StoreLink(Generic[Subject]):
         self._client: Client | None = None
         self._subject: Subject | None = None
         self._is_closed = False
+        self._told: set[type[CacheError]] = set()
+        """Owned by `_changed`: errors of which the user has heard."""
         self._thread = threading.Thread(target=self._keep, name="ctxcache-link", daemon=True)
         self._thread.start()
 
     @property
     def state(self) -> LinkState:
-        """What it can do now."""
+        """Whether the store can be used now."""
         return self._state
 
     def wait(self, timeout_s: float) -> LinkState:
@@ -93,12 +95,18 @@ class StoreLink(Generic[Subject]):
             return self._client, self._subject
 
     def failed(self, error: CacheError) -> None:
-        """A call failed. Where the store does not answer, nothing asks it for a while."""
-        if isinstance(error, GONE):
-            with self._changed:
+        """A call failed: say so once for each sort of error.
+
+        Where the store does not answer, nothing asks it for a while, and the user hears of it each time.
+        """
+        with self._changed:
+            if isinstance(error, GONE):
                 if self._state is LinkState.READY:
                     self._turn(LinkState.RESTING)
                     log.warning("the context store does not answer, prompts are computed: %s", error)
+            elif type(error) not in self._told:
+                self._told.add(type(error))
+                log.warning("the context store refuses a call, which is not said again: %s", error)
 
     def close(self) -> None:
         """End the thread, then the client."""

@@ -25,10 +25,11 @@ from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from ctxcache.client import BlockSpace, Client, connect
-from ctxcache.client.types import Durability, LookupState
+from ctxcache.client import BlockSpace, Client
+from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
-from gpu_worker.engines.link import GONE, LinkState, StoreLink
+from gpu_worker.engines.link import LinkState, StoreLink
+from gpu_worker.engines.settings import Refused, StoreSettings
 from gpu_worker.model_spec import digest_checkpoint
 
 if TYPE_CHECKING:
@@ -46,37 +47,12 @@ Result = TypeVar("Result")
 Bytes = npt.NDArray[np.uint8]
 
 
-class Refused(ValueError):
-    """A setting that cannot be followed; the message says which."""
-
-
 @dataclass(frozen=True, slots=True)
-class L2Settings:
-    """What `adapter_params` may say. Raises Refused for a key that is not one of these."""
+class L2Settings(StoreSettings):
+    """The fields of `adapter_params`."""
 
-    target: str = "127.0.0.1:7420"
-    token_file: str | None = None
     model_directory: str | None = None
     """The model's files: where it is given, other weights under the same name find nothing."""
-    durability: str = "memory"
-    ttl_s: float | None = None
-    """How long a chunk is kept after its last access; by default as long as there is room."""
-    timeout_s: float = 1.0
-
-    @classmethod
-    def of(cls, params: Mapping[str, Any]) -> "L2Settings":
-        """The settings of a configuration."""
-        known = cls.__dataclass_fields__
-        for name in params:
-            if name not in known:
-                raise Refused(f"adapter_params.{name}: not one of {', '.join(known)}")
-        settings = cls(**params)
-        if settings.durability not in (choices := [name.lower() for name in Durability.__members__]):
-            problem = f"{settings.durability!r} is not one of {', '.join(choices)}"
-            raise Refused(f"adapter_params.durability: {problem}")
-        if settings.model_directory is not None and not Path(settings.model_directory).is_dir():
-            raise Refused(f"adapter_params.model_directory: {settings.model_directory} is no directory")
-        return settings
 
 
 class _Tasks(Generic[Result]):
@@ -146,12 +122,14 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         """`params`: the fields of L2Settings. Raises Refused."""
         del l1_memory_desc
         super().__init__()
-        self._settings = L2Settings.of(params)
-        self._link: StoreLink[bytes] = StoreLink(self._connect, self._weights)
+        self._settings = L2Settings.of(params, "adapter_params")
+        directory = self._settings.model_directory
+        if directory is not None and not Path(directory).is_dir():
+            raise Refused(f"adapter_params.model_directory: {directory} is no directory")
+        self._link: StoreLink[bytes] = StoreLink(self._settings.connect, self._weights)
         self._stores: _Tasks[L2StoreResult] = _Tasks("store", THREADS)
         self._lookups: _Tasks[Bitmap] = _Tasks("lookup", 1)
         self._loads: _Tasks[Bitmap] = _Tasks("load", THREADS)
-        self._told: set[type[CacheError]] = set()
 
     # -- events -------------------------------------------------------------------------------------------
 
@@ -248,9 +226,9 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return L2StoreResult(success=is_good, bytes_transferred=size_bytes)
 
     def _put(self, client: Client, space: BlockSpace, blocks: Mapping[bytes, Bytes]) -> bool:
-        durability = Durability[self._settings.durability.upper()]
+        settings = self._settings
         return self._call(
-            lambda: client.blocks.put(space, blocks, ttl_s=self._settings.ttl_s, durability=durability)
+            lambda: client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
         )
 
     def _look_up(self, keys: "Sequence[ObjectKey]", sizes: Sequence[int]) -> list[bool]:
@@ -302,25 +280,18 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return found
 
     def _call(self, work: Callable[[], object]) -> bool:
-        """Whether a call of the store went well; a failure is told to the link, and once to the user."""
+        """Whether a call of the store went well; a failure is told to the link."""
         try:
             work()
         except CacheError as error:
             self._link.failed(error)
-            if type(error) not in self._told and not isinstance(error, GONE):
-                self._told.add(type(error))
-                log.warning("chunks are not stored or loaded: %s", error)
             return False
         return True
 
     # -- the store ----------------------------------------------------------------------------------------
 
-    def _connect(self) -> Client:
-        settings = self._settings
-        return connect(settings.target, token_file=settings.token_file, timeout_s=settings.timeout_s)
-
     def _weights(self, client: Client) -> bytes:
-        """What is known of the model but its name."""
+        """The digest of the model's files; empty where the settings do not say where they are."""
         del client
         directory = self._settings.model_directory
         return b"" if directory is None else digest_checkpoint(Path(directory)).encode()

@@ -52,7 +52,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one fault: replies, those that reused saved state, and those that were wrong."""
+    """Replies after one fault: all, those that reused saved state, and those that were wrong."""
 
     contender: str
     fault: str

@@ -34,7 +34,7 @@ BEGIN, END = "<!-- duel of bytes -->\n", "<!-- end of duel of bytes -->"
 
 
 class Given(NamedTuple):
-    """What came back after a fault: blocks, and how many of them had other bytes than were saved."""
+    """Blocks that were loaded after a fault, and how many of them had other bytes than were saved."""
 
     given: int
     wrong: int

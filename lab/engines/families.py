@@ -37,7 +37,7 @@ SHAPE: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
     # Wide, so that replies differ from token to token and a wrong row shows.
     "initializer_range": 0.2,

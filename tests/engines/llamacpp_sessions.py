@@ -27,8 +27,8 @@ import pytest
 import ctxcache
 from ctxcache.client import BlockSpace
 from gpu_worker.engines.link import LinkState, StoreLink
+from gpu_worker.engines.llamacpp import LlamaSettings
 from gpu_worker.engines.llamacpp.keeper import PART_BYTES, SlotKeeper
-from gpu_worker.engines.llamacpp.settings import LlamaSettings
 from lab.demo.building import default_cache_dir
 from lab.demo.wheel import SMOLLM2_WHEEL, obtain_member
 from tests.server_process import ServerProcess

@@ -16,7 +16,8 @@ import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from safetensors.torch import save
 
-from gpu_worker.engines.lmcache import CtxcacheL2, Refused
+from gpu_worker.engines.lmcache import CtxcacheL2
+from gpu_worker.engines.settings import Refused
 from lab.engines.l2 import OPERATIONS, adapter_of_store, bench
 from tests.server_process import ServerProcess
 
@@ -143,7 +144,7 @@ def test_deleted_chunks_are_gone(adapter: CtxcacheL2) -> None:
 
 
 def test_another_process_and_another_start_find_them(adapter: CtxcacheL2, store: ServerProcess) -> None:
-    """What was on disk is there after a kill."""
+    """Chunks that were on disk are there after a kill."""
     durable = CtxcacheL2({"target": store.target, "durability": "disk"})
     assert durable.wait_until_linked(LINK_S)
     assert stored(durable, {key_of(1): data_of(1)})
@@ -200,7 +201,11 @@ def _safetensors(fill: bytes) -> bytes:
     ("params", "message"),
     [
         ({"targget": "x"}, "adapter_params.targget: not one of"),
-        ({"durability": "tape"}, "adapter_params.durability: 'tape' is not one of"),
+        ({"durability": "tape"}, "adapter_params.durability: .* 'memory' or 'disk', not 'tape'"),
+        ({"timeout_s": "fast"}, "adapter_params.timeout_s: .* number, not 'fast'"),
+        ({"timeout_s": 0}, "adapter_params.timeout_s: .* greater than 0, not 0"),
+        ({"ttl_s": float("inf")}, "adapter_params.ttl_s: .* finite number, not inf"),
+        ({"target": 7420}, "adapter_params.target: .* string, not 7420"),
         ({"model_directory": "/nowhere"}, "adapter_params.model_directory: /nowhere is no directory"),
     ],
 )

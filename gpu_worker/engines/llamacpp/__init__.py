@@ -7,3 +7,29 @@
 A request that names a session gets a slot of its own while it runs. The slot's state is a file that llama.cpp
 reads and writes. Needs xllamacpp, and no torch. Worst case: a prompt is computed.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSettings:
+    """What a user may set. This module imports neither llama.cpp nor the store's client."""
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 8080
+    slot_count: int = 4
+    context_tokens: int = 0
+    """Of all slots together; 0 is what the model was trained for, in each slot."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Fields of xllamacpp's `CommonParams`, perhaps with dots, by name."""
+    store: str = "127.0.0.1:7420"
+    store_token_file: Path | None = None
+    store_timeout_s: float = 1.0
+    ttl_s: float | None = None
+    """How long a conversation is kept after its last access; by default as long as there is room."""
+    durability: str = "disk"
+    directory: Path | None = None
+    """Where slots' files lie for a moment; by default the system's directory for such."""

@@ -22,7 +22,7 @@ from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import Durability
 from ctxcache.errors import CacheError, InvalidArgument
 from gpu_worker.engines.link import GONE, LinkState, StoreLink
-from gpu_worker.engines.llamacpp.settings import LlamaSettings
+from gpu_worker.engines.llamacpp import LlamaSettings
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class SlotRecord:
 
     @classmethod
     def of(cls, data: bytes) -> "SlotRecord | None":
-        """What a block says; None for one that says nothing of the kind."""
+        """The record that a block holds; None where it holds none."""
         try:
             facts = json.loads(data)
             keys = tuple(map(bytes.fromhex, facts["keys"]))
@@ -69,7 +69,6 @@ class SlotKeeper:
         """Owned by `_changed`: the session that the thread saves."""
         self._is_closed = False
         self._changed = threading.Condition()
-        self._told: set[type[CacheError]] = set()
         self._thread = threading.Thread(target=self._keep, name="ctxcache-slots", daemon=True)
         self._thread.start()
 
@@ -99,7 +98,7 @@ class SlotKeeper:
         try:
             return _load(*used, session, path)
         except CacheError as error:
-            self._failed(error)
+            self._link.failed(error)
         except OSError as error:
             log.warning("a conversation is not restored: %s", error)
         return 0
@@ -147,7 +146,7 @@ class SlotKeeper:
                 if used is not None:
                     self._put(*used, session, path, token_count)
             except CacheError as error:
-                self._failed(error)
+                self._link.failed(error)
             except OSError as error:
                 log.warning("a conversation is not saved: %s", error)
             finally:
@@ -175,13 +174,6 @@ class SlotKeeper:
             raise
         if old is not None:
             client.blocks.delete(space, old.keys)
-
-    def _failed(self, error: CacheError) -> None:
-        """Say once what sort of thing goes wrong, unless the link says so."""
-        self._link.failed(error)
-        if type(error) not in self._told and not isinstance(error, GONE):
-            self._told.add(type(error))
-            log.warning("a conversation is not kept, and computed when it returns: %s", error)
 
 
 def _record(client: Client, space: BlockSpace, session: str) -> SlotRecord | None:

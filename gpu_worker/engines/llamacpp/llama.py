@@ -14,7 +14,7 @@ import xllamacpp
 
 from ctxcache.client import BlockSpace, Client
 from ctxcache.errors import InvalidArgument
-from gpu_worker.engines.llamacpp.settings import LlamaSettings
+from gpu_worker.engines.llamacpp import LlamaSettings
 
 OWNED = ("model", "port", "hostnames", "slot_save_path", "api_keys", "n_parallel", "n_ctx")
 """Parameters of llama.cpp that are set here."""

@@ -26,9 +26,9 @@ from ctxcache.client import Client, connect
 from ctxcache.client.types import Durability
 from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.link import StoreLink
+from gpu_worker.engines.llamacpp import LlamaSettings
 from gpu_worker.engines.llamacpp.keeper import DRAIN_S, SlotKeeper
 from gpu_worker.engines.llamacpp.llama import LlamaRefused, LlamaServer, model_files
-from gpu_worker.engines.llamacpp.settings import LlamaSettings
 
 log = logging.getLogger(__name__)
 

@@ -15,5 +15,5 @@ own. A new session begins with what other sessions have of its prompt.
 Rows are the K and V before positions that `TransformersEngine` saves, so that a session goes on in either
 engine. A store that is gone, slow or damaged costs a computed prompt, never a wrong token or a failed
 request. Worst case: the look-up of a store that does not answer holds up its own request for
-`lookup_timeout_s`.
+`timeout_s`.
 """

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.vllm.plan import BlockLayout, StepPlan, StepReport
 from gpu_worker.engines.vllm.scheduler import SchedulerSide
-from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, check_engine
+from gpu_worker.engines.vllm.settings import WHERE, ConnectorSettings, SavedState, check_engine
 from gpu_worker.engines.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
+        settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config, WHERE)
         check_engine(vllm_config, kv_cache_config, settings.saved)
         # What cannot be restored is computed: a store's failure must never be a request's.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"

@@ -19,8 +19,8 @@ from vllm.forward_context import ForwardContext, get_forward_context
 
 from ctxcache.client import SessionRows
 from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.engines.settings import Refused
 from gpu_worker.engines.vllm.plan import BlockLoad, BlockSave
-from gpu_worker.engines.vllm.settings import Refused
 from gpu_worker.saving import Saver, Slice
 
 

@@ -42,6 +42,8 @@ LOOKUP_PATIENCE_S = 0.005
 """How long one question of the scheduler waits for a look-up: about as long as most of them take."""
 KEYED_TOKENS = 64
 """The least prefix that the store finds by its tokens."""
+UNNAMED_TTL = timedelta(hours=1)
+"""How long a session without a name is kept after its last access, where no setting says so."""
 SAVE_WAIT_S = 5.0
 """How long a conversation's next request waits for the saves of the one before it."""
 
@@ -79,7 +81,7 @@ class SchedulerSide:
         """Sessions are cut after a multiple of so many tokens."""
         self.layout: Future[BlockLayout] = Future()
         """How the worker's blocks lie in memory, where they are what is saved."""
-        self.link = link_for(config, settings, self.layout, timeout_s=settings.lookup_timeout_s)
+        self.link = link_for(config, settings, self.layout)
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, "ctxcache-lookup")
         self._followed: dict[str, Followed] = {}
         """By request id."""
@@ -261,7 +263,7 @@ class SchedulerSide:
                 return client.sessions.keep_first(session.name, common, if_generation_match=generation)
         except CacheError as error:
             self.link.failed(error)
-            logger.info("%s is not used: %s", name or "the store", error)
+            logger.debug("%s is not used: %s", name or "the store", error)
             return None
         return session
 
@@ -283,19 +285,20 @@ def _get_or_create(client: Client, model: CallerModel, name: str, settings: Conn
     Where the name is another model's session, that stays as it is, and this one goes without a name.
     """
     layout = streams_of(model, settings.saved)
+    ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
     for _attempt in range(2 if name else 0):
         try:
             session = client.sessions.get(name)
             model.check(session.name, session.model_fingerprint)
         except SessionNotFound:
             with suppress(SessionAlreadyExists):
-                return client.sessions.create(model, id=name.removeprefix("sessions/"), layout=layout).info
+                id_ = name.removeprefix("sessions/")
+                return client.sessions.create(model, id=id_, layout=layout, ttl=ttl).info
         except ModelFingerprintMismatch:
             break
         else:
             return session
-    ttl = timedelta(seconds=settings.unnamed_ttl_s)
-    return client.sessions.create(model, layout=layout, ttl=ttl).info
+    return client.sessions.create(model, layout=layout, ttl=ttl or UNNAMED_TTL).info
 
 
 def _common_count(saved: list[int], prompt: list[int]) -> int:

@@ -1,25 +1,24 @@
-"""What a user may set, which engines are served, and the link to the store that both sides make of it."""
+"""The connector's settings, which engines are served, and the link to the store that both sides make."""
 
 import enum
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from huggingface_hub import snapshot_download
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
-from ctxcache.client import CallerModel, Client, connect
-from ctxcache.client.types import Durability
+from ctxcache.client import CallerModel, Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.checkpoint import DescribedModel, describe_directory
 from gpu_worker.engines.link import StoreLink
+from gpu_worker.engines.settings import Level, Refused, Seconds, StoreSettings
 from gpu_worker.engines.vllm.plan import BlockLayout
 from gpu_worker.model_spec import digest_checkpoint
 from gpu_worker.rows import row_dtype
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class Refused(ValueError):
-    """This engine's configuration cannot be served; the message says which part of it, and what would do."""
+WHERE = "kv_connector_extra_config"
+"""Of vLLM's `--kv-transfer-config`, where the settings stand."""
 
 
 class SavedState(enum.Enum):
@@ -48,36 +47,16 @@ class SavedState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectorSettings:
-    """What `kv_connector_extra_config` may say. Raises Refused for a key that is not one of these."""
+class ConnectorSettings(StoreSettings):
+    """The fields of `kv_connector_extra_config`."""
 
-    target: str = "127.0.0.1:7420"
-    token_file: str | None = None
+    durability: Level = "disk"
     model_id: str = ""
-    state: str = "blocks"
-    durability: str = "disk"
+    state: Literal["blocks", "kv"] = "blocks"
     prefixes: bool = True
     """Whether a request may begin with what other sessions have, and one that names no session is saved."""
-    unnamed_ttl_s: float = 3600.0
-    lookup_timeout_s: float = 1.0
-    restore_timeout_s: float = 5.0
-
-    @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> "ConnectorSettings":
-        """The settings that a configuration gives."""
-        known = cls.__dataclass_fields__
-        for name in extra:
-            if name not in known:
-                raise Refused(f"kv_connector_extra_config.{name}: not one of {', '.join(known)}")
-        settings = cls(**extra)
-        for name, value, choices in (
-            ("durability", settings.durability, [name.lower() for name in Durability.__members__]),
-            ("state", settings.state, [state.value for state in SavedState]),
-        ):
-            if value not in choices:
-                problem = f"{value!r} is not one of {', '.join(choices)}"
-                raise Refused(f"kv_connector_extra_config.{name}: {problem}")
-        return settings
+    restore_timeout_s: Seconds = 5.0
+    """How long a step may wait for rows; `timeout_s` is how long a look-up may hold up its own request."""
 
     @property
     def saved(self) -> SavedState:
@@ -130,13 +109,8 @@ def link_for(
     config: "VllmConfig",
     settings: ConnectorSettings,
     layout: "Future[BlockLayout]",
-    *,
-    timeout_s: float,
 ) -> StoreLink[CallerModel]:
     """A link to the store for the engine's model. `layout` comes once the engine has its blocks."""
-
-    def open_client() -> Client:
-        return connect(settings.target, token_file=settings.token_file, timeout_s=timeout_s)
 
     def register(client: Client) -> CallerModel:
         directory = directory_of(config)
@@ -146,7 +120,7 @@ def link_for(
         described = _described(directory, model_id, config.model_config.dtype)
         return client.models.register(described.spec, described.probe)
 
-    return StoreLink(open_client, register)
+    return StoreLink(settings.connect, register)
 
 
 def streams_of(model: CallerModel, saved: SavedState) -> list[Stream]:

@@ -3,9 +3,9 @@
     GPU ◄──vLLM──► host memory ◄──CtxcacheTier──► store
 
 vLLM's connector moves blocks between GPU and host memory, for any model and any parallelism that it knows.
-What leaves host memory is found again in the store: by this engine, after a restart, and by any other engine
-of the same model, settings and layout. The store is asked by threads; where it does not answer, or does not
-have a chunk, prompts are computed.
+A chunk that left host memory is found again in the store: by this engine, after a restart, and by any other
+engine of the same model, settings and layout. The store is asked by threads; where it does not answer, or
+does not have a chunk, prompts are computed.
 """
 
 import hashlib
@@ -43,12 +43,13 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from ctxcache.client import BlockSpace, Client, connect
-from ctxcache.client.types import Durability, LookupState
+from ctxcache.client import BlockSpace, Client
+from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
-from gpu_worker.engines.link import GONE, LinkState, StoreLink
+from gpu_worker.engines.link import LinkState, StoreLink
+from gpu_worker.engines.settings import Refused, StoreSettings
 from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
-from gpu_worker.engines.vllm.settings import Refused, directory_of, engine_facts, weights_digest
+from gpu_worker.engines.vllm.settings import WHERE, directory_of, engine_facts, weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,27 +70,6 @@ PATIENCE_S = 0.01
 """How long a step that computes nothing may wait for a job or a look-up."""
 LAYOUTS: dict[str, "Future[str]"] = {}
 """What the workers of an engine say of their blocks, by engine id: comes once the engine has its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierSettings:
-    """What `kv_connector_extra_config` may say beside vLLM's own settings."""
-
-    target: str = "127.0.0.1:7420"
-    token_file: str | None = None
-    durability: str = "memory"
-    ttl_s: float | None = None
-    """How long a chunk is kept after its last access; by default as long as there is room."""
-    timeout_s: float = 1.0
-
-    @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> "TierSettings":
-        """The settings of a configuration, which has vLLM's too. Raises Refused."""
-        settings = cls(**{name: extra[name] for name in cls.__dataclass_fields__ if name in extra})
-        if settings.durability not in (choices := [name.lower() for name in Durability.__members__]):
-            problem = f"{settings.durability!r} is not one of {', '.join(choices)}"
-            raise Refused(f"kv_connector_extra_config.durability: {problem}")
-        return settings
 
 
 @dataclass(frozen=True)
@@ -115,7 +95,9 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
             problem = "vLLM tells chunks of LoRA adapters apart by the adapters' names alone"
             raise Refused(f"{problem}: another adapter of the same name would be served their bytes")
         extra = transfer.kv_connector_extra_config
-        settings = TierSettings.of(extra)
+        # vLLM's own settings stand beside these.
+        given = {name: extra[name] for name in StoreSettings.names() if name in extra}
+        StoreSettings.of(given, WHERE)
         others = [
             tier for tier in extra.get("secondary_tiers", []) if tier.get("type") != CtxcacheTier.__name__
         ]
@@ -130,7 +112,7 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
                     "module_path": __name__,
                     "engine": engine_facts(vllm_config),
                     "directory": str(directory_of(vllm_config)),
-                    **{name: getattr(settings, name) for name in TierSettings.__dataclass_fields__},
+                    **given,
                 },
             ],
         }
@@ -199,7 +181,7 @@ class CtxcacheTier(SecondaryTierManager):
         if self.block_size_bytes > MOST_CHUNK_BYTES:
             problem = f"chunks have {self.block_size_bytes} bytes, at most {MOST_CHUNK_BYTES} are stored"
             raise Refused(f"{problem}: lower kv_connector_extra_config.blocks_per_chunk, or --block-size")
-        self._settings = TierSettings.of(extra)
+        self._settings = StoreSettings.of(extra, WHERE)
         self._engine, self._directory = engine, Path(directory)
         self._chunks: npt.NDArray[np.uint8] = np.asarray(primary_kv_view).view(np.uint8)
         """[chunks, bytes], host memory that vLLM shares with its workers."""
@@ -207,13 +189,12 @@ class CtxcacheTier(SecondaryTierManager):
         self._tokens = [
             (group.tokens_per_block, group.layer_names) for group in offloading_spec.config.groups
         ]
-        self.link: StoreLink[BlockSpace] = StoreLink(self._connect, self._space)
+        self.link: StoreLink[BlockSpace] = StoreLink(self._settings.connect, self._space)
         self._progress = threading.Event()
         """Set when a look-up or a job ends."""
         self._lookups = _Lookups(self, tier_type, self._progress)
         self._readers = ThreadPoolExecutor(READERS, "ctxcache-tier-load")
         self._writers = ThreadPoolExecutor(WRITERS, "ctxcache-tier-store")
-        self._told: set[type[CacheError]] = set()
         self._running: dict[Future[JobResult], TransferJob] = {}
         """Jobs of which vLLM was told no end."""
         self._ended: queue.SimpleQueue[Future[JobResult]] = queue.SimpleQueue()
@@ -283,7 +264,9 @@ class CtxcacheTier(SecondaryTierManager):
     def give_way(self) -> None:
         """Wait a moment for what is under way: a loop of empty steps would keep the interpreter from it."""
         self._progress.clear()
-        if self._lookups.is_asking or any(job.is_promotion for job in self._running.values()):
+        loads = (future for future, job in self._running.items() if job.is_promotion)
+        is_loading = any(not future.done() for future in loads)
+        if self._ended.empty() and (self._lookups.is_asking or is_loading):
             self._progress.wait(PATIENCE_S)
 
     def drain_jobs(self) -> None:
@@ -319,7 +302,7 @@ class CtxcacheTier(SecondaryTierManager):
                 {key: rows[key] for key in chain},
                 parents={key: parent for key, parent in chain.items() if parent is not None},
                 ttl_s=self._settings.ttl_s,
-                durability=Durability[self._settings.durability.upper()],
+                durability=self._settings.level,
             )
             return list(job.keys)
 
@@ -343,7 +326,6 @@ class CtxcacheTier(SecondaryTierManager):
                 done = call(*used)
             except CacheError as error:
                 self.link.failed(error)
-                self._tell(error)
             except Exception:
                 # The job has to end: vLLM waits for it, and computes what it did not bring.
                 log.exception("chunks of job %d", job.job_id)
@@ -355,20 +337,10 @@ class CtxcacheTier(SecondaryTierManager):
             transfer_bytes=len(done) * self.block_size_bytes,
         )
 
-    def _tell(self, error: CacheError) -> None:
-        """Say once what sort of thing goes wrong, unless the link says so."""
-        if type(error) not in self._told and not isinstance(error, GONE):
-            self._told.add(type(error))
-            log.warning("chunks are not stored or loaded, and computed when they are needed: %s", error)
-
     def _rows(self, job: TransferJob) -> list[npt.NDArray[np.uint8]]:
         return [self._chunks[chunk] for chunk in job.chunk_ids]
 
     # -- the store ----------------------------------------------------------------------------------------
-
-    def _connect(self) -> Client:
-        settings = self._settings
-        return connect(settings.target, token_file=settings.token_file, timeout_s=settings.timeout_s)
 
     def _space(self, client: Client) -> BlockSpace:
         """Where the engine's chunks are looked for: what their bytes depend on is in it."""

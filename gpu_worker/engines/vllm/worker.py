@@ -9,6 +9,7 @@ restores from it, for `restore_timeout_s`.
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from ctxcache.client import SessionRows
-from ctxcache.client.types import Durability
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
@@ -69,11 +69,12 @@ class WorkerSide:
         self, config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: ConnectorSettings
     ) -> None:
         self._config, self._kv_cache_config, self._settings = config, kv_cache_config, settings
-        self._durability = Durability[settings.durability.upper()]
+        self._durability = settings.level
         self._block_tokens: int = config.cache_config.block_size
+        patient = replace(settings, timeout_s=settings.restore_timeout_s)
         self.layout: Future[BlockLayout] = Future()
         """How the engine's blocks lie in memory, where they are what is saved."""
-        self.link = link_for(config, settings, self.layout, timeout_s=settings.restore_timeout_s)
+        self.link = link_for(config, patient, self.layout)
         self._state: EngineState | None = None
         self._saver: Saver | None = None
         self._waiters = ThreadPoolExecutor(2, "ctxcache-saved")
@@ -123,7 +124,7 @@ class WorkerSide:
             try:
                 self._load(item)
             except CacheError as error:
-                logger.warning("%s is computed again: %s", item.session.name, error)
+                logger.info("%s is computed again: %s", item.session.name, error)
                 self.link.failed(error)
                 first = item.begin // self._block_tokens
                 self._bad_blocks.update(item.block_ids[first : -(-item.end // self._block_tokens)])
