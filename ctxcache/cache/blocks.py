@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from ctxcache.cache.appends import Appends, Reservation
 from ctxcache.cache.background import STEP_BY_STEP, Pace
+from ctxcache.cache.block_news import Subscriptions
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.leases import Lease, Leases, ReadRequest
@@ -31,7 +32,7 @@ from ctxcache.cache.scrubbing import TRIES
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.session import Expiration, Session, block_id
+from ctxcache.core.ledger.session import Expiration, Session, block_id, block_key
 from ctxcache.core.limits import Pinner
 from ctxcache.errors import (
     CorruptSegment,
@@ -153,6 +154,7 @@ class Blocks:
         """Uids by the number of the reservation."""
         self._held: dict[bytes, BlockLease] = {}
         """By token."""
+        self.subscriptions = Subscriptions(state.ledger)
         appends.abandoned = self._gave_up
 
     # -- look ----------------------------------------------------------------------------------------
@@ -161,6 +163,11 @@ class Blocks:
         """What is there under these keys, in their order. Counts as no access."""
         now_ns = self._state.clock.now_ns()
         return [self._look(tenant, space, key, now_ns) for key in keys]
+
+    def parent(self, tenant: str, space: bytes, key: bytes) -> bytes | None:
+        """The key of the block that this one continues, if it is there and continues one."""
+        block = self._ledger.named(tenant, block_id(space, key))
+        return block_key(block.parent_id) if block is not None and block.parent_id else None
 
     def there(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[Session]:
         """Those of these blocks that are there."""
@@ -244,6 +251,7 @@ class Blocks:
                 self._forget(put)
                 with suppress(SessionNotFound):
                     self._appends.commit_in_memory(put.reservation, 1, keep_open=False, checksums=sums)
+                    self.subscriptions.came(put.session)
         return [put.session for put in puts]
 
     async def flush(self, blocks: Sequence[Session]) -> None:

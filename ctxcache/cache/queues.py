@@ -71,6 +71,9 @@ class Queue:
         """See Watcher."""
         self._tell(uid, Change.DEMOTED, instead_of=Change.PROMOTED)
 
+    def recounted(self, uid: bytes) -> None:
+        """See Watcher. An engine hears of where a session is, not of how much of it."""
+
     def evicted(self, uid: bytes) -> None:
         """See Watcher."""
         self._tell(uid, Change.EVICTED)

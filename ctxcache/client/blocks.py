@@ -11,9 +11,9 @@ much is several calls, each of which is done or not.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, starmap
 from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import durability_to_wire, to_wire
 from ctxcache.client.grpc_rows import draw_end
 from ctxcache.client.routes import RowRoutes
-from ctxcache.client.types import BlockSpace, Durability, FoundBlock, LookupState
+from ctxcache.client.types import BlockChange, BlockNews, BlockSpace, Durability, FoundBlock, LookupState
 from ctxcache.client.wire import Wire, trace_metadata
 from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, LeaseNotFound
 from ctxcache.format.checksums import rows_checksum, wire_checksum
@@ -187,6 +187,17 @@ class BlockCalls:
             count += answer.deleted_count
         return count
 
+    def subscribe(self, space: BlockSpace) -> "BlockSubscription":
+        """Hear of every block that is there, and of what becomes of them: a context manager, to be iterated.
+
+        Counts as no access. Iterating waits for news, and raises InvalidArgument, TooManyRequests, Draining,
+        Unavailable; whoever subscribes anew hears of every block again.
+        """
+        request = block_pb2.SubscribeBlocksRequest(space=_space(space))
+        with self._wire.errors():
+            call = self._wire.blocks.SubscribeBlocks(request, metadata=trace_metadata())
+        return BlockSubscription(self._wire, call)
+
     # -- parts -------------------------------------------------------------------------------------
 
     def _attached(self) -> ArenaAttachment:
@@ -294,6 +305,41 @@ class BlockCalls:
             finally:
                 call.cancel()
                 draw_end(call)
+
+
+class BlockSubscription:
+    """What becomes of the blocks of a space. A context manager, iterated by one thread; any may close it."""
+
+    def __init__(self, wire: Wire, call: Any) -> None:
+        self._wire, self._call = wire, call
+        self._is_closed = False
+
+    def __iter__(self) -> Iterator[BlockNews]:
+        """Wait for news. Ends when it is closed; raises when the server ends it."""
+        try:
+            with self._wire.errors():
+                for message in self._call:
+                    yield _news(message)
+        except CacheError:
+            if not self._is_closed:
+                raise
+
+    def close(self) -> None:
+        """Hear of nothing more."""
+        self._is_closed = True
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+        draw_end(self._call)
 
 
 class LeasedBlocks:
@@ -554,6 +600,14 @@ def _batches(keys: Sequence[bytes], count: int) -> Iterator[list[bytes]]:
 def _duration(seconds: float) -> Duration:
     whole, ns = divmod(round(seconds * _NS_PER_S), _NS_PER_S)
     return Duration(seconds=whole, nanos=ns)
+
+
+def _news(message: block_pb2.BlockNews) -> BlockNews:
+    states = map(_STATES.__getitem__, message.states)
+    facts = zip(
+        message.keys, states, message.size_bytes, message.are_in_dram, message.parent_keys, strict=True
+    )
+    return BlockNews(tuple(starmap(BlockChange, facts)), message.is_current)
 
 
 @lru_cache(FOUND_KEPT)

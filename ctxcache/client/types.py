@@ -332,6 +332,30 @@ class FoundBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockChange:
+    """A block as it is after something happened to it."""
+
+    key: bytes
+    state: LookupState
+    """HIT or MISS."""
+    size_bytes: int
+    """Of all its parts; 0 for a miss."""
+    is_in_dram: bool
+    """Whether it lies in DRAM; one that does not comes from SSD."""
+    parent_key: bytes
+    """Of the block that it continues; empty for none, and for a miss."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNews:
+    """Blocks to which something happened."""
+
+    changes: tuple[BlockChange, ...]
+    is_current: bool
+    """Whether nothing more was to be told: from the first such news on all blocks are known."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredStreams:
     """Streams that a model can save, alike in all but the layer."""
 

@@ -430,7 +430,7 @@ class Server:
         hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, served)
         prefix_service = PrefixService(self._cache, self._local_turns)
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(prefix_service, served)
-        block_service = BlockService(self._cache, self._local_turns)
+        block_service = BlockService(self._cache, self._local_turns, self._admissions.engines)
         block_pb2_grpc.add_BlockServiceServicer_to_server(block_service, served)
         controls = Controls(
             self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold, self.storage.faults

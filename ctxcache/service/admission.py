@@ -33,7 +33,11 @@ from ctxcache.wire.status import code_of, message_of, trailing_metadata
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 KEPT_OPEN = ("/ctxcache.v1.ArenaService/Access",)
-SCHEDULES = ("/ctxcache.v1.HintService/Schedule",)
+FOLLOWED = (
+    "/ctxcache.v1.HintService/Schedule",
+    "/ctxcache.v1.BlockService/SubscribeBlocks",
+)
+"""Streams that last as long as an engine."""
 STREAMS = (
     "/ctxcache.v1.SessionService/AppendSession",
     "/ctxcache.v1.SessionService/ReadSession",
@@ -171,7 +175,7 @@ class Admissions:
         """Where an rpc is counted."""
         if method in STREAMS:
             return self.streams
-        if method in SCHEDULES:
+        if method in FOLLOWED:
             return self.engines
         if method.startswith(OPERATORS_ONLY):
             return self.operators

@@ -2,10 +2,12 @@
 
     PutBlocks    header ──► room ──► bytes in place, added up ──► committed ──► answer
     ReadBlocks   lease ──► header ──► bytes, each message verified ──► released
+    SubscribeBlocks   what is there ──► what changes, newest state by key, until the caller goes
 
 Worst case: a stream that ends early gives its room back, and nothing is put.
 """
 
+import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -15,6 +17,7 @@ from xxhash import xxh3_64
 
 from ctxcache.cache import Cache
 from ctxcache.cache.background import Pace
+from ctxcache.cache.block_news import BlockNews
 from ctxcache.cache.blocks import BlockLease, BlockState, Room, Wanted, WrittenPart
 from ctxcache.cache.leases import Lease
 from ctxcache.core.ledger.session import Expiration, Session
@@ -27,9 +30,10 @@ from ctxcache.core.prefix.spaces import (
     check_sizes,
     space_of,
 )
-from ctxcache.errors import ChecksumMismatch, InvalidArgument
+from ctxcache.errors import ChecksumMismatch, Draining, InvalidArgument, TooManyRequests
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.service import validate
+from ctxcache.service.admission import Admission
 from ctxcache.service.callers import Context, current
 from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.v1 import block_pb2, block_pb2_grpc, session_pb2
@@ -74,9 +78,9 @@ class Asked(NamedTuple):
 class BlockService(block_pb2_grpc.BlockServiceServicer):
     """See proto/ctxcache/v1/block.proto."""
 
-    def __init__(self, cache: Cache, turns: Turns) -> None:
-        """`turns`: in which work is done that takes long."""
-        self._cache, self._turns = cache, turns
+    def __init__(self, cache: Cache, turns: Turns, admission: Admission) -> None:
+        """`turns`: in which work is done that takes long. `admission`: of subscriptions."""
+        self._cache, self._turns, self._admission = cache, turns, admission
 
     async def LookupBlocks(
         self, request: block_pb2.LookupBlocksRequest, context: Context
@@ -148,6 +152,33 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
     ) -> block_pb2.DeleteBlocksResponse:
         """See the proto."""
         return await delete(self._cache, request, current().tenant)
+
+    async def SubscribeBlocks(
+        self, request: block_pb2.SubscribeBlocksRequest, context: Context
+    ) -> AsyncGenerator[block_pb2.BlockNews]:
+        """See the proto."""
+        subscriptions, limit = self._cache.blocks.subscriptions, self._admission.limit // 2
+        space = _space(request.space)
+        if len(subscriptions) >= limit:
+            raise TooManyRequests(what="subscriptions", limit=limit)
+        news = subscriptions.begin(current().tenant, space.fingerprint)
+        drained = asyncio.ensure_future(self._admission.drained())
+        try:
+            pace = LoopSlice(self._turns)
+            for _ in subscriptions.present(news):
+                if pace.is_over:
+                    await pace.rest()
+            yield _told(self._cache, news)
+            while True:
+                waiting = asyncio.ensure_future(news.has_news.wait())
+                await asyncio.wait({waiting, drained}, return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if drained.done():
+                    raise Draining
+                yield _told(self._cache, news)
+        finally:
+            drained.cancel()
+            subscriptions.end(news)
 
     async def _messages(
         self, request: block_pb2.LeaseBlocksRequest, tenant: str
@@ -383,6 +414,23 @@ def _location(one: Lease | None) -> block_pb2.BlockLocation:
         offset_bytes=[slot.offset_bytes + offset for offset in segment.layout.offsets],
         part_bytes=_sizes(one),
         checksums=segment.settled.values,
+    )
+
+
+def _told(cache: Cache, news: BlockNews) -> block_pb2.BlockNews:
+    """Some of what is to be told, as it is now."""
+    keys = news.take(KEYS_PER_LOOK)
+    found = cache.blocks.look_up(news.tenant, news.space, keys)
+    is_hit = [one.state is BlockState.HIT for one in found]
+    parents = [cache.blocks.parent(news.tenant, news.space, key) for key in keys]
+    return block_pb2.BlockNews(
+        keys=keys,
+        # What others write is not there yet.
+        states=[_STATES[BlockState.HIT if hit else BlockState.MISS] for hit in is_hit],
+        size_bytes=[sum(one.part_bytes) if hit else 0 for one, hit in zip(found, is_hit, strict=True)],
+        are_in_dram=[hit and one.is_in_memory for one, hit in zip(found, is_hit, strict=True)],
+        parent_keys=[parent if hit and parent else b"" for parent, hit in zip(parents, is_hit, strict=True)],
+        is_current=not news.has_news.is_set(),
     )
 
 

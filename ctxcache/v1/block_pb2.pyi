@@ -812,3 +812,79 @@ class DeleteBlocksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteBlocksResponse: _TypeAlias = DeleteBlocksResponse  # noqa: Y015
+
+@_typing.final
+class SubscribeBlocksRequest(_message.Message):
+    """Request of SubscribeBlocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPACE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def space(self) -> Global___BlockSpace:
+        """Whose blocks. Required."""
+
+    def __init__(
+        self,
+        *,
+        space: Global___BlockSpace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["space", b"space"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["space", b"space"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeBlocksRequest: _TypeAlias = SubscribeBlocksRequest  # noqa: Y015
+
+@_typing.final
+class BlockNews(_message.Message):
+    """Blocks to which something happened: lists of one length, up to 256 entries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    ARE_IN_DRAM_FIELD_NUMBER: _builtins.int
+    PARENT_KEYS_FIELD_NUMBER: _builtins.int
+    IS_CURRENT_FIELD_NUMBER: _builtins.int
+    is_current: _builtins.bool
+    """Whether nothing more was to be told when this was sent: from the first such message on the caller knows all blocks."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys, 32 bytes each. None comes twice in a message."""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_session_pb2.LookupState.ValueType]:
+        """HIT or MISS."""
+
+    @_builtins.property
+    def size_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of all its parts; 0 for a miss."""
+
+    @_builtins.property
+    def are_in_dram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Whether it lies in DRAM; one that does not comes from SSD."""
+
+    @_builtins.property
+    def parent_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The key of the block that it continues; empty for none, and for a miss."""
+
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        states: _abc.Iterable[_session_pb2.LookupState.ValueType] | None = ...,
+        size_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        are_in_dram: _abc.Iterable[_builtins.bool] | None = ...,
+        parent_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        is_current: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_in_dram", b"are_in_dram", "is_current", b"is_current", "keys", b"keys", "parent_keys", b"parent_keys", "size_bytes", b"size_bytes", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockNews: _TypeAlias = BlockNews  # noqa: Y015

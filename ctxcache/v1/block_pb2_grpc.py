@@ -72,6 +72,11 @@ class BlockServiceStub:
                 request_serializer=ctxcache_dot_v1_dot_block__pb2.DeleteBlocksRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_block__pb2.DeleteBlocksResponse.FromString,
                 _registered_method=True)
+        self.SubscribeBlocks = channel.unary_stream(
+                '/ctxcache.v1.BlockService/SubscribeBlocks',
+                request_serializer=ctxcache_dot_v1_dot_block__pb2.SubscribeBlocksRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_block__pb2.BlockNews.FromString,
+                _registered_method=True)
 
 
 class BlockServiceServicer:
@@ -137,6 +142,18 @@ class BlockServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeBlocks(self, request, context):
+        """Says what becomes of the blocks of a space, until the caller cancels it: first every block that is there, then each
+        that comes, goes, or moves between DRAM and SSD. A key is told with its newest state, so that a caller that reads
+        slowly misses states in between and never the last one. When a subscription ends, its caller forgets what it was
+        told and subscribes anew. Counts as no access. At least one message comes at once. Errors: INVALID_ARGUMENT
+        (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS) beyond the server's `max_engines` subscriptions;
+        DEADLINE_EXCEEDED (DEADLINE_EXCEEDED) for a caller that takes nothing; UNAVAILABLE (DRAINING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlockServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -169,6 +186,11 @@ def add_BlockServiceServicer_to_server(servicer, server):
                     servicer.DeleteBlocks,
                     request_deserializer=ctxcache_dot_v1_dot_block__pb2.DeleteBlocksRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_block__pb2.DeleteBlocksResponse.SerializeToString,
+            ),
+            'SubscribeBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeBlocks,
+                    request_deserializer=ctxcache_dot_v1_dot_block__pb2.SubscribeBlocksRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_block__pb2.BlockNews.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -341,6 +363,33 @@ class BlockService:
             '/ctxcache.v1.BlockService/DeleteBlocks',
             ctxcache_dot_v1_dot_block__pb2.DeleteBlocksRequest.SerializeToString,
             ctxcache_dot_v1_dot_block__pb2.DeleteBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ctxcache.v1.BlockService/SubscribeBlocks',
+            ctxcache_dot_v1_dot_block__pb2.SubscribeBlocksRequest.SerializeToString,
+            ctxcache_dot_v1_dot_block__pb2.BlockNews.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,6 +68,14 @@ class BlockServiceStub:
     """Deletes those of these blocks that are there. Readers of a lease read on. Errors: INVALID_ARGUMENT (INVALID_FIELD);
     ABORTED (WRITE_IN_PROGRESS) where one is being written: then none is deleted; UNAVAILABLE (TIER_FAILURE).
     """
+    SubscribeBlocks: _grpc.UnaryStreamMultiCallable[_block_pb2.SubscribeBlocksRequest, _block_pb2.BlockNews]
+    """Says what becomes of the blocks of a space, until the caller cancels it: first every block that is there, then each
+    that comes, goes, or moves between DRAM and SSD. A key is told with its newest state, so that a caller that reads
+    slowly misses states in between and never the last one. When a subscription ends, its caller forgets what it was
+    told and subscribes anew. Counts as no access. At least one message comes at once. Errors: INVALID_ARGUMENT
+    (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS) beyond the server's `max_engines` subscriptions;
+    DEADLINE_EXCEEDED (DEADLINE_EXCEEDED) for a caller that takes nothing; UNAVAILABLE (DRAINING).
+    """
 
 @_typing.type_check_only
 class BlockServiceAsyncStub(BlockServiceStub):
@@ -108,6 +116,14 @@ class BlockServiceAsyncStub(BlockServiceStub):
     DeleteBlocks: _aio.UnaryUnaryMultiCallable[_block_pb2.DeleteBlocksRequest, _block_pb2.DeleteBlocksResponse]  # type: ignore[assignment]
     """Deletes those of these blocks that are there. Readers of a lease read on. Errors: INVALID_ARGUMENT (INVALID_FIELD);
     ABORTED (WRITE_IN_PROGRESS) where one is being written: then none is deleted; UNAVAILABLE (TIER_FAILURE).
+    """
+    SubscribeBlocks: _aio.UnaryStreamMultiCallable[_block_pb2.SubscribeBlocksRequest, _block_pb2.BlockNews]  # type: ignore[assignment]
+    """Says what becomes of the blocks of a space, until the caller cancels it: first every block that is there, then each
+    that comes, goes, or moves between DRAM and SSD. A key is told with its newest state, so that a caller that reads
+    slowly misses states in between and never the last one. When a subscription ends, its caller forgets what it was
+    told and subscribes anew. Counts as no access. At least one message comes at once. Errors: INVALID_ARGUMENT
+    (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS) beyond the server's `max_engines` subscriptions;
+    DEADLINE_EXCEEDED (DEADLINE_EXCEEDED) for a caller that takes nothing; UNAVAILABLE (DRAINING).
     """
 
 class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -182,6 +198,20 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_block_pb2.DeleteBlocksResponse, _abc.Awaitable[_block_pb2.DeleteBlocksResponse]]:
         """Deletes those of these blocks that are there. Readers of a lease read on. Errors: INVALID_ARGUMENT (INVALID_FIELD);
         ABORTED (WRITE_IN_PROGRESS) where one is being written: then none is deleted; UNAVAILABLE (TIER_FAILURE).
+        """
+
+    @_abc_1.abstractmethod
+    def SubscribeBlocks(
+        self,
+        request: _block_pb2.SubscribeBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_block_pb2.BlockNews], _abc.AsyncIterator[_block_pb2.BlockNews]]:
+        """Says what becomes of the blocks of a space, until the caller cancels it: first every block that is there, then each
+        that comes, goes, or moves between DRAM and SSD. A key is told with its newest state, so that a caller that reads
+        slowly misses states in between and never the last one. When a subscription ends, its caller forgets what it was
+        told and subscribes anew. Counts as no access. At least one message comes at once. Errors: INVALID_ARGUMENT
+        (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS) beyond the server's `max_engines` subscriptions;
+        DEADLINE_EXCEEDED (DEADLINE_EXCEEDED) for a caller that takes nothing; UNAVAILABLE (DRAINING).
         """
 
 def add_BlockServiceServicer_to_server(servicer: BlockServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -41,7 +41,7 @@ class StoreSettings:
             if name not in cls.names():
                 raise Refused(f"{where}.{name}: not one of {', '.join(cls.names())}")
         try:
-            return TypeAdapter(cls).validate_python(given, strict=True)
+            return TypeAdapter(cls).validate_python(dict(given))
         except ValidationError as error:
             (first, *_) = error.errors(include_url=False)
             name = ".".join(map(str, first["loc"][:1]))

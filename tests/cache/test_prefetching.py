@@ -42,6 +42,9 @@ class Heard:
         """See Watcher."""
         self.notes.append(("demoted", uid))
 
+    def recounted(self, uid: bytes) -> None:
+        """See Watcher."""
+
     def evicted(self, uid: bytes) -> None:
         """See Watcher."""
         self.notes.append(("evicted", uid))

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from live_server import LiveServer
 import ctxcache
 from ctxcache.client import BlockPart, BlockSpace, Client, Durability
 from ctxcache.client.routes import Access, Transport
-from ctxcache.client.types import FoundBlock, LookupState
+from ctxcache.client.types import BlockChange, FoundBlock, LookupState
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
+    Draining,
     InvalidArgument,
     LeaseNotFound,
     ReservationNotFound,
@@ -298,3 +300,52 @@ def test_a_client_that_goes_gives_its_puts_up(live: LiveServer, local: Client) -
     [loaded] = local.blocks.load(RANKS, [key_of(1)])
     assert loaded is not None
     assert b"".join(part.tobytes() for part in loaded) == b"abcdef"
+
+
+def test_a_subscriber_hears_of_every_block_and_of_what_becomes_of_it(client: Client) -> None:
+    """What is there first, then what comes and goes; closing ends it."""
+    keys = [key_of(i) for i in range(400)]
+    client.blocks.put(WHOLE, {key: data_of(i, 1000) for i, key in enumerate(keys)})
+    known: dict[bytes, BlockChange] = {}
+    with client.blocks.subscribe(WHOLE) as subscription:
+        messages = iter(subscription)
+        for news in messages:
+            known |= {change.key: change for change in news.changes}
+            if news.is_current:
+                break
+        assert set(known) == set(keys)
+        assert known[keys[0]] == BlockChange(keys[0], LookupState.HIT, 1000, is_in_dram=True, parent_key=b"")
+        client.blocks.put(WHOLE, {key_of(999): data_of(9)}, parents={key_of(999): keys[3]})
+        client.blocks.delete(WHOLE, keys[:2])
+        while known[keys[1]].state is LookupState.HIT or known[keys[0]].state is LookupState.HIT:
+            known |= {change.key: change for change in next(messages).changes}
+        assert known[key_of(999)].parent_key == keys[3]
+        assert known[keys[1]] == BlockChange(keys[1], LookupState.MISS, 0, is_in_dram=False, parent_key=b"")
+        subscription.close()
+        assert list(messages) == []
+
+
+def test_a_subscription_closed_by_another_thread_ends(client: Client) -> None:
+    """Whoever waits for news goes on."""
+    with client.blocks.subscribe(WHOLE) as subscription:
+        messages = iter(subscription)
+        assert next(messages).is_current
+        closing = threading.Timer(0.2, subscription.close)
+        closing.start()
+        assert list(messages) == []
+        closing.join()
+
+
+def test_a_subscriber_is_told_why_it_ends(client: Client, live: LiveServer) -> None:
+    """A bad space at the first look; a server that ends, by Draining."""
+    with (
+        pytest.raises(InvalidArgument, match="model_fingerprint"),
+        client.blocks.subscribe(BlockSpace(model_fingerprint=b"x")) as bad,
+    ):
+        list(bad)
+    with client.blocks.subscribe(WHOLE) as subscription:
+        messages = iter(subscription)
+        assert next(messages).is_current
+        live.stop()
+        with pytest.raises(Draining):
+            list(messages)

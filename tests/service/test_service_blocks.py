@@ -10,7 +10,7 @@ from service_rig import Access, Client, refused, until
 
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.server.server import Server
-from ctxcache.v1 import block_pb2, block_pb2_grpc, session_pb2
+from ctxcache.v1 import block_pb2, block_pb2_grpc, operations_pb2, session_pb2
 
 Code = grpc.StatusCode
 HIT, MISS = session_pb2.LOOKUP_STATE_HIT, session_pb2.LOOKUP_STATE_MISS
@@ -206,3 +206,116 @@ async def test_a_reservation_is_given_up_on_request(access: Access, stub: Any) -
     assert (await access.one(commit_blocks=lists)).error.metadata["field"] == "parts"
     lists = block_pb2.CommitBlocks(reservation_ids=[room.reservation_id], parts=[0])
     assert (await access.one(commit_blocks=lists)).error.metadata["field"] == "checksums"
+
+
+class Follower:
+    """A subscription, and what it says of each block: its key's number, state and where it is."""
+
+    def __init__(self, stub: Any, **changes: Any) -> None:
+        self.call = stub.SubscribeBlocks(block_pb2.SubscribeBlocksRequest(space=SPACE, **changes))
+        self.numbers = {key_of(i): i for i in range(100)}
+        self.told: dict[int, tuple[Any, int, bool, int | None]] = {}
+
+    async def hear(self) -> list[int]:
+        """Take a message; the numbers of its keys, those of the last one that makes it current included."""
+        heard = []
+        while True:
+            news = await self.call.read()
+            lists = news.keys, news.states, news.size_bytes, news.are_in_dram, news.parent_keys
+            for key, state, size_bytes, is_in_dram, parent in zip(*lists, strict=True):
+                number = self.numbers[key]
+                heard.append(number)
+                self.told[number] = state, size_bytes, is_in_dram, self.numbers.get(parent)
+            if news.is_current:
+                return heard
+
+
+async def put(stub: Any, *numbers: int, **changes: Any) -> None:
+    """Put these blocks by stream."""
+    messages = [header_of(*numbers, **changes)]
+    messages += [bytes_of(i, data_of(number)) for i, number in enumerate(numbers)]
+    await stub.PutBlocks(iter(messages))
+
+
+async def test_a_subscriber_hears_of_what_is_there_and_of_what_becomes_of_it(stub: Any) -> None:
+    """Put before, put later, deleted; of another space, and of what is only being written, nothing."""
+    await put(stub, 1, 2)
+    follower = Follower(stub)
+    assert sorted(await follower.hear()) == [1, 2]
+    there = HIT, SIZE_BYTES, True, None
+    assert follower.told == {1: there, 2: there}
+    await put(stub, 7, space=block_pb2.BlockSpace(model_fingerprint=bytes(32), parts=SPACE.parts))
+    child = block_pb2.NewBlock(key=key_of(3), part_bytes=[SIZE_BYTES], parent_key=key_of(2))
+    await stub.PutBlocks(
+        iter(
+            [
+                block_pb2.PutBlocksRequest(
+                    header=block_pb2.PutBlocksHeader(
+                        blocks=block_pb2.ReserveBlocks(space=SPACE, blocks=[child])
+                    )
+                ),
+                bytes_of(0, data_of(3)),
+            ]
+        )
+    )
+    assert await follower.hear() == [3]
+    assert follower.told[3] == (HIT, SIZE_BYTES, True, 2)
+    await stub.DeleteBlocks(block_pb2.DeleteBlocksRequest(space=SPACE, keys=[key_of(3), key_of(1)]))
+    while len([one for one in follower.told.values() if one[0] == MISS]) < 2:
+        await follower.hear()
+    assert follower.told == {1: (MISS, 0, False, None), 2: there, 3: (MISS, 0, False, None)}
+    follower.call.cancel()
+
+
+async def test_a_subscriber_of_nothing_is_answered_at_once(stub: Any) -> None:
+    """An empty message says that no block is there."""
+    follower = Follower(stub)
+    assert await follower.hear() == []
+    follower.call.cancel()
+
+
+async def test_a_slow_subscriber_finds_the_newest_state(stub: Any) -> None:
+    """A block that came and went before it read is a miss; one that came again is there."""
+    follower = Follower(stub)
+    await follower.hear()
+    for _ in range(3):
+        await put(stub, 1, 2)
+        await stub.DeleteBlocks(block_pb2.DeleteBlocksRequest(space=SPACE, keys=[key_of(1), key_of(2)]))
+    await put(stub, 2)
+    await put(stub, 9)
+    while 9 not in follower.told:
+        await follower.hear()
+    assert {number: one[0] for number, one in follower.told.items()} == {1: MISS, 2: HIT, 9: HIT}
+    follower.call.cancel()
+
+
+async def test_subscriptions_are_counted_and_end_with_their_callers(stub: Any, server: Server) -> None:
+    """More than the limit are refused; one that ends makes room; nothing of them stays."""
+    limit = server.settings.max_engines
+    followers = [Follower(stub) for _ in range(limit)]
+    for follower in followers:
+        await follower.hear()
+    late = stub.SubscribeBlocks(block_pb2.SubscribeBlocksRequest(space=SPACE))
+    await refused(late, Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+    for follower in followers:
+        follower.call.cancel()
+    await until(lambda: not len(server._cache.blocks.subscriptions))
+    follower = Follower(stub)
+    await follower.hear()
+    follower.call.cancel()
+
+
+async def test_a_subscription_of_a_bad_space_is_refused(stub: Any) -> None:
+    """With the field."""
+    request = block_pb2.SubscribeBlocksRequest(space=block_pb2.BlockSpace(model_fingerprint=b"x"))
+    facts = await refused(stub.SubscribeBlocks(request), Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert facts["field"] == "space.model_fingerprint"
+
+
+async def test_a_drain_ends_a_subscription_with_its_reason(stub: Any, client: Client) -> None:
+    """The caller knows that it may come again."""
+    follower = Follower(stub)
+    await follower.hear()
+    drain = client.admin.Drain(operations_pb2.DrainRequest())
+    await drain.read()
+    await refused(follower.call.read(), Code.UNAVAILABLE, "DRAINING")

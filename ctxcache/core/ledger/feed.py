@@ -8,7 +8,7 @@ moves anything. Memory: an entry per session, and GHOSTS names of evicted ones.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -35,6 +35,9 @@ class Watcher(Protocol):
 
     def demoted(self, uid: bytes) -> None:
         """Some of it is only below now."""
+
+    def recounted(self, uid: bytes) -> None:
+        """It shows another number of tokens: it was cut, or a device was lost or is back."""
 
     def evicted(self, uid: bytes) -> None:
         """It was given up for others. The last that is heard of it."""
@@ -283,6 +286,11 @@ class Feed:
         if tier is not standing.tier or session.residence.kin:
             self._place(standing, tier)
 
+    def recounted(self, session: Session) -> None:
+        """The session shows another number of tokens, though nothing was appended."""
+        for watcher in tuple(self._watchers.get(session.uid, ())):
+            watcher.recounted(session.uid)
+
     def dropped(self, segment: Segment) -> None:
         """The segment left memory."""
         if segment in self.unread:
@@ -363,6 +371,11 @@ class Feed:
             standing.rank = None
             self.policy.expected(standing.name, return_s)
             self._heard_count += 1
+
+    @property
+    def watched(self) -> Collection[bytes]:
+        """The sessions that somebody hears of."""
+        return self._watchers.keys()
 
     def watch(self, uid: bytes, watcher: Watcher) -> None:
         """Let `watcher` hear of a session that is there, until it is gone."""

@@ -352,6 +352,7 @@ class Ledger:
         """
         dead = self._unlist(session, session.keep_positions(live))
         self.keyed.cut(session)
+        self._feed.recounted(session)
         return dead
 
     def ended(self, session: Session, *, is_evicted: bool = False) -> list[Segment]:
@@ -867,6 +868,7 @@ class Ledger:
         if fewer_count > 0:
             self._wishes.tokens_withheld(session, fewer_count)
         self._feed.settled(session)
+        self._feed.recounted(session)
 
     def reckon_again(self, segments: Iterable[Segment]) -> None:
         """Segments on a lost path left memory, or lie elsewhere now: their sessions are reckoned anew."""

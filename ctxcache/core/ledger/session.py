@@ -115,7 +115,17 @@ BEGIN = attrgetter("begin")
 
 def block_id(space: bytes, key: bytes) -> str:
     """The id of a block in the ledger: of its space's fingerprint and its key, 32 bytes each."""
-    return f"{BLOCKS}{space.hex()}/{key.hex()}"
+    return f"{space_prefix(space)}{key.hex()}"
+
+
+def space_prefix(space: bytes) -> str:
+    """How the ids of a space's blocks begin, all of one length."""
+    return f"{BLOCKS}{space.hex()}/"
+
+
+def block_key(session_id: str) -> bytes:
+    """A block's key, of its id."""
+    return bytes.fromhex(session_id.rpartition("/")[2])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ const PROTO_DIRECTORIES = ['../../../proto', './protos'].map((path) =>
 const PROTO_FILES = [
   'ctxcache/v1/model.proto',
   'ctxcache/v1/session.proto',
+  'ctxcache/v1/block.proto',
+  'ctxcache/v1/prefix.proto',
   'ctxcache/v1/admin.proto',
   'google_rpc.proto',
   'grpc_health.proto',
@@ -36,10 +38,12 @@ const xxh3 = await createXXHash3(0, 0);
 
 /** Opens one connection; close every client of it with `close`. `target` is `host:port` or `unix:/path`. */
 export function connect(target, credentials = grpc.credentials.createInsecure()) {
-  const { AdminService, ModelService, SessionService } = loaded.ctxcache.v1;
+  const { AdminService, BlockService, ModelService, PrefixService, SessionService } = loaded.ctxcache.v1;
   const { Health } = loaded.grpc.health.v1;
   const clients = {
     admin: new AdminService(target, credentials),
+    blocks: new BlockService(target, credentials),
+    prefixes: new PrefixService(target, credentials),
     models: new ModelService(target, credentials),
     sessions: new SessionService(target, credentials),
     health: new Health(target, credentials),

@@ -1,4 +1,4 @@
-/** The fingerprint of a model, from its definition in docs/chunk_format.md. */
+/** The fingerprint of a model, by docs/chunk_format.md, and the keys of a prompt, by docs/prefixes.md. */
 
 import { createHash } from 'node:crypto';
 
@@ -75,4 +75,24 @@ function packedSpecs(streams) {
       numbers.forEach((number, i) => packed.writeInt32LE(number, 4 * i));
       return packed;
     });
+}
+
+/**
+ * Keys of every 64 tokens of a prompt, 32 bytes each. `layout`: ranges `{ kind, begin, end }` by kind's number, ordered
+ * and as few as possible. `tokenIds`: 4 bytes each, little endian.
+ */
+export function prefixKeys({ tenant, fingerprint, layout, tokenIds }) {
+  const ranges = Buffer.concat(layout.map(({ kind, begin, end }) => Buffer.from(Int32Array.of(kind, begin, end).buffer)));
+  const layoutTag = createHash('sha256').update(ranges).digest();
+  const scope = ['ctxcache.prefix.v1', tenant, fingerprint, layoutTag, ''];
+  const keys = [];
+  for (let begin = 0; begin + 256 <= tokenIds.length; begin += 256) {
+    const digest = createHash('sha256');
+    for (const field of [...scope, keys.at(-1) ?? Buffer.alloc(32), tokenIds.subarray(begin, begin + 256)]) {
+      const bytes = Buffer.from(field);
+      digest.update(Buffer.from(Uint32Array.of(bytes.length).buffer)).update(bytes);
+    }
+    keys.push(digest.digest());
+  }
+  return keys;
 }

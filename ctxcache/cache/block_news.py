@@ -1,0 +1,110 @@
+"""News of blocks: what becomes of the blocks of a space, for whoever subscribed to it.
+
+A subscription begins with every block that is known. From then on a key is told whenever its block comes,
+goes, or moves between the tiers. What is to be told stands here once per key until it is taken, and is looked
+up then: a reader that is slow finds the newest state, and never a wrong one. Memory: some 300 bytes for each
+block that is there, and each subscription.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from itertools import islice
+
+from ctxcache.core.ledger.ledger import Ledger
+from ctxcache.core.ledger.session import Session, block_key, space_prefix
+
+
+class BlockNews:
+    """One subscription. Hears of its blocks as a Watcher. Owned by the event loop."""
+
+    def __init__(self, tenant: str, space: bytes) -> None:
+        self.tenant, self.space = tenant, space
+        self.has_news = asyncio.Event()
+        """Set while something is to be told."""
+        self._keys: dict[bytes, bytes] = {}
+        """Of the blocks that it hears of, by uid."""
+        self._changed: dict[bytes, None] = {}
+        """Keys to be told, in the order in which something happened to them first."""
+
+    def promoted(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._tell(self._keys[uid])
+
+    demoted = recounted = promoted
+
+    def evicted(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._tell(self._keys.pop(uid))
+
+    ended = evicted
+
+    def take(self, limit: int) -> list[bytes]:
+        """Keys whose blocks changed, at most so many; they are told by this."""
+        keys = list(islice(self._changed, limit))
+        for key in keys:
+            del self._changed[key]
+        if not self._changed:
+            self.has_news.clear()
+        return keys
+
+    def follow(self, block: Session, ledger: Ledger) -> None:
+        """Hear of a block from now on, and tell of it."""
+        if block.uid not in self._keys:
+            self._keys[block.uid] = block_key(block.session_id)
+            ledger.placement.watch(block.uid, self)
+        self._tell(self._keys[block.uid])
+
+    def end(self, ledger: Ledger) -> None:
+        """Hear of nothing any more."""
+        for uid in self._keys:
+            ledger.placement.unwatch(uid, self)
+        self._keys.clear()
+
+    def _tell(self, key: bytes) -> None:
+        self._changed[key] = None
+        self.has_news.set()
+
+
+class Subscriptions:
+    """All subscriptions. Owned by the event loop."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._by_space: dict[tuple[str, str], list[BlockNews]] = {}
+        """By tenant, and the beginning of the blocks' ids."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_space.values()))
+
+    def begin(self, tenant: str, space: bytes) -> BlockNews:
+        """Hear of the blocks of a space that come from now on. `end` it."""
+        news = BlockNews(tenant, space)
+        self._by_space.setdefault((tenant, space_prefix(space)), []).append(news)
+        return news
+
+    def present(self, news: BlockNews) -> Iterable[None]:
+        """Follow the blocks that are known, one at each step: others may have their turn between two.
+
+        Also those that are not there yet, or lie on a lost path, and are told as misses.
+        """
+        prefix = space_prefix(news.space)
+        for block in list(self._ledger.blocks()):
+            is_own = block.tenant == news.tenant and block.session_id.startswith(prefix)
+            if is_own and not block.is_gone:
+                news.follow(block, self._ledger)
+            yield
+
+    def came(self, block: Session) -> None:
+        """A block is there."""
+        if self._by_space:
+            prefix = block.session_id[: len(space_prefix(bytes(32)))]
+            for news in self._by_space.get((block.tenant, prefix), ()):
+                news.follow(block, self._ledger)
+
+    def end(self, news: BlockNews) -> None:
+        """Hear of nothing any more."""
+        place = news.tenant, space_prefix(news.space)
+        self._by_space[place].remove(news)
+        if not self._by_space[place]:
+            del self._by_space[place]
+        news.end(self._ledger)
