@@ -134,7 +134,7 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams  # noqa: PLC0415  it prints
-    from vllm.config import KVTransferConfig  # noqa: PLC0415
+    from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415
     from vllm.distributed.kv_transfer import (  # noqa: PLC0415
         get_kv_transfer_group,
         has_kv_transfer_group,
@@ -143,6 +143,8 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
     transfer = arguments.pop("kv_transfer_config", None)
     if transfer is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+    if "kv_events_config" in arguments:
+        arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
     llm: Any = LLM(model=model, **arguments)
     if transfer is not None and transfer["kv_connector"].startswith("Ctxcache"):
         connectors = [llm.llm_engine.engine_core.engine_core.scheduler.connector]

@@ -153,6 +153,7 @@ def converse_until_restored(
             return
         assert time.monotonic() < deadline_s, engine.log
         prompt = [*prompt, *reply.token_ids, *asked(3)]
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
@@ -301,15 +302,7 @@ def test_a_store_that_is_killed_costs_a_computed_prompt(
     store.kill9()
     prompt = converse(engine, plain, "alice", prompt, [2])
     store.start()
-    replies = []
-    for turn in range(3, 12):
-        reply = engine.turn(prompt, "alice", COUNT)
-        compare(reply, prompt, plain)
-        replies.append(reply)
-        prompt = [*prompt, *reply.token_ids, *asked(turn)]
-        if reply.cached_count:
-            break
-    assert replies[-1].cached_count
+    converse_until_restored(engine, plain, "alice", prompt)
 
 
 def test_a_store_that_hangs_costs_a_computed_prompt(

@@ -8,13 +8,16 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import zmq
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 import ctxcache
 from lab.engines.families import SHAPE
@@ -130,7 +133,9 @@ def test_what_host_memory_evicted_comes_from_the_store(
 def test_a_model_with_sliding_windows_is_served(store: ServerProcess, tmp_path: Path) -> None:
     """Its windows are a group of caches of their own, whose blocks are chunks of their own."""
     torch.manual_seed(0)
-    config = Gemma2Config(**SHAPE, query_pre_attn_scalar=32, sliding_window=64)
+    config = Gemma2Config(
+        **{**SHAPE, "tie_word_embeddings": True}, query_pre_attn_scalar=32, sliding_window=64
+    )
     Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
     options: dict[str, Any] = {"num_gpu_blocks_override": 400}
     with VllmEngine(tmp_path / "gemma", None, tmp_path / "plain", **options) as engine:
@@ -257,6 +262,76 @@ def test_damaged_chunks_are_computed(
     with offloading(model, store.target, tmp_path / "log") as engine:
         ask(engine, replies, range(4))
         ask(engine, replies, range(4))
+
+
+class Router:
+    """Hears vLLM's KV events as routers do: by ZMQ, decoded by vLLM's own classes."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.connect(endpoint)
+        self._socket.setsockopt_string(zmq.SUBSCRIBE, "")
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self.stored: dict[Any, BlockStored] = {}
+        """What the store has, as events say."""
+        self.removed: set[Any] = set()
+
+    def hear(self) -> None:
+        """Take what has come."""
+        while self._socket.poll(200):
+            _topic, _sequence, payload = self._socket.recv_multipart()
+            for event in self._decoder.decode(payload).events:
+                if event.ownership != "ctxcache":
+                    continue
+                for block_hash in event.block_hashes:
+                    if isinstance(event, BlockStored):
+                        self.stored[block_hash] = event
+                    elif self.stored.pop(block_hash, None):
+                        self.removed.add(block_hash)
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        self._socket.close(0)
+
+
+def test_routers_hear_what_the_store_has(
+    model: Path, replies: list[tuple[int, ...]], store: ServerProcess, tmp_path: Path
+) -> None:
+    """Stored by this engine or found there, with tokens; removed when the store deletes it, or is another."""
+    endpoint = f"ipc://{tmp_path / 'events'}"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    with offloading(model, store.target, tmp_path / "log") as engine:
+        ask(engine, replies, [0])
+        wait_for_blocks(store, FOUND // BLOCK_TOKENS)
+    with offloading(model, store.target, tmp_path / "log", kv_events_config=events) as engine:
+        router = Router(endpoint)
+
+        def until(condition: Callable[[], bool]) -> None:
+            deadline_s = time.monotonic() + 30
+            while not condition():
+                assert time.monotonic() < deadline_s, (len(router.stored), len(router.removed))
+                # Events are published with the engine's steps.
+                engine.turn([5, 6, 7], None, 1)
+                router.hear()
+
+        router.hear()
+        assert ask(engine, replies, [0, 1]) == [FOUND, 0]
+        count = 2 * FOUND // BLOCK_TOKENS
+        until(lambda: len(router.stored) >= count)
+        tokens = {tuple(event.token_ids) for event in router.stored.values()}
+        cut = [
+            prompt_of(number)[begin : begin + BLOCK_TOKENS]
+            for number in (0, 1)
+            for begin in range(0, FOUND, BLOCK_TOKENS)
+        ]
+        assert tokens >= set(map(tuple, cut))
+        assert {event.medium for event in router.stored.values()} == {"STORAGE"}
+        store.kill9()
+        shutil.rmtree(tmp_path / "data")
+        (tmp_path / "data").mkdir()
+        store.start()
+        until(lambda: len(router.removed) >= count)
+        router.close()
 
 
 @pytest.mark.parametrize(

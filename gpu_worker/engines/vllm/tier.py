@@ -9,6 +9,7 @@ does not have a chunk, prompts are computed.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import queue
@@ -32,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadingSpec,
     OffloadKey,
     ReqContext,
@@ -50,6 +52,7 @@ from gpu_worker.engines.link import LinkState, StoreLink
 from gpu_worker.engines.settings import Refused, StoreSettings
 from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
 from gpu_worker.engines.vllm.settings import WHERE, directory_of, engine_facts, weights_digest
+from gpu_worker.engines.vllm.tier_events import StoreEvents
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,6 +107,8 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         transfer.kv_connector_extra_config = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": HOST_BYTES,
+            # Where vLLM publishes KV events at all, they say which tokens a chunk is of.
+            "self_describing_kv_events": True,
             **extra,
             "secondary_tiers": [
                 *others,
@@ -190,6 +195,8 @@ class CtxcacheTier(SecondaryTierManager):
             (group.tokens_per_block, group.layer_names) for group in offloading_spec.config.groups
         ]
         self.link: StoreLink[BlockSpace] = StoreLink(self._settings.connect, self._space)
+        is_told = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events = StoreEvents(self.link) if is_told else None
         self._progress = threading.Event()
         """Set when a look-up or a job ends."""
         self._lookups = _Lookups(self, tier_type, self._progress)
@@ -233,7 +240,12 @@ class CtxcacheTier(SecondaryTierManager):
         except CacheError as error:
             self.link.failed(error)
             return [False] * len(keys)
-        return [one.state is LookupState.HIT and one.size_bytes == self.block_size_bytes for one in found]
+        are_there = [
+            one.state is LookupState.HIT and one.size_bytes == self.block_size_bytes for one in found
+        ]
+        if self._events is not None:
+            self._events.met((_key(key), key) for key in itertools.compress(keys, are_there))
+        return are_there
 
     # -- jobs ---------------------------------------------------------------------------------------------
 
@@ -261,6 +273,10 @@ class CtxcacheTier(SecondaryTierManager):
             results.append(result)
         return results
 
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What the store has of this engine's chunks, and has no more."""
+        return self._events.take() if self._events is not None else ()
+
     def give_way(self) -> None:
         """Wait a moment for what is under way: a loop of empty steps would keep the interpreter from it."""
         self._progress.clear()
@@ -278,6 +294,8 @@ class CtxcacheTier(SecondaryTierManager):
         for pool in (self._readers, self._writers):
             pool.shutdown(cancel_futures=True)
         self._lookups.shutdown()
+        if self._events is not None:
+            self._events.close()
         # vLLM unmaps its host memory next.
         self._chunks = np.empty((0, 0), np.uint8)
         if not self._layout.done():
@@ -304,6 +322,8 @@ class CtxcacheTier(SecondaryTierManager):
                 ttl_s=self._settings.ttl_s,
                 durability=self._settings.level,
             )
+            if self._events is not None:
+                self._events.met((_key(key), key) for key in job.keys)
             return list(job.keys)
 
         return self._carried_out(job, put)
