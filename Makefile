@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engines engines-llamacpp engines-lmcache engines-all stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo engines engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,7 +81,7 @@ neighbour: setup ## Attack a server as one tenant and time another one's small c
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
-engines: engines-llamacpp engines-lmcache ## Run real engines on a real store: vLLM, LMCache and llama.cpp on a CPU, environments made first (15 minutes; ARGS="-k killed")
+engines: engines-llamacpp engines-lmcache engines-sglang ## Run real engines on a real store: vLLM, LMCache, SGLang's cache and llama.cpp on a CPU, environments made first (15 minutes; ARGS="-k killed")
 	@$(PYTHON) scripts/setup.py vllm
 	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_*.py $(ARGS)
 
@@ -92,6 +92,10 @@ engines-llamacpp: ## The part of it that is llama.cpp (a minute)
 engines-lmcache: ## The part of it that is LMCache's second tier (two minutes)
 	@$(PYTHON) scripts/setup.py lmcache
 	.venv-lmcache/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/lmcache_l2.py $(ARGS)
+
+engines-sglang: ## The part of it that is SGLang's hierarchical cache, without its engine (a minute)
+	@$(PYTHON) scripts/setup.py sglang
+	.venv-sglang/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/sglang_hicache.py $(ARGS)
 
 engines-all: ## The same with 50 kills, and with small models of 19 types (an hour)
 	CTXCACHE_KILLS=50 $(MAKE) engines ARGS="--timeout 1800 $(ARGS)"
@@ -107,4 +111,4 @@ setup-store: setup
 	@$(PYTHON) scripts/setup.py store
 
 clean: ## Remove the environments and the tools' caches, not the models
-	rm -rf .venv .venv-store .venv-docs .venv-vllm .venv-llamacpp .venv-lmcache build/site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-store .venv-docs .venv-vllm .venv-llamacpp .venv-lmcache .venv-sglang build/site .mypy_cache .ruff_cache .pytest_cache

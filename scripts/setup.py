@@ -3,8 +3,9 @@
 
 `setup.py worker` makes `.venv` (everything), `setup.py store` makes `.venv-store` (no torch), `setup.py
 docs` makes `.venv-docs` (what builds the documentation site, without the project), `setup.py vllm` makes
-`.venv-vllm` (vLLM for a CPU), `setup.py llamacpp` makes `.venv-llamacpp` (llama.cpp, no torch), and
-`setup.py lmcache` makes `.venv-lmcache`. The second time it reads one stamp file and asks no network.
+`.venv-vllm` (vLLM for a CPU), `setup.py llamacpp` makes `.venv-llamacpp` (llama.cpp, no torch), `setup.py
+lmcache` makes `.venv-lmcache`, and `setup.py sglang` makes `.venv-sglang`. The second time it reads one
+stamp file and asks no network.
 Settings in the environment: TORCH_SPEC (a requirement, as torch==2.13.0+cpu), TORCH_INDEX_URL (an index to
 find it on), and whatever uv itself reads, as UV_TORCH_BACKEND=cpu. Worst case: several GB of GPU libraries
 where torch's CPU build cannot be found.
@@ -72,6 +73,14 @@ ENVIRONMENTS = {
         groups=("lmcache",),
         has_torch=True,
         alone=("lmcache",),
+    ),
+    "sglang": Environment(
+        ".venv-sglang",
+        extras=("worker", "server"),
+        lab_extras=(),
+        groups=("sglang",),
+        has_torch=True,
+        alone=("sglang",),
     ),
 }
 

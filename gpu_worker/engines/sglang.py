@@ -1,0 +1,409 @@
+"""SGLang's pages in the store: a storage backend of its hierarchical cache (HiCache), loaded by name.
+
+    GPU ◄──SGLang──► host pools ◄──CtxcacheHiCache──► store
+
+A page is a block, in as many parts as it has pieces in host memory: the store's client gathers and scatters
+them. SGLang names a page by a hash of its tokens, all tokens before, and its request's salt and adapter. It
+does not say which model that is, so spaces of the store do: weights, pool, layout, and rank. SGLang calls
+from threads of its own and waits. Where the store does not answer, nothing is found and nothing is stored.
+"""
+
+import ctypes
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from ctxcache.client import BlockPart, BlockSpace, Client
+from ctxcache.client.types import LookupState
+from ctxcache.errors import CacheError
+from gpu_worker.engines.link import LinkState, StoreLink
+from gpu_worker.engines.settings import Refused, StoreSettings
+from gpu_worker.model_spec import digest_checkpoint
+
+log = logging.getLogger(__name__)
+
+MOST_PAGE_BYTES = 16 << 20
+"""As large as a block of the store may be."""
+MOST_PIECES = 256
+"""As many parts as a block may have; a page in more pieces is copied to one first."""
+FACTORY = ("backend_name", "module_path", "class_name", "interface_v1")
+"""Names in the configuration that SGLang's own factory reads."""
+WHERE = "hicache_storage_backend_extra_config"
+FACTS = (
+    "dtype",
+    "layout",
+    "page_size",
+    "size_per_token",
+    "start_layer",
+    "end_layer",
+    "head_num",
+    "head_dim",
+    "kv_cache_dim",
+    "dcp_size",
+    "storage_format_tag",
+)
+"""Attributes of a pool that the bytes of its pages depend on, where it has them."""
+Bytes = npt.NDArray[np.uint8]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class HiCacheSettings(StoreSettings):
+    """The fields of `--hicache-storage-backend-extra-config`, beside those of SGLang's factory."""
+
+    model_directory: str | None = None
+    """The model's files, where `--model-path` is not their directory: other weights find nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One of SGLang's host pools, and where its pages lie in the store."""
+
+    host: Any
+    page_tokens: int
+    page_bytes: int
+    facts: str
+    piece_count: int
+    """Of a page in host memory; 0 where a page is copied as a whole."""
+
+    @classmethod
+    def of(cls, host: Any) -> "Pool":
+        """Raises Refused for pages that are too large."""
+        page_tokens = int(getattr(host, "page_size", 1) or 1)
+        facts = {name: str(getattr(host, name)) for name in FACTS if getattr(host, name, None) is not None}
+        page_bytes = host.get_dummy_flat_data_page().nbytes
+        if page_bytes > MOST_PAGE_BYTES:
+            problem = f"a page has {page_bytes} bytes, at most {MOST_PAGE_BYTES} are stored"
+            raise Refused(f"{problem}: lower --page-size")
+        return cls(
+            host,
+            page_tokens,
+            page_bytes,
+            json.dumps([type(host).__name__, facts, page_bytes]),
+            _piece_count(host, page_tokens, page_bytes),
+        )
+
+    def pieces(self, indices: torch.Tensor) -> list[list[Bytes]]:
+        """The bytes of pages where they lie, of each its pieces. `indices`: of their tokens in the pool."""
+        pointers, sizes = self.host.get_page_buffer_meta(indices)
+        views = list(map(_view, pointers, sizes))
+        return [views[i : i + self.piece_count] for i in range(0, len(views), self.piece_count)]
+
+    def copy_of(self, index: int) -> list[Bytes]:
+        """The bytes of the page that begins at this token."""
+        page = self.host.get_data_page(index, flat=True)
+        return [page.contiguous().view(torch.uint8).numpy()]
+
+    def put_back(self, index: int, page: Sequence[Bytes]) -> None:
+        """The reverse of `copy_of`."""
+        dummy = self.host.get_dummy_flat_data_page()
+        dummy.view(torch.uint8).numpy()[:] = page[0]
+        self.host.set_from_flat_data_page(index, dummy)
+
+
+class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
+    """The backend. Thread-safe as far as SGLang's pools are. A call waits for `timeout_s` at most."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Raises Refused."""
+        del kwargs
+        given = {k: v for k, v in (storage_config.extra_config or {}).items() if k not in FACTORY}
+        self._settings = HiCacheSettings.of(given, WHERE)
+        self._config = storage_config
+        name = storage_config.model_name or ""
+        directory = self._settings.model_directory or (name if name and Path(name).is_dir() else None)
+        if directory is not None and not Path(directory).is_dir():
+            raise Refused(f"{WHERE}.model_directory: {directory} is no directory")
+        if directory is None:
+            log.warning("the context store tells models apart by %r alone: say model_directory", name)
+        self._link: StoreLink[bytes] = StoreLink(
+            self._settings.connect, partial(_fingerprint, name if directory is None else "", directory)
+        )
+        self._pools: dict[str, Pool] = {}
+        """By name."""
+
+    # -- pools ----------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """See HiCacheStorage. Raises Refused."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._pools[str(PoolName.KV)] = Pool.of(mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """See HiCacheStorage. Raises Refused."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._pools[str(host_pool_name)] = Pool.of(host_pool)
+
+    # -- pages of the pool of K/V, where they lie -----------------------------------------------------
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many of the first pages are there."""
+        del extra_info
+        return _leading(self._there(str(PoolName.KV), keys))
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Load pages, verified; whether each is there."""
+        del extra_info
+        return self._load(str(PoolName.KV), keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Store pages; whether each is there."""
+        del extra_info
+        return self._store(str(PoolName.KV), keys, host_indices)
+
+    # -- pages of several pools -----------------------------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """How many of the first pages can be had with the state of all pools that goes with them."""
+        del extra_info
+        kv_count = _leading(self._there(str(PoolName.KV), keys))
+        counts = {str(PoolName.KV): kv_count} if kv_count else {}
+        restorable = set(range(1, kv_count + 1))
+        for transfer in pool_transfers or []:
+            there = self._there(str(transfer.name), keys[:kv_count])
+            usable = _usable(transfer, there)
+            if usable:
+                counts[transfer.name] = max(usable)
+            restorable &= usable
+        return PoolTransferResult(max(restorable, default=0), counts, sorted(restorable))
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Load pages of each pool, verified; whether each is there."""
+        del extra_info
+        return {one.name: self._load(str(one.name), one.keys or [], one.host_indices) for one in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Store pages of each pool; whether each is there."""
+        del extra_info
+        return {one.name: self._store(str(one.name), one.keys or [], one.host_indices) for one in transfers}
+
+    # -- pages as tensors, which SGLang copies --------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there."""
+        return self._there(str(PoolName.KV), [key]) == [True]
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """Load a page into a tensor; None where it is not there."""
+        return self.batch_get([key], [target_location], target_sizes)[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Load pages into tensors; None for each that is not there."""
+        del target_sizes
+        targets = list(target_locations or [])
+        if len(targets) != len(keys) or any(one is None for one in targets):
+            return [None] * len(keys)
+        # Of tensors that are not contiguous there is no such view, which is an error.
+        places = [[one.view(-1).view(torch.uint8).numpy()] for one in targets]
+        loaded = self._loaded(str(PoolName.KV), keys, places, 1)
+        return [target if is_there else None for target, is_there in zip(targets, loaded, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store a page."""
+        return self.batch_set([key], [value], target_location, target_sizes)
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Store pages; whether all are there."""
+        del target_locations, target_sizes
+        pages = [[one.contiguous().view(torch.uint8).reshape(-1).numpy()] for one in values or []]
+        return all(self._stored(str(PoolName.KV), keys, pages, 1))
+
+    # -- the rest -------------------------------------------------------------------------------------
+
+    def wait_until_linked(self, timeout_s: float) -> bool:
+        """Wait until the store can be used, or never will be, or the time is over; whether it can be."""
+        return self._link.wait(timeout_s) is LinkState.READY
+
+    def clear(self) -> None:
+        """Delete all pages of this engine's model, layout and rank."""
+        for name, pool in self._pools.items():
+            for part_count in {pool.piece_count or 1, 1}:
+                self._call(None, partial(_clear, name=name, space_of=partial(self._space, parts=part_count)))
+
+    def close(self) -> None:
+        """End the client."""
+        self._link.close()
+
+    # -- calls of the store ---------------------------------------------------------------------------
+
+    def _there(self, name: str, keys: Sequence[str]) -> list[bool]:
+        pool = self._pools.get(name)
+        if pool is None or not keys:
+            return [False] * len(keys)
+
+        def look(client: Client, weights: bytes) -> list[bool]:
+            space = self._space(weights, name, parts=pool.piece_count or 1)
+            found = client.blocks.look_up(space, list(map(_key, keys)))
+            return [one.state is LookupState.HIT and one.size_bytes == pool.page_bytes for one in found]
+
+        return self._call([False] * len(keys), look)
+
+    def _load(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        pool = self._pool(name, keys, indices)
+        if pool is None or indices is None:
+            return [False] * len(keys)
+        if pool.piece_count:
+            return self._loaded(name, keys, pool.pieces(indices), pool.piece_count)
+        pages = [[np.empty(pool.page_bytes, np.uint8)] for _ in keys]
+        loaded = self._loaded(name, keys, pages, 1)
+        for i, (page, is_there) in enumerate(zip(pages, loaded, strict=True)):
+            if is_there:
+                pool.put_back(int(indices[i * pool.page_tokens]), page)
+        return loaded
+
+    def _store(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        pool = self._pool(name, keys, indices)
+        if pool is None or indices is None:
+            return [False] * len(keys)
+        if pool.piece_count:
+            return self._stored(name, keys, pool.pieces(indices), pool.piece_count)
+        firsts = indices[:: pool.page_tokens].tolist()
+        return self._stored(name, keys, list(map(pool.copy_of, firsts)), 1)
+
+    def _loaded(
+        self, name: str, keys: Sequence[str], pages: Sequence[list[Bytes]], part_count: int
+    ) -> list[bool]:
+        def load(client: Client, weights: bytes) -> list[bool]:
+            space = self._space(weights, name, parts=part_count)
+            found = client.blocks.load(space, list(map(_key, keys)), list(pages))
+            return [one is not None for one in found]
+
+        return self._call([False] * len(keys), load)
+
+    def _stored(
+        self, name: str, keys: Sequence[str], pages: Sequence[list[Bytes]], part_count: int
+    ) -> list[bool]:
+        def store(client: Client, weights: bytes) -> list[bool]:
+            space, settings = self._space(weights, name, parts=part_count), self._settings
+            blocks = dict(zip(map(_key, keys), pages, strict=True))
+            client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
+            return [True] * len(keys)
+
+        return self._call([False] * len(keys), store)
+
+    def _call(self, otherwise: Result, work: Callable[[Client, bytes], Result]) -> Result:
+        """What a call of the store gives; `otherwise` where it fails, which the link is told."""
+        used = self._link.use()
+        if used is None:
+            return otherwise
+        try:
+            return work(*used)
+        except CacheError as error:
+            self._link.failed(error)
+            return otherwise
+
+    def _pool(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Pool | None:
+        """The pool, if it has as many places as there are pages."""
+        pool = self._pools.get(name)
+        if pool is None or indices is None or indices.numel() != len(keys) * pool.page_tokens:
+            log.error("pages of %s are not stored or loaded: no pool, or not a place for each token", name)
+            return None
+        return pool
+
+    def _space(self, weights: bytes, name: str, *, parts: int) -> BlockSpace:
+        """Where pages of a pool are looked for, in so many parts each."""
+        config, pool = self._config, self._pools[name]
+        # State of latent attention is the same on each rank of tensor parallelism; Mamba's is not.
+        is_shared = config.is_mla_model and name != str(PoolName.MAMBA)
+        tensor_rank = config.dcp_rank if is_shared else config.tp_rank
+        ranks = (
+            tensor_rank,
+            config.tp_size,
+            config.pp_rank,
+            config.pp_size,
+            config.attn_cp_rank,
+            config.attn_cp_size,
+        )
+        tag = hashlib.sha256(f"{name} {pool.facts} {ranks}".encode()).hexdigest()
+        return BlockSpace(
+            weights,
+            layout_tag=f"sglang page {tag}",
+            parts=tuple(BlockPart(i, i + 1, 0) for i in range(parts)),
+        )
+
+
+def _clear(
+    client: Client, weights: bytes, *, name: str, space_of: Callable[[bytes, str], BlockSpace]
+) -> None:
+    space = space_of(weights, name)
+    keys: set[bytes] = set()
+    with client.blocks.subscribe(space) as subscription:
+        for news in subscription:
+            keys.update(one.key for one in news.changes if one.state is LookupState.HIT)
+            if news.is_current:
+                break
+    client.blocks.delete(space, list(keys))
+
+
+def _fingerprint(name: str, directory: str | None, client: Client) -> bytes:
+    """Of the model: of its weights, or only of its name where those are not known."""
+    del client
+    weights = "" if directory is None else digest_checkpoint(Path(directory))
+    return hashlib.sha256(f"sglang {name} {weights}".encode()).digest()
+
+
+def _key(page_hash: str) -> bytes:
+    return hashlib.sha256(page_hash.encode()).digest()
+
+
+def _leading(there: Sequence[bool]) -> int:
+    return there.index(False) if False in there else len(there)
+
+
+def _usable(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
+    """Numbers of first pages with which this pool's state can be had."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return set(range(1, _leading(there) + 1))
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        count = max(1, len(transfer.keys or []))
+        return {end for end in range(1, len(there) + 1) if all(there[max(0, end - count) : end])}
+    # Of a policy that is not known here nothing is promised.
+    return set()
+
+
+def _piece_count(host: Any, page_tokens: int, page_bytes: int) -> int:
+    """In how many pieces of host memory a page lies; 0 where the pool does not say, or in too many."""
+    try:
+        _, sizes = host.get_page_buffer_meta(torch.arange(page_tokens))
+    except (AttributeError, NotImplementedError, ValueError):
+        return 0
+    return len(sizes) if sum(sizes) == page_bytes and len(sizes) <= MOST_PIECES else 0
+
+
+def _view(pointer: int, size_bytes: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(pointer))
