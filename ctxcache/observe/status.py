@@ -146,6 +146,21 @@ class Hits:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """What prompts found by their tokens, in the last hour; `block_count`: engines' blocks, now."""
+
+    asked_token_count: int
+    found_token_count: int
+    adopted_bytes: int
+    block_count: int
+
+    @property
+    def found_share(self) -> float:
+        """Of the tokens asked for."""
+        return self.found_token_count / self.asked_token_count if self.asked_token_count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StatusBound:
     """How much there is of what may be; `limit` 0: no bound."""
 
@@ -196,6 +211,7 @@ class Status:
     calls_per_s: float
     last_hour: Hits
     by_minute: tuple[Hits, ...]
+    sharing: Sharing
     misses: Mapping[str, int]
     regretted_token_count: int
     paths: tuple[Path, ...]
@@ -240,6 +256,12 @@ def status_of(
         calls / max(min(up_s, 300), 1),
         _hits(hour),
         tuple(map(_hits, ring.by_minute(now))),
+        Sharing(
+            int(hour.one("ctxcache_prefix_asked_tokens_total")),
+            int(hour.one("ctxcache_prefix_found_tokens_total")),
+            int(hour.one("ctxcache_prefix_adopted_bytes_total")),
+            int(now.one("ctxcache_blocks")),
+        ),
         _misses(hour),
         int(hour.one("ctxcache_regretted_tokens_total")),
         tuple(_paths(now)),

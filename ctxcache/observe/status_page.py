@@ -330,7 +330,7 @@ def _found(each: HeldCondition) -> str:
 
 
 def _tiles(status: Status) -> Html:
-    hour = status.last_hour
+    hour, sharing = status.last_hour, status.sharing
     lag = status.backlog.lag_s
     tiles = (
         (
@@ -339,7 +339,13 @@ def _tiles(status: Status) -> Html:
             f"{count_text(hour.access_count)} accesses",
         ),
         ("Tokens reused", count_text(hour.dram_token_count + hour.ssd_token_count), "in the last hour"),
+        (
+            "Found by tokens",
+            share_text(sharing.found_share) if sharing.asked_token_count else "none asked",
+            f"{size_text(sharing.adopted_bytes)} not stored again",
+        ),
         ("Sessions", count_text(status.session_count), f"of {count_text(status.model_count)} models"),
+        ("Blocks", count_text(sharing.block_count), "of engines"),
         ("Calls", f"{count_text(round(status.calls_per_s, 1))}/s", "in the last five minutes"),
         ("At stake in a crash", time_text(lag) if lag else "nothing", "age of what only memory has"),
         ("Event loop, p99", time_text(status.loop_lag_p99_s), "late"),

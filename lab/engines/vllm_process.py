@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where vLLM keeps it
 LINK_TIMEOUT_S = 60.0
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -70,6 +72,10 @@ class VllmEngine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": extra,
             }
+        transfer = arguments.get("kv_transfer_config")
+        self._id = str(uuid.uuid4())
+        if transfer is not None:
+            arguments["kv_transfer_config"] = {"engine_id": self._id} | transfer
         self._command = [sys.executable, "-m", __spec__.name, str(model), json.dumps(arguments)]
         self._log = log
         self._environment = os.environ | ENVIRONMENT | dict(environment or {})
@@ -102,6 +108,9 @@ class VllmEngine:
         self._requests.close()
         self._process.wait(60)
         self._replies.close()
+        # vLLM leaves the host memory that it offloads to.
+        for left in SHARED_MEMORY.glob(f"vllm_offload_{self._id}*"):
+            left.unlink()
 
     def kill(self) -> None:
         """Kill it where it stands."""

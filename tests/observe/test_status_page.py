@@ -10,13 +10,16 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alert_table import ALERTS
 from observed import fetch, load, observed
+from service_rig import TOKENS, rows
 
 from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.observations import QUICK_S, Histogram
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.observe import status_page, status_pages
 from ctxcache.observe.conditions import CONDITIONS, holding
 from ctxcache.observe.moment import MINUTES, Moment, Ring, Sample, quantile, taken
@@ -25,6 +28,18 @@ from ctxcache.observe.status_page import element, page
 from ctxcache.observe.status_pages import is_own_name
 from ctxcache.observe.table import METRICS
 from ctxcache.server.server import Server
+from ctxcache.v1.block_pb2 import (
+    BlockBytes,
+    BlockPart,
+    BlockSpace,
+    NewBlock,
+    PutBlocksHeader,
+    PutBlocksRequest,
+    ReserveBlocks,
+)
+from ctxcache.v1.block_pb2_grpc import BlockServiceStub
+from ctxcache.v1.prefix_pb2 import AdoptPrefixRequest, Prefix
+from ctxcache.v1.prefix_pb2_grpc import PrefixServiceStub
 
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(
@@ -216,6 +231,34 @@ async def test_it_says_what_the_server_does(tmp_path: Path) -> None:
         "In flight",
     ):
         assert text in html
+
+
+async def test_what_prompts_found_by_their_tokens_shows(tmp_path: Path) -> None:
+    """Tokens asked for, found and adopted, and the blocks of engines."""
+    tokens = Prefix(token_ids=rows(1, 0, 150, TOKENS))
+    space = BlockSpace(model_fingerprint=bytes(32), parts=[BlockPart(layer_end=1)])
+    block = NewBlock(key=bytes(32), part_bytes=[3])
+    data = BlockBytes(data=b"abc", checksum=wire_checksum(b"abc"))
+    async with observed(tmp_path) as (server, client, _):
+        await client.create("a")
+        await client.append("a", 1, 0, 128, is_durable=True)
+        await client.create("b")
+        prefixes: Any = PrefixServiceStub(client.channel)
+        await prefixes.AdoptPrefix(
+            AdoptPrefixRequest(session="sessions/b", model_fingerprint=client.fingerprint, prefix=tokens)
+        )
+        blocks: Any = BlockServiceStub(client.channel)
+        header = PutBlocksHeader(blocks=ReserveBlocks(space=space, blocks=[block]))
+        await blocks.PutBlocks(iter([PutBlocksRequest(header=header), PutBlocksRequest(bytes=data)]))
+        facts = json.loads(await _get(server, "/status.json"))
+        html = await _get(server, "/")
+
+    sharing = facts["sharing"]
+    assert (sharing["asked_token_count"], sharing["found_token_count"]) == (150, 128)
+    assert sharing["adopted_bytes"] > 0
+    assert sharing["block_count"] == 1
+    assert "Found by tokens" in html
+    assert "85 %" in html
 
 
 async def test_what_is_running_shows(tmp_path: Path) -> None:
