@@ -76,13 +76,13 @@ def test_the_flag_is_one_that_the_connector_takes(example: dict[str, Any]) -> No
     config = transfer(example)
     engine = ROOT / "gpu_worker" / "engines" / "vllm"
     assert f'"{config["kv_connector"]}"' in (engine / "plugin.py").read_text()
-    tree = ast.parse((engine / "settings.py").read_text())
-    (settings,) = [
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ConnectorSettings"
-    ]
+    sources = (engine / "settings.py").read_text(), (engine.parent / "settings.py").read_text()
     known = {
         field.target.id
-        for field in settings.body
+        for source in sources
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name in ("ConnectorSettings", "StoreSettings")
+        for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
     assert config["kv_connector_extra_config"].keys() <= known
