@@ -1,8 +1,8 @@
 """News of blocks: what becomes of the blocks of a space, for whoever subscribed to it.
 
 A subscription begins with every block that is known. From then on a key is told whenever its block comes,
-goes, or moves between the tiers. What is to be told stands here once per key until it is taken, and is looked
-up then: a reader that is slow finds the newest state, and never a wrong one. Memory: some 300 bytes for each
+goes, or moves between the tiers. A changed key waits here, once, until it is taken, and its block is looked
+up then. So a slow reader finds the newest state of each block. Memory: some 300 bytes for each
 block that is there, and each subscription.
 """
 

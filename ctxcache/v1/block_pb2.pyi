@@ -822,7 +822,7 @@ class SubscribeBlocksRequest(_message.Message):
     SPACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def space(self) -> Global___BlockSpace:
-        """Whose blocks. Required."""
+        """The space whose blocks are told. Required."""
 
     def __init__(
         self,

@@ -317,7 +317,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         return self._call([False] * len(keys), store)
 
     def _call(self, otherwise: Result, work: Callable[[Client, bytes], Result]) -> Result:
-        """What a call of the store gives; `otherwise` where it fails, which the link is told."""
+        """The result of a call of the store; `otherwise` where the call fails. The link is told of a failure."""
         used = self._link.use()
         if used is None:
             return otherwise

@@ -1,4 +1,4 @@
-"""Whoever follows the blocks of a space knows them as a look-up would say them, whatever happens to them."""
+"""A follower of a space knows its blocks as a look-up says them, after every change."""
 
 import random
 
@@ -45,7 +45,7 @@ class Follower:
 
     def _look(self, keys: list[bytes]) -> list[FoundBlock]:
         found = self._rig.cache.blocks.look_up(self._rig.tenant, self._space, keys)
-        # What is being written is not there.
+        # A block that is being written is not there.
         return [one if one.state is BlockState.HIT else ABSENT for one in found]
 
 
@@ -163,7 +163,7 @@ async def test_a_block_whose_only_bytes_are_bad_is_told(rig: MemoryRig) -> None:
 
 
 async def test_blocks_of_a_lost_path_are_told_and_told_again_when_it_is_back(rig: MemoryRig) -> None:
-    """What lies there is a miss as long as the path is lost."""
+    """Blocks on a lost path are misses as long as it is lost."""
     for number in range(8):
         await put(rig, number, is_durable=True)
         block = rig.cache.ledger.find(rig.tenant, block_id(SPACE, key_of(number)))

@@ -303,7 +303,7 @@ def test_a_client_that_goes_gives_its_puts_up(live: LiveServer, local: Client) -
 
 
 def test_a_subscriber_hears_of_every_block_and_of_what_becomes_of_it(client: Client) -> None:
-    """What is there first, then what comes and goes; closing ends it."""
+    """First the blocks that are there, then each that comes or goes; closing ends it."""
     keys = [key_of(i) for i in range(400)]
     client.blocks.put(WHOLE, {key: data_of(i, 1000) for i, key in enumerate(keys)})
     known: dict[bytes, BlockChange] = {}
@@ -326,7 +326,7 @@ def test_a_subscriber_hears_of_every_block_and_of_what_becomes_of_it(client: Cli
 
 
 def test_a_subscription_closed_by_another_thread_ends(client: Client) -> None:
-    """Whoever waits for news goes on."""
+    """The thread that waits for news goes on."""
     with client.blocks.subscribe(WHOLE) as subscription:
         messages = iter(subscription)
         assert next(messages).is_current

@@ -273,7 +273,7 @@ class Router:
         self._socket.setsockopt_string(zmq.SUBSCRIBE, "")
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self.stored: dict[Any, BlockStored] = {}
-        """What the store has, as events say."""
+        """Events of the chunks that the store has, by block hash."""
         self.removed: set[Any] = set()
 
     def hear(self) -> None:

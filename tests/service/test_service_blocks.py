@@ -1,7 +1,9 @@
 """BlockService and the operations of local clients, by bare stubs: what is refused, and what that leaves."""
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -10,6 +12,7 @@ from service_rig import Access, Client, refused, until
 
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import block_pb2, block_pb2_grpc, operations_pb2, session_pb2
 
 Code = grpc.StatusCode
@@ -319,3 +322,34 @@ async def test_a_drain_ends_a_subscription_with_its_reason(stub: Any, client: Cl
     drain = client.admin.Drain(operations_pb2.DrainRequest())
     await drain.read()
     await refused(follower.call.read(), Code.UNAVAILABLE, "DRAINING")
+
+
+async def test_a_subscriber_that_takes_nothing_is_cut_off(settings: Settings) -> None:
+    """After the stall timeout, with the reason; nothing of its subscription stays."""
+    server = await Server.start(settings.model_copy(update={"stall_timeout_s": 0.2}))
+    keys = [key_of(i) for i in range(60)]
+    blocks = [block_pb2.NewBlock(key=key, part_bytes=[1]) for key in keys]
+    header = block_pb2.PutBlocksRequest(
+        header=block_pb2.PutBlocksHeader(blocks=block_pb2.ReserveBlocks(space=SPACE, blocks=blocks))
+    )
+    # A window that does not grow: nothing is taken off the server's hands unread.
+    options = [("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0)]
+    async with (
+        grpc.aio.insecure_channel(server.addresses[0], options=options) as stuck,
+        grpc.aio.insecure_channel(
+            server.addresses[0], options=[("grpc.use_local_subchannel_pool", 1)]
+        ) as channel,
+    ):
+        follower = Follower(block_pb2_grpc.BlockServiceStub(stuck))
+        await follower.hear()
+        stub: Any = block_pb2_grpc.BlockServiceStub(channel)
+        async with asyncio.timeout(30):
+            while len(server._cache.blocks.subscriptions):
+                await stub.PutBlocks(iter([header, *(bytes_of(i, b"x") for i in range(len(keys)))]))
+                await stub.DeleteBlocks(block_pb2.DeleteBlocksRequest(space=SPACE, keys=keys))
+        with suppress(grpc.aio.AioRpcError):
+            while await follower.call.read():
+                continue
+        assert await follower.call.code() is Code.DEADLINE_EXCEEDED
+        assert not server._cache.ledger.placement.watched
+    await server.stop()

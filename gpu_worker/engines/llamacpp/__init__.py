@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class LlamaSettings:
-    """What a user may set. This module imports neither llama.cpp nor the store's client."""
+    """Settings of the server. Their module imports neither llama.cpp nor the store's client."""
 
     model: Path
     host: str = "127.0.0.1"

@@ -274,7 +274,7 @@ class CtxcacheTier(SecondaryTierManager):
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What the store has of this engine's chunks, and has no more."""
+        """Events of this engine's chunks: stored in the store, and removed from it."""
         return self._events.take() if self._events is not None else ()
 
     def give_way(self) -> None:

@@ -96,7 +96,7 @@ class StoreEvents:
                         confirmed.difference_update(keys)
                         confirmed |= there
                     if confirmed is not None and news.is_current:
-                        # What the subscription before this one said, and this one did not, is gone.
+                        # Chunks that only the subscription before this one told of are gone.
                         keys |= self._there - confirmed
                         self._there, confirmed = confirmed, None
                     self._settle(keys)
