@@ -317,7 +317,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         return self._call([False] * len(keys), store)
 
     def _call(self, otherwise: Result, work: Callable[[Client, bytes], Result]) -> Result:
-        """The result of a call of the store; `otherwise` where the call fails. The link is told of a failure."""
+        """The result of a call of the store; `otherwise` where it fails. The link is told of failures."""
         used = self._link.use()
         if used is None:
             return otherwise
