@@ -398,7 +398,10 @@ class Worker:
             for name in names:
                 try:
                     self._read(client, name)
-                except SessionNotFound:
+                except (*_UNKNOWN, Draining):
+                    raise
+                except CacheError:
+                    # An answer like any other: it is in the log, and judged with the history.
                     continue
 
     def _tags(self, session: SessionInfo) -> tuple[int, int]:
