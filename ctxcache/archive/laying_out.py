@@ -26,7 +26,7 @@ from ctxcache.core import ranges
 from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable
 from ctxcache.format.checksums import chunk_checksum
 from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
-from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout, align
+from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout, align
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import StreamSpec
 from ctxcache.runtime.files import claim_directory, sync_directory
@@ -129,15 +129,19 @@ class _Plan:
         A frame of a store's own is one segment as it was there.
         """
         known = self.segments.setdefault(stretch.number, {})
-        for begin in range(stretch.begin, stretch.end, SEGMENT_TOKENS):
-            row = begin - stretch.begin
-            if not ranges.clip(session.live, begin, min(begin + SEGMENT_TOKENS, stretch.end)):
+        row_end = 0
+        while stretch.begin + row_end < stretch.end:
+            # By the frame's rows, whatever of them a session has: sessions that share a frame share segments.
+            row, left_count = row_end, stretch.row_count - row_end
+            one = layout.filled_by(left_count, LONG_SLOT_BYTES)
+            row_end += min(one.segment_tokens, left_count)
+            begin = stretch.begin + row
+            if not ranges.clip(session.live, begin, min(stretch.begin + row_end, stretch.end)):
                 continue
             if row not in known:
                 self.segment_count += 1
-                self.segment_bytes += layout.size_bytes
-                row_count = min(SEGMENT_TOKENS, stretch.row_count - row)
-                known[row] = _Laid(self.segment_count, session, begin, row, row_count, layout)
+                self.segment_bytes += one.size_bytes
+                known[row] = _Laid(self.segment_count, session, begin, row, row_end - row, one)
             yield known[row]
 
 
@@ -299,7 +303,9 @@ def _write(
             slot = slots[one.segment_id]
             image, checksum = _image(one, rows)
             _write_all(fds[slot.path_index], image, slot.offset_bytes)
-            yield SegmentRecord(one.segment_id, one.identity, slot, checksum)
+            yield SegmentRecord(
+                one.segment_id, one.identity, slot, checksum, segment_tokens=one.layout.segment_tokens
+            )
 
 
 def _image(one: _Laid, rows: Rows) -> tuple[bytearray, int]:

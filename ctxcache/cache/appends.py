@@ -75,6 +75,8 @@ class Reservation:
     Those below `marked` will not change any more. `promised_bytes`: of slots for what is being made room.
     `runs` in token order, one per segment, each segment held once; those committed in full are let go.
     `client` is whose share of the arena they are counted in. `tally`: of rows that came over a wire.
+    `coming_end`: one past the last token that its writer is known to append. What fills a long segment is put
+    into one, as long as its slot takes no more than `longest_bytes`.
     """
 
     reservation_id: int
@@ -87,6 +89,8 @@ class Reservation:
     promised_bytes: int = 0
     runs: list[Run] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
+    coming_end: int = 0
+    longest_bytes: int = 0
 
     def check(self, token_count: int) -> None:
         """Raise InvalidArgument unless there is room up to `token_count` and no later token is visible."""
@@ -141,6 +145,11 @@ class Reservation:
             if run.row_end == run.segment.layout.segment_tokens and run.token_end <= token_count
         ]
 
+    @property
+    def size_bytes(self) -> int:
+        """Slots that it holds."""
+        return sum([run.segment.layout.size_bytes for run in self.runs])
+
     def last(self) -> tuple[Segment | None, int]:
         """The segment that goes on, and its next row; None where a new one is needed."""
         if self.runs:
@@ -153,26 +162,40 @@ class Reservation:
         """Slot bytes by segment of what is pinned with so many tokens more; below 0 what is not made yet."""
         if not token_count:
             return {}
-        last, row = self.last()
-        layout = self.session.layout
-        sizes_bytes = {run.segment.segment_id: layout.size_bytes for run in self.runs} if self.runs else {}
-        free_row_count = 0
+        return self.held_with(self.new_layouts(token_count))
+
+    def held_with(self, new: Sequence[SegmentLayout]) -> dict[int, int]:
+        """As `needed`, with new segments of these layouts."""
+        last, _ = self.last()
+        sizes_bytes = {}
+        for run in self.runs:
+            sizes_bytes[run.segment.segment_id] = run.segment.layout.size_bytes
         if last is not None:
-            sizes_bytes[last.segment_id] = layout.size_bytes
-            free_row_count = layout.segment_tokens - row
-        new_count = -(-max(token_count - free_row_count, 0) // layout.segment_tokens)
-        for number in range(-new_count, 0):
-            sizes_bytes[number] = layout.size_bytes
+            sizes_bytes[last.segment_id] = last.layout.size_bytes
+        for number, layout in enumerate(new, 1):
+            sizes_bytes[-number] = layout.size_bytes
         return sizes_bytes
+
+    def new_layouts(self, token_count: int) -> list[SegmentLayout]:
+        """Of the segments that have to be made for so many tokens more, in their order."""
+        last, row = self.last()
+        free_count = last.layout.segment_tokens - row if last is not None else 0
+        missing_count = token_count - free_count
+        coming_count = max(missing_count, self.coming_end - self.end - free_count)
+        found: list[SegmentLayout] = []
+        while missing_count > 0:
+            layout = self.session.layout.filled_by(coming_count, self.longest_bytes)
+            found.append(layout)
+            missing_count -= layout.segment_tokens
+            coming_count -= layout.segment_tokens
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
     """Room that another thread may fill while it is lent: runs in token order, and each one's slot."""
 
-    layout: SegmentLayout
     runs: tuple[tuple[Run, memoryview], ...]
-
     tally: Tally
     """To be fed what is put there."""
 
@@ -184,7 +207,7 @@ class Room:
             begin, end = max(token_begin, run.token_begin), min(token_end, run.token_end)
             if begin >= end:
                 break
-            rows = self.layout.rows(stream, run.row_of(begin), run.row_of(end))
+            rows = run.segment.layout.rows(stream, run.row_of(begin), run.row_of(end))
             found.append((view[rows], begin, end, begin == run.token_begin))
             if end == token_end:
                 return [
@@ -258,9 +281,12 @@ class Appends:
         write_offset: int,
         generation: int | None,
         token_count: int,
+        coming_count: int = 0,
         client: int | None = None,
     ) -> Reservation:
         """Open the session's reservation with room for `token_count` tokens; 0 is allowed, see `extend`.
+
+        `coming_count`: tokens that its writer is known to append, which may then lie in long segments.
 
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
         WriteOffsetMismatch, CapacityExceeded, TooManyRequests, TierFailure.
@@ -272,12 +298,13 @@ class Appends:
             write_offset=write_offset,
             generation=generation,
             token_count=token_count,
+            coming_count=coming_count,
             client=client,
         )
         if reservation is not None:
             return reservation
         session, now_ns = self._writable(tenant, session_id, fingerprint, write_offset, generation)
-        reservation = Reservation(0, session, write_offset, write_offset, 0, Pinner(tenant, client))
+        reservation = self._made(session, write_offset, coming_count, client)
         self._begin(reservation, now_ns)
         try:
             await self._give_up_withheld(session)
@@ -297,6 +324,7 @@ class Appends:
         write_offset: int,
         generation: int | None,
         token_count: int,
+        coming_count: int = 0,
         client: int | None = None,
     ) -> Reservation | None:
         """Reserve without waiting: there is room within every bound, and slots are free or clean.
@@ -307,7 +335,7 @@ class Appends:
         if session.withheld:
             return None
         # Not open yet: what it needs is looked at before anything is changed.
-        reservation = Reservation(0, session, write_offset, write_offset, 0, Pinner(tenant, client))
+        reservation = self._made(session, write_offset, coming_count, client)
         try:
             slots = self._slots_at_once(reservation, token_count)
         except CacheError as error:
@@ -320,14 +348,27 @@ class Appends:
         segment, row = reservation.last() if token_count else (None, 0)
         if segment is not None:
             self._add_run(reservation, segment, row, end)
-        for slot in slots:
+        for layout, slot in slots:
             position = self._next_position(reservation)
-            segment = self._ledger.blank(session, self._ledger.new_segment_id(), position)
+            segment = self._ledger.blank(session, self._ledger.new_segment_id(), position, layout)
             self._ledger.reserved(segment, slot)
             self._add_run(reservation, segment, 0, end)
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.RESERVE, session, tokens=token_count)
         return reservation
+
+    def _made(self, session: Session, begin: int, coming_count: int, client: int | None) -> Reservation:
+        """A reservation that is not open yet."""
+        return Reservation(
+            0,
+            session,
+            begin,
+            begin,
+            0,
+            Pinner(session.tenant, client),
+            coming_end=begin + coming_count,
+            longest_bytes=self._ledger.longest_bytes if coming_count else 0,
+        )
 
     def _writable(
         self, tenant: str, session_id: str, fingerprint: bytes, write_offset: int, generation: int | None
@@ -347,19 +388,19 @@ class Appends:
             )
         return session, now_ns
 
-    def _slots_at_once(self, reservation: Reservation, token_count: int) -> list[Slot] | None:
-        """Slots for the segments that so many more tokens need.
+    def _slots_at_once(
+        self, reservation: Reservation, token_count: int
+    ) -> list[tuple[SegmentLayout, Slot]] | None:
+        """Slots for the segments that so many more tokens need, each with how it is laid out.
 
         None where any bound, or a slot, is to be waited for.
         """
-        session, needed = reservation.session, reservation.needed(token_count)
-        if not needed:
+        if not token_count:
             return []
-        size_bytes = session.layout.size_bytes
-        new_count = new_bytes = 0
-        for segment_id in needed:
-            if segment_id < 0:
-                new_count, new_bytes = new_count + 1, new_bytes + size_bytes
+        session, layouts = reservation.session, reservation.new_layouts(token_count)
+        needed = reservation.held_with(layouts)
+        sizes_bytes = [layout.size_bytes for layout in layouts]
+        new_bytes = sum(sizes_bytes)
         if self._ledger.quotas.is_limited(session.tenant):
             # A tenant's limit on SSD may make sessions of it leave.
             return None
@@ -368,15 +409,15 @@ class Appends:
         last, _ = reservation.last()
         if last is not None:
             new_bytes += self._ledger.claim_bytes(last)
-        if new_bytes and not self._dirty_bound.admits_at_once(new_bytes, len(reservation.runs) * size_bytes):
+        if new_bytes and not self._dirty_bound.admits_at_once(new_bytes, reservation.size_bytes):
             return None
-        slots = self._memory_room.take_all(new_count, size_bytes, session.tenant)
+        slots = self._memory_room.take_all(sizes_bytes, session.layout.size_bytes, session.tenant)
         # Room may have been made of the very segment that was to be continued.
         if slots is not None and reservation.last()[0] is not last:
             for slot in slots:
                 self._ledger.memory.give(slot)
             return None
-        return slots
+        return None if slots is None else list(zip(layouts, slots, strict=True))
 
     def _next_position(self, reservation: Reservation) -> int:
         """The position of the first token behind the reservation's end."""
@@ -512,8 +553,12 @@ class Appends:
                 segment.forget_sums(segment.row_count)
             if not segment.row_count:
                 self._ledger.abandoned(segment)
-            if segment.row_count < segment.layout.segment_tokens:
+            is_short = segment.row_count < segment.layout.segment_tokens
+            if is_short:
                 self._staging.unstage(segment)
+            if is_short and segment.layout is not session.layout:
+                # What grows token by token is written again and again: it is never a long one.
+                self._ledger.closed([segment])
             if is_abandoned:
                 self._ledger.closed([segment])
                 self._quarantine.append((now_ns + GRACE_NS, segment, client))
@@ -564,7 +609,7 @@ class Appends:
             self._ledger.held(run.segment)
         try:
             views = tuple((run, self._io.view(run.segment)) for run in runs)
-            yield Room(reservation.session.layout, views, reservation.tally)
+            yield Room(views, reservation.tally)
         finally:
             for run in runs:
                 self._ledger.released(run.segment)
@@ -616,12 +661,6 @@ class Appends:
         reservation.deadline_ns = monotonic_ns + RESERVATION_LIFETIME_NS
         self._open[self._last_id] = reservation
 
-    def _new_segments(self, reservation: Reservation, token_count: int) -> dict[int, int]:
-        """Numbers for the segments that `extend` has to make, and their sizes."""
-        new_count = sum(segment_id < 0 for segment_id in reservation.needed(token_count))
-        size_bytes = reservation.session.layout.size_bytes
-        return {self._ledger.new_segment_id(): size_bytes for _ in range(new_count)}
-
     def _new_bytes(self, reservation: Reservation, token_count: int) -> int:
         """What room for so many more tokens adds to what may become dirty. Raises ReservationNotFound."""
         self._check_open(reservation)
@@ -640,8 +679,7 @@ class Appends:
             return self._new_bytes(reservation, token_count) - reservation.promised_bytes
 
         def own_bytes() -> int:
-            slot_bytes = reservation.session.layout.size_bytes
-            return len(reservation.runs) * slot_bytes + reservation.promised_bytes
+            return reservation.size_bytes + reservation.promised_bytes
 
         # First: what can never fit makes nothing leave.
         if self._ledger.quotas.is_limited(reservation.session.tenant):
@@ -661,26 +699,46 @@ class Appends:
         self._check_open(reservation)
 
     async def _extend(self, reservation: Reservation, token_count: int) -> None:
-        new = self._new_segments(reservation, token_count)
-        self.pins.pin(reservation.client, new)
-        try:
-            end, segment_ids = reservation.end + token_count, iter(new)
-            while reservation.end < end:
-                segment, row = reservation.last()
-                if segment is None:
-                    segment, row = await self._new_segment(reservation, next(segment_ids)), 0
+        end = reservation.end + token_count
+        while reservation.end < end:
+            segment, row = reservation.last()
+            if segment is not None:
                 self._add_run(reservation, segment, row, end)
+            else:
+                await self._add_segments(reservation, end)
+
+    async def _add_segments(self, reservation: Reservation, end: int) -> None:
+        """Make segments up to that token, or up to a long one for which there is no room in one piece."""
+        layouts = reservation.new_layouts(end - reservation.end)
+        new = {self._ledger.new_segment_id(): layout for layout in layouts}
+        sizes_bytes = {segment_id: layout.size_bytes for segment_id, layout in new.items()}
+        self.pins.pin(reservation.client, sizes_bytes)
+        try:
+            for segment_id, layout in new.items():
+                segment = await self._new_segment(reservation, segment_id, layout)
+                if segment is None:
+                    reservation.longest_bytes = 0
+                    return
+                self._add_run(reservation, segment, 0, end)
         finally:
-            self.pins.unpin(reservation.client, new)
+            self.pins.unpin(reservation.client, sizes_bytes)
 
     def _release(self, segment: Segment, client: Pinner) -> None:
         self._ledger.released(segment)
         self.pins.unpin(client, {segment.segment_id: segment.layout.size_bytes})
 
-    async def _new_segment(self, reservation: Reservation, segment_id: int) -> Segment:
-        session, size_bytes = reservation.session, reservation.session.layout.size_bytes
-        segment = self._ledger.blank(session, segment_id, self._next_position(reservation))
-        slot = await self._memory_room.place(size_bytes, session.tenant)
+    async def _new_segment(
+        self, reservation: Reservation, segment_id: int, layout: SegmentLayout
+    ) -> Segment | None:
+        """A segment with a slot; None where there is none in one piece for a long one."""
+        session, size_bytes = reservation.session, layout.size_bytes
+        segment = self._ledger.blank(session, segment_id, self._next_position(reservation), layout)
+        if layout is session.layout:
+            slot = await self._memory_room.place(size_bytes, session.tenant)
+        elif (found := self._memory_room.take_long(size_bytes, session.tenant)) is None:
+            return None
+        else:
+            slot = found
         try:
             await self._ssd_room.keep_within_limit(session, size_bytes)
             # Its time may have come while room was made.

@@ -155,20 +155,34 @@ class MemoryRoom:
             )
         return slot
 
-    def take_all(self, count: int, size_bytes: int, tenant: str) -> list[Slot] | None:
-        """So many slots that are free, or that something clean gave back.
+    def take_all(self, sizes_bytes: Sequence[int], plain_bytes: int, tenant: str) -> list[Slot] | None:
+        """Slots of these sizes that are free, or that something clean gave back.
 
-        None, and none is taken, where there are fewer.
+        None, and none is taken, where there are fewer. Of those above `plain_bytes`: see `take_long`.
         """
         slots: list[Slot] = []
-        while len(slots) < count:
-            slot = self._take(size_bytes, tenant)
+        for size_bytes in sizes_bytes:
+            take = self._take if size_bytes <= plain_bytes else self.take_long
+            slot = take(size_bytes, tenant)
             if slot is None:
                 for taken in slots:
                     self._ledger.memory.give(taken)
                 return None
             slots.append(slot)
         return slots
+
+    def take_long(self, size_bytes: int, tenant: str) -> Slot | None:
+        """A slot that is free in one piece, or is once as many bytes of what is clean have left.
+
+        None otherwise: shorter segments then take what is free in several pieces.
+        """
+        memory = self._ledger.memory
+        slot = memory.take(size_bytes)
+        if slot is None and self._drop_clean(size_bytes, tenant):
+            slot = memory.take(size_bytes)
+        if self._ledger.watermarks.is_low(memory.free_bytes, memory.capacity_bytes):
+            self.is_short.set()
+        return slot
 
     def take_ahead(self, segment: Segment, may_give: Callable[[bytes], bool]) -> Slot | None:
         """A slot that leaves as much free as shall be, and is taken only from sessions that `may_give` takes.
@@ -288,8 +302,8 @@ class MemoryRoom:
                 self._ledger.dropped(segment)
                 return 1, segment.size_bytes
             case GiveUp(session):
-                count = self._ssd_room.give_up(session)
-                return count, count * session.layout.size_bytes
+                size_bytes = session.size_bytes
+                return self._ssd_room.give_up(session), size_bytes
         return None
 
     def _is_any_dirty(self, session: Session) -> bool:

@@ -176,7 +176,7 @@ class Staging:
     # -- parts -------------------------------------------------------------------------------------
 
     async def _put(self, session: Session, staged: Staged, before: Staged | None) -> None:
-        turns = self._windows.setdefault(session.uid, asyncio.Semaphore(window(session.layout.size_bytes)))
+        turns = self._windows.setdefault(session.uid, asyncio.Semaphore(window(staged.segment.size_bytes)))
         try:
             if before is not None:
                 # Of rows that were given up: its header would land over this one's.
@@ -199,7 +199,7 @@ class Staging:
             self._ledger.released(staged.segment)
 
     async def _slot(self, session: Session, staged: Staged) -> Slot | None:
-        size_bytes = session.layout.size_bytes
+        size_bytes = staged.segment.size_bytes
         if staged.is_urgent:
             return await self._ssd_room.place(size_bytes, session)
         return self._ssd_room.take(size_bytes, session)
@@ -463,6 +463,7 @@ class Flushing:
             segment.durable,
             segment.header_checksum,
             self._ledger.keyed.keys_of(segment, row_count),
+            segment.layout.segment_tokens,
         )
 
 

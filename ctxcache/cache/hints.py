@@ -228,7 +228,7 @@ class Hints:
         shared = session.segments_of(ranges.select(session.live, 0, end))
         # As a fork would do.
         self._ledger.closed(shared)
-        return HintAnswer(HintVerdict.ACCEPTED, granted_bytes=len(shared) * session.layout.size_bytes)
+        return HintAnswer(HintVerdict.ACCEPTED, granted_bytes=sum(segment.size_bytes for segment in shared))
 
     async def _prefetch(self, hint: Hint, session: Session, deadline_s: float) -> HintAnswer:
         wanted_bytes = _missing_bytes(session, hint.end)
@@ -241,7 +241,7 @@ class Hints:
         came_bytes = max(wanted_bytes - _missing_bytes(session, hint.end), 0)
         if came_bytes >= wanted_bytes:
             return HintAnswer(HintVerdict.ACCEPTED, granted_bytes=came_bytes)
-        if budget_bytes < wanted_bytes and came_bytes > budget_bytes - session.layout.size_bytes:
+        if budget_bytes < wanted_bytes and came_bytes > budget_bytes - _next_bytes(session, hint.end):
             outcome = HintVerdict.CLIPPED if came_bytes else HintVerdict.REJECTED
             return HintAnswer(outcome, BUDGET_EXHAUSTED, came_bytes)
         return self._defer(hint, session, came_bytes)
@@ -301,6 +301,12 @@ def _facts(hint: Hint) -> dict[str, Fact]:
 def _promotes_ahead(policy: Policy) -> bool:
     """Whether what waits in a queue ever comes by itself."""
     return type(policy).prefetch is not Policy.prefetch
+
+
+def _next_bytes(session: Session, end: int | None) -> int:
+    """Bytes of the slot that comes next, on SSD alone; 0 when there is none before `end`."""
+    held = session.shown if end is None else session.segments_of(ranges.select(session.live, 0, end))
+    return next((segment.size_bytes for segment in held if not segment.memory), 0)
 
 
 def _missing_bytes(session: Session, end: int | None) -> int:

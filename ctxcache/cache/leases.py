@@ -92,7 +92,6 @@ class ReadPlan:
         self.pieces = tuple(session.pieces(request.begin, end))
         self.sizes_bytes, self.on_ssd = {}, {}
         self.dram_token_count, self.is_ready = 0, True
-        size_bytes = session.layout.size_bytes
         for piece in self.pieces:
             segment = piece.segment
             if segment.memory is not None:
@@ -104,7 +103,7 @@ class ReadPlan:
                 continue
             else:
                 self.is_ready = False
-            self.sizes_bytes[segment.segment_id] = size_bytes
+            self.sizes_bytes[segment.segment_id] = segment.layout.size_bytes
         return self.sizes_bytes
 
     def look_for_stream(self, budget: Budget) -> dict[int, int]:
@@ -113,10 +112,13 @@ class ReadPlan:
         Where there is no room for all of it, what is in DRAM already, as far as the limit goes.
         """
         if not budget.fits(self.owner, self.look()):
-            size_bytes = self.session.layout.size_bytes
-            resident = dict.fromkeys(p.segment.segment_id for p in self.pieces if p.segment.memory)
-            kept = list(resident)[: budget.limit_of(self.owner) // size_bytes]
-            self.sizes_bytes = dict.fromkeys(kept, size_bytes)
+            resident = {p.segment.segment_id: p.segment.size_bytes for p in self.pieces if p.segment.memory}
+            left_bytes, self.sizes_bytes = budget.limit_of(self.owner), {}
+            for segment_id, size_bytes in resident.items():
+                left_bytes -= size_bytes
+                if left_bytes < 0:
+                    break
+                self.sizes_bytes[segment_id] = size_bytes
         return self.sizes_bytes
 
 

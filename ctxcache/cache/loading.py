@@ -152,7 +152,7 @@ def _segment(record: SegmentRecord, session: Session, use: TenantUse) -> Segment
         generation=identity.generation,
         begin=identity.begin,
         model_fingerprint=session.model_fingerprint if is_same_model else identity.model_fingerprint,
-        layout=session.layout,
+        layout=session.layout.of(record.segment_tokens),
         use=use,
     )
     segment.recorded(record.slot, identity.token_count, record.header_checksum)

@@ -8,6 +8,7 @@ awaits between a match and the change that it allows. Worst case: what was found
 nothing is adopted.
 """
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -201,6 +202,11 @@ class Prefixes:
                 await pace.rest()
         return nlargest(limit, found.values(), key=attrgetter("saved_bytes"))
 
+    async def forget_gone(self) -> None:
+        """Take the keys of what is gone out of the index."""
+        while self._ledger.keyed.tidy(KEYS_PER_LOOK):  # noqa: ASYNC110  # it is work, and no waiting
+            await asyncio.sleep(0)
+
     # -- parts -------------------------------------------------------------------------------------
 
     def _shared_prefix(self, session: Session) -> SharedPrefix:
@@ -230,7 +236,7 @@ class Prefixes:
         Of some keys at a time the last one is looked for, and only where it is not there those before: a key
         stands for all before it, and whoever holds its tokens is looked at afterwards.
         """
-        index, found = self._ledger.keyed.index, list[bytes]()
+        keyed, found = self._ledger.keyed, list[bytes]()
         count = len(asked) // BLOCK_BYTES if isinstance(asked, bytes) else len(asked)
         begin, some = 0, 1
         while begin < count:
@@ -242,8 +248,10 @@ class Prefixes:
                 keys = list(scope.keys(token_ids, found[-1] if found else NO_PARENT))
             else:
                 keys = list(asked[begin:end])
-            if index.find(scope, keys[-1]) is None:
-                known_count = bisect_left(keys, 1, key=lambda key: index.find(scope, key) is None)
+            if next(keyed.found(scope, keys[-1]), None) is None:
+                known_count = bisect_left(
+                    keys, 1, key=lambda key: next(keyed.found(scope, key), None) is None
+                )
                 return found + keys[:known_count]
             found += keys
             begin, some = end, min(2 * some, KEYS_PER_LOOK)

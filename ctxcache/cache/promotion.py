@@ -57,7 +57,7 @@ class Promotions:
         """
         missing = [s for s in segments if not s.memory]
         if missing:
-            count = window(missing[0].size_bytes)
+            count = window(max(segment.size_bytes for segment in missing))
             self._awaited_count += 1
             self._is_none_awaited.clear()
             try:
@@ -98,7 +98,7 @@ class Promotions:
                 yield partial(self._promotion, segment, slot)
 
         if segments:
-            await in_window(moves(), window(segments[0].size_bytes))
+            await in_window(moves(), window(max(segment.size_bytes for segment in segments)))
         return has_room
 
     def _promotion(self, segment: Segment, slot: Slot | None = None) -> "asyncio.Task[None]":
@@ -209,15 +209,20 @@ class Prefetching:
         Less where there is no room, or the session is used or goes meanwhile. Raises CorruptSegment,
         TierFailure.
         """
-        size_bytes = session.layout.size_bytes
-        missing = [segment for segment in session.shown if not segment.memory][: budget_bytes // size_bytes]
+        missing: list[Segment] = []
+        for segment in session.shown:
+            if not segment.memory:
+                budget_bytes -= segment.size_bytes
+                if budget_bytes < 0:
+                    break
+                missing.append(segment)
         if missing and session.is_idle:
             self._placement.coming(session)
             try:
                 await self._promote(session, missing)
             finally:
                 self._placement.came(session)
-        return size_bytes * sum(segment.memory is not None for segment in missing)
+        return sum(segment.size_bytes for segment in missing if segment.memory)
 
     def _next(self) -> Session | None:
         session = self._placement.next_ahead()

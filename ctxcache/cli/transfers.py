@@ -125,7 +125,7 @@ def raise_first(outcomes: Sequence[ArchiveOutcome]) -> None:
 def counted(session_count: int, token_count: int, segment_count: int) -> str:
     """How much a backup is of, for people."""
     sessions = f"{session_count} session{'s' * (session_count != 1)}"
-    return f"{sessions} with {token_count} tokens in {segment_count} segments"
+    return f"{sessions} with {token_count} tokens in {segment_count} segment{'s' * (segment_count != 1)}"
 
 
 def no_terminal(stream_name: str) -> typer.BadParameter:

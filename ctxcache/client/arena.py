@@ -33,6 +33,7 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CorruptSegment, InvalidArgument
 from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.header import SegmentIdentity
+from ctxcache.format.layout import SEGMENT_TOKENS, align, is_segment_length
 from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.runtime.memory import Populate
 from ctxcache.v1 import arena_pb2
@@ -178,7 +179,12 @@ class Chunk:
 
 
 class SlotLayout:
-    """Chunks lie alike in each slot of a session. `chunks` in layout order."""
+    """Chunks lie alike in each slot of a session that has as many rows. `chunks` in layout order.
+
+    `row_capacity`: rows that each chunk has room for.
+    """
+
+    row_capacity = SEGMENT_TOKENS
 
     def __init__(self, layout: Iterable[ChunkLayout]) -> None:
         self.chunks: dict[Stream, Chunk] = {
@@ -188,6 +194,26 @@ class SlotLayout:
         self.streams: tuple[Stream, ...] = tuple(self.chunks)
         if any(c.offset_bytes < 0 or c.row_bytes <= 0 for c in self.chunks.values()):
             raise CorruptSegment(segment_id="?", problem="a chunk lies before its slot")
+        self._longer: dict[int, SlotLayout] = {}
+
+    def of(self, row_capacity: int) -> "SlotLayout":
+        """How chunks lie in a slot with room for so many rows, of a layout for 64.
+
+        Raises CorruptSegment for a number that no segment has.
+        """
+        if row_capacity == SEGMENT_TOKENS:
+            return self
+        found = self._longer.get(row_capacity)
+        if found is None:
+            if not is_segment_length(row_capacity):
+                raise CorruptSegment(segment_id="?", problem=f"no segment has {row_capacity} rows")
+            found = self._longer[row_capacity] = SlotLayout(())
+            at = next((chunk.offset_bytes for chunk in self.chunks.values()), 0)
+            for stream, chunk in self.chunks.items():
+                found.chunks[stream] = Chunk(chunk.index, at, chunk.row_bytes)
+                at += align(row_capacity * chunk.row_bytes)
+            found.streams, found.row_capacity = self.streams, row_capacity
+        return found
 
     def row_bytes(self, stream: Stream) -> int:
         """Bytes of one row. Raises KeyError(stream)."""
@@ -216,6 +242,8 @@ class Span(NamedTuple):
     row_begin: int
     row_end: int
     token_begin: int
+    row_capacity: int = SEGMENT_TOKENS
+    """Of each run's slot."""
 
     @property
     def token_end(self) -> int:
@@ -239,23 +267,24 @@ class SlotRows:
         self._spans = spans
         for span in spans:
             last = span.offset_bytes + (span.run_count - 1) * span.stride_bytes
-            if span.offset_bytes < 0 or last + layout.end_bytes(span.row_end) > arena.size:
-                raise CorruptSegment(segment_id="?", problem="lies outside the arena")
+            slot = layout.of(span.row_capacity)
+            is_outside = span.offset_bytes < 0 or last + slot.end_bytes(span.row_end) > arena.size
+            if is_outside or span.row_end > slot.row_capacity:
+                raise CorruptSegment(segment_id="?", problem="lies outside the arena, or its slot")
 
-    def views(self, chunk: Chunk) -> list[Bytes]:
+    def views(self, stream: Stream) -> list[Bytes]:
         """All rows of a stream, as views [runs, rows, row_bytes] in order."""
-        return [self._view(chunk, span) for span in self._spans]
+        return [self._view(stream, span) for span in self._spans]
 
     def blocks(self, stream: Stream, begin: int, end: int) -> Iterator[Block]:
         """Iterate over a stream's rows of tokens `[begin, end)`, in order."""
-        chunk = self.layout.chunks[stream]
         for span in self._spans:
             low, high = max(begin, span.token_begin), min(end, span.token_end)
             if low == span.token_begin and high == span.token_end:
-                yield Block(low, self._view(chunk, span))
+                yield Block(low, self._view(stream, span))
             elif low < high:
                 for part in _cut(span, low, high):
-                    yield Block(part.token_begin, self._view(chunk, part))
+                    yield Block(part.token_begin, self._view(stream, part))
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """The first token of each run, and one past its last, in order."""
@@ -270,7 +299,8 @@ class SlotRows:
         (block,) = self.blocks(stream, begin, end)
         return block.rows.reshape(-1).data
 
-    def _view(self, chunk: Chunk, span: Span) -> Bytes:
+    def _view(self, stream: Stream, span: Span) -> Bytes:
+        chunk = self.layout.of(span.row_capacity).chunks[stream]
         row_bytes = chunk.row_bytes
         return np.ndarray(
             (span.run_count, span.row_end - span.row_begin, row_bytes),
@@ -296,6 +326,7 @@ def _cut(span: Span, low: int, high: int) -> Iterator[Span]:
             row_begin,
             row_end,
             low,
+            span.row_capacity,
         )
         yield part
         low = part.token_end
@@ -303,9 +334,10 @@ def _cut(span: Span, low: int, high: int) -> Iterator[Span]:
 
 def spans_of_runs(runs: Runs, begin: int, end: int) -> list[Span]:
     """Read a brief answer's runs of tokens `[begin, end)`. Raises CorruptSegment when they do not add up."""
-    if not len(runs.offset_bytes) == len(runs.row_begin) == len(runs.row_end):
+    capacities = runs.row_capacity or [SEGMENT_TOKENS] * len(runs.offset_bytes)
+    if not len(runs.offset_bytes) == len(runs.row_begin) == len(runs.row_end) == len(capacities):
         raise CorruptSegment(segment_id="?", problem="its runs do not fit together")
-    return _spans(zip(runs.offset_bytes, runs.row_begin, runs.row_end, strict=True), begin, end)
+    return _spans(zip(runs.offset_bytes, runs.row_begin, runs.row_end, capacities, strict=True), begin, end)
 
 
 def spans_of_segments(segments: Iterable[SegmentLocation], begin: int, end: int) -> list[Span]:
@@ -317,27 +349,27 @@ def spans_of_segments(segments: Iterable[SegmentLocation], begin: int, end: int)
             if rows.token_begin != token:
                 raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
             token += rows.row_end - rows.row_begin
-            runs.append((segment.offset_bytes, rows.row_begin, rows.row_end))
+            runs.append((segment.offset_bytes, rows.row_begin, rows.row_end, segment.row_capacity))
     return _spans(runs, begin, end)
 
 
-def _spans(runs: Iterable[tuple[int, int, int]], begin: int, end: int) -> list[Span]:
+def _spans(runs: Iterable[tuple[int, int, int, int]], begin: int, end: int) -> list[Span]:
     spans: list[Span] = []
     last = Span(0, 0, 0, 0, 0, begin)
     token = begin
-    for offset, row_begin, row_end in runs:
+    for offset, row_begin, row_end, row_capacity in runs:
         if not 0 <= row_begin < row_end:
             raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
         stride = offset - last.offset_bytes if last.run_count == 1 else last.stride_bytes
         if (
             last.run_count
             and stride > 0
-            and (row_begin, row_end) == (last.row_begin, last.row_end)
+            and (row_begin, row_end, row_capacity) == (last.row_begin, last.row_end, last.row_capacity)
             and offset == last.offset_bytes + last.run_count * stride
         ):
             last = spans[-1] = last._replace(stride_bytes=stride, run_count=last.run_count + 1)
         else:
-            last = Span(offset, 0, 1, row_begin, row_end, token)
+            last = Span(offset, 0, 1, row_begin, row_end, token, row_capacity)
             spans.append(last)
         token += row_end - row_begin
     if token != end:
@@ -388,9 +420,8 @@ class Verifier:
         Raises CorruptSegment, what `check` and `recheck` raise.
         """
         if stream not in self._verified:
-            chunk = self._layout.chunks[stream]
             for segment in self._segments:
-                self._match(segment, stream, partial(self._rows, segment, chunk))
+                self._match(segment, stream, partial(self._rows, segment, stream))
             self._verified.add(stream)
 
     def copy(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
@@ -415,7 +446,7 @@ class Verifier:
         self, segment: SegmentLocation, stream: Stream, row_begin: int, row_end: int, target: Bytes
     ) -> None:
         chunk = self._layout.chunks[stream]
-        rows = self._rows(segment, chunk)
+        rows = self._rows(segment, stream)
         is_whole = (row_begin, row_end) == (0, segment.token_count)
         # A part has no sum of its own: the whole chunk is copied, and the part taken from what was verified.
         place = target if is_whole else np.empty(rows.size, np.uint8)
@@ -441,7 +472,8 @@ class Verifier:
             problem = f"{stream} does not match its checksum"
             raise CorruptSegment(segment_id=segment.segment_id, problem=problem)
 
-    def _rows(self, segment: SegmentLocation, chunk: Chunk) -> Bytes:
+    def _rows(self, segment: SegmentLocation, stream: Stream) -> Bytes:
+        chunk = self._layout.of(segment.row_capacity).chunks[stream]
         begin = segment.offset_bytes + chunk.offset_bytes
         return self._arena[begin : begin + segment.token_count * chunk.row_bytes]
 
@@ -451,8 +483,9 @@ def _check_sums(segment: SegmentLocation, layout: SlotLayout, arena_bytes: int) 
     row_end = max((rows.row_end for rows in segment.rows), default=0)
     if len(segment.checksums) != len(layout.chunks) or segment.token_count < row_end:
         raise CorruptSegment(segment_id=segment.segment_id, problem="its checksums are not those of its rows")
-    end = segment.offset_bytes + layout.end_bytes(segment.token_count)
-    if segment.offset_bytes < 0 or end > arena_bytes:
+    slot = layout.of(segment.row_capacity)
+    end = segment.offset_bytes + slot.end_bytes(segment.token_count)
+    if segment.offset_bytes < 0 or end > arena_bytes or segment.token_count > slot.row_capacity:
         raise CorruptSegment(segment_id=segment.segment_id, problem="lies outside the arena")
 
 

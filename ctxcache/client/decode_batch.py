@@ -285,6 +285,8 @@ def _check_alike(model: CallerModel, sessions: Sequence[SessionInfo]) -> None:
 
 
 def _checked(runs: Runs, layout: SlotLayout, arena_bytes: int) -> list[tuple[int, int, int]]:
+    if runs.row_capacity:
+        raise CorruptSegment(segment_id="?", problem="its room is in segments that were not asked for")
     found = list(zip(runs.offset_bytes, runs.row_begin, runs.row_end, strict=True))
     for offset, begin, end in found:
         is_inside = 0 <= begin < end and 0 <= offset <= arena_bytes - layout.end_bytes(end)

@@ -15,7 +15,6 @@ import numpy as np
 from ctxcache.client.access import AccessStream, Hold, acquire
 from ctxcache.client.arena import (
     Bytes,
-    Chunk,
     SlotLayout,
     SlotRows,
     Verifier,
@@ -60,7 +59,8 @@ class SsdSlot:
         check: Callable[[], None],
     ) -> None:
         """`check` raises when the lease has ended. Raises TierFailure for a place that no file has."""
-        self._files, self._layout, self._location, self._check = files, layout, location, check
+        self._files, self._location, self._check = files, location, check
+        self._layout = layout = layout.of(location.row_capacity)
         self.token_count = location.token_count
         """Rows that its checksums cover."""
         self._identity = identity
@@ -120,7 +120,8 @@ class SsdSlot:
             for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         ]
         known = [(stream, one.offset_bytes, one.row_bytes) for stream, one in self._layout.chunks.items()]
-        return found == known and self.token_count <= layout.segment_tokens
+        is_as_long = layout.segment_tokens == self._layout.row_capacity
+        return found == known and is_as_long and self.token_count <= layout.segment_tokens
 
 
 class FileRun(NamedTuple):
@@ -134,6 +135,7 @@ class FileRun(NamedTuple):
     row_begin: int
     row_end: int
     token_begin: int
+    row_capacity: int
 
     @property
     def token_end(self) -> int:
@@ -277,7 +279,9 @@ class FiledRows(SessionRows):
                 row_count = max((rows.row_end for rows in segment.rows), default=0)
                 if (
                     segment.offset_bytes < 0
-                    or segment.offset_bytes + self._layout.end_bytes(row_count) > self._arena.size
+                    or row_count > segment.row_capacity
+                    or segment.offset_bytes + self._layout.of(segment.row_capacity).end_bytes(row_count)
+                    > self._arena.size
                 ):
                     raise CorruptSegment(segment_id=segment.segment_id, problem="lies outside the arena")
             for rows in segment.rows:
@@ -285,13 +289,14 @@ class FiledRows(SessionRows):
                     raise CorruptSegment(
                         segment_id=segment.segment_id, problem="has fewer rows than it should"
                     )
+                place = slot, segment.offset_bytes
                 runs.append(
-                    FileRun(slot, segment.offset_bytes, rows.row_begin, rows.row_end, rows.token_begin)
+                    FileRun(*place, rows.row_begin, rows.row_end, rows.token_begin, segment.row_capacity)
                 )
         return runs
 
     def _view(self, stream: Stream, run: FileRun) -> Bytes:
-        chunk = self._layout.chunks[stream]
+        chunk = self._layout.of(run.row_capacity).chunks[stream]
         begin = run.offset_bytes + chunk.offset_bytes + run.row_begin * chunk.row_bytes
         size_bytes = (run.row_end - run.row_begin) * chunk.row_bytes
         return self._arena[begin : begin + size_bytes].reshape(-1, chunk.row_bytes)
@@ -332,7 +337,8 @@ class LeasedRows(SessionRows):
 
     def blocks(self, stream: Stream) -> list[Bytes]:
         """Return a stream's rows as views [runs, rows, row_bytes], fewer and larger ones than `pieces`."""
-        return self._slots.views(self._open(stream))
+        self._open(stream)
+        return self._slots.views(stream)
 
     def chunks(self) -> Iterator[RowPiece]:
         """Iterate over views of all rows, stream by stream in layer order."""
@@ -387,15 +393,13 @@ class LeasedRows(SessionRows):
         """Release the lease, without waiting for the answer."""
         self._hold.release_soon()
 
-    def _open(self, stream: Stream) -> Chunk:
-        """Where a stream's rows lie, verified if that is wanted. Raises as `pieces` does."""
-        chunk = self._chunks.get(stream)
-        if chunk is None:
+    def _open(self, stream: Stream) -> None:
+        """Verify a stream's rows, if that is wanted. Raises as `pieces` does."""
+        if stream not in self._chunks:
             raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
         if self._verifier is not None:
             self._verifier.verify(stream)
         self._hold.check_known()
-        return chunk
 
 
 def lease_rows(

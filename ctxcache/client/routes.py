@@ -67,6 +67,8 @@ class RowRoutes:
         specs: Mapping[Stream, StreamSpec],
         token_count: int,
         if_generation_match: int | None,
+        *,
+        is_all_coming: bool,
     ) -> ReservedWriter | None:
         """Reserve room in the arena after the session's end; None where this process may not write there."""
         attachment = self.attach()
@@ -79,6 +81,7 @@ class RowRoutes:
             write_offset=snapshot.token_count,
             if_generation_match=if_generation_match,
             token_count=token_count,
+            is_all_coming=is_all_coming,
         )
         return reserve(attachment, arena, snapshot, request, specs)
 

@@ -301,7 +301,9 @@ class SessionHandle:
         specs = self._routes.specs(snapshot, self.model)
         views = check_append(rows, specs)
         token_count = len(next(iter(views.values())))
-        writer = self._routes.reserve(snapshot, self.model, specs, token_count, if_generation_match)
+        writer = self._routes.reserve(
+            snapshot, self.model, specs, token_count, if_generation_match, is_all_coming=True
+        )
         if writer is None:
             header = self._append_header(snapshot, if_generation_match)
             self._info = append_by_stream(self._routes.transport, header, views, durability)
@@ -311,15 +313,18 @@ class SessionHandle:
             self._info = writer.commit(durability=durability)
             return self._info
 
-    def writer(self, token_count: int, *, if_generation_match: int | None = None) -> SessionWriter:
+    def writer(
+        self, token_count: int, *, if_generation_match: int | None = None, is_all_coming: bool = False
+    ) -> SessionWriter:
         """Open room for `token_count` tokens after the session's end, to be filled layer by layer.
 
-        Use it as a context manager. Raises as `append` does.
+        `is_all_coming`: all of it will be committed, as of a prompt; the store then keeps it in fewer and
+        longer segments. Use it as a context manager. Raises as `append` does.
         """
         snapshot = self.checked()
         specs = self._routes.specs(snapshot, self.model)
         writer: SessionWriter | None = self._routes.reserve(
-            snapshot, self.model, specs, token_count, if_generation_match
+            snapshot, self.model, specs, token_count, if_generation_match, is_all_coming=is_all_coming
         )
         if writer is None:
             header = self._append_header(snapshot, if_generation_match)

@@ -21,6 +21,9 @@ from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, Sessi
 from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1.session_pb2 import AppendHeader, ReadSessionRequest
 
+COMING_LIMIT = 1 << 20
+"""Most tokens that an append may announce."""
+
 
 class ChunkStream:
     """Iterates once over the pieces of a read; `header` is there from the start.
@@ -221,6 +224,7 @@ def append_by_stream(
         if view.shape[1] > CHUNK_LIMIT_BYTES:
             problem = f"{stream}: a row of {view.shape[1]} B is too long for a stream"
             raise InvalidArgument(field="rows", problem=problem)
+    header.coming_token_count = min(len(next(iter(rows.values()))), COMING_LIMIT)
     return transport.append(header, rows, durability)
 
 

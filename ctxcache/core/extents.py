@@ -131,6 +131,7 @@ class SlotAllocator:
         self._credits = [0.0] * len(self._paths)
         """How many sessions each path is owed: the one that is owed most has the next one."""
         self.capacity_bytes = sum(path.free_bytes for path in self._paths)
+        self.smallest_path_bytes = min((path.capacity_bytes for path in self._paths), default=0)
 
     @property
     def free_bytes(self) -> int:

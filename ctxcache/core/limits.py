@@ -97,7 +97,8 @@ class Watermarks:
     Once less than `low` is free, clean segments leave until `high` is. Above `dirty` rows are written behind
     at once, tails too; above `dirty_limit` writers wait, `writer_wait_s` at most, and so long does whoever
     needs room that has to be written first. A tail is written `tail_age_ns` after its first row that is not
-    (0: never because of its age). `write_behind_bytes_per_s`: see Allowance.
+    (0: never because of its age). `write_behind_bytes_per_s`: see Allowance. No segment of more than 64
+    tokens takes more than `longest` of the arena, or of an SSD path: room for it must lie in one piece.
     """
 
     low: float = 1 / 16
@@ -107,6 +108,7 @@ class Watermarks:
     tail_age_ns: int = 30 * SECOND_NS
     write_behind_bytes_per_s: int = 0
     writer_wait_s: float = 5
+    longest: float = 1 / 64
 
     def is_low(self, free_bytes: int, capacity_bytes: int) -> bool:
         """Whether so little is free that clean segments have to leave."""

@@ -2,7 +2,7 @@
 
 Six loops, so that a slow device delays neither a deadline nor the room that clean segments give:
 
-    end_what_is_over    leases, reservations, sessions         every half second
+    end_what_is_over    leases, reservations, sessions, keys   every half second
     write_behind        what is full, old or too much          when pressed
     make_room           free room in the arena                 when short
     look_after_devices  lost paths                             every half second
@@ -70,13 +70,14 @@ class Upkeep:
         await self.prefetch()
 
     async def end_what_is_over(self) -> bool:
-        """End leases, reservations and sessions whose time has come; write down accesses."""
+        """End leases, reservations and sessions whose time has come; write down accesses; tidy the index."""
         steps = (
             self._cache.departures.reopen_metadata,
             self._deadlines,
             self._cache.queues.expire_due,
             self._cache.sessions.expire_due,
             self._cache.sessions.save_access_times,
+            self._cache.prefixes.forget_gone,
         )
         return all([await self._try(step) for step in steps])
 

@@ -24,7 +24,7 @@ from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, SessionView
 from ctxcache.core.placement.schedule import PRIORITY_LIMIT, Job
 from ctxcache.errors import CacheError, CapacityExceeded, InvalidArgument
-from ctxcache.format.layout import SegmentLayout, slot_bytes
+from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout, slot_bytes
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import (
@@ -375,6 +375,9 @@ def _fill_runs(message: arena_pb2.Runs, pieces: Sequence[Piece | Run]) -> None:
     message.offset_bytes.extend([_offset_bytes(piece.segment) for piece in pieces])
     message.row_begin.extend([piece.row_begin for piece in pieces])
     message.row_end.extend([piece.row_end for piece in pieces])
+    capacities = [piece.segment.layout.segment_tokens for piece in pieces]
+    if capacities and max(capacities) > SEGMENT_TOKENS:
+        message.row_capacity.extend(capacities)
 
 
 def _fill_identity(
@@ -383,6 +386,7 @@ def _fill_identity(
     message.segment_id, message.offset_bytes = segment.segment_id, offset_bytes
     message.session_uid, message.generation = segment.writer_uid.hex(), segment.generation
     message.position_begin, message.token_count = segment.begin, row_count
+    message.row_capacity = segment.layout.segment_tokens
 
 
 def _offset_bytes(segment: Segment) -> int:

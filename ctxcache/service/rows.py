@@ -31,6 +31,8 @@ from ctxcache.v1 import session_pb2
 
 CHUNK_BYTES_LIMIT = 2 << 20
 """Largest chunk of rows that a writer may send."""
+COMING_LIMIT = 1 << 20
+"""Most tokens that a writer may announce."""
 MESSAGE_BYTES = 1 << 20
 """About how many bytes of rows one message to a reader has."""
 Mend: TypeAlias = Callable[[Segment], Awaitable[None]]
@@ -54,6 +56,7 @@ async def begin_append(writing: Appends, header: session_pb2.AppendHeader, tenan
         write_offset=header.write_offset,
         generation=generation,
         token_count=0,
+        coming_count=validate.within(header.coming_token_count, 0, COMING_LIMIT, "header.coming_token_count"),
     )
     return Append(writing, reservation)
 

@@ -458,6 +458,7 @@ class Reserve(_message.Message):
     IF_GENERATION_MATCH_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     IS_BRIEF_FIELD_NUMBER: _builtins.int
+    IS_ALL_COMING_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
@@ -470,6 +471,10 @@ class Reserve(_message.Message):
     """Tokens to make room for, 1 to 1048576."""
     is_brief: _builtins.bool
     """Answer with `runs` in the place of `segments`. Default false."""
+    is_all_coming: _builtins.bool
+    """All these tokens will be committed, so that they may lie in segments of more than 64 rows: see `row_capacity`.
+    Room in a long segment that is not committed is lost until the segment goes. Default false.
+    """
     def __init__(
         self,
         *,
@@ -479,10 +484,11 @@ class Reserve(_message.Message):
         if_generation_match: _builtins.int | None = ...,
         token_count: _builtins.int = ...,
         is_brief: _builtins.bool = ...,
+        is_all_coming: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_brief", b"is_brief", "model_fingerprint", b"model_fingerprint", "session", b"session", "token_count", b"token_count", "write_offset", b"write_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_all_coming", b"is_all_coming", "is_brief", b"is_brief", "model_fingerprint", b"model_fingerprint", "session", b"session", "token_count", b"token_count", "write_offset", b"write_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015
@@ -946,6 +952,7 @@ class Runs(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     ROW_BEGIN_FIELD_NUMBER: _builtins.int
     ROW_END_FIELD_NUMBER: _builtins.int
+    ROW_CAPACITY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offset_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Begin of the slot in the arena, in bytes."""
@@ -958,16 +965,21 @@ class Runs(_message.Message):
     def row_end(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One past the last row."""
 
+    @_builtins.property
+    def row_capacity(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows that each of the slot's chunks has room for, as `SegmentLocation.row_capacity`. Empty: 64 in all slots."""
+
     def __init__(
         self,
         *,
         offset_bytes: _abc.Iterable[_builtins.int] | None = ...,
         row_begin: _abc.Iterable[_builtins.int] | None = ...,
         row_end: _abc.Iterable[_builtins.int] | None = ...,
+        row_capacity: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset_bytes", b"offset_bytes", "row_begin", b"row_begin", "row_end", b"row_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset_bytes", b"offset_bytes", "row_begin", b"row_begin", "row_capacity", b"row_capacity", "row_end", b"row_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1068,6 +1080,7 @@ class SegmentLocation(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     PATH_INDEX_FIELD_NUMBER: _builtins.int
     HEADER_CHECKSUM_FIELD_NUMBER: _builtins.int
+    ROW_CAPACITY_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Segment number, unique among the segments this server knows; not kept by one that was never durable."""
     offset_bytes: _builtins.int
@@ -1086,6 +1099,8 @@ class SegmentLocation(_message.Message):
     """
     header_checksum: _builtins.int
     """The checksum that its slot's header carries and that the segment's record has, for one that was left on SSD."""
+    row_capacity: _builtins.int
+    """Rows that each of its chunks has room for: 64, 128 and so on up to 4096."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRange]:
         """Rows to use, ascending."""
@@ -1109,10 +1124,11 @@ class SegmentLocation(_message.Message):
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         path_index: _builtins.int | None = ...,
         header_checksum: _builtins.int = ...,
+        row_capacity: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_path_index", b"_path_index", "path_index", b"path_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_path_index", b"_path_index", "checksums", b"checksums", "generation", b"generation", "header_checksum", b"header_checksum", "offset_bytes", b"offset_bytes", "path_index", b"path_index", "position_begin", b"position_begin", "rows", b"rows", "segment_id", b"segment_id", "session_uid", b"session_uid", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_path_index", b"_path_index", "checksums", b"checksums", "generation", b"generation", "header_checksum", b"header_checksum", "offset_bytes", b"offset_bytes", "path_index", b"path_index", "position_begin", b"position_begin", "row_capacity", b"row_capacity", "rows", b"rows", "segment_id", b"segment_id", "session_uid", b"session_uid", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__path_index: _TypeAlias = _typing.Literal["path_index"]  # noqa: Y015
     _WhichOneofArgType__path_index: _TypeAlias = _typing.Literal["_path_index", b"_path_index"]  # noqa: Y015
@@ -1149,7 +1165,9 @@ class Lease(_message.Message):
 
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkLayout]:
-        """Chunks inside each slot, in layout order."""
+        """Chunks inside a slot of 64 rows, in layout order. In a longer one they follow one another in the same way: each
+        begins where the rows of the one before end, rounded up to 4096 bytes; the first begins where it does here.
+        """
 
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentLocation]:

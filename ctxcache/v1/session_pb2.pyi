@@ -863,6 +863,7 @@ class AppendHeader(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     WRITE_OFFSET_FIELD_NUMBER: _builtins.int
     IF_GENERATION_MATCH_FIELD_NUMBER: _builtins.int
+    COMING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
@@ -871,6 +872,10 @@ class AppendHeader(_message.Message):
     """Index of the first new token: the session's `token_count`. Required."""
     if_generation_match: _builtins.int
     """Generation the session must be at. Unset: any."""
+    coming_token_count: _builtins.int
+    """Tokens that this append will commit, 0 to 1048576. They may then lie in segments of more than 64 tokens. 0: not
+    known. More may come; room for what does not come is lost until its segment goes.
+    """
     def __init__(
         self,
         *,
@@ -878,10 +883,11 @@ class AppendHeader(_message.Message):
         model_fingerprint: _builtins.bytes = ...,
         write_offset: _builtins.int = ...,
         if_generation_match: _builtins.int | None = ...,
+        coming_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "name", b"name", "write_offset", b"write_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "coming_token_count", b"coming_token_count", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "name", b"name", "write_offset", b"write_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015

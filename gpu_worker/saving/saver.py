@@ -140,13 +140,13 @@ class SessionAppender:
         generation = self.session.generation
         try:
             return self._client.sessions.open(self.session, self._model).writer(
-                room, if_generation_match=generation
+                room, if_generation_match=generation, is_all_coming=room == count
             )
         except (CapacityExceeded, TooManyRequests):
             if room == count:
                 raise
             return self._client.sessions.open(self.session, self._model).writer(
-                count, if_generation_match=generation
+                count, if_generation_match=generation, is_all_coming=True
             )
 
 

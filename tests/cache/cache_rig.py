@@ -153,11 +153,11 @@ class Rig:
         """Tokens that are visible."""
         return self.cache.sessions.get(self.tenant, session_id).token_count
 
-    async def reserve(self, session_id: str, token_count: int) -> Reservation:
-        """Room at the session's end."""
+    async def reserve(self, session_id: str, token_count: int, *, is_coming: bool = False) -> Reservation:
+        """Room at the session's end; in long segments too where all of it is said to be coming."""
         return await self.cache.appends.reserve(
             self.tenant, session_id, fingerprint=FINGERPRINT, write_offset=self.token_count(session_id),
-            generation=None, token_count=token_count,
+            generation=None, token_count=token_count, coming_count=token_count if is_coming else 0,
         )  # fmt: skip
 
     def place(self, reservation: Reservation, token_begin: int, tokens: Sequence[Token]) -> None:
@@ -171,10 +171,10 @@ class Rig:
         self.cache.appends.mark_written(reservation, token_count)
 
     async def append(
-        self, session_id: str, tokens: Sequence[Token], *, is_durable: bool = False
+        self, session_id: str, tokens: Sequence[Token], *, is_durable: bool = False, is_coming: bool = False
     ) -> SessionView:
         """Reserve, write and commit in one go."""
-        reservation = await self.reserve(session_id, len(tokens))
+        reservation = await self.reserve(session_id, len(tokens), is_coming=is_coming)
         begin = reservation.committed
         self.place(reservation, begin, tokens)
         return await self.cache.appends.commit(
@@ -205,7 +205,8 @@ class Rig:
                 raise AssertionError("a leased segment is not in DRAM")
             view = self.arena.view(piece.segment.memory)
             for stream in STREAMS:
-                found[stream] += bytes(view[LAYOUT.rows(stream, piece.row_begin, piece.row_end)])
+                rows = piece.segment.layout.rows(stream, piece.row_begin, piece.row_end)
+                found[stream] += bytes(view[rows])
         return found
 
     async def truncate(self, session_id: str, *dropped: tuple[int, int]) -> SessionView:

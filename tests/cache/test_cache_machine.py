@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ctxcache.cache.appends import Reservation
 from ctxcache.cache.blocks import BlockState
 from ctxcache.cache.leases import Lease
+from ctxcache.core.limits import DEFAULT_WATERMARKS
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.errors import CapacityExceeded, TierFailure, TooManyRequests
@@ -40,6 +41,8 @@ block_numbers = st.sampled_from(range(12))
 seldom = st.sampled_from([False] * 5 + [True])
 BLOCK_SIZES = (500, SLOT_BYTES // 2, SLOT_BYTES - 4096)
 CAPACITIES = Capacities(6 * SLOT_BYTES, 4 * SLOT_BYTES)
+LONG_TOO = replace(DEFAULT_WATERMARKS, longest=0.34)
+"""Segments of 128 tokens fit into such an arena, and none that is longer."""
 SETTINGS = settings(
     max_examples=100,
     stateful_step_count=50,
@@ -174,13 +177,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.touch(name)
 
     @precondition(lambda self: self.idle())
-    @rule(pick=picks, count=counts, is_durable=st.booleans())
-    def append(self, pick: int, count: int, *, is_durable: bool) -> None:
+    @rule(pick=picks, count=counts, is_durable=st.booleans(), is_coming=st.booleans())
+    def append(self, pick: int, count: int, *, is_durable: bool, is_coming: bool = True) -> None:
         """Appended tokens are there, also when they could not be made durable."""
         name = self.idle()[pick % len(self.idle())]
         known, tokens = self.model[name], self.writer(name).make(count)
         with self.may_lack_room():
-            view = self.run(self.rig.append(name, tokens, is_durable=is_durable))
+            view = self.run(self.rig.append(name, tokens, is_durable=is_durable, is_coming=is_coming))
             assert view.token_count == len(known.tokens) + count
             if is_durable:
                 assert view.durable_token_count == view.token_count
@@ -233,12 +236,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.rig.cache.leases.release(lease.lease_id)
 
     @precondition(lambda self: self.idle() and len(self.open) < 2)
-    @rule(pick=picks, count=st.sampled_from([1, 40, 64, 100, 150]))
-    def reserve(self, pick: int, count: int) -> None:
+    @rule(pick=picks, count=st.sampled_from([1, 40, 64, 100, 150]), is_coming=st.booleans())
+    def reserve(self, pick: int, count: int, *, is_coming: bool) -> None:
         """A reservation shows nothing by itself."""
         name = self.idle()[pick % len(self.idle())]
         with self.may_lack_room():
-            reservation = self.run(self.rig.reserve(name, count))
+            reservation = self.run(self.rig.reserve(name, count, is_coming=is_coming))
             tokens = self.writer(name).make(count)
             self.rig.place(reservation, reservation.committed, tokens)
             self.open.append(Open(reservation, name, tokens))
@@ -364,7 +367,9 @@ class CacheMachine(RuleBasedStateMachine):
     def put_blocks(self, number: int, count: int, *, is_durable: bool, is_child: bool) -> None:
         """Blocks are put among the sessions; those that were made durable are on SSD."""
         numbers = range(number, number + count)
-        parent = number - 1 if is_child and look(self.rig, number - 1) == [BlockState.HIT] else None
+        parent = (
+            number - 1 if is_child and number and look(self.rig, number - 1) == [BlockState.HIT] else None
+        )
         size_bytes = BLOCK_SIZES[number % len(BLOCK_SIZES)]
         with self.may_lack_room():
             self.run(put(self.rig, *numbers, is_durable=is_durable, parent=parent, size_bytes=size_bytes))
@@ -448,8 +453,12 @@ class CacheMachine(RuleBasedStateMachine):
         if self.is_faulty or seconds * 10**9 < cache.ledger.watermarks.tail_age_ns:
             return
         for session in cache.ledger.sessions():
-            needed_bytes = len(cache.ledger.unwritten_segments(session)) * SLOT_BYTES
-            assert session.durable_end == session.log_end or needed_bytes > cache.ledger.below.free_bytes
+            sizes_bytes = [segment.size_bytes for segment in cache.ledger.unwritten_segments(session)]
+            # Free in all is not free in one piece, which is what the longest of them needs.
+            longest_bytes = max(cache.ledger.below.largest_free_bytes_by_path)
+            has_room = sum(sizes_bytes) <= cache.ledger.below.free_bytes
+            has_room &= max(sizes_bytes, default=0) <= longest_bytes
+            assert session.durable_end == session.log_end or not has_room
             if session.durable_end == session.log_end and session.session_id in self.model:
                 known = self.model[session.session_id]
                 known.durable |= set(known.tokens)
@@ -523,7 +532,9 @@ class DiskMachine(CacheMachine):
     def make(directory: Path) -> DiskRig:
         """Two SSD paths with room for ten segments."""
         policy = partial(RANKED["value"], CAPACITIES)
-        return DiskRig(directory, arena_segments=6, ssd_segments=(5, 5), make_policy=policy)
+        return DiskRig(
+            directory, arena_segments=6, ssd_segments=(5, 5), watermarks=LONG_TOO, make_policy=policy
+        )
 
 
 class MemoryMachine(CacheMachine):
@@ -533,7 +544,9 @@ class MemoryMachine(CacheMachine):
     def make(directory: Path) -> MemoryRig:
         """Two SSD paths with room for ten segments."""
         policy = partial(RANKED["look-ahead"], CAPACITIES)
-        return MemoryRig(directory, arena_segments=6, ssd_segments=(5, 5), make_policy=policy)
+        return MemoryRig(
+            directory, arena_segments=6, ssd_segments=(5, 5), watermarks=LONG_TOO, make_policy=policy
+        )
 
     @rule(operation=st.sampled_from([Operation.READ, Operation.WRITE]), nth=st.integers(1, 3))
     def fail(self, operation: Operation, nth: int) -> None:

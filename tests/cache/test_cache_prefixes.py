@@ -107,9 +107,11 @@ async def test_what_is_cut_is_not_found(rig: MemoryRig, writer: Writer) -> None:
     await rig.truncate("a", (100, 110))
     assert (await rig.match(tokens)).token_count == 64
     await rig.append("a", writer.make(100))
+    await rig.cache.prefixes.forget_gone()
     assert len(rig.cache.ledger.keyed.index) == 1
     await rig.truncate("a", (0, 1))
     assert await rig.match(tokens) == MISS
+    await rig.cache.prefixes.forget_gone()
     assert len(rig.cache.ledger.keyed.index) == 0
     await rig.check()
 
@@ -288,6 +290,7 @@ async def test_a_thousand_chats_hold_one_prompt_once(
     await rig.delete("s998")
     assert ledger.below.used_bytes == ledger.memory.used_bytes == 0
     assert isinstance(ledger.keyed, Keyed)
+    await rig.cache.prefixes.forget_gone()
     assert len(ledger.keyed.index) == 0
     await rig.close()
 

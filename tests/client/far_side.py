@@ -358,6 +358,7 @@ class FarSide(
             )
             segments.append(
                 arena_pb2.SegmentLocation(
+                    row_capacity=64,
                     segment_id=first,
                     offset_bytes=self._next_slot,
                     rows=[rows],

@@ -59,9 +59,11 @@ def test_rows_without_a_checksum_are_refused(checked_count: int) -> None:
     """A segment's checksums are of all rows that are read of it, or of none."""
     layout = SlotLayout([ChunkLayout(stream=StreamName(layer=-1, kind=STATE_KIND_TOKENS), row_bytes=4)])
     rows = [RowRange(row_begin=0, row_end=10)]
-    _check_sums(SegmentLocation(token_count=10, checksums=[1], rows=rows), layout, 4096)
+    _check_sums(SegmentLocation(row_capacity=64, token_count=10, checksums=[1], rows=rows), layout, 4096)
 
     with pytest.raises(CorruptSegment):
         _check_sums(
-            SegmentLocation(token_count=9, checksums=[1] * (checked_count - 8), rows=rows), layout, 4096
+            SegmentLocation(row_capacity=64, token_count=9, checksums=[1] * (checked_count - 8), rows=rows),
+            layout,
+            4096,
         )

@@ -27,6 +27,7 @@ from ctxcache.client import Client
 from ctxcache.client.types import Durability, StorageTier
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, LeaseNotFound
+from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
@@ -99,10 +100,13 @@ def events(client: Client) -> list[int]:
 
 
 def made(client: Client, token_count: int, durability: Durability) -> None:
-    """Session a with so many tokens."""
+    """Session a with so many tokens, in segments of 64."""
     client.models.register(SPEC)
     client.sessions.create(OWN, id="a", layout=LAYOUT)
-    client.sessions.open(NAME, OWN).append(make_rows(token_count), durability=durability)
+    session, rows = client.sessions.open(NAME, OWN), make_rows(token_count)
+    for begin in range(0, token_count, SEGMENT_TOKENS):
+        end = min(begin + SEGMENT_TOKENS, token_count)
+        session.append({stream: each[begin:end] for stream, each in rows.items()}, durability=durability)
 
 
 def read(client: Client, begin: int = 0, end: int | None = None) -> dict[Stream, np.ndarray]:

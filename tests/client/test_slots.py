@@ -54,10 +54,33 @@ def test_segments_that_overlap_or_leave_a_gap_are_refused(begin: int) -> None:
 
     def segments(second: int) -> list[SegmentLocation]:
         return [
-            SegmentLocation(offset_bytes=0, rows=[RowRange(token_begin=0, row_begin=0, row_end=32)]),
-            SegmentLocation(offset_bytes=4096, rows=[RowRange(token_begin=second, row_begin=0, row_end=32)]),
+            SegmentLocation(
+                row_capacity=64, offset_bytes=0, rows=[RowRange(token_begin=0, row_begin=0, row_end=32)]
+            ),
+            SegmentLocation(
+                row_capacity=64,
+                offset_bytes=4096,
+                rows=[RowRange(token_begin=second, row_begin=0, row_end=32)],
+            ),
         ]
 
     spans_of_segments(segments(32), 0, 64)
     with pytest.raises(CorruptSegment, match="no location"):
         spans_of_segments(segments(begin), 0, 64)
+
+
+@pytest.mark.parametrize(
+    ("capacities", "problem"),
+    [
+        ([32, 32], "no segment has 32 rows"),
+        ([96, 96], "no segment has 96 rows"),
+        ([8192, 8192], "no segment has 8192 rows"),
+        ([64], "do not fit together"),
+        ([128, 128], "outside the arena, or its slot"),
+    ],
+)
+def test_slots_of_no_length_that_there_is_are_refused(capacities: list[int], problem: str) -> None:
+    """Room for rows says where every chunk lies: a number that cannot be is no place."""
+    runs = Runs(offset_bytes=[0, 4096], row_begin=[0, 0], row_end=[130, 130], row_capacity=capacities)
+    with pytest.raises(CorruptSegment, match=problem):
+        SlotRows(np.zeros(16 * 4096, np.uint8), LAYOUT, spans_of_runs(runs, 0, 260))

@@ -145,7 +145,7 @@ def test_of_flushes_of_one_segment_the_one_with_most_tokens_counts(stopped: Stop
     uid = bytes.fromhex(stopped.source.uid)
 
     assert read_log(stopped.early_file, uid) == {token: expected_row(token) for token in range(EARLY_COUNT)}
-    assert {s.token_count for s in whole_segments(stopped.early_file)} == {64, EARLY_COUNT - 128}
+    assert {s.token_count for s in whole_segments(stopped.early_file)} == {128, EARLY_COUNT - 128}
     for both in (stopped.early_file + stopped.file, stopped.file + stopped.early_file):
         assert read_log(both, uid) == {token: expected_row(token) for token in range(TOKEN_COUNT)}
 
@@ -165,10 +165,10 @@ def test_the_command_prints_tokens_and_rows(stopped: Stopped) -> None:
     command = [sys.executable, str(READER), str(stopped.path)]
     result = subprocess.run(command, cwd=stopped.path.parent, capture_output=True, text=True, check=True)
 
-    assert f"session {stopped.source.uid}, generation 1, tokens [0, 64)" in result.stdout
-    assert f"token ids {' '.join(str(1000 + token) for token in range(64))}\n" in result.stdout
+    assert f"session {stopped.source.uid}, generation 1, tokens [0, 128)" in result.stdout
+    assert f"token ids {' '.join(str(1000 + token) for token in range(128))}\n" in result.stdout
     first = expected_row(0)[0, StateKind.HIDDEN][:8].hex()
-    assert f"layer 0 hidden: 64 rows of 96 B, the first begins with {first}" in result.stdout
+    assert f"layer 0 hidden: 128 rows of 96 B, the first begins with {first}" in result.stdout
 
 
 # -- damage ---------------------------------------------------------------------------------------

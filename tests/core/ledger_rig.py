@@ -213,7 +213,12 @@ class LedgerRig:
                 if slot is None:
                     return False
                 begin = writer.runs[-1][0].begin + ROWS if writer.runs else writer.session.log_end
-                segment, row = self.ledger.blank(writer.session, self.ledger.new_segment_id(), begin), 0
+                segment, row = (
+                    self.ledger.blank(
+                        writer.session, self.ledger.new_segment_id(), begin, writer.session.layout
+                    ),
+                    0,
+                )
                 self.ledger.reserved(segment, slot)
             added = min(token_count, ROWS - row)
             if writer.runs and writer.runs[-1][0] is segment:

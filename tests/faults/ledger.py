@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ctxcache.client.rows import SessionRows
-from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.layout import LONGEST_SEGMENT_TOKENS, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from tests.faults.blocks import KeptBlocks
@@ -57,8 +57,13 @@ class Shape:
 
     @property
     def slot_bytes(self) -> int:
-        """What a segment takes in either tier."""
+        """What a segment of 64 tokens takes in either tier."""
         return SegmentLayout(self.model.resolve(self.streams)).size_bytes
+
+    @property
+    def longest_slot_bytes(self) -> int:
+        """What the longest segment takes."""
+        return SegmentLayout(self.model.resolve(self.streams)).of(LONGEST_SEGMENT_TOKENS).size_bytes
 
 
 @dataclass(slots=True)

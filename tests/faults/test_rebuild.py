@@ -138,7 +138,7 @@ def test_what_is_torn_is_left_out_and_counted(stored: Path) -> None:
     """A session ends before the first segment that is not whole; the others have all they had."""
     path = stored / SSD_NAMES[0] / "segments.dat"
     victim = next(
-        f for f in scan(path) if f.header.identity.begin == 64 and f.header.identity.token_count == 64
+        f for f in scan(path) if f.header.identity.begin == 130 and f.header.identity.token_count == 64
     )
     with path.open("r+b") as file:
         file.seek(victim.offset_bytes + victim.header.layout.offsets[2])

@@ -38,7 +38,7 @@ def stopped(golden: Path) -> list[str]:
 def damage(golden: Path) -> Path:
     """Damage a chunk of s2's second segment; the file that it is in."""
     path = golden / SSD_NAMES[1] / "segments.dat"
-    listed = [f for f in scan(path) if (f.header.identity.begin, f.header.identity.token_count) == (64, 64)]
+    listed = [f for f in scan(path) if (f.header.identity.begin, f.header.identity.token_count) == (128, 22)]
     with path.open("r+b") as file:
         file.seek(listed[0].offset_bytes + listed[0].header.layout.offsets[1])
         file.write(b"\xff" * 64)
@@ -48,7 +48,7 @@ def damage(golden: Path) -> Path:
 def check_named(bad: dict[str, Any], path: Path) -> None:
     """Assert that it is said whose rows are bad, which, and where they lie."""
     assert (bad["sessions"], bad["problem"]) == (["sessions/s2"], "layer 0 hidden: checksum does not match")
-    assert (bad["position_begin"], bad["position_end"], bad["path"]) == (64, 128, str(path))
+    assert (bad["position_begin"], bad["position_end"], bad["path"]) == (128, 150, str(path))
 
 
 def test_damage_is_found_without_a_server(golden: Path) -> None:
@@ -65,9 +65,9 @@ def test_damage_is_found_without_a_server(golden: Path) -> None:
             "tenant": bad["tenant"],
             "bad_segment_count": 1,
             "mended_segment_count": 0,
-            "bad_token_count": 64,
-            "position_begin": 64,
-            "position_end": 128,
+            "bad_token_count": 22,
+            "position_begin": 128,
+            "position_end": 150,
             "problem": f"on SSD: {bad['problem']}",
         }
     ]

@@ -1,4 +1,4 @@
-"""Writes directory-v3.tar.xz: a data directory of format 3 as a killed server leaves it.
+"""Writes directory-v4.tar.xz: a data directory of format 4 as a killed server leaves it.
 
     python tests/golden/make_directory.py
 
@@ -24,8 +24,8 @@ from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, Strea
 from tests.faults.rows import rows_of
 from tests.server_process import ServerProcess
 
-ARCHIVE = Path(__file__).parent / "directory-v3.tar.xz"
-SSD_SIZE_BYTES = 2 << 20
+ARCHIVE = Path(__file__).parent / "directory-v4.tar.xz"
+SSD_SIZE_BYTES = 4 << 20
 SSD_NAMES = ("ssd-a", "ssd-b")
 # Nothing in it may ever expire.
 EXPIRE_TIME = datetime(2200, 1, 1, tzinfo=UTC)
@@ -128,7 +128,7 @@ def main() -> None:
                 go_on(client)
             server.kill9()
         facts = json.loads((data / "FORMAT").read_text())
-        if facts["format"] != 3:
+        if facts["format"] != 4:
             raise SystemExit(f"this version writes format {facts['format']}")
         for log in (data / "metadata").glob("LOG*"):
             log.unlink()

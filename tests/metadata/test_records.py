@@ -41,6 +41,7 @@ SEGMENTS = st.builds(
     st.builds(Slot, st.integers(0, 65535), SIZE, SIZE),
     UINT64,
     st.lists(st.binary(min_size=32, max_size=32), max_size=3).map(tuple),
+    st.integers(0, 2**32 - 1),
 )
 SESSIONS = st.builds(
     SessionRecord,

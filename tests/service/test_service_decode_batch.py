@@ -151,10 +151,10 @@ def test_an_answer_of_many_locations_arrives(client: Client) -> None:
     That has what stock clients can take.
     """
     session = client.sessions.create(OWN, id="long", layout=[ODD]).info
-    count = 64 * 100
-    client.sessions.open(session, OWN).append(
-        {TOKENS: np.zeros((count, 4), np.uint8), ODD: np.zeros((count, 6), np.uint8)}
-    )
+    handle = client.sessions.open(session, OWN)
+    for _ in range(100):
+        # One at a time: appended at once they would lie in a few long segments.
+        handle.append({TOKENS: np.zeros((64, 4), np.uint8), ODD: np.zeros((64, 6), np.uint8)})
     acquire = AcquireLease(session=session.name, model_fingerprint=session.model_fingerprint)
     attachment = client._routes.attach()
     assert attachment is not None

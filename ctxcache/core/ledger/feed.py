@@ -129,7 +129,7 @@ class Standing:
     def _facts(self, appended_count: int) -> Facts:
         layout = self.session.layout
         token_bytes = layout.size_bytes / layout.segment_tokens
-        size_bytes = len(self.session.segments) * layout.size_bytes
+        size_bytes = self.session.size_bytes
         return Facts(size_bytes, self.turn_count, int(appended_count * token_bytes), token_bytes)
 
 

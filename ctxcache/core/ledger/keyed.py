@@ -6,7 +6,10 @@ tokens that are not there any more. A session that goes on behind a short segmen
 no more keys.
 
     committed, whole 64 ──► key ──► segment, rows of it ──► a session that has all tokens up to there
-    unlisted, cut before its end ──► the key is gone
+    unlisted, cut before its end ──► leaving: the key is passed over ──► tidied: it is gone
+
+Keys leave the index some at a time: a session of a million tokens has 16,384, which would hold up everybody
+else if they left at once.
 
 A holder of a key is a session of which the segment still is what it holds at that place, with nothing missing
 before. Two sessions that list a segment, and hold its row at the same position, list the same ones before it.
@@ -19,7 +22,7 @@ from typing_extensions import Buffer
 
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import BEGIN, Piece, Session
-from ctxcache.core.prefix.keys import BLOCK_TOKENS, NO_PARENT, PrefixIndex, Scope, scope_of
+from ctxcache.core.prefix.keys import BLOCK_TOKENS, NO_PARENT, Entry, PrefixIndex, Scope, scope_of
 
 
 def whole_token_count(session: Session) -> int:
@@ -34,6 +37,8 @@ class Keyed:
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
+        self._leaving: dict[int, int] = {}
+        """Rows that are still found by keys, of segments that have keys for more."""
 
     def appended(self, session: Session, begin: int, token_ids: Callable[[Piece], Buffer | None]) -> None:
         """Tokens from index `begin` on were committed: those that fill 64 now get keys.
@@ -62,7 +67,35 @@ class Keyed:
             while piece.token_begin + piece.row_end - piece.row_begin < position:
                 piece = next(holders)
             segment = piece.segment
+            if segment.segment_id in self._leaving:
+                self._leave(segment.segment_id)
             self.index.put(scope, key, segment.segment_id, position - segment.begin)
+
+    def found(self, scope: Scope, key: bytes) -> Iterator[Entry]:
+        """What is found by a key, the last first. No event may come meanwhile."""
+        for entry in self.index.find_all(scope, key):
+            most_rows = self._leaving.get(entry.owner)
+            if most_rows is None or entry.token_count <= most_rows:
+                yield entry
+
+    def longest(self, scope: Scope, keys: Sequence[bytes]) -> Iterator[tuple[int, int, int]]:
+        """Segments that the last of these keys name, then those that the one before names, and so on.
+
+        Each as the key's number, the segment's number and its row count.
+        """
+        for number in reversed(range(len(keys))):
+            for owner, row_count in self.found(scope, keys[number]):
+                yield number, owner, row_count
+
+    def is_leaving(self, segment_id: int) -> bool:
+        """Whether the segment has keys that are found no more."""
+        return segment_id in self._leaving
+
+    def tidy(self, most_keys: int) -> bool:
+        """Take about so many of the keys that are found no more out of the index; whether more are left."""
+        while self._leaving and most_keys > 0:
+            most_keys -= self._leave(next(iter(self._leaving)))
+        return bool(self._leaving)
 
     def recalled(self, segment: Segment, keys: Iterable[bytes]) -> None:
         """The segment's record has these keys."""
@@ -78,8 +111,10 @@ class Keyed:
             if segment.reference_count > 1 or segment.row_count < first_row_count(segment):
                 continue
             kept_count = max(end - segment.begin, 0)
-            if not self.index.drop(segment.segment_id, beyond=kept_count) and not kept_count:
-                # It had none, and nothing behind it has.
+            if self.index.knows(segment.segment_id):
+                self._forget(segment.segment_id, kept_count)
+            elif not kept_count:
+                # Nothing behind it has keys either.
                 break
 
     def shortened(self, segment: Segment) -> None:
@@ -88,11 +123,12 @@ class Keyed:
 
     def gone(self, segment: Segment) -> None:
         """No session lists the segment."""
-        self.index.drop(segment.segment_id)
+        if self.index.knows(segment.segment_id):
+            self._forget(segment.segment_id, 0)
 
     def keys_of(self, segment: Segment, row_count: int) -> tuple[bytes, ...]:
         """The keys of a segment's first rows, in order: what a record of it keeps."""
-        keys = self.index.keys_of(_scope(segment), segment.segment_id)
+        keys = self._keys_of(_scope(segment), segment.segment_id)
         return tuple([key for key, count in keys if count <= row_count])
 
     def keys_of_session(self, session: Session, token_count: int) -> Iterator[bytes]:
@@ -100,7 +136,7 @@ class Keyed:
         scope = scope_of(session.tenant, session.model_fingerprint, session.layout.outline.ranges)
         for piece in session.pieces(0, token_count):
             segment = piece.segment
-            for key, row_count in self.index.keys_of(scope, segment.segment_id):
+            for key, row_count in self._keys_of(scope, segment.segment_id):
                 if piece.row_begin < row_count <= piece.row_end:
                     yield key
 
@@ -109,10 +145,21 @@ class Keyed:
         if not token_count:
             return NO_PARENT
         [piece] = session.pieces(token_count - 1, token_count)
-        for key, row_count in self.index.keys_of(scope, piece.segment.segment_id):
+        for key, row_count in self._keys_of(scope, piece.segment.segment_id):
             if piece.segment.begin + row_count == token_count:
                 return key
         return None
+
+    def _keys_of(self, scope: Scope, segment_id: int) -> list[tuple[bytes, int]]:
+        """The keys by which a segment is found, each with its row count, in order."""
+        keys, most_rows = self.index.keys_of(scope, segment_id), self._leaving.get(segment_id)
+        return keys if most_rows is None else [found for found in keys if found[1] <= most_rows]
+
+    def _forget(self, segment_id: int, beyond: int) -> None:
+        self._leaving[segment_id] = min(self._leaving.get(segment_id, beyond), beyond)
+
+    def _leave(self, segment_id: int) -> int:
+        return self.index.drop(segment_id, beyond=self._leaving.pop(segment_id))
 
 
 def _scope(segment: Segment) -> Scope:
@@ -131,13 +178,3 @@ def holds(session: Session, segment: Segment, row_count: int) -> bool:
         return False
     [piece] = session.pieces(token_count - 1, token_count)
     return piece.segment is segment
-
-
-def longest(index: PrefixIndex, scope: Scope, keys: Sequence[bytes]) -> Iterator[tuple[int, int, int]]:
-    """Segments that the last of these keys name, then those that the one before names, and so on.
-
-    Each as the key's number, the segment's number and its row count.
-    """
-    for number in reversed(range(len(keys))):
-        for owner, row_count in index.find_all(scope, keys[number]):
-            yield number, owner, row_count

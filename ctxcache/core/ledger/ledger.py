@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ctxcache.core import ranges
 from ctxcache.core.ledger.feed import Feed
-from ctxcache.core.ledger.keyed import Keyed, holds, longest
+from ctxcache.core.ledger.keyed import Keyed, holds
 from ctxcache.core.ledger.leaving import Leaving
 from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
 from ctxcache.core.ledger.rankings import Evictable, Resident, Unwritten
@@ -35,6 +35,7 @@ from ctxcache.core.prefix.keys import BLOCK_TOKENS, Scope
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import SessionNotFound
 from ctxcache.format.checksums import Sums
+from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout
 from ctxcache.format.slot import Slot
 
 SECOND_NS = 10**9
@@ -270,7 +271,7 @@ class Ledger:
         `keys` are of tokens that follow one another from the first on. None where there is none.
         """
         now_ns, looks = self._clock.now_ns(), 0
-        for number, segment_id, row_count in longest(self.keyed.index, scope, keys):
+        for number, segment_id, row_count in self.keyed.longest(scope, keys):
             segment = self._segments[segment_id]
             if segment.begin + row_count != (number + 1) * BLOCK_TOKENS:
                 # A key that was given for tokens at another place.
@@ -473,7 +474,13 @@ class Ledger:
         self._last_segment_id += 1
         return self._last_segment_id
 
-    def blank(self, session: Session, segment_id: int, begin: int) -> Segment:
+    @property
+    def longest_bytes(self) -> int:
+        """The largest slot of a segment that has more than 64 rows."""
+        least_bytes = min(self.memory.capacity_bytes, self.below.smallest_path_bytes)
+        return min(int(self.watermarks.longest * least_bytes), LONG_SLOT_BYTES)
+
+    def blank(self, session: Session, segment_id: int, begin: int, layout: SegmentLayout) -> Segment:
         """A segment for rows of the session from position `begin` on; it has no slot yet."""
         return Segment(
             segment_id=segment_id,
@@ -482,7 +489,7 @@ class Ledger:
             generation=session.generation,
             begin=begin,
             model_fingerprint=session.model_fingerprint,
-            layout=session.layout,
+            layout=layout,
             use=self.usage.of(session.tenant),
         )
 
@@ -1084,7 +1091,8 @@ class Ledger:
         # A session without a segment has nothing that could leave, and is placed nowhere.
         if any(uid not in self._by_uid or self._by_uid[uid].segments for uid in late):
             yield "sessions leave too late: the rankings were not told that their ranks fell"
-        if any(owner not in self._segments for owner in self.keyed.index.owners()):
+        owners = self.keyed.index.owners()
+        if any(owner not in self._segments and not self.keyed.is_leaving(owner) for owner in owners):
             yield "segments that no session lists are found by keys"
         for session in self._feed.misplaced():
             yield f"{session.name} is taken to be in memory and is not"

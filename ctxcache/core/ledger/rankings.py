@@ -494,7 +494,7 @@ class Unwritten:
 
     def size_bytes(self, session: Session) -> int:
         """Slots of a session's unwritten segments."""
-        return len(self._segments.get(session.uid, ())) * session.layout.size_bytes
+        return sum(segment.size_bytes for segment in self._segments.get(session.uid, ()))
 
     def has_full(self, session: Session) -> bool:
         """Whether a session has an unwritten segment that grows no more."""

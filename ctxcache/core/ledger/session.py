@@ -224,7 +224,7 @@ class Session:
     @property
     def size_bytes(self) -> int:
         """Of slots that take all of it once."""
-        return len(self.segments) * self.layout.size_bytes
+        return sum(segment.size_bytes for segment in self.segments)
 
     def used(self, event: UseEvent) -> None:
         """Take a step of its use. The ledger's alone. Raises IllegalStepError."""

@@ -122,6 +122,9 @@ class PrefixIndex:
         self._by_owner = [array("i", [FREE] * LEAST_SLOTS) for _ in range(PARTS)]
         self._key_counts, self._owner_counts = array("I", bytes(4 * PARTS)), array("I", bytes(4 * PARTS))
         self._count = 0
+        self._last_owner: int | None = None
+        """Of the entry put last, in `_last_row`: a segment gets its keys one after another."""
+        self._last_row = FREE
         self._table_bytes = 2 * PARTS * LEAST_SLOTS * self._older.itemsize
 
     def __len__(self) -> int:
@@ -156,14 +159,10 @@ class PrefixIndex:
             part[slot] = row
             self._grow_owners(number)
         else:
-            self._next[self._last_of(first)] = row
+            last = self._last_row if self._last_owner == owner else self._last_of(first)
+            self._next[last] = row
+        self._last_owner, self._last_row = owner, row
         self._count += 1
-
-    def find(self, scope: Scope, key: bytes) -> Entry | None:
-        """What was put last under a key."""
-        part, slot = self._key_slot(_stored(scope, key))
-        row = part[slot]
-        return None if row == FREE else Entry(self._owners[row], self._counts[row])
 
     def find_all(self, scope: Scope, key: bytes) -> Iterator[Entry]:
         """All that is under a key, the last first. The index must not change meanwhile."""
@@ -182,14 +181,20 @@ class PrefixIndex:
             found.append((key, self._counts[row]))
         return found
 
-    def drop(self, owner: int, beyond: int = 0) -> bool:
-        """Forget an owner's keys, or those for more than `beyond` tokens; whether there were any."""
+    def knows(self, owner: int) -> bool:
+        """Whether an owner has keys."""
+        part, slot = self._owner_slot(owner)
+        return part[slot] != FREE
+
+    def drop(self, owner: int, beyond: int = 0) -> int:
+        """Forget an owner's keys, or those for more than `beyond` tokens; returns how many there were."""
         rows = list(self._rows_of(owner))
+        self._last_owner = None
         kept = [row for row in rows if self._counts[row] <= beyond]
         for row in rows[len(kept) :]:
             self._unlink(row)
         if len(kept) == len(rows):
-            return False
+            return 0
         if kept:
             self._next[kept[-1]] = FREE
         else:
@@ -200,7 +205,7 @@ class PrefixIndex:
         for row in rows[len(kept) :]:
             self._next[row], self._unused = self._unused, row
             self._count -= 1
-        return True
+        return len(rows) - len(kept)
 
     def owners(self) -> Iterator[int]:
         """Every owner, once. The index must not change meanwhile."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ctxcache.format.header import SegmentIdentity
+from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
@@ -51,6 +52,8 @@ class SegmentRecord(NamedTuple):
     header_checksum: int
     keys: tuple[bytes, ...] = ()
     """Of its rows, 32 bytes each, see docs/prefixes.md: by them it is found by its tokens."""
+    segment_tokens: int = SEGMENT_TOKENS
+    """Rows that its slot has room for; 1 for a block."""
 
 
 class BlockRecord(NamedTuple):

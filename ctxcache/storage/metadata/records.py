@@ -59,7 +59,7 @@ GENERATION_BITS = 32
 """Changes that one session can see in one run before its generations reach those after the next crash."""
 UID_BYTES = 16
 _CHECKSUM = struct.Struct("<Q")
-_SEGMENT = struct.Struct("<16sqqq32sIqqQH")
+_SEGMENT = struct.Struct("<16sqqq32sIqqQIH")
 _PREFIX_KEY = struct.Struct("<32s")
 _SESSION = struct.Struct("<qqqqqqBHHHIII")
 _STREAM = struct.Struct("<ii")
@@ -110,6 +110,7 @@ def encode_segment(record: SegmentRecord) -> bytes:
         slot.offset_bytes,
         slot.size_bytes,
         record.header_checksum,
+        record.segment_tokens,
         len(tenant := identity.tenant.encode()),
     )
     if any(len(key) != _PREFIX_KEY.size for key in record.keys):
@@ -274,6 +275,7 @@ def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
         offset_bytes,
         size_bytes,
         header_checksum,
+        segment_tokens,
         tenant_bytes,
     ) = _SEGMENT.unpack_from(body)
     tenant_end = _SEGMENT.size + tenant_bytes
@@ -282,7 +284,7 @@ def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
     identity = SegmentIdentity(tenant, uid, generation, begin, token_count, fingerprint)
     slot = Slot(path_index, offset_bytes, size_bytes)
     segment_id = int.from_bytes(key[len(SEGMENT_PREFIX) :], "big")
-    return SegmentRecord(segment_id, identity, slot, header_checksum, keys)
+    return SegmentRecord(segment_id, identity, slot, header_checksum, keys, segment_tokens)
 
 
 def _exactly(body: bytes, begin: int, end: int) -> bytes:

@@ -1,0 +1,159 @@
+"""Turns of the event loop at a million tokens: what one call may do before others have theirs.
+
+A turn is measured in lines of Python that run in it, which are the same on every machine: about 20,000 take a
+millisecond. The bounds are today's figures, rounded up: lower them with what lowers them.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from cache_rig import FINGERPRINT, MODEL, TENANT, MemoryRig
+
+from ctxcache.cache.leases import ReadRequest
+from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration
+from ctxcache.format.streams import TOKENS
+
+MILLION = 1 << 20
+AT_ONCE = 1 << 18
+HOUR = Expiration(DEFAULT_TTL_NS)
+
+
+@contextmanager
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Lines that run in each turn of the loop meanwhile."""
+    counts: list[int] = []
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    run = asyncio.events.Handle._run
+
+    def counted(handle: asyncio.Handle) -> None:
+        before = lines
+        sys.settrace(trace)
+        run(handle)
+        sys.settrace(None)
+        counts.append(lines - before)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.events.Handle, "_run", counted)
+        yield counts
+    sys.settrace(None)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[MemoryRig]:
+    """A session of a million tokens, durable and in memory."""
+    made = MemoryRig(tmp_path, arena_segments=512, ssd_segments=(2048,))
+    await made.open()
+    await made.cache.sessions.create(
+        TENANT, "long", model_id=MODEL.model_id, layout=(), expiration=HOUR, is_pinned=False
+    )
+    for begin in range(0, MILLION, AT_ONCE):
+        reservation = await made.cache.appends.reserve(
+            TENANT, "long", fingerprint=FINGERPRINT, write_offset=begin, generation=None,
+            token_count=AT_ONCE, coming_count=AT_ONCE,
+        )  # fmt: skip
+        ids = np.arange(begin, begin + AT_ONCE, dtype=np.int32)
+        made.cache.appends.place(reservation, TOKENS, begin, memoryview(ids.tobytes()))
+        await made.cache.appends.commit(reservation, begin + AT_ONCE, is_durable=True, keep_open=False)
+    yield made
+    await made.check()
+    made.arena.close()
+
+
+def request(begin: int = 0, end: int | None = None) -> ReadRequest:
+    """What a reader asks for."""
+    return ReadRequest(TENANT, "long", FINGERPRINT, None, begin, end)
+
+
+async def lease(rig: MemoryRig) -> None:
+    """All of it, and its end."""
+    held = await rig.cache.leases.acquire(request())
+    rig.cache.leases.release(held.lease_id)
+
+
+async def lease_a_part(rig: MemoryRig) -> None:
+    """A hundred tokens of it."""
+    held = await rig.cache.leases.acquire(request(MILLION // 2, MILLION // 2 + 100))
+    rig.cache.leases.release(held.lease_id)
+
+
+async def fork(rig: MemoryRig) -> None:
+    """Half of it under another name."""
+    await rig.fork("long", "fork", MILLION // 2)
+
+
+async def drop(rig: MemoryRig) -> None:
+    """The oldest half goes, four tokens stay."""
+    await rig.truncate("long", (4, MILLION // 2))
+
+
+async def keep_first(rig: MemoryRig) -> None:
+    """The newest half goes."""
+    await rig.cache.sessions.keep_first(TENANT, "long", None, MILLION // 2)
+
+
+async def delete(rig: MemoryRig) -> None:
+    """All of it goes."""
+    await rig.delete("long")
+
+
+async def look(rig: MemoryRig) -> None:
+    """What it is."""
+    rig.cache.sessions.get(TENANT, "long")
+
+
+async def append_durable(rig: MemoryRig) -> None:
+    """One token more, on disk."""
+    reservation = await rig.cache.appends.reserve(
+        TENANT, "long", fingerprint=FINGERPRINT, write_offset=MILLION, generation=None, token_count=1
+    )
+    rig.cache.appends.place(reservation, TOKENS, MILLION, memoryview(bytes(4)))
+    await rig.cache.appends.commit(reservation, MILLION + 1, is_durable=True, keep_open=False)
+
+
+async def append_many(rig: MemoryRig) -> None:
+    """As many tokens as a long prompt has."""
+    count = 1 << 16
+    reservation = await rig.cache.appends.reserve(
+        TENANT, "long", fingerprint=FINGERPRINT, write_offset=MILLION, generation=None,
+        token_count=count, coming_count=count,
+    )  # fmt: skip
+    rig.cache.appends.place(reservation, TOKENS, MILLION, memoryview(bytes(4 * count)))
+    await rig.cache.appends.commit(reservation, MILLION + count, is_durable=False, keep_open=False)
+
+
+CALLS: dict[Callable[[MemoryRig], Awaitable[None]], int] = {
+    look: 100,
+    lease: 18_500,
+    lease_a_part: 1_000,
+    fork: 5_500,
+    drop: 17_000,
+    keep_first: 17_000,
+    delete: 33_000,
+    append_durable: 2_200,
+    append_many: 85_000,
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+async def test_no_turn_is_longer_than_its_bound(
+    rig: MemoryRig, call: Callable[[MemoryRig], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither before nor behind an await is more done than the bound says."""
+    assert len(rig.cache.ledger.find(TENANT, "long").segments) == MILLION // 4096
+    with turns(monkeypatch) as counts:
+        await asyncio.ensure_future(call(rig))
+        await rig.cache.drain()
+    assert max(counts) <= CALLS[call]
