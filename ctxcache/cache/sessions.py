@@ -49,11 +49,17 @@ One session at least.
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What a lookup found: `reason` is empty for a hit."""
+    """What a lookup found: `reason` is empty for a hit. Without a layout there is no such session.
+
+    Not a SessionView: an engine looks up hundreds at a time, and asks for these facts alone.
+    """
 
     session_id: str
     reason: str = ""
-    view: SessionView | None = None
+    layout: SegmentLayout | None = None
+    generation: int = 0
+    token_count: int = 0
+    expire_time_ns: int = 0
     dram_token_count: int = 0
     is_pending: bool = False
 
@@ -386,7 +392,16 @@ class Sessions:
             tokens=session.token_count,
             dram_tokens=in_dram,
         )
-        return Lookup(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
+        return Lookup(
+            session_id,
+            reason,
+            session.layout,
+            session.generation,
+            session.token_count,
+            session.expire_time_ns,
+            in_dram,
+            session.is_writing and not session.live,
+        )
 
     # -- checks and parts ----------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from ctxcache.v1 import model_pb2, session_pb2, session_pb2_grpc
 
 DEFAULT_SINK_TOKENS = 4
 LOOKUP_LIMIT = 1000
+RESULTS_FIELD = session_pb2.LookupSessionsResponse.RESULTS_FIELD_NUMBER
 DROP_LIMIT = 4096
 RANGES_PER_PAUSE = 256
 RANGES_KEPT = 1 << 16
@@ -172,16 +173,20 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         for i, query in enumerate(request.queries):
             if part.is_over:
                 await part.rest()
-            session_id = validate.session_id(query.name, f"queries[{i}].name")
-            field = f"queries[{i}].model_fingerprint"
-            asked.append((session_id, validate.fingerprint(query.model_fingerprint, field)))
-        tenant = current().tenant
+            try:
+                asked.append((validate.session_id(query.name), validate.fingerprint(query.model_fingerprint)))
+            except InvalidArgument as error:
+                # A field's place is told where it is wrong, and costs nothing where all are right.
+                field, problem = f"queries[{i}].{error.facts['field']}", str(error.facts["problem"])
+                raise InvalidArgument(field=field, problem=problem) from None
+        tenant, ahead_ns = current().tenant, self._clock.wall_ahead_ns()
         answer = EncodedAnswer()
         for session_id, print_ in asked:
             if part.is_over:
                 await part.rest()
-            result = _result(self._sessions.lookup(tenant, session_id, print_), self._clock)
-            answer.add(session_pb2.LookupSessionsResponse(results=[result]))
+                ahead_ns = self._clock.wall_ahead_ns()
+            result = _result(self._sessions.lookup(tenant, session_id, print_), ahead_ns)
+            answer.add_encoded(convert.entry(RESULTS_FIELD, result.SerializeToString()))
         return answer.encoded()
 
     # -- rows ---------------------------------------------------------------------------------------
@@ -293,23 +298,24 @@ def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, tuple[Ranges
     return normalise(found), lowest if lowest[0] < 0 else furthest
 
 
-def _result(found: Lookup, clock: Clock) -> session_pb2.LookupResult:
+def _result(found: Lookup, ahead_ns: int) -> session_pb2.LookupResult:
+    """`ahead_ns`: how far the wall clock is ahead of the store's time."""
     name = f"sessions/{found.session_id}"
     miss = session_pb2.LOOKUP_STATE_MISS
-    if found.view is None:
+    if found.layout is None:
         return session_pb2.LookupResult(name=name, state=miss, reason=found.reason)
     if found.is_pending:
         miss = session_pb2.LOOKUP_STATE_PENDING
     result = session_pb2.LookupResult()
-    result.CopyFrom(_of_one_token(found.view.layout))
+    result.CopyFrom(_of_one_token(found.layout))
     for kind in result.kinds:
-        kind.size_bytes *= found.view.token_count
+        kind.size_bytes *= found.token_count
     result.name = name
     result.state = miss if found.reason else session_pb2.LOOKUP_STATE_HIT
     result.reason = "" if found.is_pending else found.reason
-    result.generation, result.token_count = found.view.generation, found.view.token_count
+    result.generation, result.token_count = found.generation, found.token_count
     result.dram_token_count = found.dram_token_count
-    result.expire_time.CopyFrom(convert.timestamp(found.view.expire_time_ns + clock.wall_ahead_ns()))
+    result.expire_time.seconds, result.expire_time.nanos = divmod(found.expire_time_ns + ahead_ns, 10**9)
     return result
 
 

@@ -11,7 +11,7 @@ import mmap
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -34,11 +34,13 @@ class FarSide:
     read: "grpc.UnaryStreamMultiCallable[bytes, bytes]"
     save: "grpc.StreamUnaryMultiCallable[bytes, bytes]"
     pid: int
+    echoes: "tuple[grpc.UnaryUnaryMultiCallable[bytes, bytes], ...]" = ()
+    """A call that gives back what it gets, over a connection of its own for each client."""
 
 
 @contextmanager
-def far_side(context_count: int, context_bytes: int) -> Iterator[FarSide]:
-    """Such a process, over TCP. Raises NoPeer."""
+def far_side(context_count: int, context_bytes: int, *, client_count: int = 0) -> Iterator[FarSide]:
+    """Such a process, over TCP, and so many clients that echo. Raises NoPeer."""
     process = subprocess.Popen(  # noqa: S603  ourselves
         [sys.executable, "-m", "lab.bench.bare_grpc", str(context_count), str(context_bytes)],
         stdout=subprocess.PIPE,
@@ -48,11 +50,17 @@ def far_side(context_count: int, context_bytes: int) -> Iterator[FarSide]:
         line = process.stdout.readline().strip() if process.stdout else ""
         if not line:
             raise NoPeer("the bare gRPC server's process did not start")
-        with grpc.insecure_channel(line, options=CHANNEL_OPTIONS) as channel:
+        with grpc.insecure_channel(line, options=CHANNEL_OPTIONS) as channel, ExitStack() as stack:
+            # Each with an option of its own, so that no two share a connection.
+            others = [
+                stack.enter_context(grpc.insecure_channel(line, options=[*CHANNEL_OPTIONS, ("client", i)]))
+                for i in range(client_count)
+            ]
             yield FarSide(
                 channel.unary_stream(f"/{_SERVICE}/Read"),
                 channel.stream_unary(f"/{_SERVICE}/Save"),
                 process.pid,
+                tuple(other.unary_unary(f"/{_SERVICE}/Echo") for other in others),
             )
     finally:
         process.kill()
@@ -118,10 +126,14 @@ async def serve(context_count: int, context_bytes: int) -> None:
             at = _put(message, into, at)
         return b"k" if at == into.nbytes else b"?"
 
+    async def echo(request: bytes, _: "grpc.aio.ServicerContext[bytes, bytes]") -> bytes:
+        return request
+
     server = grpc.aio.server(options=OPTIONS)
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         "Read": grpc.unary_stream_rpc_method_handler(read),
         "Save": grpc.stream_unary_rpc_method_handler(save),
+        "Echo": grpc.unary_unary_rpc_method_handler(echo),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")

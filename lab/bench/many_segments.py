@@ -1,9 +1,10 @@
 """A data directory with many segments, made in a minute: true records, and slots that are mostly holes.
 
-    python -m lab.bench.many_segments DIRECTORY --segments 1000000
+    python -m lab.bench.many_segments DIRECTORY --segments 1000000 --session-segments 1
 
-Sessions of 64 segments each. The first and the last have their bytes on SSD, whole, so that they can be
-read and checked; the slots of all others are holes. Worst case: no space, and the directory is useless.
+Sessions of 64 segments each, if not told otherwise. The first and the last have their bytes on SSD, whole, so
+that they can be read and checked; the slots of all others are holes. Worst case: no space, and the directory
+is useless.
 """
 
 import argparse
@@ -31,7 +32,11 @@ ROW_BYTES = 64
 TENANT = "default"
 _TTL_NS = 30 * 86400 * 10**9
 _BATCH_SESSIONS = 256
-SHAPE = Scale(1, 1, SESSION_SEGMENTS * 64, ROW_BYTES, call_count=0, segment_count=0)
+
+
+def shape_of(session_segments: int) -> Scale:
+    """A session of so many segments."""
+    return Scale(1, 1, session_segments * 64, ROW_BYTES, call_count=0, segment_count=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,16 @@ class Made:
     session_count: int
     segment_count: int
     ssd_bytes: int
+    session_segments: int
+
+    @property
+    def shape(self) -> Scale:
+        """Of each session."""
+        return shape_of(self.session_segments)
 
     def data(self, session: int) -> Bytes:
         """What session `session` holds, flat; only of the first and the last."""
-        return content(session, SHAPE.context_bytes)
+        return content(session, self.shape.context_bytes)
 
 
 def session_name(session: int) -> str:
@@ -52,11 +63,13 @@ def session_name(session: int) -> str:
     return f"sessions/many{session}"
 
 
-def make(directory: Path, segment_count: int, *, tenant: str = TENANT) -> Made:
+def make(
+    directory: Path, segment_count: int, *, tenant: str = TENANT, session_segments: int = SESSION_SEGMENTS
+) -> Made:
     """Make such a directory; `segment_count` is rounded up to whole sessions."""
-    session_count = -(-segment_count // SESSION_SEGMENTS)
-    layout, segment_count = layout_of(SHAPE), session_count * SESSION_SEGMENTS
-    made = Made(session_count, segment_count, segment_count * layout.size_bytes)
+    session_count = -(-segment_count // session_segments)
+    layout, segment_count = layout_of(shape_of(session_segments)), session_count * session_segments
+    made = Made(session_count, segment_count, segment_count * layout.size_bytes, session_segments)
     with DataDirectory.open(directory) as place:
         (directory / "ssd").mkdir(exist_ok=True)
         metadata = RocksDbMetadata(place.metadata_path)
@@ -74,7 +87,7 @@ class _Maker:
     ) -> None:
         self._path = directory / "ssd" / FILE_NAME
         self._metadata, self._layout, self._made, self._tenant = metadata, layout, made, tenant
-        self._model = model_of(SHAPE)
+        self._model = model_of(made.shape)
         self._fingerprint = self._model.fingerprint()
         self._now_ns = time.time_ns()
 
@@ -104,8 +117,8 @@ class _Maker:
 
     def _segments(self, session: int, fd: int | None) -> Iterator[SegmentRecord]:
         data = self._made.data(session) if fd is not None else None
-        for number in range(SESSION_SEGMENTS):
-            segment_id = session * SESSION_SEGMENTS + number + 1
+        for number in range(self._made.session_segments):
+            segment_id = session * self._made.session_segments + number + 1
             offset_bytes = (segment_id - 1) * self._layout.size_bytes
             checksum = self._write(fd, segment_id, number, data) if data is not None and fd is not None else 0
             slot = Slot(0, offset_bytes, self._layout.size_bytes)
@@ -119,9 +132,9 @@ class _Maker:
     def _write(self, fd: int, segment_id: int, number: int, data: Bytes) -> int:
         """Write a slot; returns its header's checksum."""
         tokens = self._layout.segment_tokens
-        rows = by_stream(SHAPE, data)
+        rows = by_stream(self._made.shape, data)
         chunks = [rows[spec.stream][number * tokens : (number + 1) * tokens] for spec in self._layout.specs]
-        identity = self._identity((segment_id - 1) // SESSION_SEGMENTS, number)
+        identity = self._identity((segment_id - 1) // self._made.session_segments, number)
         checksums = tuple(
             chunk_checksum(identity.seed(), spec.stream, chunk.data)
             for spec, chunk in zip(self._layout.specs, chunks, strict=True)
@@ -134,7 +147,7 @@ class _Maker:
         return header_checksum(encoded)
 
     def _session(self, session: int, segment_ids: Sequence[int]) -> SessionRecord:
-        tokens = SHAPE.token_count
+        tokens = self._made.shape.token_count
         return SessionRecord(
             uid=_uid(session),
             tenant=self._tenant,
@@ -164,9 +177,10 @@ def main() -> int:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--segments", type=int, default=1_000_000)
+    parser.add_argument("--session-segments", type=int, default=SESSION_SEGMENTS)
     options = parser.parse_args()
     begin_s = time.monotonic()
-    made = make(options.directory, options.segments)
+    made = make(options.directory, options.segments, session_segments=options.session_segments)
     sys.stdout.write(
         f"{made.segment_count} segments of {made.session_count} sessions in {time.monotonic() - begin_s:.0f}"
         f" s; serve with --data-directory {options.directory} --ssd-size-bytes {made.ssd_bytes}\n"

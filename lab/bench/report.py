@@ -58,7 +58,11 @@ def _figure(result: Result, values: Sequence[float]) -> str:
         return f"{result.bytes_a_round / middle / 1e9:.2f} GB/s"
     if result.unit == "CPU s":
         gigabytes = result.notes.get("gigabytes a round")
-        return f"{middle / gigabytes:.2f} CPU s/GB" if isinstance(gigabytes, float) else f"{middle:.3f} CPU s"
+        return (
+            f"{middle / gigabytes:.2f} CPU s/GB"
+            if isinstance(gigabytes, float)
+            else f"{_duration(middle)} of CPU"
+        )
     return _duration(middle)
 
 

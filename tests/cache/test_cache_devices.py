@@ -55,8 +55,7 @@ async def stored(rig: MemoryRig, count: int, segment_count: int = 2) -> dict[str
 def found(rig: MemoryRig) -> dict[str, int]:
     """Tokens of each session as look-ups say."""
     return {
-        name: rig.cache.sessions.lookup(rig.tenant, name, FINGERPRINT).view.token_count  # type: ignore[union-attr]
-        for name in rig.names()
+        name: rig.cache.sessions.lookup(rig.tenant, name, FINGERPRINT).token_count for name in rig.names()
     }
 
 

@@ -123,11 +123,16 @@ async def test_a_lookup_changes_nothing(rig: MemoryRig, writer: Writer) -> None:
         (s.uid for s in rig.cache.ledger.sessions()), key=lambda uid: rig.cache.placement.rank(uid) or ()
     )
 
-    assert (found.reason, found.dram_token_count, found.view) == ("", 0, before)
+    assert (found.reason, found.dram_token_count, found.layout) == ("", 0, before.layout)
+    assert (found.generation, found.token_count, found.expire_time_ns) == (
+        before.generation,
+        before.token_count,
+        before.expire_time_ns,
+    )
     assert [rig.cache.ledger._by_uid[uid].session_id for uid in order] == ["a", "b"]
     rig.clock.advance(seconds=10)
     missed = rig.cache.sessions.lookup(TENANT, "a", MODEL.fingerprint())
-    assert (missed.reason, missed.view) == ("SESSION_NOT_FOUND", None)
+    assert (missed.reason, missed.layout) == ("SESSION_NOT_FOUND", None)
     assert rig.cache.sessions.lookup(TENANT, "b", bytes(32)).reason == "MODEL_FINGERPRINT_MISMATCH"
     assert rig.cache.sessions.lookup(TENANT, "b", MODEL.fingerprint()).reason == "EMPTY"
 

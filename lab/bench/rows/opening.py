@@ -1,7 +1,7 @@
 """Opening a data directory with many segments after kill -9, until a session has been read and checked."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -10,7 +10,7 @@ import numpy as np
 import ctxcache
 from ctxcache.client import CallerModel, Client
 from lab.bench.contexts import check, model_of
-from lab.bench.many_segments import SHAPE, Made, make, session_name
+from lab.bench.many_segments import SESSION_SEGMENTS, Made, make, session_name
 from lab.bench.row import Place, Row, Sides, at_most
 from lab.bench.server import Server, serving
 
@@ -18,9 +18,18 @@ ARENA_BYTES = 64 << 20
 EMPTY_SSD_BYTES = 8 << 20
 
 
-@contextmanager
-def _opening(place: Place) -> Iterator[Sides]:
-    made = make(place.directory / "many", place.scale.segment_count)
+def _opening(share: float, session_segments: int) -> Callable[[Place], AbstractContextManager[Sides]]:
+    """A row's setup: `share` of a full run's segments, so many in each session."""
+
+    @contextmanager
+    def setup(place: Place) -> Iterator[Sides]:
+        yield from _opened(place, int(share * place.scale.segment_count), session_segments)
+
+    return setup
+
+
+def _opened(place: Place, segment_count: int, session_segments: int) -> Iterator[Sides]:
+    made = make(place.directory / "many", segment_count, session_segments=session_segments)
     with serving(place.directory / "empty", arena_bytes=ARENA_BYTES, ssd_bytes=EMPTY_SSD_BYTES) as empty:
         base_bytes = _resident_bytes(empty)
     notes: dict[str, object] = {"segments": made.segment_count, "sessions": made.session_count}
@@ -29,6 +38,7 @@ def _opening(place: Place) -> Iterator[Sides]:
     def ours(_: int) -> float:
         taken, resident_bytes = _open_once(place, made)
         notes["memory per segment, B"] = round((resident_bytes - base_bytes) / made.segment_count)
+        notes["memory per session, B"] = round((resident_bytes - base_bytes) / made.session_count)
         return taken
 
     yield Sides(ours, None, notes)
@@ -56,7 +66,7 @@ def _open_once(place: Place, made: Made) -> tuple[float, int]:
 
 
 def _verify(client: Client, made: Made, session: int) -> None:
-    with client.sessions.open(session_name(session), CallerModel(model_of(SHAPE))).read() as rows:
+    with client.sessions.open(session_name(session), CallerModel(model_of(made.shape))).read() as rows:
         found = np.concatenate([piece.rows.reshape(-1) for piece in rows.chunks()])
     check(found, made.data(session), f"session {session} of many")
 
@@ -70,6 +80,22 @@ def _resident_bytes(server: Server) -> int:
 
 ROWS = (
     Row(
-        "open-1m", "1 M segments: open after kill -9, in seconds", "-", at_most(10), _opening, is_moving=False
+        "open-1m",
+        "1 M segments: open after kill -9, in seconds",
+        "-",
+        at_most(10),
+        _opening(1, SESSION_SEGMENTS),
+        is_moving=False,
+    ),
+    *(
+        Row(
+            f"open-sessions-{name}",
+            f"{name} sessions of one segment: open after kill -9, in seconds",
+            "-",
+            at_most(10 * share),
+            _opening(share, 1),
+            is_moving=False,
+        )
+        for name, share in (("10k", 0.01), ("100k", 0.1), ("1m", 1))
     ),
 )
