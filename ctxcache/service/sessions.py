@@ -16,7 +16,6 @@ from ctxcache.format.checksums import wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StateKind
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
-from ctxcache.runtime.clock import Clock
 from ctxcache.service import convert, validate
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer, Page

@@ -17,7 +17,9 @@ from lab.bench.run import FAILED, MEASURED, NO_PEER, Run, run_row
 
 SMALL = replace(QUICK, segment_count=128, call_count=5)
 # Sizes and percentiles are arguments: one of each stands for the others, which the command runs.
-SAME = tuple(name for name in ROWS if name.endswith(("redis-4", "redis-16", "p99")))
+OTHER_SIZES = ("redis-4", "redis-16", "p99", "-64", "sessions-10k", "sessions-100k")
+OTHER_CALLS = ("request-append-1", "request-create-8", "request-get-8", "request-look-up-1", "long-part")
+SAME = tuple(name for name in ROWS if name.endswith(OTHER_SIZES) or name in OTHER_CALLS)
 MAY_LACK_PEER = ("redis", "ssd-", "lmcache", "huge")
 
 
