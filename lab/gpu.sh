@@ -4,6 +4,7 @@
 # the first step that failed. Needs this package with torch, triton, transformers, pytest and hypothesis in the Python that runs it.
 #
 #   bash lab/gpu.sh [DIRECTORY]         # results go there, lab/results by default; PYTHON=...: which one
+#   WHEELS=DIR bash lab/gpu.sh          # first installs these beside that Python: python -m lab.studies.gpu_preflight --download DIR
 #   TINY=1 bash lab/gpu.sh /tmp/tiny    # the same steps on a CPU, in about a minute; the figures mean nothing
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -14,6 +15,13 @@ steps=$begin-steps.jsonl
 first_failure=0
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
 mkdir -p "$out"
+if [[ -n ${WHEELS:-} ]]; then
+  site=$(mktemp -d)
+  trap 'rm -rf "$site"' EXIT
+  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit
+  export PYTHONPATH=$PWD:$site
+fi
+"$python" -m lab.studies.gpu_preflight || exit
 : > "$steps"
 
 # NAME SECONDS COMMAND...: what it prints is kept as NAME; the server of a restore that is ended needs a moment to go.
@@ -43,7 +51,8 @@ else
     --history 1024,4096,16384 --ssd-tokens 1024 --rounds 5 --budget-s 145)
   direct=(--shape llama-2-7b --layers 8 --tokens 2048 --device cuda --rounds 3)
 fi
-step tests 100 "$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
+# A process for each core: two hundred kernels compiled one after the other take a quarter of an hour.
+step tests 100 "$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
   --confcutdir tests/gpu_worker/kernels "${tests[@]}"
 step kernels 120 "$python" -m lab.studies.kernels --json "${kernels[@]}"
 # The store's server runs beside these.

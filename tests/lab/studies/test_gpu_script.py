@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+from lab.studies.gpu_preflight import needed, problems
 from lab.studies.gpu_table import Line, lines, read
 
 ROOT = Path(__file__).parents[3]
@@ -24,12 +26,15 @@ def python(tmp_path: Path) -> Path:
     path.write_text(f"""#!{sys.executable}
 import os, runpy, sys
 told = " ".join(sys.argv[1:3])
-steps = "pytest", "kernels", "saving", "lab.studies.restore", "lab.studies.direct", "gpu_table"
+studies = "gpu_preflight", "kernels", "saving", "lab.studies.restore", "lab.studies.direct", "gpu_table"
+steps = "pytest", *studies
 step = next((key for key in steps if key in told), "")
 if step == "gpu_table":
     sys.argv = sys.argv[2:]
     runpy.run_module("lab.studies.gpu_table", run_name="__main__")
     sys.exit(0)
+if step == "gpu_preflight":
+    sys.exit(int(os.environ.get("FAILS_gpu_preflight", 0)))
 row = '{{"way": "two-stage", "model": "%s", "batch": 16, "over_none": {{"median": 0.02}}}}'
 print(row % step, flush=True)
 sys.exit(int(os.environ.get("FAILS_" + step.split(".")[-1], 0)))
@@ -67,6 +72,23 @@ def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
     assert "failed with 4" in done.stdout
     assert done.stdout.count("done, ") == 3
     assert "restore, batch 16" in done.stdout
+
+
+def test_nothing_begins_where_something_is_missing(python: Path, tmp_path: Path) -> None:
+    """What lacks was said; ten minutes of a GPU are not spent on steps that cannot run."""
+    done = run(python, tmp_path / "out", FAILS_gpu_preflight=1)
+    assert done.returncode == 1
+    assert "== tests" not in done.stderr
+
+
+def test_the_preflight_says_what_lacks_and_what_is_too_old() -> None:
+    """By what is installed here, and what is not."""
+    asked = ["pytest", "pytest>=1000", "no-such-package>=2", "numpy"]
+    found = {str(one): why for one, why in problems([Requirement(text) for text in asked])}
+    assert found.keys() == {"pytest>=1000", "no-such-package>=2"}
+    assert found["no-such-package>=2"] == "is not installed"
+    assert found["pytest>=1000"].startswith("is ")
+    assert {"torch", "rocksdict", "grpcio-reflection", "triton"} <= {one.name for one in needed()}
 
 
 def test_a_step_that_was_ended_says_so(python: Path, tmp_path: Path) -> None:
