@@ -105,17 +105,15 @@ def runbook(head: str) -> str:
 
 
 def _entry(alert: Alert) -> str:
-    wait = f" for {alert.for_minutes} min" if alert.for_minutes else ""
+    """An entry. The condition itself is in the rule file."""
     return "\n".join(
         (
             f"## {alert.name}",
             "",
-            f"*{alert.severity}*: {alert.summary}. `{alert.expression}`{wait}",
+            f"*{alert.severity}*: {alert.means}",
             "",
-            f"**Meaning.** {alert.means}",
+            f"**Look at:** {alert.look}",
             "",
-            f"**Look at.** {alert.look}",
-            "",
-            f"**Do.** {alert.do}",
+            f"**Do:** {alert.do}",
         )
     )

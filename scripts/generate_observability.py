@@ -8,6 +8,7 @@ with its tests, and the dashboards beside them.
 written.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -66,16 +67,16 @@ def _table(group: Group) -> str:
 
 
 def _rows(group: Group) -> str:
-    rows = "\n".join(map(_row, group.metrics))
-    head = "| metric | type, unit | labels | meaning | when it is bad |\n|---|---|---|---|---|"
-    return f"{head}\n{rows}"
+    return "\n".join(map(_row, group.metrics))
 
 
 def _row(metric: Metric) -> str:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    when_bad = "" if metric.when_bad == FOR_SCALE else metric.when_bad
-    cells = (f"`{metric.name}`", f"{metric.kind.value}, {metric.unit}", labels, metric.meaning, when_bad)
-    return f"| {' | '.join(cells)} |"
+    """One item. The unit is in the name, where it is one of the names' units."""
+    facts = [metric.kind.value, *(f"`{label}`" for label in metric.labels)]
+    if not re.search(rf"_{re.escape(metric.unit.split()[0])}(_total)?$", metric.name):
+        facts.insert(1, metric.unit)
+    bad = "" if metric.when_bad == FOR_SCALE else f" *Bad:* {metric.when_bad}"
+    return f"- `{metric.name}` ({', '.join(facts)}): {metric.meaning}{bad}"
 
 
 if __name__ == "__main__":

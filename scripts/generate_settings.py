@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/settings.md from ctxcache/knobs; `--check` says whether it is as it should be."""
+"""Write docs/settings.md from ctxcache/settings/knobs; `--check` says whether it is as it should be."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ def main() -> None:
     text = reference.markdown()
     if sys.argv[1:] == ["--check"]:
         if not PATH.exists() or PATH.read_text() != text:
-            sys.exit("docs/settings.md is not what ctxcache/knobs says: run `make settings`")
+            sys.exit("docs/settings.md is not what ctxcache/settings/knobs says: run `make settings`")
         return
     PATH.write_text(text)
 

@@ -112,7 +112,7 @@ class Options:
         Path,
         typer.Argument(
             metavar="TRACE",
-            help="CSV or JSON lines, .gz too; docs/simulating.md.",
+            help="CSV or JSON lines, .gz too; docs/capacity.md.",
             show_default=False,
         ),
     ]

@@ -1,4 +1,4 @@
 """Direct storage: what lies on SSD read past the store's arena, into the GPU where that works.
 
-See docs/direct_storage.md.
+See docs/worker.md.
 """

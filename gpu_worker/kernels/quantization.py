@@ -3,7 +3,7 @@
 Plain torch: saving is off the critical path, and restoring dequantizes inside the kernels. Single
 dimensions of a residual stream are a thousand times the others and would drown their group: the few largest
 of each token are kept beside the steps, in 32 bits, which on SmolLM2 makes the divergence 16 times smaller
-(docs/kernels.md). Steps begin at the group's least value, for its values seldom lie around 0. Worst case:
+(docs/worker.md). Steps begin at the group's least value, for its values seldom lie around 0. Worst case:
 rows with an infinity, refused.
 """
 

@@ -8,7 +8,7 @@ Kernels do norm, projection, rotation and scatter in one pass over the rows: fus
 elsewhere. The model's own modules compute what the kernels do not know: latents, and caches that repeat
 heads. `KernelWeights` takes a model's layers through its adapter once, for all restores. It finds a fused
 projection's rows for K and V by splitting the weight as its output is split, without arithmetic. Kernels
-round once where the engine rounds after every step, equal within the bounds of docs/kernels.md and not bit by
+round once where the engine rounds after every step, equal within the bounds of docs/worker.md and not bit by
 bit, and need a second copy of K's and V's weights where they are fused.
 """
 

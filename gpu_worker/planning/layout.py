@@ -5,7 +5,7 @@ for all layers and nothing but token ids. The least expected seconds win, and of
 layout.
 
 Has what each packed kind costs in predictions, as measured on small real models, of which the worst
-counts (docs/planner.md). A layout that packs some layers loses no more than one that packs all by the
+counts (docs/worker.md). A layout that packs some layers loses no more than one that packs all by the
 worst of its kinds.
 
 Pure. Worst case: returns unlike those expected, which are served slower; or a model that takes rounding
@@ -146,7 +146,7 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
 
 
 def _sets_of_kinds(engine: EngineAbilities) -> Iterator[frozenset[StateKind]]:
-    """Kinds that may be held together: two each, the best plan hardly needs more (docs/planner.md)."""
+    """Kinds that may be held together: two each, the best plan hardly needs more (docs/worker.md)."""
     wide = frozenset((StateKind.HIDDEN, StateKind.KV, StateKind.LATENT))
     yield wide
     for packed in sorted(engine.lossy_kinds):

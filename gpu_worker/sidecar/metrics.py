@@ -84,7 +84,7 @@ TABLE = Group(
             "worker_direct_path",
             "paths",
             "1 for the path by which sessions are read that lie only on SSD: `gds`, "
-            "`kvikio-compat`, `posix`, `off` (`direct_storage.md`).",
+            "`kvikio-compat`, `posix`, `off` (`worker.md`).",
             "Not the one that the machine should have: `ctxcache worker stats` says why.",
             "path",
         ),

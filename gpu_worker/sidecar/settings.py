@@ -51,7 +51,7 @@ class WorkerSettings:
     device: str = "cpu"
     """Where to compute, and where engines' caches lie: `cpu` or `cuda:0`."""
     direct: Wanted = Wanted.AUTO
-    """How to read what lies on SSD, at best. See docs/direct_storage.md."""
+    """How to read what lies on SSD, at best. See docs/worker.md."""
     profile_directory: Path | None = None
     """Where `ctxcache worker profile` keeps its files; none: plans are by datasheet until measured."""
     ring_bytes: int = 64 * MIB

@@ -82,9 +82,9 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_command_is_listed() -> None:
-    """docs/commands.md has a row for each verb of the command line, by its whole name."""
+    """docs/commands.md has an item for each verb of the command line, by its whole name."""
     rows = "\n".join(
-        line for line in (ROOT / "docs" / "commands.md").read_text().splitlines() if line.startswith("| `")
+        line for line in (ROOT / "docs" / "commands.md").read_text().splitlines() if line.startswith("- `")
     )
     unlisted = [name for name in _verbs(typer.main.get_command(app)) if not re.search(rf"`{name}[ `]", rows)]
 

@@ -42,7 +42,7 @@ LIFECYCLE = Section(
             kind=KnobKind.ADDRESS,
             default="",
             help="OTLP collector that spans are sent to over gRPC, http://host:port; empty for none.",
-            more="Needs `pip install 'ctxcache[otel]'`. See tracing.md.",
+            more="Needs `pip install 'ctxcache[otel]'`. See logs.md.",
             advice="a collector on the same host",
         ),
         Knob(

@@ -9,43 +9,24 @@ _LINE = 100
 
 
 def markdown() -> str:
-    """Return docs/settings.md."""
+    """Return docs/settings.md. Advice and metrics are the TOML reference's: `ctxcache config reference`."""
     lines = [
         "# Settings",
         "",
-        "<!-- Made by scripts/generate_settings.py from ctxcache/knobs. -->",
+        "<!-- Made by scripts/generate_settings.py from ctxcache/settings/knobs. -->",
         "",
-        (
-            f"All {len(KNOBS)} settings of `ctxcache serve`. An option wins over a variable, a variable over"
-            " the TOML file of"
-        ),
-        (
-            "`--config` (or `CTXCACHE_CONFIG`). `arena_size_bytes` here and in the file is"
-            " `--arena-size-bytes` as an option and"
-        ),
-        (
-            "`CTXCACHE_ARENA_SIZE_BYTES` as a variable. An unknown key, or an unknown variable that begins"
-            " with `CTXCACHE_`, is an"
-        ),
-        "error. A size is a number of bytes or has a unit: `512MiB`, `8GiB`, `1.5GB`.",
+        f"All {len(KNOBS)} settings of `ctxcache serve`, with unit and default. An option wins over",
+        "a variable, a variable over the TOML file of `--config`. `arena_size_bytes` is `--arena-",
+        "size-bytes` as an option and `CTXCACHE_ARENA_SIZE_BYTES` as a variable. A size is a number",
+        "of bytes or has a unit: `512MiB`, `8GiB`.",
         "",
-        (
-            "`ctxcache config reference` prints them as a TOML file, `config check` looks at yours, `config"
-            " show --effective` says"
-        ),
-        (
-            "what holds and where it comes from. What is marked *live* changes while the server runs: by"
-            " SIGHUP, which reads the"
-        ),
-        (
-            "file again, or by `ctxcache config reload`. `watch` is the metric that tells whether the value"
-            " is right."
-        ),
+        "`ctxcache config reference` prints all settings as a TOML file, each with the value that",
+        "is recommended and the metric that tells whether it is right. *Live* settings change while",
+        "the server runs: by SIGHUP or `ctxcache config reload`.",
     ]
     for section in SECTIONS:
         lines += ["", f"## {section.title}", "", section.text, ""]
-        lines += ["| setting | unit | default | meaning | recommended | watch |", "|---|---|---|---|---|---|"]
-        lines += [_row(knob) for knob in section.knobs]
+        lines += [_item(knob) for knob in section.knobs]
     return "\n".join(lines) + "\n"
 
 
@@ -64,13 +45,13 @@ def toml() -> str:
     return "\n".join([*lines, *tables]) + "\n"
 
 
-def _row(knob: Knob) -> str:
-    name = f"`{knob.name}`" + (" *live*" if knob.can_reload else "")
+def _item(knob: Knob) -> str:
+    unit = "" if knob.kind is KnobKind.SWITCH else knob.unit_text
+    facts = [*filter(None, [unit]), f"`{knob.default_text}`"]
+    live = ", *live*" if knob.can_reload else ""
     words = f" One of: {', '.join(f'`{word}`' for word in knob.choices)}." if knob.choices else ""
     meaning = " ".join(filter(None, (knob.help, knob.more))) + words + _range(knob)
-    watch = f"`{knob.watch}`" if knob.watch else ""
-    cells = (name, knob.unit_text, f"`{knob.default_text}`", meaning, knob.advice, watch)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return f"- `{knob.name}` ({', '.join(facts)}{live}): {meaning}"
 
 
 def _range(knob: Knob) -> str:
@@ -94,6 +75,8 @@ def _comment(knob: Knob) -> Iterator[str]:
         texts.append(f"One of: {', '.join(knob.choices)}.")
     if knob.shown:
         texts.append(f"Default: {knob.shown}.")
+    if knob.watch:
+        texts.append(f"Watch: {knob.watch}.")
     words = " ".join(filter(None, texts)).split()
     line = "#"
     for word in words:

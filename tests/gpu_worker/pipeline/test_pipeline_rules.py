@@ -1,4 +1,4 @@
-"""The rules of docs/pipeline.md: held with every edge delayed, and every plant that breaks one is found."""
+"""The rules of docs/worker.md: held with every edge delayed, and every plant that breaks one is found."""
 
 import threading
 from collections.abc import Callable, Collection
