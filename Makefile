@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engines engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo bench-table engines engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +100,12 @@ engines-sglang: ## The part of it that is SGLang's hierarchical cache, without i
 engines-all: ## The same with 50 kills, and with small models of 19 types (an hour)
 	CTXCACHE_KILLS=50 $(MAKE) engines ARGS="--timeout 1800 $(ARGS)"
 	.venv-vllm/bin/python -m lab.engines.families
+
+bench-table: setup ## Measure every path on this machine, which nothing else uses, and write results and docs/performance.md (an hour)
+	@mkdir -p build
+	$(BIN)/ctxcache bench --json > build/bench.json
+	cp build/bench.json lab/results/$$(date +%F)-bench.json
+	$(BIN)/python -m lab.bench.report lab/results/$$(date +%F)-bench.json docs/performance.md
 
 stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--runs 2 --busy-runs 1")
 	$(BIN)/python scripts/repeat_tests.py $(ARGS)
