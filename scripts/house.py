@@ -24,6 +24,8 @@ OTHERS = ("benchmarks", "lab", "scripts", "tests")
 GENERATED = "v1"
 COLUMNS = 110
 SMALL_LINES = 80
+_DIRECTIVE = re.compile(r"\s*# (noqa|type:|fmt:|pragma).*$")
+"""Directives at a line's end do not count, as ruff's E501 does not count them."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 NOT_CODE = (
     tokenize.COMMENT,
@@ -141,10 +143,10 @@ def count(root: Path) -> dict[str, int | float]:
         ),
         "shared class names": sum(number > 1 for number in homes.values()),
         f"lines > {COLUMNS} columns (E501)": sum(
-            len(line) > COLUMNS for module in modules for line in module.lines
+            len(_DIRECTIVE.sub("", line)) > COLUMNS for module in modules for line in module.lines
         ),
         f"lines > {COLUMNS} columns, with tests and scripts": sum(
-            len(line) > COLUMNS for text in _sources(root) for line in text.splitlines()
+            len(_DIRECTIVE.sub("", line)) > COLUMNS for text in _sources(root) for line in text.splitlines()
         ),
         "fmt: skip": sum("# fmt: skip" in line for module in modules for line in module.lines),
         "imports in functions": sum(module.import_count_in_functions for module in modules),
@@ -153,6 +155,9 @@ def count(root: Path) -> dict[str, int | float]:
         ),
         "loose root modules": len(list((root / "ctxcache").glob("*.py"))),
         "docs words": sum(len(text.split()) for text in docs),
+        "docs words, tables' pipes apart": sum(
+            re.search(r"\w", word) is not None for text in docs for word in text.split()
+        ),
         "README words": len((root / "README.md").read_text().split()),
     }
 

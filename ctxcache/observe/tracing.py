@@ -25,14 +25,11 @@ class OtelSpans:
     is_on = True
 
     def __init__(self, provider: "TracerProvider") -> None:
-        from opentelemetry import trace  # noqa: PLC0415  see the module's docstring
-        from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
-            TraceContextTextMapPropagator,
-        )
+        import opentelemetry.trace.propagation.tracecontext  # noqa: PLC0415  see the module's docstring
 
-        self._trace = trace
+        self._trace = opentelemetry.trace
         self._tracer = provider.get_tracer("ctxcache")
-        self._propagator = TraceContextTextMapPropagator()
+        self._propagator = self._trace.propagation.tracecontext.TraceContextTextMapPropagator()
 
     def rpc(self, method: str, metadata: Metadata) -> AbstractContextManager[object]:
         """See Spans."""
@@ -83,18 +80,16 @@ def open_spans(
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
-        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
-        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415
+        from opentelemetry.sdk.trace import TracerProvider, export, sampling  # noqa: PLC0415
     except ImportError as error:
         problem = f"tracing needs what pip install 'ctxcache[otel]' installs ({error})"
         raise InvalidConfiguration(source="trace_endpoint", problem=problem) from error
     provider = TracerProvider(
-        ParentBased(TraceIdRatioBased(ratio)),
+        sampling.ParentBased(sampling.TraceIdRatioBased(ratio)),
         Resource.create({"service.name": service, "service.version": version}),
         shutdown_on_exit=False,
     )
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    provider.add_span_processor(export.BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
     def close() -> None:
         # Its own wait for a collector that is away is longer than ours.

@@ -11,6 +11,7 @@ import typer
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.cli import options as given
+from gpu_worker.profiling.profile_file import profile_path, write_profile
 
 
 def profile(
@@ -32,32 +33,21 @@ def profile(
 ) -> None:
     """Measure what a model takes for each stage on this machine, and keep it for `worker plan`."""
     counts = _lengths(lengths)
-    import torch  # noqa: PLC0415  --help needs none of it
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  as above
+    from gpu_worker.profiling.measure import measure_directory  # noqa: PLC0415  --help needs no torch
 
-    from gpu_worker.families import adapt  # noqa: PLC0415  as above
-    from gpu_worker.profiling.measure import Stopwatch, hardware_name, measure  # noqa: PLC0415  as above
-    from gpu_worker.profiling.profile_file import profile_path, write_profile  # noqa: PLC0415  as above
-
-    try:
-        target = torch.device(device)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        # The class's own `to` is wrapped in a way that type checkers cannot follow.
-        torch.nn.Module.to(loaded, target)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        problem = f"{model} cannot be used: {' '.join(str(error).split())}"
-        raise InvalidArgument(field="model", problem=problem) from error
-    hardware, title = hardware_name(target), name or model.resolve().name
-    measured = measure(
-        adapt(loaded),
-        name=title,
-        hardware=hardware,
+    measured = measure_directory(
+        model,
+        name=name or model.resolve().name,
+        dtype=dtype,
+        device=device,
         lengths=counts,
+        repeats=repeats,
         ssd_directory=ssd_directory,
-        stopwatch=Stopwatch(target, repeats),
         on_step=_say,
     )
-    path = profile_path(given.profile_directory(directory), hardware=hardware, model=title)
+    path = profile_path(
+        given.profile_directory(directory), hardware=measured.profile.name, model=measured.model.name
+    )
     write_profile(path, measured)
     typer.echo(str(path))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from google.protobuf.json_format import MessageToDict, MessageToJson
 
 from gpu_worker.cli import options as given
 from gpu_worker.direct.path import Wanted
@@ -174,10 +175,7 @@ def stats(
     as_json: given.AsJson = False,
 ) -> None:
     """Show what a worker has attached, and what it did since it started. Fails where none answers."""
-    # --help needs none of these.
-    from google.protobuf.json_format import MessageToDict, MessageToJson  # noqa: PLC0415
-
-    from gpu_worker.sidecar.client import WorkerClient  # noqa: PLC0415  as above
+    from gpu_worker.sidecar.client import WorkerClient  # noqa: PLC0415  --help needs none of it
 
     with WorkerClient(WorkerSettings(listen=listen).socket, timeout_s=TIMEOUT_S) as client:
         found = client.stats()

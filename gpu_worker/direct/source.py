@@ -51,8 +51,7 @@ class KvikioFiles:
         self._paths = tuple(paths)
         self._files: list[Any] = []  # Any: kvikio has no types
         try:
-            import kvikio  # type: ignore[import-not-found]  # noqa: PLC0415  # only where there is a GPU
-            import kvikio.defaults  # type: ignore[import-not-found]  # noqa: PLC0415
+            import kvikio.defaults  # type: ignore[import-not-found]  # noqa: PLC0415  # only with a GPU
 
             # Never OFF: without GPUDirect Storage opening a file does not return then.
             mode = kvikio.CompatMode.AUTO if is_gds else kvikio.CompatMode.ON

@@ -3,7 +3,7 @@
 The planner falls back on these where its search was cut short, and `worker plan` shows them beside its
 answer. The closed forms are schedules by formula, for like layers and sums instead of a pipeline: HCache
 (arXiv:2410.05004, section 4.1.2) and KVPR (arXiv:2411.17089, equation 10). Layers that are not alike
-count as the average layer. `docs/worker.md` says when the formulas are optimal. Worst case: a baseline
+count as the average layer. `lab/notes/planner.md` says when the formulas are optimal. Worst case: a baseline
 that the store or the engine does not allow, which is left out.
 """
 

@@ -21,9 +21,10 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from gpu_worker.families import Adapter
+from ctxcache.errors import InvalidArgument
+from gpu_worker.families import Adapter, adapt
 from gpu_worker.pipeline.compute import Restorer, recompute_layers
 from gpu_worker.plan import Method
 from gpu_worker.planning.datasheets import known_profile
@@ -154,6 +155,37 @@ def measure(
                 points[Stage.RECOMPUTE, layer].append((length, seconds))
     on_step("bandwidths")
     return _measured(shape, points, hardware, watch, ssd_directory, transfer_bytes)
+
+
+def measure_directory(
+    directory: Path,
+    *,
+    name: str,
+    dtype: str,
+    device: str,
+    lengths: Sequence[int],
+    repeats: int,
+    ssd_directory: Path | None = None,
+    on_step: Callable[[str], None] = lambda _step: None,
+) -> Measured:
+    """As `measure`, for a transformers model's directory, loaded onto `device`. Raises InvalidArgument."""
+    try:
+        target = torch.device(device)
+        loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        # The class's own `to` is wrapped in a way that type checkers cannot follow.
+        nn.Module.to(loaded, target)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        problem = f"{directory} cannot be used: {' '.join(str(error).split())}"
+        raise InvalidArgument(field="model", problem=problem) from error
+    return measure(
+        adapt(loaded),
+        name=name,
+        hardware=hardware_name(target),
+        lengths=lengths,
+        ssd_directory=ssd_directory,
+        stopwatch=Stopwatch(target, repeats),
+        on_step=on_step,
+    )
 
 
 def measure_restoring(
