@@ -89,9 +89,9 @@ engines-llamacpp: ## The part of it that is llama.cpp (a minute)
 	@$(PYTHON) scripts/setup.py llamacpp
 	.venv-llamacpp/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/llamacpp_sessions.py $(ARGS)
 
-engines-lmcache: ## The part of it that is LMCache's second tier (two minutes)
+engines-lmcache: ## The part of it that is LMCache's second tier and remote storage (two minutes)
 	@$(PYTHON) scripts/setup.py lmcache
-	.venv-lmcache/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/lmcache_l2.py $(ARGS)
+	.venv-lmcache/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/lmcache_*.py $(ARGS)
 
 engines-sglang: ## The part of it that is SGLang's hierarchical cache, without its engine (a minute)
 	@$(PYTHON) scripts/setup.py sglang

@@ -49,6 +49,7 @@ FINAL = (
 
 Subject = TypeVar("Subject")
 """What a link is for, and its calls name: a model, or a space of blocks."""
+Result = TypeVar("Result")
 
 
 class LinkState(enum.Enum):
@@ -93,6 +94,17 @@ class StoreLink(Generic[Subject]):
             if self._state is not LinkState.READY or self._client is None or self._subject is None:
                 return None
             return self._client, self._subject
+
+    def call(self, work: Callable[[Client, Subject], Result], otherwise: Result) -> Result:
+        """What `work` returns; `otherwise` where the store cannot be used, or a call fails."""
+        used = self.use()
+        if used is None:
+            return otherwise
+        try:
+            return work(*used)
+        except CacheError as error:
+            self.failed(error)
+            return otherwise
 
     def failed(self, error: CacheError) -> None:
         """A call failed: say so once for each sort of error.

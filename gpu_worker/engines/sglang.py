@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from ctxcache.client import BlockPart, BlockSpace, Client
 from ctxcache.client.types import LookupState
-from ctxcache.errors import CacheError
 from gpu_worker.engines.link import LinkState, StoreLink
 from gpu_worker.engines.settings import Refused, StoreSettings
 from gpu_worker.model_spec import digest_checkpoint
@@ -62,7 +61,6 @@ FACTS = (
 )
 """Attributes of a pool that the bytes of its pages depend on, where it has them."""
 Bytes = npt.NDArray[np.uint8]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +251,9 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         """Delete all pages of this engine's model, layout and rank."""
         for name, pool in self._pools.items():
             for part_count in {pool.piece_count or 1, 1}:
-                self._call(None, partial(_clear, name=name, space_of=partial(self._space, parts=part_count)))
+                self._link.call(
+                    partial(_clear, name=name, space_of=partial(self._space, parts=part_count)), None
+                )
 
     def close(self) -> None:
         """End the client."""
@@ -271,7 +271,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             found = client.blocks.look_up(space, list(map(_key, keys)))
             return [one.state is LookupState.HIT and one.size_bytes == pool.page_bytes for one in found]
 
-        return self._call([False] * len(keys), look)
+        return self._link.call(look, [False] * len(keys))
 
     def _load(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
         pool = self._pool(name, keys, indices)
@@ -303,7 +303,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             found = client.blocks.load(space, list(map(_key, keys)), list(pages))
             return [one is not None for one in found]
 
-        return self._call([False] * len(keys), load)
+        return self._link.call(load, [False] * len(keys))
 
     def _stored(
         self, name: str, keys: Sequence[str], pages: Sequence[list[Bytes]], part_count: int
@@ -314,18 +314,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
             return [True] * len(keys)
 
-        return self._call([False] * len(keys), store)
-
-    def _call(self, otherwise: Result, work: Callable[[Client, bytes], Result]) -> Result:
-        """The result of a call of the store; `otherwise` where it fails. The link is told of failures."""
-        used = self._link.use()
-        if used is None:
-            return otherwise
-        try:
-            return work(*used)
-        except CacheError as error:
-            self._link.failed(error)
-            return otherwise
+        return self._link.call(store, [False] * len(keys))
 
     def _pool(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Pool | None:
         """The pool, if it has as many places as there are pages."""

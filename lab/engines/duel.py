@@ -3,12 +3,13 @@
 
     .venv-vllm/bin/python -m lab.engines.duel                             # a table
     .venv-vllm/bin/python -m lab.engines.duel --prompts 1000 --only flipped,swapped
-    .venv-vllm/bin/python -m lab.engines.duel --write docs/reliability.md
+    .venv-vllm/bin/python -m lab.engines.duel --prompts 1100 --results duel.jsonl --write docs/reliability.md
 
 An engine computes and saves each prompt, and ends. Then what lies on disk is damaged, and a new engine of the
 same name gets the same prompts. Every reply is compared, token for token, with that of an engine that keeps
 nothing. A small random model; the engine is vLLM itself on a CPU, and both tiers lie behind the same
-connector. Both contenders are damaged by the same code, at the same seed.
+connector. Both contenders are damaged by the same code, at the same seed. With `--results` each fault's
+outcome is kept in a file, and a run that was broken off goes on behind it.
 """
 
 import argparse
@@ -264,6 +265,8 @@ def fight(
     contender: Contender, models: Path, prompts: Sequence[list[int]], faults: Sequence[str], place: Path
 ) -> Iterator[tuple[str, Replies, int, str]]:
     """What a contender replies after each fault: replies, how many reused, or what it said instead."""
+    if not faults:
+        return
     saved, older = place / "saved", place / "older"
     saved.mkdir(parents=True)
     middle = len(prompts) // 2
@@ -306,6 +309,16 @@ def current(models: Path, number: int) -> Path:
     return path
 
 
+def kept(path: Path, prompt_count: int) -> list[Outcome]:
+    """The outcomes in a file. Raises ValueError for one of another number of prompts."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    outcomes = [Outcome(**json.loads(line)) for line in lines]
+    for one in outcomes:
+        if not one.words and one.reply_count != prompt_count:
+            raise ValueError(f"{path}: {one.contender}, {one.fault}: {one.reply_count} prompts")
+    return outcomes
+
+
 def table_of(outcomes: Sequence[Outcome]) -> str:
     """A table in Markdown: a fault per line, a contender per column."""
     names = list(dict.fromkeys(one.contender for one in outcomes))
@@ -325,13 +338,14 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=300, help="replies per fault and contender")
     parser.add_argument("--only", default=",".join(FAULTS), help="faults, separated by commas")
     parser.add_argument("--write", type=Path, help="a page of Markdown whose table is to be replaced")
+    parser.add_argument("--results", type=Path, help="a file of outcomes: what it has is not run again")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each fault")
     options = parser.parse_args()
     faults = options.only.split(",")
     if unknown := set(faults) - set(FAULTS):
         parser.error(f"--only: {', '.join(sorted(unknown))} not among {', '.join(FAULTS)}")
     prompts = prompts_of(options.prompts)
-    outcomes: list[Outcome] = []
+    outcomes = kept(options.results, options.prompts) if options.results else []
     with tempfile.TemporaryDirectory(prefix="ctxcache-duel-") as directory:
         place, models = Path(directory), Path(directory) / "models"
         expected = {}
@@ -341,7 +355,9 @@ def main() -> int:
             with VllmEngine(current(models, number), None, place / "plain.log") as engine:
                 expected[number], _ = ask(engine, prompts)
         for contender in CONTENDERS:
-            came = fight(contender, models, prompts, faults, place / contender.name.partition(" ")[0])
+            done = {one.fault for one in outcomes if one.contender == contender.name}
+            left = [fault for fault in faults if fault not in done]
+            came = fight(contender, models, prompts, left, place / contender.name.partition(" ")[0])
             for fault, replies, reused_count, words in came:
                 right = expected[2 if fault == "model" else 1]
                 wrong_count = sum(one != other for one, other in zip(replies, right, strict=False))
@@ -349,6 +365,9 @@ def main() -> int:
                     Outcome(contender.name, fault, len(replies), reused_count, wrong_count, words)
                 )
                 sys.stderr.write(f"{contender.name}: {fault}: {outcomes[-1]}\n")
+                if options.results:
+                    with options.results.open("a") as file:
+                        file.write(json.dumps(asdict(outcomes[-1])) + "\n")
                 if options.json:
                     print(json.dumps(asdict(outcomes[-1])), flush=True)
     table = table_of(outcomes)

@@ -40,7 +40,7 @@ def adapter_of_store(target: str, **params: Any) -> dict[str, Any]:
     """What LMCache's configuration says of the store as its second tier."""
     return {
         "type": "plugin",
-        "module_path": "gpu_worker.engines.lmcache",
+        "module_path": "gpu_worker.engines.lmcache.l2",
         "class_name": "CtxcacheL2",
         "adapter_params": {"target": target, **params},
     }

@@ -16,7 +16,7 @@ import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from safetensors.torch import save
 
-from gpu_worker.engines.lmcache import CtxcacheL2
+from gpu_worker.engines.lmcache.l2 import CtxcacheL2
 from gpu_worker.engines.settings import Refused
 from lab.engines.l2 import OPERATIONS, adapter_of_store, bench
 from tests.server_process import ServerProcess
@@ -134,6 +134,26 @@ def test_a_chunk_of_another_size_is_a_miss(adapter: CtxcacheL2) -> None:
     assert stored(adapter, {key_of(1): data_of(1)})
     assert loaded(adapter, [key_of(1)], 2 * CHUNK_BYTES) == [None]
     assert loaded(adapter, [key_of(1)]) == [bytes(data_of(1))]
+
+
+def test_what_was_looked_up_is_not_evicted_until_it_is_unlocked(tmp_path: Path) -> None:
+    """Many times as much as the store holds goes through it meanwhile; what nobody looked up goes."""
+    sizes = ("--arena-size-bytes", str(64 << 20), "--ssd-size-bytes", str(4 << 20))
+    with ServerProcess(tmp_path / "data", *sizes) as store:
+        adapter = CtxcacheL2({"target": store.target})
+        assert adapter.wait_until_linked(LINK_S)
+        layout = {0: MemoryLayoutDesc([torch.Size([CHUNK_BYTES])], [torch.uint8])}
+        assert stored(adapter, {key_of(number): data_of(number) for number in (1, 2)})
+        adapter.submit_lookup_and_lock_task([key_of(1)], layout)
+        wait_for(adapter.get_lookup_and_lock_event_fd())
+        for other in range(1000, 2000, 50):
+            assert stored(adapter, {key_of(number): data_of(0) for number in range(other, other + 50)})
+        assert loaded(adapter, [key_of(1), key_of(2)]) == [bytes(data_of(1)), None]
+        adapter.submit_unlock([key_of(1)])
+        for other in range(2000, 3000, 50):
+            assert stored(adapter, {key_of(number): data_of(0) for number in range(other, other + 50)})
+        assert loaded(adapter, [key_of(1)]) == [None]
+        adapter.close()
 
 
 def test_deleted_chunks_are_gone(adapter: CtxcacheL2) -> None:

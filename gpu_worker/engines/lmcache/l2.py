@@ -2,35 +2,38 @@
 
     engine ──► LMCache's host memory (L1) ◄──CtxcacheL2──► store
 
-A chunk has whatever size LMCache gives it; the store's blocks have 16 MiB at most, so that a larger chunk is
-several, and is there only where all of them are. Threads carry out what LMCache submits, and say so on its
-event descriptors. Where the store does not answer, nothing is found and nothing is stored, and nobody waits
-for longer than one call may take.
+Threads carry out what LMCache submits, and say so on its event descriptors. Chunks that a look-up finds in
+the store's memory are leased until LMCache unlocks them. Where the store does not answer, nothing is found
+and nothing is stored, and nobody waits for longer than one call may take.
 """
 
-import hashlib
 import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from ctxcache.client import BlockSpace, Client
+from ctxcache.client.blocks import LeasedBlocks
 from ctxcache.client.types import LookupState
-from ctxcache.errors import CacheError
-from gpu_worker.engines.link import LinkState, StoreLink
-from gpu_worker.engines.settings import Refused, StoreSettings
-from gpu_worker.model_spec import digest_checkpoint
+from ctxcache.errors import CapacityExceeded, InvalidArgument, TooManyRequests
+from gpu_worker.engines.link import LinkState
+from gpu_worker.engines.lmcache.chunks import (
+    MOST_STORES,
+    THREADS,
+    Bytes,
+    ChunkSettings,
+    block_keys,
+    bytes_of,
+    cut,
+    space_of,
+)
 
 if TYPE_CHECKING:
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -38,21 +41,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_BLOCK_BYTES = 16 << 20
-THREADS = 2
-"""For each of storing and loading; one looks up."""
-MOST_STORES = 64
-"""Tasks of storing that may wait; more fail, which is a miss later."""
+LOCK_S = 60.0
+"""How long a chunk that was looked up is held at most."""
+MOST_LOCKS = 256
+"""Look-ups whose chunks are held; beyond, the oldest one's are let go."""
+TAG = "lmcache chunk"
 Result = TypeVar("Result")
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class L2Settings(StoreSettings):
-    """The fields of `adapter_params`."""
-
-    model_directory: str | None = None
-    """The model's files: where it is given, other weights under the same name find nothing."""
 
 
 class _Tasks(Generic[Result]):
@@ -119,14 +113,12 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
     """The adapter. Thread-safe; nothing but `close` waits."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
-        """`params`: the fields of L2Settings. Raises Refused."""
+        """`params`: the fields of ChunkSettings. Raises Refused."""
         del l1_memory_desc
         super().__init__()
-        self._settings = L2Settings.of(params, "adapter_params")
-        directory = self._settings.model_directory
-        if directory is not None and not Path(directory).is_dir():
-            raise Refused(f"adapter_params.model_directory: {directory} is no directory")
-        self._link: StoreLink[bytes] = StoreLink(self._settings.connect, self._weights)
+        self._settings = ChunkSettings.of(params, "adapter_params")
+        self._link = self._settings.link()
+        self._locks = _Locks()
         self._stores: _Tasks[L2StoreResult] = _Tasks("store", THREADS)
         self._lookups: _Tasks[Bitmap] = _Tasks("lookup", 1)
         self._loads: _Tasks[Bitmap] = _Tasks("load", THREADS)
@@ -161,7 +153,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
     def submit_lookup_and_lock_task(
         self, keys: "list[ObjectKey]", group_layout_descs: "dict[int, MemoryLayoutDesc]"
     ) -> int:
-        """Look chunks up. Nothing is locked: one that is evicted before its load is a miss then."""
+        """Look chunks up, and hold those in the store's memory until they are unlocked."""
         sizes = [_layout_bytes(group_layout_descs.get(key.object_group_id)) for key in keys]
         return self._lookups.submit(lambda: _bitmap(self._look_up(keys, sizes)), Bitmap(len(keys)))
 
@@ -170,7 +162,8 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: "list[ObjectKey]") -> None:
-        """Nothing: nothing is locked."""
+        """Let chunks go."""
+        self._locks.give_back(keys)
 
     def submit_load_task(self, keys: "list[ObjectKey]", objects: "list[MemoryObj]") -> int:
         """Load chunks, verified."""
@@ -182,16 +175,12 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
 
     def delete(self, keys: "list[ObjectKey]") -> None:
         """Delete chunks of one block each. Of larger ones the store lets go as of what nobody asks for."""
-        used = self._link.use()
-        if used is None:
-            return
-        client, weights = used
-        for space, places in _by_space(keys, weights).items():
-            self._call(
-                lambda space=space, places=places: client.blocks.delete(  # type: ignore[misc]
-                    space, [_block_key(keys[i], 1, 0) for i in places]
-                )
-            )
+
+        def delete(client: Client, weights: bytes) -> None:
+            for space, places in _by_space(keys, weights).items():
+                client.blocks.delete(space, [_block_keys(keys[i], 1)[0] for i in places])
+
+        self._link.call(delete, None)
 
     def report_status(self) -> dict[str, Any]:
         """Whether the store can be used."""
@@ -205,96 +194,107 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         """End threads, descriptors, and the client."""
         for tasks in (self._stores, self._lookups, self._loads):
             tasks.close()
+        self._locks.close()
         self._link.close()
 
     # -- work of the threads ------------------------------------------------------------------------------
 
     def _store(self, keys: "Sequence[ObjectKey]", objects: "Sequence[MemoryObj]") -> L2StoreResult:
-        size_bytes = 0
-        used = self._link.use()
-        is_good = used is not None
-        if used is not None:
-            client, weights = used
-            for space, places in _by_space(keys, weights).items():
-                blocks: dict[bytes, Bytes] = {}
-                for i in places:
-                    blocks |= _blocks(keys[i], _bytes_of(objects[i]))
-                size_bytes += sum(block.nbytes for block in blocks.values())
-                is_good = is_good and self._put(client, space, blocks)
-        if is_good:
-            self._notify_keys_stored(list(keys), [_bytes_of(one).nbytes for one in objects])
-        return L2StoreResult(success=is_good, bytes_transferred=size_bytes)
-
-    def _put(self, client: Client, space: BlockSpace, blocks: Mapping[bytes, Bytes]) -> bool:
         settings = self._settings
-        return self._call(
-            lambda: client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
-        )
+
+        def store(client: Client, weights: bytes) -> int:
+            size_bytes = 0
+            for space, places in _by_space(keys, weights).items():
+                blocks = _merged(_blocks(keys[i], objects[i]) for i in places)
+                client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
+                size_bytes += sum(block.nbytes for block in blocks.values())
+            return size_bytes
+
+        size_bytes = self._link.call(store, None)
+        if size_bytes is None:
+            return L2StoreResult(success=False, bytes_transferred=0)
+        self._notify_keys_stored(list(keys), [bytes_of(one).nbytes for one in objects])
+        return L2StoreResult(success=True, bytes_transferred=size_bytes)
 
     def _look_up(self, keys: "Sequence[ObjectKey]", sizes: Sequence[int]) -> list[bool]:
-        found = [False] * len(keys)
-        used = self._link.use()
-        if used is None:
+        def look_up(client: Client, weights: bytes) -> list[bool]:
+            found = [False] * len(keys)
+            for space, places in _by_space(keys, weights).items():
+                names = {i: _block_keys(keys[i], sizes[i]) for i in places}
+                wanted = list(itertools.chain.from_iterable(names.values()))
+                answers = dict(zip(wanted, client.blocks.look_up(space, wanted), strict=True))
+                there = {key for key, one in answers.items() if one.state is LookupState.HIT}
+                for i, blocks in names.items():
+                    found[i] = there.issuperset(blocks)
+                held = [i for i in places if found[i] and all(answers[key].is_in_dram for key in names[i])]
+                blocks = [key for i in held for key in names[i]]
+                self._locks.hold(client, space, blocks, [keys[i] for i in held])
             return found
-        client, weights = used
-        for space, places in _by_space(keys, weights).items():
-            names = {i: _block_keys(keys[i], sizes[i]) for i in places}
-            wanted = list(itertools.chain.from_iterable(names.values()))
 
-            def ask(space: BlockSpace = space, wanted: list[bytes] = wanted) -> list[bytes]:
-                answers = client.blocks.look_up(space, wanted)
-                return [key for key, one in zip(wanted, answers, strict=True) if one.state is LookupState.HIT]
-
-            there: set[bytes] = set()
-            self._call(lambda ask=ask, there=there: there.update(ask()))  # type: ignore[misc]
-            for i, blocks in names.items():
-                found[i] = there.issuperset(blocks)
-        return found
+        return self._link.call(look_up, [False] * len(keys))
 
     def _load(self, keys: "Sequence[ObjectKey]", objects: "Sequence[MemoryObj]") -> list[bool]:
-        found = [False] * len(keys)
-        used = self._link.use()
-        if used is None:
-            return found
-        client, weights = used
-        for space, places in _by_space(keys, weights).items():
-            blocks: dict[bytes, Bytes] = {}
-            names = {}
-            for i in places:
-                own = _blocks(keys[i], _bytes_of(objects[i]))
-                names[i] = list(own)
-                blocks |= own
-
-            there: set[bytes] = set()
-
-            def load(
-                space: BlockSpace = space, blocks: dict[bytes, Bytes] = blocks, there: set[bytes] = there
-            ) -> None:
+        def load(client: Client, weights: bytes) -> list[bool]:
+            found = [False] * len(keys)
+            for space, places in _by_space(keys, weights).items():
+                own = {i: _blocks(keys[i], objects[i]) for i in places}
+                blocks = _merged(own.values())
                 loaded = client.blocks.load(space, list(blocks), list(blocks.values()))
-                there.update(key for key, one in zip(blocks, loaded, strict=True) if one is not None)
+                there = {key for key, one in zip(blocks, loaded, strict=True) if one is not None}
+                for i, names in own.items():
+                    found[i] = there.issuperset(names)
+            return found
 
-            self._call(load)
-            for i, own_names in names.items():
-                found[i] = there.issuperset(own_names)
+        found = self._link.call(load, [False] * len(keys))
         self._notify_keys_accessed([key for key, is_found in zip(keys, found, strict=True) if is_found])
         return found
 
-    def _call(self, work: Callable[[], object]) -> bool:
-        """Whether a call of the store went well; a failure is told to the link."""
+
+class _Locks:
+    """Leases of chunks that were looked up, until each is unlocked, or `LOCK_S` are over. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Over what follows. Leases are released without waiting."""
+        self._held: dict[LeasedBlocks, list[ObjectKey]] = {}
+        """Keys that are still to be unlocked, oldest lease first."""
+
+    def hold(
+        self, client: Client, space: BlockSpace, blocks: Sequence[bytes], keys: "Sequence[ObjectKey]"
+    ) -> None:
+        """Lease blocks for the chunks of `keys`, where the store has room for leases, and is on this host."""
+        if not blocks:
+            return
         try:
-            work()
-        except CacheError as error:
-            self._link.failed(error)
-            return False
-        return True
+            lease = client.blocks.lease(space, blocks, ttl_s=LOCK_S)
+        except (CapacityExceeded, InvalidArgument, TooManyRequests):
+            # They were found all the same: one that is evicted before its load is a miss then.
+            return
+        with self._lock:
+            self._held[lease] = list(keys)
+            while len(self._held) > MOST_LOCKS:
+                oldest = next(iter(self._held))
+                del self._held[oldest]
+                oldest.release()
 
-    # -- the store ----------------------------------------------------------------------------------------
+    def give_back(self, keys: "Sequence[ObjectKey]") -> None:
+        """One look-up of each of these needs it no more."""
+        with self._lock:
+            for key in keys:
+                lease = next((lease for lease, held in self._held.items() if key in held), None)
+                if lease is None:
+                    continue
+                self._held[lease].remove(key)
+                if not self._held[lease]:
+                    del self._held[lease]
+                    lease.release()
 
-    def _weights(self, client: Client) -> bytes:
-        """The digest of the model's files; empty where the settings do not say where they are."""
-        del client
-        directory = self._settings.model_directory
-        return b"" if directory is None else digest_checkpoint(Path(directory)).encode()
+    def close(self) -> None:
+        """Release all."""
+        with self._lock:
+            for lease in self._held:
+                lease.release()
+            self._held.clear()
 
 
 def _by_space(keys: "Sequence[ObjectKey]", weights: bytes) -> dict[BlockSpace, list[int]]:
@@ -302,35 +302,21 @@ def _by_space(keys: "Sequence[ObjectKey]", weights: bytes) -> dict[BlockSpace, l
     spaces: dict[tuple[str, str], list[int]] = {}
     for i, key in enumerate(keys):
         spaces.setdefault((key.model_name, key.cache_salt), []).append(i)
-    return {
-        BlockSpace(
-            hashlib.sha256(b"%s\0%s" % (name.encode(), weights)).digest(),
-            layout_tag="lmcache chunk",
-            salt=hashlib.sha256(salt.encode()).digest() if salt else b"",
-        ): places
-        for (name, salt), places in spaces.items()
-    }
-
-
-def _block_key(key: "ObjectKey", count: int, number: int) -> bytes:
-    """The key of one of a chunk's blocks: another one where the chunk has another number of them."""
-    facts = f"{key.kv_rank} {key.object_group_id} {count} {number} ".encode()
-    return hashlib.sha256(facts + key.chunk_hash).digest()
+    return {space_of(name, weights, tag=TAG, salt=salt): places for (name, salt), places in spaces.items()}
 
 
 def _block_keys(key: "ObjectKey", size_bytes: int) -> list[bytes]:
-    count = max(-(-size_bytes // MOST_BLOCK_BYTES), 1)
-    return [_block_key(key, count, number) for number in range(count)]
+    return block_keys(f"{key.kv_rank} {key.object_group_id}", key.chunk_hash, size_bytes)
 
 
-def _blocks(key: "ObjectKey", data: Bytes) -> dict[bytes, Bytes]:
+def _blocks(key: "ObjectKey", chunk: "MemoryObj") -> dict[bytes, Bytes]:
     """A chunk's blocks, sharing its memory."""
-    names = _block_keys(key, data.nbytes)
-    return {name: data[i * MOST_BLOCK_BYTES : (i + 1) * MOST_BLOCK_BYTES] for i, name in enumerate(names)}
+    data = bytes_of(chunk)
+    return cut(_block_keys(key, data.nbytes), data)
 
 
-def _bytes_of(chunk: "MemoryObj") -> Bytes:
-    return np.frombuffer(chunk.byte_array, np.uint8)
+def _merged(several: Iterable[Mapping[bytes, Bytes]]) -> dict[bytes, Bytes]:
+    return {key: block for blocks in several for key, block in blocks.items()}
 
 
 def _layout_bytes(layout: "MemoryLayoutDesc | None") -> int:
