@@ -177,7 +177,7 @@ class Reservation:
         return sizes_bytes
 
     def new_layouts(self, token_count: int) -> list[SegmentLayout]:
-        """Of the segments that have to be made for so many tokens more, in their order."""
+        """Layouts of the segments that must be made for `token_count` more tokens, in order."""
         last, row = self.last()
         free_count = last.layout.segment_tokens - row if last is not None else 0
         missing_count = token_count - free_count

@@ -22,7 +22,7 @@ class BlockNews:
         self.has_news = asyncio.Event()
         """Set while something is to be told."""
         self._keys: dict[bytes, bytes] = {}
-        """Of the blocks that it hears of, by uid."""
+        """Keys of the blocks that the subscriber was told of, by uid."""
         self._changed: dict[bytes, None] = {}
         """Keys to be told, in the order in which something happened to them first."""
 

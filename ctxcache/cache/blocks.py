@@ -576,7 +576,7 @@ class Blocks:
 
 
 def _sizes(block: Session) -> tuple[int, ...]:
-    """Of a block's parts, in bytes."""
+    """Sizes of a block's parts, in bytes."""
     return tuple([spec.row_bytes for spec in block.layout.specs])
 
 

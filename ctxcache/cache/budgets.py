@@ -49,7 +49,7 @@ class Pins(Budget):
         self._what = what
         self._wait_s = limits.room_wait_ns / 10**9
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Of each tenant that has callers who wait; of all together where the budget is not divided."""
+        """The line of waiting callers, one per tenant, or one for all where the budget is not divided."""
         self._freed = asyncio.Event()
         self._waiting: Counter[str] = Counter()
 

@@ -451,7 +451,7 @@ class Flushing:
         return bool(moved)
 
     def _segment_records(self, written: Iterable[Written]) -> list[SegmentRecord]:
-        """Of segments whose places below these have become."""
+        """Records of segments that were written, with their places below."""
         return [self._segment_record(item.segment) for item in written]
 
     def _segment_record(self, segment: Segment) -> SegmentRecord:

@@ -50,7 +50,7 @@ class _Waiting(Queue):
         self._deferred.discard(uid)
 
     def ask(self, uid: bytes) -> None:
-        """Nobody is told anything."""
+        """Does nothing: nothing follows from hints here."""
 
 
 class Deferred:
@@ -140,7 +140,7 @@ class Hint:
     priority: int = 0
     budget_bytes: int | None = None
     return_in_ns: int | None = None
-    """Of an expectation; None: it does not return."""
+    """When an expected session returns; None: it does not return."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class Listening:
 LOOKUP, READ = "lookup", "read"
 """How it was asked."""
 WRITE = "write"
-"""Of requests alone: writes count elsewhere."""
+"""The kind of request that writes. Only requests have it: written tokens are counted elsewhere."""
 HIT, EMPTY, NEVER_STORED, REFUSED = "hit", "empty", "never_stored", "refused"
 EVENTS = {
     "MODEL_FINGERPRINT_MISMATCH": Event.FINGERPRINT_MISMATCH,

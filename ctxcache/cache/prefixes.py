@@ -320,7 +320,7 @@ class Prefixes:
 
 
 def _shortfall(asked_count: int, known_count: int, found_count: int) -> Shortfall | None:
-    """Of so many tokens, so many have known keys, and so many of these are held by a session."""
+    """Why fewer tokens were found than asked for; None if all were. `known_count`: tokens with known keys."""
     if found_count == asked_count:
         return None
     if found_count < known_count:

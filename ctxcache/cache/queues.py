@@ -49,7 +49,7 @@ class Queue:
         self.engine = engine
         self.name = f"{tenant}\0{engine}"
         self.key = f"{self.name}\0{next(_numbers)}"
-        """Of this queue alone: one that is being forgotten may have a successor of its name."""
+        """Names this queue alone: a queue that is being forgotten may have a successor of its name."""
         self.fingerprint = b""
         self.grace_ns = 0
         self.taken_over = asyncio.Event()
@@ -58,7 +58,7 @@ class Queue:
         """When it is withdrawn; None while a stream has it."""
         self.has_news = asyncio.Event()
         self.names: dict[bytes, str] = {}
-        """Of sessions that jobs name, gone ones too."""
+        """Names of the sessions that jobs wait for, gone ones too, by uid."""
         self.job_counts: Counter[bytes] = Counter()
         self._news: dict[bytes, Change] = {}
 
@@ -92,7 +92,7 @@ class Queue:
         self._news.pop(uid, None)
 
     def take_news(self) -> tuple[bytes, str, Change] | None:
-        """Whom something happened to longest ago, with its name; None when nothing is left to tell."""
+        """The session with the oldest untold change, its name and the change; None when all is told."""
         uid = next(iter(self._news), None)
         if uid is None:
             self.has_news.clear()
@@ -201,7 +201,7 @@ class Queues:
             await asyncio.sleep(0)
 
     def _withdraw_started(self, now_ns: int) -> bool:
-        """Of jobs that run and were not followed by an access, withdraw some; whether there were any."""
+        """Withdraw some jobs that began to run without an access to their session. True if there were any."""
         first = itertools.islice(self._starting.items(), JOBS_PER_SLICE)
         due = [uid for uid, until_ns in first if until_ns <= now_ns]
         for uid in due:

@@ -243,7 +243,7 @@ class Span(NamedTuple):
     row_end: int
     token_begin: int
     row_capacity: int = SEGMENT_TOKENS
-    """Of each run's slot."""
+    """Rows that each run's slot has room for."""
 
     @property
     def token_end(self) -> int:

@@ -310,7 +310,7 @@ class BlockSpace:
     """Within which keys of blocks are looked for: two are the same only if all of this is."""
 
     model_fingerprint: bytes = b""
-    """Of the model that the state is of: 32 bytes. The model need not be registered."""
+    """The model's fingerprint, 32 bytes. The model need not be registered."""
     layout_tag: str = ""
     """What the bytes are, in the engine's words; at most 1024 bytes."""
     salt: bytes = b""
@@ -326,7 +326,7 @@ class FoundBlock:
     state: LookupState = LookupState.UNSPECIFIED
     """HIT, MISS, or PENDING: somebody writes it."""
     size_bytes: int = 0
-    """Of all its parts; 0 for a miss."""
+    """Bytes of all its parts; 0 for a miss."""
     is_in_dram: bool = False
     """Whether it lies in DRAM; one that does not comes from SSD."""
 
@@ -339,11 +339,11 @@ class BlockChange:
     state: LookupState
     """HIT or MISS."""
     size_bytes: int
-    """Of all its parts; 0 for a miss."""
+    """Bytes of all its parts; 0 for a miss."""
     is_in_dram: bool
     """Whether it lies in DRAM; one that does not comes from SSD."""
     parent_key: bytes
-    """Of the block that it continues; empty for none, and for a miss."""
+    """Key of the block that it continues; empty for none, and for a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +504,7 @@ class HintResult:
     """What came of one hint."""
 
     action_id: str = ""
-    """Of the hint."""
+    """The hint's own id."""
     outcome: HintOutcome = HintOutcome.UNSPECIFIED
     """What came of it."""
     reason: str = ""
@@ -653,7 +653,7 @@ class StoreStats:
     read_token_count: int = 0
     """Tokens read or leased."""
     dram_hit_token_count: int = 0
-    """Of those, tokens that were in DRAM already."""
+    """Tokens read that were in DRAM already."""
     expired_session_count: int = 0
     """Sessions ended by expiry."""
     evicted_session_count: int = 0
@@ -681,13 +681,13 @@ class StoreStats:
     it.
     """
     prefetch_used_segment_count: int = 0
-    """Of those, segments that were read afterwards."""
+    """Prefetched segments that were read afterwards."""
     prefetch_unused_segment_count: int = 0
-    """Of those, segments that left DRAM without having been read."""
+    """Prefetched segments that left DRAM unread."""
     prefetch_late_segment_count: int = 0
-    """Of those read, segments that were still on their way when they were asked for."""
+    """Prefetched segments that were still on their way when they were asked for."""
     unadmitted_session_count: int = 0
-    """Of the sessions ended to make room, those that were never written to SSD: they were not worth it."""
+    """Sessions ended to make room that were never written to SSD, because they were not worth it."""
     spared_bytes: int = 0
     """Bytes of sessions that only DRAM has and that are not to be written for now: what a crash would lose
     all of.
@@ -965,7 +965,7 @@ class MethodActivity:
     count: int = 0
     """Those that ended."""
     failed_count: int = 0
-    """Of those, the ones that ended with an error."""
+    """Calls that ended with an error."""
     total_seconds: float = 0.0
     """Seconds they took together."""
     bounds_seconds: tuple[float, ...] = ()

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 SESSIONS_LIMIT = 1 << 14
 EVENTS_LIMIT = 8
-"""Of one session, the latest; what repeats the one before is counted there."""
+"""Events kept of one session, the latest. A repeated event is counted in the one before."""
 REQUESTS_LIMIT = 1 << 12
 MISSES_LIMIT = 8
-"""Of one request, the latest."""
+"""Misses kept of one request, the latest."""
 
 
 class Event(enum.Enum):

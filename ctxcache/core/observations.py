@@ -86,9 +86,9 @@ class Observations:
     lease_s: Histogram = field(default_factory=_long)
     """For how long leases were held."""
     promotion_s: Histogram = field(default_factory=_quick)
-    """Of one segment, from the tier below to memory."""
+    """How long one segment took from the tier below to memory."""
     flush_s: Histogram = field(default_factory=_quick)
-    """Of one session, until all of it was durable."""
+    """How long it took until one session was durable."""
     operations: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Local clients' operations, by kind and end: OK, or an error's reason."""
     upkeep_failures: Counter[str] = field(default_factory=Counter)

@@ -12,7 +12,7 @@ from ctxcache.format.streams import StateKind
 
 ROW_ALIGN_BYTES = 16
 MOST_ELEMENTS = 1 << 15
-"""Of one row: places of outliers are signed 16-bit numbers to some readers."""
+"""Most elements of one row: some readers take places of outliers for signed 16-bit numbers."""
 _OUTLIER_ALIGN_BYTES = 4
 _BITS_PER_BYTE = 8
 
@@ -64,7 +64,7 @@ PACKINGS: Mapping[StateKind, Packing] = {
     StateKind.HIDDEN_INT4: Packing(StateKind.HIDDEN, 4, 32, 4),
     StateKind.KV_INT4: Packing(StateKind.KV, 4, 32, 4),
 }
-"""Of every kind that is packed. A kind's packing never changes: another one is another kind."""
+"""The packing of each packed kind. It never changes: another packing is another kind."""
 
 
 def unpacked(kind: StateKind) -> StateKind:

@@ -60,7 +60,7 @@ class Endpoint:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._silent: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        """Of those, whoever has asked nothing yet, the oldest first."""
+        """Connections that have asked nothing yet, the oldest first."""
         self.address = ""
         """`host:port`, once it listens."""
 

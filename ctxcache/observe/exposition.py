@@ -194,7 +194,7 @@ def _tenants(cache: Cache) -> Iterator[Sample]:
 
 
 def shown_tenants(names: set[str], kept_bytes: dict[str, int], with_share: set[str]) -> set[str]:
-    """Whom to show by name: who has a share, then who has most; by name where that is the same."""
+    """Tenants that are shown by name: those with a share, then those with most bytes, then by name."""
     ordered = sorted(names, key=lambda name: (name not in with_share, -kept_bytes[name], name))
     return set(ordered[:TENANTS_SHOWN])
 

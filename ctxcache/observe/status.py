@@ -135,12 +135,12 @@ class Hits:
 
     @property
     def hit_share(self) -> float:
-        """Of accesses."""
+        """Hits, of all accesses."""
         return self.hit_count / self.access_count if self.access_count else 0.0
 
     @property
     def dram_share(self) -> float:
-        """Of accesses, hits in DRAM, by their tokens; where none was read yet, all of them count here."""
+        """Hits in DRAM, of all accesses, by tokens read. All hits count where no token was read yet."""
         tokens = self.dram_token_count + self.ssd_token_count
         return self.hit_share * (self.dram_token_count / tokens if tokens else 1)
 
@@ -156,7 +156,7 @@ class Sharing:
 
     @property
     def found_share(self) -> float:
-        """Of the tokens asked for."""
+        """Tokens found, of those asked for."""
         return self.found_token_count / self.asked_token_count if self.asked_token_count else 0.0
 
 

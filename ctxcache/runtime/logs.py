@@ -17,7 +17,7 @@ TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 TEMPLATE = re.compile(r"[a-z][a-z0-9_]*(?: [a-z_]+=%(?:\.\d+)?[a-z])*")
 LIBRARIES = ("asyncio", "grpc")
 REPEATED = frozenset({"bulk_accept_failed error=%s"})
-"""Of our own, what one fault says again and again."""
+"""Our own events that one fault logs again and again."""
 REPEAT_INTERVAL_S = 10.0
 LINES_LIMIT = 256
 LINE_CHARACTERS = 80

@@ -17,8 +17,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 RESERVE = 512
-"""Of storage and everything but connections: at most 256 tables, logs, SSD files, what is open for a
-moment."""
+"""Descriptors kept from connections: at most 256 tables, logs, SSD files, and what is open for a moment."""
 
 
 def raise_limit() -> int:

@@ -32,7 +32,10 @@ UNCHANGING = (
 )
 REQUEST_CHARACTERS = 512
 WHOLE_REQUEST_BYTES = 16 << 10
-"""Of a larger request only its names and its size are written: to spell it out would hold up everybody."""
+"""Largest request that is written out. The log has only names and size of a larger one.
+
+Spelling it out would hold up the event loop.
+"""
 
 
 def is_audited(method: str) -> bool:

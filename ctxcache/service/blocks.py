@@ -40,7 +40,7 @@ from ctxcache.v1 import block_pb2, block_pb2_grpc, session_pb2
 
 KEYS_LIMIT = 4096
 PARTS_LIMIT = 4096
-"""Of all blocks of a message together."""
+"""Most parts of all blocks of one message together."""
 KEYS_PER_LOOK = 256
 """Keys that are looked for before others may have their turn."""
 CHUNK_BYTES_LIMIT = 2 << 20
@@ -435,7 +435,7 @@ def _told(cache: Cache, news: BlockNews) -> block_pb2.BlockNews:
 
 
 def _sizes(one: Lease | None) -> tuple[int, ...]:
-    """Of the parts of a leased block, in bytes."""
+    """Sizes of the parts of a leased block, in bytes."""
     return () if one is None else tuple([spec.row_bytes for spec in one.view.layout.specs])
 
 

@@ -107,7 +107,7 @@ class LocalClient:
         self._puts: set[int] = set()
         """Reservations of blocks, which may have other writers besides."""
         self._tokens: set[bytes] = set()
-        """Of leases of blocks that end with this client."""
+        """Tokens of block leases that end with this client."""
         self._prune_count = LEAST_PRUNED
 
     def carry_out_at_once(self, request: arena_pb2.AccessRequest) -> bytes | None:

@@ -5,7 +5,7 @@ from ctxcache.settings.config import Settings
 
 
 def limits_of(settings: Settings, *, are_divided: bool) -> Limits:
-    """Of everything but queues. `are_divided`: no tenant may take all of a count."""
+    """Limits of everything but queues. `are_divided`: no tenant may take all of a count."""
     return Limits(
         session_count=settings.max_sessions,
         lease_count=settings.max_leases,
@@ -21,7 +21,7 @@ def limits_of(settings: Settings, *, are_divided: bool) -> Limits:
 
 
 def queue_limits_of(settings: Settings, *, are_divided: bool) -> QueueLimits:
-    """Of engines' queues."""
+    """Limits of engines' queues."""
     return QueueLimits(
         engine_count=settings.max_engines,
         job_count=settings.max_engine_jobs,
@@ -31,7 +31,7 @@ def queue_limits_of(settings: Settings, *, are_divided: bool) -> QueueLimits:
 
 
 def watermarks_of(settings: Settings) -> Watermarks:
-    """Of the arena."""
+    """Watermarks of the arena."""
     return Watermarks(
         low=settings.dram_low_watermark,
         high=settings.dram_high_watermark,

@@ -27,7 +27,7 @@ class StoreSettings:
     ttl_s: Seconds | None = None
     """How long what is saved is kept after its last access; by default as long as there is room."""
     timeout_s: Seconds = 1.0
-    """Of a call."""
+    """Longest time of one call, in seconds."""
 
     @classmethod
     def names(cls) -> list[str]:

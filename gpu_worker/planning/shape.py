@@ -49,7 +49,7 @@ class LayerShape:
     state_bytes: int = 0
     """Size of a LINEAR layer's state."""
     element_bytes: int = 2
-    """Of what rows are made of, before they are packed."""
+    """Bytes of one element of the rows, before they are packed."""
 
     def row_bytes(self, kind: StateKind) -> int:
         """Bytes of one token's row of a kind.

@@ -35,7 +35,7 @@ class Attached(NamedTuple):
     """All attachments together, as they are now."""
 
     mapped_bytes: int
-    """Of engines' memory."""
+    """Bytes of engines' memory that are mapped."""
     longest_idle_s: float
     """0 where nobody is attached."""
 

@@ -87,7 +87,7 @@ class Use(enum.Enum):
     FRESH = "fresh"
     """It was made, and its first use has not ended."""
     IDLE = "idle"
-    """Nobody uses it: it may leave for others."""
+    """The session is not in use: it may leave for others."""
     READ = "read"
     """Leases or streams of it are open."""
     WRITTEN = "written"

@@ -380,7 +380,7 @@ class Resident:
         return self._rank(self._member(uid))
 
     def _member(self, uid: bytes) -> bytes:
-        """Of kin the one accessed last, for whom all of it ranks."""
+        """The session of its family that was accessed last: the whole family ranks as that one."""
         kin = self._kin.get(uid)
         return kin.root().last_uid if kin else uid
 

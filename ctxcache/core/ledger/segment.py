@@ -290,7 +290,7 @@ class Segment:
 
     @property
     def size_bytes(self) -> int:
-        """Of a slot that takes it."""
+        """Bytes of a slot that holds the segment."""
         return self.layout.size_bytes
 
     @property

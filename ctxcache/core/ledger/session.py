@@ -183,7 +183,7 @@ class Session:
     They lie on a path that is lost, or behind a segment that does.
     """
     parent_id: str = ""
-    """Of a block the `block_id` of the block that it continues; empty for none."""
+    """For a block: `block_id` of the block that it continues; empty for none."""
     exposed_begin: int | None = None
     """Where its first segment begins that lies on a lost path and in memory; None when there is none."""
     reckoned: int = 0
@@ -223,7 +223,7 @@ class Session:
 
     @property
     def size_bytes(self) -> int:
-        """Of slots that take all of it once."""
+        """Bytes of the slots that hold all of it once."""
         return sum(segment.size_bytes for segment in self.segments)
 
     def used(self, event: UseEvent) -> None:

@@ -56,7 +56,7 @@ class Grants:
         self.granted: dict[bytes, Granted] = {}
         """By session. To be looked at, not changed."""
         self._used: dict[str, int] = {}
-        """Of each account that was granted anything."""
+        """Bytes granted, by account."""
         self._all_used_bytes = 0
         self._by_priority: Counter[tuple[str, int]] = Counter()
         self._lowest: dict[str, Keyed] = {}

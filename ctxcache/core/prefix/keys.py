@@ -35,7 +35,7 @@ from ctxcache.format.streams import TOKENS_RANGE, StreamRange
 BLOCK_TOKENS = 64
 """Tokens that one key covers."""
 BLOCK_BYTES = 4 * BLOCK_TOKENS
-"""Of their ids."""
+"""Bytes of the token ids under one key."""
 KEY_BYTES = 32
 NO_PARENT = bytes(KEY_BYTES)
 DOMAIN = b"ctxcache.prefix.v1"

@@ -29,7 +29,7 @@ class ModelRecord:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of `spec`: made once, when first needed, for it takes a while."""
+        """Fingerprint of `spec`, made when first needed: hashing takes a while."""
         if not self._fingerprint:
             self.keep_fingerprint(self.spec.fingerprint())
         return self._fingerprint
@@ -51,7 +51,7 @@ class SegmentRecord(NamedTuple):
     slot: Slot
     header_checksum: int
     keys: tuple[bytes, ...] = ()
-    """Of its rows, 32 bytes each, see docs/prefixes.md: by them it is found by its tokens."""
+    """Keys of its tokens, 32 bytes each (docs/prefixes.md)."""
     segment_tokens: int = SEGMENT_TOKENS
     """Rows that its slot has room for; 1 for a block."""
 

@@ -47,7 +47,7 @@ _LACKING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN))
 
 
 class PathHealth:
-    """Of one path. Told by the threads that do its I/O, asked by the event loop."""
+    """Whether one path works. The threads that do its I/O report to it; the event loop asks it."""
 
     def __init__(self, path: str, clock: Clock) -> None:
         self._path = path
@@ -351,7 +351,7 @@ class _File:
         self._place, self._allow_direct = place, allow_direct
         self._fd, self.io_mode = -1, IoMode(self.path, is_direct=False, reason="it is not there")
         self._old_fds: list[int] = []
-        """Of files that are gone: reads may be under way on them."""
+        """Descriptors of files that are gone. Reads may still be under way on them."""
         self._open_first()
         self._clock = clock
         self._readers = Threads(thread_count, "ssd-read", clock)
