@@ -7,13 +7,17 @@
 Leases, reservations and other readers of a mended slot go on: none of them sees a right byte change. A
 reader's complaint is never believed: its rows are verified here. A pass takes one slot's memory and no room
 in the arena. It takes segments with the last positions first, so that no cut hides a bad segment that is
-still to come. Worst case: a segment that moves meanwhile is checked twice in a pass.
+still to come. A pass is asked for, or begins by itself, at a bounded rate and not before PASS_NS after the
+one before it; a pass that is asked for ends the other. Worst case: a segment that moves meanwhile is checked
+twice in a pass.
 """
 
 import asyncio
 import logging
 import mmap
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from ctxcache.cache.background import Background
@@ -179,6 +183,13 @@ class Mending:
 
 SEGMENTS_PER_REPORT = 32
 RECORDS_PER_TURN = 256
+SORTED_PER_TURN = 1024
+RECORDS_PAUSE_S = 0.01
+"""After so many records, in a pass that begins by itself."""
+LONGEST_PAUSE_S = 1.0
+"""Before it is looked whether the pass goes on."""
+PASS_NS = 600 * 10**9
+"""How long after one pass began the next one may begin by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +231,10 @@ class Scrubbing:
         self._ledger = state.ledger
         self._io, self._metadata = io, metadata
         self._is_running = self._is_releasing = False
+        self._asked_count = 0
+        """Passes that were asked for."""
+        self._next_ns = state.clock.monotonic_ns() + PASS_NS
+        """When a pass may begin by itself."""
 
     async def run(self, *, bytes_per_second: int = 0) -> AsyncGenerator[Scrubbed, None]:
         """Verify every record and every segment; 0 bytes per second is as fast as it goes.
@@ -229,26 +244,65 @@ class Scrubbing:
         if self._is_running:
             raise TooManyRequests(what="verifications", limit=1)
         self._is_running = True
+        self._asked_count += 1
         try:
-            record_count = await self._records()
-            segments = sorted(self._ledger.segments(), key=lambda segment: -segment.begin)
-            began_ns, done_bytes = self._state.clock.monotonic_ns(), 0
-            bad: list[Bad] = []
-            bounce = memoryview(mmap.mmap(-1, max((s.layout.size_bytes for s in segments), default=4096)))
-            for i, segment in enumerate(segments):
-                if i % SEGMENTS_PER_REPORT == 0:
-                    yield Scrubbed(len(segments), i, done_bytes, record_count, tuple(bad))
-                    bad.clear()
-                if segment.memory and segment.place is not Place.HELD:
-                    done_bytes += segment.memory.size_bytes
-                    bad += await self._check_dram(segment)
-                if segment.durable and segment.is_listed and not self._ledger.is_on_lost_path(segment):
-                    done_bytes += segment.durable.size_bytes
-                    bad += await self._check(segment, bounce)
-                await self._pause(began_ns, done_bytes, bytes_per_second)
-            yield Scrubbed(len(segments), len(segments), done_bytes, record_count, tuple(bad))
+            async with aclosing(self._pass(bytes_per_second)) as reports:
+                async for report in reports:
+                    yield report
         finally:
             self._is_running = False
+
+    async def turn(self) -> None:
+        """Make a whole pass at the rate that the limits say, if it is time for one; 0 is never.
+
+        A pass that is asked for, or another rate, ends it. Raises CorruptMetadata, TierFailure.
+        """
+        now_ns, rate = self._state.clock.monotonic_ns(), self._state.limits.scrub_bytes_per_s
+        if not rate or now_ns < self._next_ns or self._is_running:
+            return
+        self._next_ns, asked_count = now_ns + PASS_NS, self._asked_count
+
+        def is_over() -> bool:
+            return self._asked_count != asked_count or self._state.limits.scrub_bytes_per_s != rate
+
+        bad_count = checked_count = 0
+        async with aclosing(self._pass(rate, RECORDS_PAUSE_S, is_over)) as reports:
+            async for report in reports:
+                bad_count += len(report.bad)
+                checked_count = report.checked_segment_count
+        log.info("scrubbed segments=%d bad=%d is_whole=%s", checked_count, bad_count, not is_over())
+
+    async def _pass(
+        self, bytes_per_second: int, records_pause_s: float = 0, is_over: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[Scrubbed, None]:
+        record_count = await self._records(records_pause_s)
+        segments = await self._last_first()
+        began_ns, done_bytes = self._state.clock.monotonic_ns(), 0
+        bad: list[Bad] = []
+        bounce = memoryview(mmap.mmap(-1, max((s.layout.size_bytes for s in segments), default=4096)))
+        for i, segment in enumerate(segments):
+            if i % SEGMENTS_PER_REPORT == 0:
+                yield Scrubbed(len(segments), i, done_bytes, record_count, tuple(bad))
+                bad.clear()
+            if segment.memory and segment.place is not Place.HELD:
+                done_bytes += segment.memory.size_bytes
+                bad += await self._check_dram(segment)
+            if segment.durable and segment.is_listed and not self._ledger.is_on_lost_path(segment):
+                done_bytes += segment.durable.size_bytes
+                bad += await self._check(segment, bounce)
+            await self._pause(began_ns, done_bytes, bytes_per_second, is_over)
+            if is_over():
+                return
+        yield Scrubbed(len(segments), len(segments), done_bytes, record_count, tuple(bad))
+
+    async def _last_first(self) -> list[Segment]:
+        """All segments, in no order within one position. To sort a million in one go takes a second."""
+        by_begin: defaultdict[int, list[Segment]] = defaultdict(list)
+        for i, segment in enumerate(list(self._ledger.segments()), 1):
+            by_begin[segment.begin].append(segment)
+            if i % SORTED_PER_TURN == 0:
+                await asyncio.sleep(0)
+        return [segment for begin in sorted(by_begin, reverse=True) for segment in by_begin[begin]]
 
     async def release(self) -> tuple[int, int]:
         """Test quarantined slots by writing, and let those be used again that keep what they are given.
@@ -273,7 +327,7 @@ class Scrubbing:
         self._ledger.unquarantined(slot)
         return True
 
-    async def _records(self) -> int:
+    async def _records(self, pause_s: float) -> int:
         """Read every record, a few at a time."""
         count = 0
         tables: Iterable[Iterable[object]] = (
@@ -285,7 +339,7 @@ class Scrubbing:
             for _ in table:
                 count += 1
                 if count % RECORDS_PER_TURN == 0:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(pause_s)
         return count
 
     async def _check_dram(self, segment: Segment) -> list[Bad]:
@@ -351,7 +405,13 @@ class Scrubbing:
             problem,
         )
 
-    async def _pause(self, began_ns: int, done_bytes: int, bytes_per_second: int) -> None:
+    async def _pause(
+        self, began_ns: int, done_bytes: int, bytes_per_second: int, is_over: Callable[[], bool]
+    ) -> None:
         due_ns = done_bytes * 10**9 // bytes_per_second if bytes_per_second else 0
-        wait_ns = due_ns - (self._state.clock.monotonic_ns() - began_ns)
-        await asyncio.sleep(max(wait_ns, 0) / 10**9)
+        left_s = max(due_ns - (self._state.clock.monotonic_ns() - began_ns), 0) / 10**9
+        while True:
+            await asyncio.sleep(min(left_s, LONGEST_PAUSE_S))
+            left_s -= LONGEST_PAUSE_S
+            if left_s <= 0 or is_over():
+                return

@@ -49,8 +49,8 @@ class Limits:
     tokens that truncation may leave of one session; there is no use in a retry. `retention_share`: of the
     tier below that may be retained on request, `pin_share`: of the arena that may be kept there so, both for
     `retention_ns` at most and divided among tenants by their shares. `room_wait_ns`: how long a caller waits
-    for others to let go before it is refused. `are_divided`: whether one tenant's counts are bound to leave
-    some for others.
+    for others to let go before it is refused. `scrub_bytes_per_s`: how fast all is verified unasked.
+    `are_divided`: whether one tenant's counts are bound to leave some for others.
     """
 
     session_count: int = 1 << 20
@@ -65,6 +65,7 @@ class Limits:
     pin_share: float = 0.25
     retention_ns: int = 3600 * SECOND_NS
     room_wait_ns: int = SECOND_NS // 4
+    scrub_bytes_per_s: int = 0
     are_divided: bool = False
 
     def bound(self, limit: int) -> Bound:
@@ -130,13 +131,25 @@ class Watermarks:
         """The most that may be claimed."""
         return int(self.dirty_limit * capacity_bytes)
 
-    def admits(self, needed_bytes: int, claimed_bytes: int, own_bytes: int, capacity_bytes: int) -> bool:
+    def admits(
+        self,
+        needed_bytes: int,
+        claimed_bytes: int,
+        own_bytes: int,
+        capacity_bytes: int,
+        tenant_bytes: int | None = None,
+    ) -> bool:
         """Whether a writer may claim so much more. What is larger than the bound goes when it is alone.
 
-        `own_bytes` of `claimed_bytes` are the writer's own.
+        `own_bytes` of `claimed_bytes` are the writer's own, and `tenant_bytes` its tenant's: no tenant claims
+        so much that nothing is left for others. None: tenants are not told apart.
         """
-        is_alone = claimed_bytes <= own_bytes
-        return is_alone or claimed_bytes + needed_bytes <= self.limit_bytes(capacity_bytes)
+        if claimed_bytes <= own_bytes:
+            return True
+        free_bytes = self.limit_bytes(capacity_bytes) - claimed_bytes - needed_bytes
+        if tenant_bytes is None:
+            return free_bytes >= 0
+        return tenant_bytes + needed_bytes <= OWN_PER_FREE * free_bytes
 
 
 DEFAULT_WATERMARKS = Watermarks()

@@ -1,6 +1,6 @@
 """Upkeep: what happens unasked. Expiry, deadlines, write-behind, free room, access times, learned facts.
 
-Six loops, so that a slow device delays neither a deadline nor the room that clean segments give:
+Seven loops, so that a slow device delays neither a deadline nor the room that clean segments give:
 
     end_what_is_over    leases, reservations, sessions, keys   every half second
     write_behind        what is full, old or too much          when pressed
@@ -8,6 +8,7 @@ Six loops, so that a slow device delays neither a deadline nor the room that cle
     look_after_devices  lost paths                             every half second
     give_up_overdue     callers that wait for a hung device    every half second
     prefetch            promotion ahead of need                when wanted
+    scrub               verifies all that there is             a pass every 10 minutes at most
 
 A step that fails is logged and tried again at the next turn. Worst case between two turns: of write_behind a
 flush of everything that is dirty, of end_what_is_over one commit.
@@ -59,6 +60,7 @@ class Upkeep:
             loops.create_task(self._repeat(self.look_after_devices, asyncio.Event()))
             loops.create_task(self._repeat(self.give_up_overdue, asyncio.Event()))
             loops.create_task(self._repeat(self.prefetch, self._cache.state.is_prefetch_wanted))
+            loops.create_task(self._repeat(self.scrub, asyncio.Event()))
 
     async def turn(self) -> None:
         """Do everything once."""
@@ -100,6 +102,10 @@ class Upkeep:
     async def prefetch(self) -> bool:
         """Promote ahead of need whom the policy wants in memory."""
         return await self._try(self._cache.prefetching.prefetch)
+
+    async def scrub(self) -> bool:
+        """Verify what nobody has asked for, at a bounded rate: a pass may last for hours."""
+        return await self._try(self._cache.scrubbing.turn)
 
     async def _repeat(self, turn: Callable[[], Awaitable[bool]], wanted: asyncio.Event) -> NoReturn:
         """Turn by turn, at once where `wanted` is set; after a failure only when the interval is over."""

@@ -16,6 +16,7 @@ def limits_of(settings: Settings, *, are_divided: bool) -> Limits:
         pin_share=settings.pin_share,
         retention_ns=int(settings.max_retention_s * 10**9),
         room_wait_ns=int(settings.room_wait_s * 10**9),
+        scrub_bytes_per_s=settings.scrub_bytes_per_s,
         are_divided=are_divided,
     )
 

@@ -142,6 +142,7 @@ class Settings(BaseSettings):
     dirty_limit: float = _knob("dirty_limit")
     tail_age_s: float = _knob("tail_age_s")
     write_behind_bytes_per_s: Size = _knob("write_behind_bytes_per_s")
+    scrub_bytes_per_s: Size = _knob("scrub_bytes_per_s")
     placement_policy: Literal["lru", "fifo", "t-lru", "look-ahead", "value"] = _knob("placement_policy")
     placement_objective: Literal["turns", "tokens", "seconds"] = _knob("placement_objective")
     prefill_tokens_per_s: int = _knob("prefill_tokens_per_s")

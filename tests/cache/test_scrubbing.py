@@ -3,16 +3,18 @@
 import asyncio
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cache_rig import LAYOUT, SEGMENT_TOKENS, DiskRig, MemoryRig, Writer, expected
+from cache_rig import LAYOUT, SEGMENT_TOKENS, UNLIMITED, DiskRig, MemoryRig, Writer, expected
 from fakes import Operation
 
-from ctxcache.cache.scrubbing import Bad
+from ctxcache.cache.scrubbing import PASS_NS, Bad
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TooManyRequests
 from ctxcache.format.slot import Slot
+from ctxcache.server.upkeep import Upkeep
 
 PLANTED = 100
 SEGMENTS = 120
@@ -162,6 +164,76 @@ async def test_a_place_released_under_a_lease_is_given_back_once(disk_rig: DiskR
     await disk_rig.check()
 
     assert released == (1, 0)
+
+
+def unasked(directory: Path, bytes_per_s: int) -> MemoryRig:
+    """A cache that verifies what it has without being asked."""
+    return MemoryRig(directory, ssd_segments=(64,), limits=replace(UNLIMITED, scrub_bytes_per_s=bytes_per_s))
+
+
+def flip_in_memory(rig: MemoryRig) -> None:
+    """Flip a bit of a row that memory has."""
+    (segment,) = rig.cache.ledger.segments()
+    assert segment.memory is not None
+    rig.arena.view(segment.memory)[LAYOUT.offsets[1]] ^= 4
+
+
+async def test_what_nobody_asks_for_is_verified_too(tmp_path: Path) -> None:
+    """A byte that changed in DRAM is mended by upkeep itself, and what SSD has is found bad by it."""
+    rig = unasked(tmp_path, 1 << 40)
+    await rig.open()
+    await rig.create("a")
+    tokens = Writer(1).make(SEGMENT_TOKENS)
+    await rig.append("a", tokens, is_durable=True)
+    flip_in_memory(rig)
+    counters, count = rig.cache.state.counters, rig.token_count
+    upkeep = asyncio.ensure_future(Upkeep(rig.cache, interval_s=0).run())
+    async with asyncio.timeout(30):
+        rig.clock.advance(ns=PASS_NS)
+        while not counters.mended_segment_count:
+            await rig.flush("a")
+            await asyncio.sleep(0)
+        seen = await rig.read("a")
+        await rig.demote("a")
+        rig.ssd._pages.clear()
+        while count("a"):
+            rig.clock.advance(ns=PASS_NS // 100)
+            await asyncio.sleep(0)
+    upkeep.cancel()
+    await asyncio.wait([upkeep])
+    await rig.check()
+
+    assert seen == expected(tokens)
+    assert (counters.mended_segment_count, counters.corrupt_segment_count) == (1, 1)
+    rig.arena.close()
+
+
+async def test_what_is_asked_for_goes_before_what_is_not(tmp_path: Path) -> None:
+    """A pass at a byte per second gives way to an operator's, and begins again when its time comes."""
+    rig = unasked(tmp_path, 1)
+    await rig.open()
+    await rig.create("a")
+    await rig.append("a", Writer(1).make(SEGMENT_TOKENS), is_durable=True)
+    await rig.cache.scrubbing.turn()
+    rig.clock.advance(ns=PASS_NS)
+    gate = rig.ssd.hold(Operation.READ)
+    slow = asyncio.ensure_future(rig.cache.scrubbing.turn())
+    await rig.reached(Operation.READ)
+    asked = asyncio.ensure_future(scrub(rig))
+    await rig.reached(Operation.READ, 2)
+    gate.set()
+
+    assert await asked == []
+    await asyncio.wait_for(slow, 30)
+    flip_in_memory(rig)
+    await rig.cache.scrubbing.turn()
+    assert not rig.cache.state.counters.mended_segment_count
+    rig.cache.state.limits = replace(UNLIMITED, scrub_bytes_per_s=0)
+    rig.clock.advance(ns=PASS_NS)
+    await rig.cache.scrubbing.turn()
+    assert not rig.cache.state.counters.mended_segment_count
+    await rig.check()
+    rig.arena.close()
 
 
 async def test_a_tail_that_moves_away_and_back_while_it_is_read_is_not_bad(tmp_path: Path) -> None:

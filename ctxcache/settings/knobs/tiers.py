@@ -79,5 +79,17 @@ TIERS = Section(
             most=1 << 60,
             can_reload=True,
         ),
+        Knob(
+            name="scrub_bytes_per_s",
+            kind=KnobKind.SIZE,
+            default=16 << 20,
+            unit="bytes/s",
+            help="How fast DRAM and SSD are verified unasked, a pass every 10 minutes at most; 0 for never.",
+            advice="what SSD holds by the time within which damage is to be found",
+            watch="ctxcache_corrupt_segments_total",
+            least=0,
+            most=1 << 60,
+            can_reload=True,
+        ),
     ),
 )
