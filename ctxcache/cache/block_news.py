@@ -76,6 +76,10 @@ class Subscriptions:
     def __len__(self) -> int:
         return sum(map(len, self._by_space.values()))
 
+    def count_of(self, tenant: str) -> int:
+        """Those of one tenant."""
+        return sum(len(news) for (whose, _), news in self._by_space.items() if whose == tenant)
+
     def begin(self, tenant: str, space: bytes) -> BlockNews:
         """Hear of the blocks of a space that come from now on. `end` it."""
         news = BlockNews(tenant, space)

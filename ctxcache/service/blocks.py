@@ -158,10 +158,11 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
     ) -> AsyncGenerator[block_pb2.BlockNews]:
         """See the proto."""
         subscriptions, limit = self._cache.blocks.subscriptions, self._admission.limit // 2
-        space = _space(request.space)
-        if len(subscriptions) >= limit:
+        space, tenant = _space(request.space), current().tenant
+        own_count = subscriptions.count_of(tenant)
+        if self._cache.state.limits.bound(limit).is_reached(len(subscriptions), own_count):
             raise TooManyRequests(what="subscriptions", limit=limit)
-        news = subscriptions.begin(current().tenant, space.fingerprint)
+        news = subscriptions.begin(tenant, space.fingerprint)
         drained = asyncio.ensure_future(self._admission.drained())
         try:
             pace = LoopSlice(self._turns)

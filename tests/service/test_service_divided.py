@@ -5,7 +5,7 @@ However much one asks for, another keeps what is its own, and its next call is t
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ import pytest
 from bulk_stubs import HELLO, WELCOME, Connection
 from fakes import FakeClock
 from server_process import write_secret
-from service_rig import Client, until
+from service_rig import Client, refused, until
 
 from ctxcache.identity.grants import ArenaGrant
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
-from ctxcache.v1 import arena_pb2, bulk_pb2, bulk_pb2_grpc, session_pb2
+from ctxcache.v1 import arena_pb2, block_pb2, block_pb2_grpc, bulk_pb2, bulk_pb2_grpc, session_pb2
 from ctxcache.wire.frames import PROTOCOL_VERSION, FrameKind, FrameReader, encode_frame
 
 LIMIT = 3
@@ -187,3 +187,34 @@ async def test_a_flood_evicts_nothing_that_is_within_half(tenants: tuple[Client,
     # What the quiet tenant does not use the other one has borrowed.
     listed = await flooding.sessions.ListSessions(session_pb2.ListSessionsRequest())
     assert sum(session.ssd_bytes for session in listed.sessions) > SSD_BYTES * 0.4
+
+
+async def test_one_tenant_does_not_take_all_subscriptions(server: Server) -> None:
+    """A follower of blocks is let in, however many another tenant has; and its own when one has ended."""
+    space = block_pb2.BlockSpace(
+        model_fingerprint=bytes(32), layout_tag="raw", parts=[block_pb2.BlockPart(layer_begin=0, layer_end=1)]
+    )
+    request = block_pb2.SubscribeBlocksRequest(space=space)
+    async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+        stub: Any = block_pb2_grpc.BlockServiceStub(channel)
+
+        def follow_one(token: str) -> Any:
+            return stub.SubscribeBlocks(request, metadata=(("authorization", f"Bearer {token}"),))
+
+        async def follow(token: str) -> Any:
+            call = follow_one(token)
+            with suppress(grpc.aio.AioRpcError):
+                return call if await call.read() else None
+            return None
+
+        calls = []
+        while call := await follow("a"):
+            calls.append(call)
+        await refused(follow_one("a"), grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+        others = await follow("b")
+
+        assert 1 < len(calls) < server.settings.max_engines
+        assert others is not None
+        for call in (*calls, others):
+            call.cancel()
+        await until(lambda: not len(server._cache.blocks.subscriptions))
