@@ -44,10 +44,13 @@ LOOK_INTERVAL_S = 10.0
 LEAST_LOOKS, MOST_LOOKS = 2, 64
 """Looks that find too much before free memory is given back: at first, and where that gave nothing."""
 log = logging.getLogger(__name__)
-YOUNGER_COLLECTIONS = 4
-"""Collections of the middle generation before a full one: one that looks at 28,000 objects takes about 2
-ms."""
-COLLECTIONS_PER_COUNT = 40
+MIDDLE_COLLECTIONS, YOUNGER_COLLECTIONS = 3, 3
+"""Collections of the youngest generation before one of the middle, and of that before a full one.
+
+Each object that stays is looked at once in each generation, however many are looked at together. So small
+numbers cost nothing, and none of the collections takes long: a full one looks at 6,300 objects.
+"""
+COLLECTIONS_PER_COUNT = 180
 """Full collections between two counts of what stays: a count takes some milliseconds for a million
 objects."""
 GROWTH_OBJECTS = 200_000
@@ -127,10 +130,10 @@ def look_seldom_at_what_stays() -> None:
     collection and was refused leaves some. So everything is looked at once what stays has doubled. Worst
     case: twice as many objects stay as are needed, and GROWTH_OBJECTS.
     """
-    # The interpreter's own 10 would let 70,000 objects gather, which a few registrations of large models
-    # make.
-    youngest, middle, _ = gc.get_threshold()
-    gc.set_threshold(youngest, middle, YOUNGER_COLLECTIONS)
+    # The interpreter's own 10 and 10 would let 70,000 objects gather, which a few registrations of large
+    # models make.
+    youngest, *_ = gc.get_threshold()
+    gc.set_threshold(youngest, MIDDLE_COLLECTIONS, YOUNGER_COLLECTIONS)
     gc.callbacks.append(WhatStays())
 
 
