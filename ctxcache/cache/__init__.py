@@ -15,6 +15,7 @@ from ctxcache.cache.devices import Devices
 from ctxcache.cache.eviction import Departures, SsdRoom
 from ctxcache.cache.flushing import PARALLEL_FLUSHES, Flushing, Staging, WriteBehind
 from ctxcache.cache.hints import Hints
+from ctxcache.cache.joining import Joining
 from ctxcache.cache.leases import Leases
 from ctxcache.cache.loading import load
 from ctxcache.cache.models import Models
@@ -93,6 +94,18 @@ class Cache:
         self.flushing = Flushing(state, io, metadata, self.staging, self.mending, background)
         self.write_behind = WriteBehind(state, self.flushing, self.staging)
         self.memory_room = MemoryRoom(state, io, self.staging, self.flushing, self.ssd_room)
+        self.joining = Joining(
+            state,
+            io,
+            metadata,
+            self.departures,
+            self.ssd_room,
+            self.staging,
+            self.flushing,
+            self.write_behind,
+            self.memory_room,
+            background,
+        )
         self.dirty_bound = DirtyBound(state, io, self.memory_room)
         self.promotions = Promotions(state, io, self.memory_room, background)
         self.prefetching = Prefetching(state, self.promotions, self.mending)

@@ -452,9 +452,10 @@ class Flushing:
 
     def _segment_records(self, written: Iterable[Written]) -> list[SegmentRecord]:
         """Records of segments that were written, with their places below."""
-        return [self._segment_record(item.segment) for item in written]
+        return [self.segment_record(item.segment) for item in written]
 
-    def _segment_record(self, segment: Segment) -> SegmentRecord:
+    def segment_record(self, segment: Segment) -> SegmentRecord:
+        """Of a segment that is below."""
         assert segment.durable is not None  # noqa: S101  # the ledger has just set it
         row_count = segment.durable_row_count
         return SegmentRecord(
@@ -487,7 +488,8 @@ class WriteBehind:
         self._state, self._ledger = state, state.ledger
         self._flushing, self._staging = flushing, staging
         bytes_per_s = self._ledger.watermarks.write_behind_bytes_per_s
-        self._allowance = Allowance(bytes_per_s, state.clock.monotonic_ns())
+        self.allowance = Allowance(bytes_per_s, state.clock.monotonic_ns())
+        """Of all that is written unasked."""
         self._under_way_bytes = 0
         self.looked_at_count = 0
         """Sessions looked at since the start."""
@@ -495,7 +497,7 @@ class WriteBehind:
     async def turn(self, attempt: Attempt) -> bool:
         """Write all that is due, as far as the allowance goes; returns whether all went well."""
         self._state.is_pressed.clear()
-        self._allowance.bytes_per_s = self._ledger.watermarks.write_behind_bytes_per_s
+        self.allowance.bytes_per_s = self._ledger.watermarks.write_behind_bytes_per_s
         taken: list[DueFlush] = []
         failure_count = 0
         due = self._due()
@@ -522,12 +524,12 @@ class WriteBehind:
         begun_ns = self._state.clock.monotonic_ns()
         for session in self._ledger.changed():
             await self._look()
-            if not self._allowance.is_left(begun_ns):
+            if not self.allowance.is_left(begun_ns):
                 return
             # A session still in use is looked at again, until it rests or has become old.
             if self._ledger.take_changed(session) and not self._spares(session):
                 yield self._take(session, is_tail_left=True)
-        while self._allowance.is_left(begun_ns) and (found := self._oldest(begun_ns)):
+        while self.allowance.is_left(begun_ns) and (found := self._oldest(begun_ns)):
             if not self._spares(found):
                 yield self._take(found, is_tail_left=False)
             await self._look()
@@ -556,7 +558,7 @@ class WriteBehind:
         tail = session.growing_tail if is_tail_left else None
         size_bytes = sum(s.size_bytes for s in segments if s is not tail)
         self._under_way_bytes += size_bytes
-        self._allowance.spend(size_bytes)
+        self.allowance.spend(size_bytes)
         return DueFlush(session, is_tail_left, size_bytes)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import mmap
 import os
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,6 +113,20 @@ class SegmentIO:
         item.known = sums_of(item.segment, item.row_count)
         image = await asyncio.get_running_loop().run_in_executor(self._sealers, _seal, item, view)
         await self._ssd.write(item.slot, 0, image, pieces=_pieces(item.segment.layout, item.row_count))
+
+    async def join(self, parts: Sequence[Segment], whole: Segment) -> str:
+        """Copy the rows of full segments in DRAM, one behind the other, into the slot of one that has none.
+
+        What is wrong with them, empty if nothing is.
+        """
+        sources = [(part.layout, self.view(part), part.settled.values) for part in parts]
+        loop = asyncio.get_running_loop()
+        values, problem = await loop.run_in_executor(
+            self._sealers, _joined, whole.layout, self.view(whole), sources
+        )
+        if not problem:
+            whole.note(Sums(0, whole.layout.segment_tokens, values))
+        return problem
 
     async def sync(self, path_indexes: Collection[int]) -> None:
         """Make writes to these paths durable. Raises TierFailure."""
@@ -317,6 +331,26 @@ def _copy_rows(layout: SegmentLayout, row_count: int, source: memoryview, target
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):
         rows = slice(offset, offset + spec.row_bytes * row_count)
         np.copyto(np.frombuffer(target[rows], np.uint8), np.frombuffer(source[rows], np.uint8))
+
+
+def _joined(
+    layout: SegmentLayout,
+    target: memoryview,
+    sources: Sequence[tuple[SegmentLayout, memoryview, tuple[int, ...]]],
+) -> tuple[tuple[int, ...], str]:
+    """One checksum per stream of the sources' rows in the target, and which are not what their sums say."""
+    values: list[int] = []
+    for i, (offset, spec) in enumerate(zip(layout.offsets, layout.specs, strict=True)):
+        end = offset
+        for part, view, sums in sources:
+            size_bytes = spec.row_bytes * part.segment_tokens
+            rows, end = target[end : end + size_bytes], end + size_bytes
+            source = view[part.offsets[i] : part.offsets[i] + size_bytes]
+            np.copyto(np.frombuffer(rows, np.uint8), np.frombuffer(source, np.uint8))
+            if rows_checksum(rows) != sums[i]:
+                return (), f"{spec.stream}: checksum does not match"
+        values.append(rows_checksum(target[offset:end]))
+    return tuple(values), ""
 
 
 def _bound(segment: Segment, row_count: int, values: tuple[int, ...]) -> tuple[int, ...]:

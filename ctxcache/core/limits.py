@@ -169,9 +169,10 @@ class Allowance:
 
     def is_left(self, now_ns: int) -> bool:
         """Whether anything may be written now."""
-        earned = (now_ns - self._then_ns) * self.bytes_per_s / SECOND_NS
+        # Some ask at a moment that they looked at the clock before others did.
+        earned = max(now_ns - self._then_ns, 0) * self.bytes_per_s / SECOND_NS
         self._balance_bytes = min(self._balance_bytes + earned, self.bytes_per_s)
-        self._then_ns = now_ns
+        self._then_ns = max(now_ns, self._then_ns)
         return not self.bytes_per_s or self._balance_bytes > 0
 
     def spend(self, size_bytes: int) -> None:

@@ -1,9 +1,10 @@
 """Upkeep: what happens unasked. Expiry, deadlines, write-behind, free room, access times, learned facts.
 
-Seven loops, so that a slow device delays neither a deadline nor the room that clean segments give:
+Eight loops, so that a slow device delays neither a deadline nor the room that clean segments give:
 
     end_what_is_over    leases, reservations, sessions, keys   every half second
     write_behind        what is full, old or too much          when pressed
+    join                short segments of long sessions        every half second
     make_room           free room in the arena                 when short
     look_after_devices  lost paths                             every half second
     give_up_overdue     callers that wait for a hung device    every half second
@@ -56,6 +57,7 @@ class Upkeep:
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._repeat(self.end_what_is_over, asyncio.Event()))
             loops.create_task(self._repeat(self.write_behind, self._cache.state.is_pressed))
+            loops.create_task(self._repeat(self.join, asyncio.Event()))
             loops.create_task(self._repeat(self.make_room, self._cache.memory_room.is_short))
             loops.create_task(self._repeat(self.look_after_devices, asyncio.Event()))
             loops.create_task(self._repeat(self.give_up_overdue, asyncio.Event()))
@@ -66,6 +68,7 @@ class Upkeep:
         """Do everything once."""
         await self.end_what_is_over()
         await self.write_behind()
+        await self.join()
         await self.make_room()
         await self.give_up_overdue()
         await self.look_after_devices()
@@ -86,6 +89,10 @@ class Upkeep:
     async def write_behind(self) -> bool:
         """Write behind their writers' backs what is full, old or too much."""
         return await self._cache.write_behind.turn(self._try)
+
+    async def join(self) -> bool:
+        """Make one long segment of many short ones."""
+        return await self._try(self._cache.joining.turn)
 
     async def make_room(self) -> bool:
         """Keep some of the arena free."""

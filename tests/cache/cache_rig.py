@@ -22,6 +22,7 @@ from ctxcache.cache.appends import Reservation
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.prefixes import Match
+from ctxcache.core.ledger.ledger import MANY_SEGMENTS
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration, SessionView
 from ctxcache.core.limits import DEFAULT_WATERMARKS, Limits, Watermarks
 from ctxcache.core.placement.classic import LeastRecentlyUsed
@@ -115,6 +116,8 @@ class Rig:
     tenant: str = TENANT
     """Who calls."""
     make_policy: Callable[[], Ranked] = LeastRecentlyUsed
+    many_segments: int = MANY_SEGMENTS
+    """From how many segments on a session's short ones are joined."""
     crash_count: int = 0
     """How many crashes the cache is told of."""
     cache: Cache = field(init=False)
@@ -133,6 +136,7 @@ class Rig:
             policy=self.make_policy(), default_expiration=Expiration(DEFAULT_TTL_NS), limits=self.limits,
             watermarks=self.watermarks, shares=self.shares, crash_count=self.crash_count,
         )  # fmt: skip
+        self.cache.ledger.many_segments = self.many_segments
         await self.cache.open()
         for tenant in {self.tenant, *self.shares.by_tenant}:
             await self.cache.models.register(tenant, MODEL)

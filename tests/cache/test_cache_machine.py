@@ -405,6 +405,21 @@ class CacheMachine(RuleBasedStateMachine):
             assert view.durable_token_count == view.token_count
             self.model[name].durable |= set(self.model[name].tokens)
 
+    @precondition(lambda self: self.idle())
+    @rule(pick=picks)
+    def join(self, pick: int) -> None:
+        """Short segments of a durable session become long ones, and nobody notices."""
+        name = self.idle()[pick % len(self.idle())]
+        self.append(pick, 192, is_durable=False, is_coming=False)
+        with self.may_lack_room():
+            if name not in self.rig.names():
+                return
+            self.run(self.rig.flush(name))
+            self.model[name].durable |= set(self.model[name].tokens)
+            assert self.run(self.rig.read(name)) == expected(self.model[name].tokens)
+            self.run(self.rig.cache.joining.join(self.rig.cache.ledger.find("acme", name)))
+        self.touch(name)
+
     @precondition(lambda self: self.model)
     @rule(
         pick=picks, order=st.sampled_from([None, 1.0, 2.0, 3.0]), wait_s=st.sampled_from([None, 5.0, 500.0])
@@ -530,10 +545,15 @@ class DiskMachine(CacheMachine):
 
     @staticmethod
     def make(directory: Path) -> DiskRig:
-        """Two SSD paths with room for ten segments."""
+        """Two SSD paths with room for thirteen segments."""
         policy = partial(RANKED["value"], CAPACITIES)
         return DiskRig(
-            directory, arena_segments=6, ssd_segments=(5, 5), watermarks=LONG_TOO, make_policy=policy
+            directory,
+            arena_segments=6,
+            ssd_segments=(8, 5),
+            watermarks=LONG_TOO,
+            make_policy=policy,
+            many_segments=1,
         )
 
 
@@ -542,10 +562,15 @@ class MemoryMachine(CacheMachine):
 
     @staticmethod
     def make(directory: Path) -> MemoryRig:
-        """Two SSD paths with room for ten segments."""
+        """Two SSD paths with room for thirteen segments."""
         policy = partial(RANKED["look-ahead"], CAPACITIES)
         return MemoryRig(
-            directory, arena_segments=6, ssd_segments=(5, 5), watermarks=LONG_TOO, make_policy=policy
+            directory,
+            arena_segments=6,
+            ssd_segments=(8, 5),
+            watermarks=LONG_TOO,
+            make_policy=policy,
+            many_segments=1,
         )
 
     @rule(operation=st.sampled_from([Operation.READ, Operation.WRITE]), nth=st.integers(1, 3))

@@ -8,6 +8,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,8 +18,9 @@ import pytest
 from cache_rig import FINGERPRINT, MODEL, TENANT, MemoryRig
 
 from ctxcache.cache.leases import ReadRequest
+from ctxcache.core.ledger.ledger import MANY_SEGMENTS
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration
-from ctxcache.format.streams import TOKENS
+from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 
 MILLION = 1 << 20
 AT_ONCE = 1 << 18
@@ -134,6 +136,31 @@ async def append_many(rig: MemoryRig) -> None:
     await rig.cache.appends.commit(reservation, MILLION + count, is_durable=False, keep_open=False)
 
 
+async def look_up(rig: MemoryRig) -> None:
+    """As an engine asks for many sessions at a time: this one among them."""
+    rig.cache.sessions.lookup(TENANT, "long", FINGERPRINT)
+
+
+async def list_fork(rig: MemoryRig) -> None:
+    """A page with it and with a fork of it, whose segments both list."""
+    assert [view.token_count async for view in rig.cache.sessions.list(TENANT, after="", model_id="")]
+
+
+async def match(rig: MemoryRig) -> None:
+    """How much of a prompt of a million tokens is there."""
+    ids = np.arange(MILLION, dtype=np.int32).tobytes()
+    found = await rig.cache.prefixes.match(TENANT, MODEL.model_id, (), ids)
+    assert found.token_count == MILLION
+
+
+async def register(rig: MemoryRig) -> None:
+    """A model of 128 layers."""
+    specs = [StreamSpec(Stream(i, StateKind.KV), 160, DType.FLOAT16) for i in range(128)]
+    await rig.cache.models.register(
+        TENANT, replace(MODEL, model_id="deep", layer_count=128, streams=tuple(specs))
+    )
+
+
 CALLS: dict[Callable[[MemoryRig], Awaitable[None]], int] = {
     look: 100,
     lease: 18_500,
@@ -144,6 +171,10 @@ CALLS: dict[Callable[[MemoryRig], Awaitable[None]], int] = {
     delete: 33_000,
     append_durable: 2_200,
     append_many: 85_000,
+    look_up: 100,
+    list_fork: 250,
+    match: 650,
+    register: 650,
 }
 
 
@@ -153,7 +184,43 @@ async def test_no_turn_is_longer_than_its_bound(
 ) -> None:
     """Neither before nor behind an await is more done than the bound says."""
     assert len(rig.cache.ledger.find(TENANT, "long").segments) == MILLION // 4096
+    if call is list_fork:
+        await fork(rig)
     with turns(monkeypatch) as counts:
         await asyncio.ensure_future(call(rig))
         await rig.cache.drain()
     assert max(counts) <= CALLS[call]
+
+
+GROWN = 1 << 18
+A_TURN = 1 << 13
+
+
+async def test_what_grows_token_by_token_comes_to_lie_in_few_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short segments are joined as the session grows, each time in turns as short as those of others."""
+    made = MemoryRig(tmp_path, arena_segments=512, ssd_segments=(2048,))
+    await made.open()
+    await made.cache.sessions.create(
+        TENANT, "long", model_id=MODEL.model_id, layout=(), expiration=HOUR, is_pinned=False
+    )
+    longest = 0
+    for begin in range(0, GROWN, A_TURN):
+        reservation = await made.cache.appends.reserve(
+            TENANT, "long", fingerprint=FINGERPRINT, write_offset=begin, generation=None, token_count=A_TURN
+        )
+        ids = np.arange(begin, begin + A_TURN, dtype=np.int32)
+        made.cache.appends.place(reservation, TOKENS, begin, memoryview(ids.tobytes()))
+        await made.cache.appends.commit(reservation, begin + A_TURN, is_durable=True, keep_open=False)
+        with turns(monkeypatch) as counts:
+            await asyncio.ensure_future(made.cache.joining.turn())
+            await made.cache.drain()
+        longest = max(longest, *counts)
+        await made.cache.prefixes.forget_gone()
+    assert len(made.cache.ledger.find(TENANT, "long").segments) <= GROWN // 4096 + MANY_SEGMENTS
+    assert longest <= 20_000
+    ids = np.arange(GROWN, dtype=np.int32).tobytes()
+    assert (await made.cache.prefixes.match(TENANT, MODEL.model_id, (), ids)).token_count == GROWN
+    await made.check()
+    made.arena.close()

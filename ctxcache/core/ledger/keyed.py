@@ -103,6 +103,16 @@ class Keyed:
         for i, key in enumerate(keys):
             self.index.put(scope, key, segment.segment_id, row_count + i * BLOCK_TOKENS)
 
+    def joined(self, parts: Iterable[Segment], whole: Segment) -> None:
+        """One segment has the rows of these: their keys name it too, as far as none is missing."""
+        scope, row_count = _scope(whole), first_row_count(whole)
+        for part in parts:
+            for key, count in self._keys_of(scope, part.segment_id):
+                if part.begin - whole.begin + count != row_count:
+                    return
+                self.index.put(scope, key, whole.segment_id, row_count)
+                row_count += BLOCK_TOKENS
+
     def cut(self, session: Session) -> None:
         """The session has lost tokens: what only it lists is not found beyond them."""
         end = whole_token_count(session)

@@ -24,7 +24,7 @@ from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEv
 from ctxcache.core.ledger.rankings import Evictable, Resident, Unwritten
 from ctxcache.core.ledger.retaining import Retaining
 from ctxcache.core.ledger.segment import Kin, Residence, Segment
-from ctxcache.core.ledger.session import ExpiryQueue, Piece, Session
+from ctxcache.core.ledger.session import BEGIN, ExpiryQueue, Piece, Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.ledger.usage import Quotas, Usage
 from ctxcache.core.limits import Limits, Watermarks
@@ -39,6 +39,8 @@ from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout
 from ctxcache.format.slot import Slot
 
 SECOND_NS = 10**9
+MANY_SEGMENTS = 128
+"""Segments of a session that cost so much to list that short ones are joined."""
 HOLDERS_LOOKED_AT = 64
 """Sessions and segments that a search by key looks at: what only others hold is not found."""
 
@@ -154,6 +156,10 @@ class Ledger:
         self._expiry = ExpiryQueue()
         self._touched: dict[bytes, Session] = {}
         """Sessions whose last access no record has."""
+        self.many_segments = MANY_SEGMENTS
+        """From how many of its segments on a session is looked at to be joined. May be replaced."""
+        self._lengthened: dict[bytes, Session] = {}
+        """Sessions of many segments of which some have become full and durable."""
         self._spoiling: set[Segment] = set()
         """Segments that leave a spoiled slot as soon as nothing uses it."""
         self.lost: Mapping[int, str] = {}
@@ -369,6 +375,7 @@ class Ledger:
         del self._by_uid[uid]
         self.busiest.forget(uid)
         self._touched.pop(uid, None)
+        self._lengthened.pop(uid, None)
         self._unwritten.ended(session)
         self._evictable.discard(uid)
         self._feed.ended(session)
@@ -562,6 +569,8 @@ class Ledger:
             self._adopt(item, SegmentEvent.OUTGROWN if is_outgrown else SegmentEvent.FLUSHED)
         self._evictable.add(session.uid)
         self._unwritten.settled(session, [item.segment for item in written], begun_ns)
+        if len(session.segments) > self.many_segments and any(item.segment.is_full for item in written):
+            self._lengthened[session.uid] = session
         # Before the commit: a record written meanwhile must not fall back behind this one.
         session.recorded_end = end
         return {slot for slot in replaced if slot}
@@ -577,6 +586,30 @@ class Ledger:
         for item in written:
             self._adopt(item, SegmentEvent.MOVED)
         return {slot for slot in replaced if slot}
+
+    def take_lengthened(self) -> list[Session]:
+        """Sessions of many segments that got full ones since the last look."""
+        found, self._lengthened = self._lengthened, {}
+        return list(found.values())
+
+    def joined(self, session: Session, parts: Sequence[Segment], whole: Flushed) -> list[Segment]:
+        """One segment, which is below and synced, takes the place of these, whose rows it has; see `flushed`.
+
+        They are the session's alone, follow one another, and are returned: no session lists them any more.
+        """
+        segment = whole.segment
+        segment.happened(SegmentEvent.COMMITTED)
+        segment.row_count, segment.is_growing = whole.row_count, False
+        self._segments[segment.segment_id] = segment
+        self._adopt(whole, SegmentEvent.FLUSHED)
+        first = bisect_left(session.segments, segment.begin, key=BEGIN)
+        session.segments[first : first + len(parts)] = [segment]
+        segment.list_in(session.residence)
+        if session.residence.kin is not None:
+            # A fork may be about to list it, which it was made ready for before.
+            self.shared(session, [segment])
+        self.keyed.joined(parts, segment)
+        return self._unlist(session, parts)
 
     def shortened(self, segment: Segment, durable: Sums) -> list[Session]:
         """Only the rows that a tier below has are left of the segment; returns the sessions that list it."""

@@ -1,0 +1,173 @@
+"""Joining: short segments of a long session become one long one, so that the session's books stay short.
+
+    64 | 64 | 64 | ... | tail
+      copied and verified in memory ──► written below, synced ──► one record: 4,096 | ... | tail
+                                                                      └──► the short ones' slots given back
+
+What grows token by token lies in segments of 64 tokens, and what many short appends bring in segments of few
+hundreds. A lease, a fork and a record take a step for each. Only sessions of many segments are joined: the
+others cost little, and a row of a joined segment is written twice, within the bound of all that is written
+unasked. Readers keep what they hold. Where memory or SSD has no room in one piece, and where other sessions
+list a segment, all stays as it is.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from ctxcache.cache.background import Background
+from ctxcache.cache.budgets import MemoryRoom
+from ctxcache.cache.eviction import FREED_PER_SLICE, Departures, SsdRoom, record_of
+from ctxcache.cache.flushing import Flushing, Staging, WriteBehind
+from ctxcache.cache.segments import SegmentIO, Written
+from ctxcache.cache.state import State
+from ctxcache.core import ranges
+from ctxcache.core.ledger.places import Place
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.errors import TierFailure
+from ctxcache.format.layout import LONGEST_SEGMENT_TOKENS
+from ctxcache.storage.metadata.base import Changes, MetadataStore
+
+LOOKED_AT = 1024
+"""Segments at a session's end among which those to be joined are looked for, at a time."""
+
+
+class Joining:
+    """Joins segments. Owned by the event loop."""
+
+    def __init__(
+        self,
+        state: State,
+        io: SegmentIO,
+        metadata: MetadataStore,
+        departures: Departures,
+        ssd_room: SsdRoom,
+        staging: Staging,
+        flushing: Flushing,
+        write_behind: WriteBehind,
+        memory_room: MemoryRoom,
+        background: Background,
+    ) -> None:
+        self._state, self._ledger = state, state.ledger
+        self._io, self._metadata, self._departures = io, metadata, departures
+        self._ssd_room, self._staging, self._flushing = ssd_room, staging, flushing
+        self._write_behind = write_behind
+        self._memory_room, self._background = memory_room, background
+
+    async def turn(self) -> None:
+        """Join what can be joined of sessions that have become longer.
+
+        Raises CapacityExceeded, TierFailure.
+        """
+        for session in self._ledger.take_lengthened():
+            await self.join(session)
+
+    async def join(self, session: Session) -> None:
+        """Join what can be joined of one session. Raises CapacityExceeded, TierFailure."""
+        # It runs to its end: no slot is given back while a device writes to it.
+        while await asyncio.shield(self._background.start(self._join_some(session))):
+            pass
+
+    async def _join_some(self, session: Session) -> bool:
+        """Join one run of segments; False where there is none, or no room."""
+        longest = session.layout.filled_by(LONGEST_SEGMENT_TOKENS, self._ledger.longest_bytes)
+        parts = self._run_of(session, longest.segment_tokens)
+        if not parts or not self._write_behind.allowance.is_left(self._state.clock.monotonic_ns()):
+            return False
+        self._metadata.check()
+        for part in parts:
+            self._ledger.held(part)
+        try:
+            # What is held does not leave for it.
+            slot = self._memory_room.take_long(longest.size_bytes, session.tenant)
+            if slot is None:
+                return False
+            segment_id = self._ledger.new_segment_id()
+            whole = self._ledger.blank(session, segment_id, parts[0].begin, longest)
+            self._ledger.reserved(whole, slot)
+            self._ledger.held(whole)
+            try:
+                return await self._join(session, parts, whole)
+            finally:
+                if whole.place is Place.RESERVED:
+                    self._ledger.abandoned(whole)
+                self._ledger.released(whole)
+        finally:
+            for part in parts:
+                self._ledger.released(part)
+
+    async def _join(self, session: Session, parts: Sequence[Segment], whole: Segment) -> bool:
+        if await self._io.join(parts, whole):
+            # A row in memory is not what it was: reads and scrubbing see to that.
+            return False
+        slot = self._ssd_room.take(whole.size_bytes, session)
+        if slot is None:
+            return False
+        self._ledger.staged(whole, slot, is_there=True)
+        self._write_behind.allowance.spend(slot.size_bytes)
+        written = Written(whole, slot, whole.layout.segment_tokens)
+        try:
+            await self._io.write(written)
+            await self._io.sync({slot.path_index})
+        except BaseException:
+            self._staging.give_back(written)
+            raise
+        if not self._are_whole(session, parts):
+            self._staging.give_back(written)
+            return False
+        dead = self._ledger.joined(session, parts, written.flushed)
+        changes = Changes(
+            sessions=[record_of(session)],
+            segments=[self._flushing.segment_record(whole)],
+            deleted_segment_ids=[part.segment_id for part in dead],
+        )
+        try:
+            await self._metadata.commit(changes, is_durable=True)
+        except TierFailure:
+            self._departures.strand(dead)
+            raise
+        for i, part in enumerate(dead, 1):
+            self._ledger.forgotten(part)
+            if i % FREED_PER_SLICE == 0:
+                await asyncio.sleep(0)
+        return True
+
+    def _run_of(self, session: Session, token_count: int) -> list[Segment]:
+        """Segments that follow one another and have so many tokens in all; empty where there are none."""
+        run: deque[Segment] = deque()
+        run_count = 0
+        for segment in session.segments[-LOOKED_AT:]:
+            if run and run[-1].end != segment.begin:
+                run.clear()
+                run_count = 0
+            if segment.hold_count or segment.place is not Place.BOTH or segment.row_count >= token_count:
+                run.clear()
+                run_count = 0
+                continue
+            run.append(segment)
+            run_count += segment.row_count
+            while run_count > token_count:
+                run_count -= run.popleft().row_count
+            if run_count == token_count:
+                found = list(run)
+                if self._are_whole(session, found):
+                    return found
+        return []
+
+    def _are_whole(self, session: Session, parts: Sequence[Segment]) -> bool:
+        """Whether the session, and it alone, lists these one behind the other, and has every row of them."""
+        begin, end = parts[0].begin, parts[-1].end
+        if session.is_gone or session.is_block or session.withheld or self._ledger.lost:
+            return False
+        if ranges.clip(session.live, begin, end) != ((begin, end),):
+            return False
+        if session.segments_of(((begin, end),)) != parts:
+            return False
+        return all(map(_is_whole, parts))
+
+
+def _is_whole(part: Segment) -> bool:
+    """Whether all its rows are below, known by one sum for each stream, and listed by one session."""
+    is_below = part.is_full and not part.is_unwritten
+    return is_below and part.reference_count == 1 and part.is_settled(part.row_count)
