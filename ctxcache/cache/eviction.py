@@ -24,7 +24,7 @@ from ctxcache.errors import CapacityExceeded, TierFailure
 from ctxcache.format.slot import Slot
 from ctxcache.storage.metadata.base import BlockRecord, Changes, MetadataStore, SessionRecord
 
-FREED_PER_SLICE = 256
+FREED_PER_SLICE = 64
 """Segments given back before others get their turn of the event loop."""
 
 
