@@ -1,5 +1,7 @@
 """Rows saved before positions to pages: fused against reference, in every layout of pages."""
 
+import itertools
+
 import layers
 import pytest
 import torch
@@ -7,11 +9,30 @@ import torch
 from gpu_worker.kernels.operands import Pages, Pairing
 from gpu_worker.kernels.rope_scatter import fused, reference
 
+HEADS = [((2, 16), 8), ((2, 24), 6), ((2, 17), 4), ((1, 2), 1)]
+"""Heads and their size, and how many pairs are rotated: whole, half and odd sizes."""
+BITS = [0, 8, 4]
+CHOICES = [
+    (list(layers.TOLERANCES)[(i + j) % 3], list(Pairing)[(i + 2 * j) % 3], *heads, bits)
+    for i, heads in enumerate(HEADS)
+    for j, bits in enumerate(BITS)
+]
+"""Types, pairings, heads and widths, so that every two choices meet."""
 
-@pytest.mark.parametrize("dtype", layers.TOLERANCES, ids=str)
-@pytest.mark.parametrize("pairing", Pairing, ids=lambda pairing: pairing.name.lower())
-@pytest.mark.parametrize(("heads", "pair_count"), [((2, 16), 8), ((2, 24), 6), ((2, 17), 4), ((1, 2), 1)])
-@pytest.mark.parametrize("bits", [0, 8, 4])
+
+def test_every_two_choices_meet() -> None:
+    """Twelve cases stand for the 108 of the whole product."""
+    facts = [
+        (dtype, pairing, (heads, pair_count), bits) for dtype, pairing, heads, pair_count, bits in CHOICES
+    ]
+    values: list[list[object]] = [[*layers.TOLERANCES], [*Pairing], [*HEADS], [*BITS]]
+
+    for one, other in itertools.combinations(range(4), 2):
+        met = {(fact[one], fact[other]) for fact in facts}
+        assert met == set(itertools.product(values[one], values[other]))
+
+
+@pytest.mark.parametrize(("dtype", "pairing", "heads", "pair_count", "bits"), CHOICES, ids=str)
 def test_fused_is_as_the_reference(
     dtype: torch.dtype, pairing: Pairing, heads: tuple[int, int], pair_count: int, bits: int
 ) -> None:
