@@ -220,7 +220,7 @@ async def test_what_grows_token_by_token_comes_to_lie_in_few_segments(
         await made.cache.prefixes.forget_gone()
     assert len(made.cache.ledger.find(TENANT, "long").segments) <= GROWN // 4096 + MANY_SEGMENTS
     assert longest <= 11_500
-    ids = np.arange(GROWN, dtype=np.int32).tobytes()
-    assert (await made.cache.prefixes.match(TENANT, MODEL.model_id, (), ids)).token_count == GROWN
+    prompt = np.arange(GROWN, dtype=np.int32).tobytes()
+    assert (await made.cache.prefixes.match(TENANT, MODEL.model_id, (), prompt)).token_count == GROWN
     await made.check()
     made.arena.close()
