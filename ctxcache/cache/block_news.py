@@ -7,7 +7,7 @@ block that is there, and each subscription.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from ctxcache.core.ledger.ledger import Ledger
@@ -54,11 +54,12 @@ class BlockNews:
             ledger.placement.watch(block.uid, self)
         self._tell(self._keys[block.uid])
 
-    def end(self, ledger: Ledger) -> None:
-        """Hear of nothing any more."""
-        for uid in self._keys:
+    def leave(self, ledger: Ledger) -> Iterator[None]:
+        """Hear of nothing any more, of one block less after each step."""
+        while self._keys:
+            uid, _ = self._keys.popitem()
             ledger.placement.unwatch(uid, self)
-        self._keys.clear()
+            yield
 
     def _tell(self, key: bytes) -> None:
         self._changed[key] = None
@@ -105,10 +106,13 @@ class Subscriptions:
             for news in self._by_space.get((block.tenant, prefix), ()):
                 news.follow(block, self._ledger)
 
-    def end(self, news: BlockNews) -> None:
-        """Hear of nothing any more."""
+    def end(self, news: BlockNews) -> Iterator[None]:
+        """Let a subscription go, and one of its blocks at each step: others may have their turn between two.
+
+        All steps have to be taken.
+        """
         place = news.tenant, space_prefix(news.space)
         self._by_space[place].remove(news)
         if not self._by_space[place]:
             del self._by_space[place]
-        news.end(self._ledger)
+        yield from news.leave(self._ledger)

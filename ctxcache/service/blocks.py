@@ -164,8 +164,8 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             raise TooManyRequests(what="subscriptions", limit=limit)
         news = subscriptions.begin(tenant, space.fingerprint)
         drained = asyncio.ensure_future(self._admission.drained())
+        pace = LoopSlice(self._turns)
         try:
-            pace = LoopSlice(self._turns)
             for _ in subscriptions.present(news):
                 if pace.is_over:
                     await pace.rest()
@@ -179,7 +179,17 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                 yield _told(self._cache, news)
         finally:
             drained.cancel()
-            subscriptions.end(news)
+            await self._let_go(subscriptions.end(news), pace)
+
+    async def _let_go(self, steps: Iterator[None], pace: LoopSlice) -> None:
+        try:
+            for _ in steps:
+                if pace.is_over:
+                    await pace.rest()
+        finally:
+            # An end that is itself cut off has to be one all the same.
+            for _ in steps:
+                continue
 
     async def _messages(
         self, request: block_pb2.LeaseBlocksRequest, tenant: str

@@ -6,13 +6,18 @@ import pytest
 from block_rig import OTHER_SPACE, SPACE, key_of, load, look, put
 from cache_rig import DiskRig, MemoryRig, Rig
 
-from ctxcache.cache.block_news import BlockNews
+from ctxcache.cache.block_news import BlockNews, Subscriptions
 from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock
 from ctxcache.core.ledger.session import block_id
 from ctxcache.server.upkeep import Upkeep
 
 COUNT = 40
 STEPS = 400
+
+
+def let_go(subscriptions: Subscriptions, news: BlockNews) -> int:
+    """End a subscription; in how many steps."""
+    return sum(1 for _ in subscriptions.end(news))
 
 
 class Follower:
@@ -39,7 +44,7 @@ class Follower:
     def end(self) -> None:
         """Hear of nothing more, and leave nothing behind."""
         ledger, subscriptions = self._rig.cache.ledger, self._rig.cache.blocks.subscriptions
-        subscriptions.end(self.news)
+        let_go(subscriptions, self.news)
         assert not len(subscriptions)
         assert not ledger.placement.watched
 
@@ -104,7 +109,7 @@ async def test_two_followers_of_two_spaces_hear_of_their_own(rig: MemoryRig) -> 
     first.catch_up()
     second.catch_up()
     assert (set(first.known), set(second.known)) == ({key_of(1)}, {key_of(2)})
-    rig.cache.blocks.subscriptions.end(first.news)
+    let_go(rig.cache.blocks.subscriptions, first.news)
     await put(rig, 3, space=OTHER_SPACE)
     second.catch_up()
     assert set(second.known) == {key_of(2), key_of(3)}
@@ -181,7 +186,7 @@ async def test_blocks_of_a_lost_path_are_told_and_told_again_when_it_is_back(rig
     follower.catch_up()
     late.catch_up()
     assert look(rig, *range(8)) == [BlockState.HIT] * 8
-    rig.cache.blocks.subscriptions.end(late.news)
+    let_go(rig.cache.blocks.subscriptions, late.news)
     follower.end()
 
 
@@ -207,4 +212,21 @@ async def test_another_tenants_blocks_are_not_told(rig: MemoryRig) -> None:
     await rig.cache.blocks.delete(rig.tenant, SPACE, [key_of(1)])
     assert not news.has_news.is_set()
     assert not news.take(10)
-    subscriptions.end(news)
+    let_go(subscriptions, news)
+
+
+async def test_an_end_is_taken_in_steps(rig: MemoryRig) -> None:
+    """One block at each: others have their turn; a block that goes meanwhile leaves nothing either."""
+    await put(rig, *range(4))
+    first, second = Follower(rig), Follower(rig)
+    subscriptions = rig.cache.blocks.subscriptions
+    steps = subscriptions.end(first.news)
+    next(steps)
+    await rig.cache.blocks.delete(rig.tenant, SPACE, [key_of(0)])
+    left_count = sum(1 for _ in steps)
+
+    assert len(subscriptions) == 1
+    assert left_count in (2, 3)
+    second.catch_up()
+    second.end()
+    await rig.check()
