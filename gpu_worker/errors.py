@@ -52,6 +52,13 @@ class RowNotRepresentable(CacheError):
     template = "{what}: row {row} {problem}"
 
 
+class BaseMismatch(CacheError):
+    """A delta was taken from other rows than those that it would be added to."""
+
+    reason = "BASE_MISMATCH"
+    template = "{stream} at token {token}: it is no delta to what came back of layer {below}"
+
+
 class UnsupportedBatch(CacheError):
     """Capture sees one sequence per forward pass; the pass had more."""
 

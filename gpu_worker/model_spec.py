@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import UnsupportedDtype
 from gpu_worker.executed import digest_execution, digest_weights, has_merged_adapters
@@ -125,11 +125,14 @@ def _streams(adapter: Adapter) -> tuple[StreamSpec, ...]:
 def _packed_streams(adapter: Adapter, kinds: Iterable[StateKind]) -> Iterator[StreamSpec]:
     for kind in dict.fromkeys(kinds):
         size = adapter.element_count(kind)
-        if kind not in PACKINGS or size is None:
+        if kind not in LOSSY_KINDS or size is None:
             problem = f"{adapter.architecture} has no rows of {kind.name.lower()} to pack"
             raise InvalidArgument(field="packed_kinds", problem=problem)
+        if kind in DELTAS and any(layer.window for layer in adapter.layers):
+            problem = f"{adapter.architecture} has sliding layers: one keeps fewer rows than a delta needs"
+            raise InvalidArgument(field="packed_kinds", problem=problem)
         try:
-            row_bytes = PACKINGS[kind].row_bytes(size)
+            row_bytes = packing_of(kind).row_bytes(size)
         except ValueError as error:
             raise InvalidArgument(field="packed_kinds", problem=str(error)) from error
         for layer in range(len(adapter.layers)):

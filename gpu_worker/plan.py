@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.packing import unpacked
+from ctxcache.format.packing import DELTAS, unpacked
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 
 _PART = re.compile(r"(?P<method>[a-z0-9_]+):(?P<first>[0-9]+)(-(?P<last>[0-9]+))?")
@@ -37,6 +37,12 @@ class Method(enum.Enum):
     """As HIDDEN, from rows in 4 bits, likewise."""
     KV_INT4 = "kv_int4"
     """As KV, likewise."""
+    HIDDEN_DELTA_INT4 = "hidden_delta_int4"
+    """As HIDDEN, from the layer below's rows and the difference in 4 bits."""
+    HIDDEN_DELTA_INT3 = "hidden_delta_int3"
+    """Likewise, in 3 bits."""
+    HIDDEN_DELTA_INT2 = "hidden_delta_int2"
+    """Likewise, in 2 bits."""
 
     @cached_property
     def kind(self) -> StateKind:
@@ -53,13 +59,19 @@ class Method(enum.Enum):
         """Whether a layer comes back as it was, but for rounding."""
         return self.unpacked is self
 
+    @cached_property
+    def is_delta(self) -> bool:
+        """Whether its rows are added to those of the layer below."""
+        return self is not Method.TOKENS and self.kind in DELTAS
+
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
     """One method per layer, layer 0 first.
 
     Recomputed layers (TOKENS) come before all others, because a layer can only be run on the
-    output of the one before it. Raises InvalidArgument(field="plan") otherwise, or when empty.
+    output of the one before it. The layer below a delta comes back from its own inputs. Raises
+    InvalidArgument(field="plan") otherwise, or when empty.
     """
 
     methods: tuple[Method, ...]
@@ -69,6 +81,9 @@ class RestorePlan:
             raise InvalidArgument(field="plan", problem="no layers")
         if Method.TOKENS in self.methods[self.recomputed_layer_count :]:
             raise InvalidArgument(field="plan", problem="a recomputed layer follows one that is not")
+        for layer, method in enumerate(self.methods):
+            if method.is_delta:
+                check_below(layer, None if layer == 0 else self.methods[layer - 1])
 
     @classmethod
     def uniform(cls, method: Method, layer_count: int) -> "RestorePlan":
@@ -132,6 +147,17 @@ class RestorePlan:
             if end == self.layer_count or self.methods[end] is not self.methods[begin]:
                 yield self.methods[begin], begin, end
                 begin = end
+
+
+def check_below(layer: int, below: Method | None) -> None:
+    """Refuse a delta at `layer` on a layer that does not come back from its inputs.
+
+    Raises InvalidArgument(field="plan").
+    """
+    if below is None or below.unpacked is not Method.HIDDEN:
+        found = "nothing" if below is None else below.value
+        problem = f"layer {layer} is a delta, and the layer below it comes back by {found}"
+        raise InvalidArgument(field="plan", problem=problem)
 
 
 def _span(begin: int, end: int) -> str:

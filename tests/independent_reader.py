@@ -32,6 +32,9 @@ KINDS = {
     6: "kv_int8",
     7: "hidden_int4",
     8: "kv_int4",
+    11: "hidden_delta_int4",
+    12: "hidden_delta_int3",
+    13: "hidden_delta_int2",
 }
 PACKINGS = {5: (8, 32), 6: (8, 64), 7: (4, 32), 8: (4, 32)}
 """Bits and group size by kind; four outliers in each row."""

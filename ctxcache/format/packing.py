@@ -67,8 +67,77 @@ PACKINGS: Mapping[StateKind, Packing] = {
 """The packing of each packed kind. It never changes: another packing is another kind."""
 
 
+class DeltaLayout(NamedTuple):
+    """Where the parts of one row of a delta begin, in bytes; codes begin at 0."""
+
+    element_count: int
+    group_count: int
+    outlier_count: int
+    outliers: int
+    """float32 [outlier_count]: differences, exact."""
+    base: int
+    """uint32: the mark of the row below that this one is added to."""
+    scales: int
+    """float16 [group_count]."""
+    places: int
+    """uint16 [outlier_count]."""
+    zeros: int
+    """uint8 [group_count], in sixteenths of a step."""
+    row_bytes: int
+    """Padded with zeros to a multiple of 4."""
+
+
+class DeltaPacking(NamedTuple):
+    """How a layer's input less that of the layer below is put into few bits.
+
+    X = below + (code - zero / 16) * scale per group, but for a row's outliers, which are differences.
+    """
+
+    bits: int
+    group_size: int
+    outlier_count: int = 4
+
+    def layout(self, element_count: int) -> DeltaLayout:
+        """Lay out rows of so many elements. Raises ValueError unless a multiple of 8 up to 32,768."""
+        if not 0 < element_count <= MOST_ELEMENTS or element_count % _BITS_PER_BYTE:
+            raise ValueError(
+                f"rows of {element_count} elements are not packed as deltas: a multiple of 8 up to"
+                f" {MOST_ELEMENTS}"
+            )
+        groups, kept = -(-element_count // self.group_size), min(self.outlier_count, element_count)
+        outliers = _align(element_count * self.bits // _BITS_PER_BYTE, _OUTLIER_ALIGN_BYTES)
+        base = outliers + 4 * kept
+        scales = base + 4
+        places = scales + 2 * groups
+        zeros = places + 2 * kept
+        end = _align(zeros + groups, _OUTLIER_ALIGN_BYTES)
+        return DeltaLayout(element_count, groups, kept, outliers, base, scales, places, zeros, end)
+
+    def row_bytes(self, element_count: int) -> int:
+        """Bytes of one token's row of so many elements. Raises ValueError, as `layout` does."""
+        return self.layout(element_count).row_bytes
+
+
+DELTAS: Mapping[StateKind, DeltaPacking] = {
+    StateKind.HIDDEN_DELTA_INT4: DeltaPacking(4, 32),
+    StateKind.HIDDEN_DELTA_INT3: DeltaPacking(3, 64),
+    StateKind.HIDDEN_DELTA_INT2: DeltaPacking(2, 32),
+}
+"""Of every kind that is a delta between layers. Likewise, none ever changes."""
+LOSSY_KINDS = (*PACKINGS, *DELTAS)
+CHAIN_KINDS = (StateKind.HIDDEN, StateKind.HIDDEN_INT8, StateKind.HIDDEN_INT4, *DELTAS)
+"""What a delta may be added to: the layer below's input, exact, packed, or itself a delta."""
+
+
+def packing_of(kind: StateKind) -> Packing | DeltaPacking:
+    """How rows of a packed kind are laid out. Raises KeyError."""
+    return DELTAS[kind] if kind in DELTAS else PACKINGS[kind]
+
+
 def unpacked(kind: StateKind) -> StateKind:
     """What rows of `kind` are once their elements are wide again."""
+    if kind in DELTAS:
+        return StateKind.HIDDEN
     return PACKINGS[kind].unpacked if kind in PACKINGS else kind
 
 

@@ -33,6 +33,12 @@ class StateKind(enum.IntEnum):
     """KV in 4 bits, groups of 32, 4 outliers a row, likewise."""
     ENGINE_BLOCK = 9
     """An engine's own blocks of K/V, opaque: a row is an equal share of its block's bytes."""
+    HIDDEN_DELTA_INT4 = 11
+    """HIDDEN less the layer below's, as that comes back, in 4 bits, groups of 32. See packing.py."""
+    HIDDEN_DELTA_INT3 = 12
+    """Likewise, in 3 bits, groups of 64."""
+    HIDDEN_DELTA_INT2 = 13
+    """Likewise, in 2 bits, groups of 32."""
 
 
 class DType(enum.IntEnum):

@@ -51,6 +51,14 @@ class _StateKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateKind.V
     block's bytes, so that only whole blocks mean anything. The model's settings name the engine and its layout of
     blocks. Its rows have DTYPE_PACKED.
     """
+    STATE_KIND_HIDDEN_DELTA_INT4: _StateKind.ValueType  # 11
+    """Layer input less that of the layer below as it comes back from its own row, in 4 bits, in groups of 32 with 4
+    outliers a row. The session holds the layer below by one kind of its input. Its rows have DTYPE_PACKED.
+    """
+    STATE_KIND_HIDDEN_DELTA_INT3: _StateKind.ValueType  # 12
+    """Likewise in 3 bits, in groups of 64."""
+    STATE_KIND_HIDDEN_DELTA_INT2: _StateKind.ValueType  # 13
+    """Likewise in 2 bits, in groups of 32."""
 
 class StateKind(_StateKind, metaclass=_StateKindEnumTypeWrapper):
     """What the bytes of a row are."""
@@ -80,6 +88,14 @@ STATE_KIND_ENGINE_BLOCK: StateKind.ValueType  # 9
 block's bytes, so that only whole blocks mean anything. The model's settings name the engine and its layout of
 blocks. Its rows have DTYPE_PACKED.
 """
+STATE_KIND_HIDDEN_DELTA_INT4: StateKind.ValueType  # 11
+"""Layer input less that of the layer below as it comes back from its own row, in 4 bits, in groups of 32 with 4
+outliers a row. The session holds the layer below by one kind of its input. Its rows have DTYPE_PACKED.
+"""
+STATE_KIND_HIDDEN_DELTA_INT3: StateKind.ValueType  # 12
+"""Likewise in 3 bits, in groups of 64."""
+STATE_KIND_HIDDEN_DELTA_INT2: StateKind.ValueType  # 13
+"""Likewise in 2 bits, in groups of 32."""
 Global___StateKind: _TypeAlias = StateKind  # noqa: Y015
 
 class _Dtype:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import StateKind
 from gpu_worker.planning.datasheets import MODEL_NAMES, PROFILE_NAMES, known_model, known_profile
 from gpu_worker.planning.holding import EngineAbilities
@@ -57,7 +57,7 @@ AllowLoss = Annotated[
     str,
     typer.Option(
         help="Rows in few bits: most KL divergence in nats a token, or kinds: "
-        f"{', '.join(k.name.lower() for k in PACKINGS)}.",
+        f"{', '.join(k.name.lower() for k in LOSSY_KINDS)}.",
         metavar="NATS|KIND,...",
         show_default="none",
     ),
@@ -117,7 +117,7 @@ def kinds(names: str, model: ModelShape) -> tuple[StateKind, ...]:
     has_latents = any(layer.kind is LayerKind.LATENT for layer in model.layers)
     rows = StateKind.LATENT if has_latents else StateKind.KV
     known = {"hidden": StateKind.HIDDEN, "kv": rows, "latent": rows}
-    known |= {kind.name.lower(): kind for kind in PACKINGS}
+    known |= {kind.name.lower(): kind for kind in LOSSY_KINDS}
     unknown = [name for name in names.split(",") if name and name not in known]
     if unknown:
         raise InvalidArgument(field="--hold", problem=f"{unknown[0]!r} is not one of {', '.join(known)}")

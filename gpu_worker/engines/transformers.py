@@ -38,7 +38,7 @@ from ctxcache.errors import (
     TierFailure,
 )
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
@@ -374,7 +374,7 @@ class TransformersEngine:
         self._adapter = adapt(model)
         self._model, self._client, self._spec = model, client, spec
         self._window = window or int(model.config.max_position_embeddings)
-        packed_kinds = frozenset(stream.stream.kind for stream in spec.streams) & PACKINGS.keys()
+        packed_kinds = frozenset(stream.stream.kind for stream in spec.streams) & set(LOSSY_KINDS)
         self._chooser = Chooser(self._adapter, plan, profile, lossy_kinds=packed_kinds)
         self._layout = self._chooser.layout(expected or [Return(self._window // 2)])
         self._restorer = SessionRestorer(

@@ -56,7 +56,7 @@ def quantize(
     filled = torch.cat((rows, rows[:, -1:].expand(-1, -size % group_size)), dim=1).float()
     groups = filled.reshape(token_count, -1, group_size)
     least, greatest = groups.aminmax(dim=-1)
-    _check(outliers, least, greatest)
+    check_held(outliers, least, greatest)
     zeros = (least - least.abs() * MARGIN).half()
     scales = ((greatest - zeros.float()) / most).half()
     steps = torch.where(scales > 0, scales.float(), torch.inf).unsqueeze(-1)
@@ -94,7 +94,7 @@ def _dequantize(rows: Quantized, part: slice, out: Tensor) -> None:
     out.copy_(wide.scatter_(1, rows.places[part].long(), rows.outliers[part].float()))
 
 
-def _check(outliers: Tensor, least: Tensor, greatest: Tensor) -> None:
+def check_held(outliers: Tensor, least: Tensor, greatest: Tensor) -> None:
     """Raise NotRepresentable for the first row that is not finite or too large.
 
     Amin and amax pass no number on.

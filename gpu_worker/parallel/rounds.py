@@ -64,6 +64,10 @@ class Gathering:
         self._seconds[Stage.of(method)] += (time.perf_counter_ns() - began_ns) / 1e9
         self._compute.restore(layer, method, rows, begin, room)
 
+    def chain(self, layers: frozenset[int]) -> None:
+        """See Compute."""
+        self._compute.chain(layers)
+
     def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
         """See Compute."""
         self._compute.recompute(schedule, token_ids, target)

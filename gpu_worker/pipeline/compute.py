@@ -22,8 +22,9 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import LOSSY_KINDS, packing_of
 from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.deltas import Chain
 from gpu_worker.errors import IncompleteRestore, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import (
@@ -119,6 +120,10 @@ class Compute(Protocol):
         """
         ...
 
+    def chain(self, layers: frozenset[int]) -> None:
+        """Keep these layers' wide rows for the layer above each, which is a delta; before any is restored."""
+        ...
+
     def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
         """Run the layers that the schedule recomputes over `token_ids` [T], into the target."""
         ...
@@ -135,6 +140,11 @@ class Restorer:
         self._adapter = adapter
         self._token_count = len(positions)
         self._ropes = adapter.ropes(positions)
+        self._chain: Chain | None = None
+
+    def chain(self, layers: frozenset[int]) -> None:
+        """See Compute: these layers come in order, each whole before the one above it."""
+        self._chain = Chain(layers, self._token_count, self._adapter.hidden_size)
 
     def layer(self, layer: int, method: Method, rows: Tensor, *, begin: int = 0) -> Halves:
         """Keys and values of one layer as the engine caches them: [1, H, t, C], [1, H, t, C_v].
@@ -148,7 +158,7 @@ class Restorer:
         self._check(layer, method, rows, begin)
         decoder = self._adapter.layers[layer]
         with torch.no_grad():
-            rows = self._wide(method, rows.to(decoder.device))
+            rows = self.wide(layer, method, rows.to(decoder.device), begin)
             is_hidden = method.unpacked is Method.HIDDEN
             halves = decoder.project(rows) if is_hidden else self._adapter.unpack(rows)
             if not self._adapter.is_relocatable:
@@ -165,7 +175,7 @@ class Restorer:
             problem = f"{method.value} rows cannot be restored for {adapter.architecture}"
             raise InvalidArgument(field="method", problem=problem)
         dtype = adapter.model.dtype if method.is_exact else torch.uint8
-        width = size if method.is_exact else PACKINGS[method.kind].row_bytes(size)
+        width = size if method.is_exact else packing_of(method.kind).row_bytes(size)
         what = f"layer {layer} {method.value} rows at token {begin}"
         room = self._token_count - begin
         if rows.ndim != 2 or rows.shape[1] != width or begin < 0 or len(rows) > room:
@@ -174,11 +184,19 @@ class Restorer:
         if rows.dtype != dtype:
             raise UnsupportedDtype(what=what, expected=str(dtype), actual=str(rows.dtype))
 
-    def _wide(self, method: Method, rows: Tensor) -> Tensor:
+    def wide(self, layer: int, method: Method, rows: Tensor, begin: int) -> Tensor:
+        """Rows of tokens from `begin` on as the model has them. Raises ShapeMismatch, BaseMismatch."""
         size = self._adapter.element_count(method.kind)
+        if method.is_delta or self.is_chained(layer):
+            chain = self._chain or Chain(frozenset(), self._token_count, self._adapter.hidden_size)
+            return chain.wide(layer, method.kind, rows, begin).to(self._adapter.model.dtype)
         if method.is_exact or size is None:
             return rows
         return widen(rows, method.kind, size, self._adapter.model.dtype)
+
+    def is_chained(self, layer: int) -> bool:
+        """Whether a layer's wide rows are needed by the one above."""
+        return self._chain is not None and layer in self._chain.layers
 
 
 class Modules:
@@ -187,17 +205,21 @@ class Modules:
     def __init__(self, adapter: Adapter, positions: Tensor, *, decode: Decode | None = None) -> None:
         """`positions` [T] int64; `decode` for rows that are stored otherwise than the model computes."""
         self._adapter, self._positions = adapter, positions
-        self._restorer = Restorer(adapter, positions)
+        self.restorer = Restorer(adapter, positions)
         # Packed rows stay bytes: the restorer makes them wide.
         self._decode = decode or (
-            lambda stream, data: data if stream.kind in PACKINGS else data.view(adapter.model.dtype)
+            lambda stream, data: data if stream.kind in LOSSY_KINDS else data.view(adapter.model.dtype)
         )
 
     def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
         """See Compute."""
         rows = self._decode(Stream(layer, method.kind), data)
-        keys, values = self._restorer.layer(layer, method, rows, begin=begin)
+        keys, values = self.restorer.layer(layer, method, rows, begin=begin)
         room.put(keys[0].transpose(0, 1), values[0].transpose(0, 1))
+
+    def chain(self, layers: frozenset[int]) -> None:
+        """See Compute."""
+        self.restorer.chain(layers)
 
     def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
         """See Compute."""
@@ -344,11 +366,18 @@ class Kernels:
         if not self._fits(room) or (is_hidden and weights is None):
             self._modules.restore(layer, method, data, begin, room)
             return
-        rows, rotation = self._rows(method, data), self._rotation_at(layer, begin, begin + len(data))
+        rows, rotation = (
+            self._rows(layer, method, data, begin),
+            self._rotation_at(layer, begin, begin + len(data)),
+        )
         if weights is not None:
             self._project(rows, weights, rotation, room.pages)
         else:
             self._scatter(rows, rotation, room.pages)
+
+    def chain(self, layers: frozenset[int]) -> None:
+        """See Compute."""
+        self._modules.chain(layers)
 
     def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
         """See Compute."""
@@ -361,8 +390,11 @@ class Kernels:
         caches = ((room.pages.keys, adapter.key), (room.pages.values, adapter.value))
         return all(tuple(cache.shape[2:]) == (half.head_count, half.head_size) for cache, half in caches)
 
-    def _rows(self, method: Method, data: Tensor) -> Rows:
-        adapter = self._adapter
+    def _rows(self, layer: int, method: Method, data: Tensor, begin: int) -> Rows:
+        adapter, restorer = self._adapter, self._modules.restorer
+        if method.is_delta or restorer.is_chained(layer):
+            stored = data.view(adapter.model.dtype) if method.is_exact else data
+            return restorer.wide(layer, method, stored, begin)
         if method.is_exact:
             return data.view(adapter.model.dtype)
         size = adapter.hidden_size if method.unpacked is Method.HIDDEN else adapter.row_size

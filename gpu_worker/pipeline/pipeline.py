@@ -321,6 +321,8 @@ class Restoration:
         schedule = self.schedule
         # Refusals come before anything is submitted.
         batches = [[(part, self._batch(part)) for part in parts] for parts in schedule.parts]
+        if schedule.chained_layers:
+            self._compute.chain(schedule.chained_layers)
         # Earlier users of the target's memory have ended when the first work writes to it.
         self._submit(self._lanes.compute, lambda: None, behind)
         if schedule.needs_token_ids:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, Stream
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.plan import Method, RestorePlan, check_below
 from gpu_worker.planning.planner import Plan
 
 
@@ -95,12 +95,20 @@ class RestoreSchedule:
                     field="plan", problem=f"layer {layer} is recomputed, one before it is not"
                 )
             parts.append(tuple(some))
+        _check_chains(parts, token_count)
         return cls(token_count, whole, cut, tuple(parts))
 
     @property
     def needs_token_ids(self) -> bool:
         """Whether anything is recomputed."""
         return self.recomputed_layers > 0 or self.recomputed_tokens > 0
+
+    @property
+    def chained_layers(self) -> frozenset[int]:
+        """Layers whose wide rows the layer above needs, because it is a delta."""
+        return frozenset(
+            layer - 1 for layer, some in enumerate(self.parts) if any(part.method.is_delta for part in some)
+        )
 
     def streams(self) -> tuple[Stream, ...]:
         """The streams to read, in storage order; token ids only where something is recomputed."""
@@ -114,6 +122,19 @@ def _parts(layer: int, pieces: Sequence[tuple[Method, int, int]], first_token: i
         start = first_token if index == 0 else max(begin, first_token)
         if method is Method.TOKENS or start < end:
             yield LayerPart(layer, method, start, end)
+
+
+def _check_chains(parts: Sequence[Sequence[LayerPart]], token_count: int) -> None:
+    """A delta needs all rows of the layer below, and has them when it comes: layers come in order."""
+    for layer, some in enumerate(parts):
+        if not any(part.method.is_delta for part in some):
+            continue
+        below = parts[layer - 1] if layer else ()
+        check_below(layer, below[0].method if below else None)
+        for level, pieces in ((layer, some), (layer - 1, below)):
+            if len(pieces) > 1 or (pieces[0].begin, pieces[0].end) != (0, token_count):
+                problem = f"layer {layer} is a delta: layer {level} does not come back whole by one method"
+                raise InvalidArgument(field="plan", problem=problem)
 
 
 def _check_covers(layer: int, parts: Sequence[LayerPart], token_count: int) -> None:

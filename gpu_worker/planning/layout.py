@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import DELTAS, LOSSY_KINDS
 from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
 from gpu_worker.plan import Method
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
@@ -31,6 +31,9 @@ LOSSES_NATS: Mapping[StateKind, float] = {
     StateKind.KV_INT8: 7e-5,
     StateKind.HIDDEN_INT4: 2e-2,
     StateKind.KV_INT4: 2e-2,
+    StateKind.HIDDEN_DELTA_INT4: 1.5e-3,
+    StateKind.HIDDEN_DELTA_INT3: 8e-3,
+    StateKind.HIDDEN_DELTA_INT2: 5e-2,
 }
 """KL divergence of predictions per token, all layers packed: measured, rounded up."""
 
@@ -57,11 +60,15 @@ def allowed_loss(text: str) -> frozenset[StateKind]:
 
 
 def _kind(name: str) -> StateKind:
-    known = {kind.name.lower(): kind for kind in PACKINGS}
+    known = {kind.name.lower(): kind for kind in LOSSY_KINDS}
     if name not in known:
         raise InvalidArgument(field="loss", problem=f"{name!r} is neither nats nor one of {', '.join(known)}")
     return known[name]
 
+
+_BASE = StateKind.HIDDEN_INT8
+_BASE_EVERY = (16, 8, 4)
+"""Layers between two bases that are looked at, besides one base for all: recomputation may end at each."""
 
 Kinds = tuple[StateKind | None, ...]
 """By layer, what of it is saved; None: nothing, token ids do."""
@@ -135,8 +142,11 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
     if case.engine.can_recompute:
         yield (None,) * len(layers)
     yield tuple(_rows(layer) for layer in layers)
-    for kind in (StateKind.HIDDEN, *sorted(case.engine.lossy_kinds)):
+    for kind in (StateKind.HIDDEN, *_packed(case.engine)):
         yield tuple(_or_rows(layer, kind) for layer in layers)
+    if _BASE in case.engine.lossy_kinds:
+        for kind in sorted(case.engine.lossy_kinds.intersection(DELTAS)):
+            yield from (_chains(layers, kind, every) for every in (len(layers), *_BASE_EVERY))
     for some in _sets_of_kinds(case.engine):
         held = tuple(tuple(kind for kind in layer.kinds if kind in some) for layer in layers)
         for each in case.returns:
@@ -149,11 +159,30 @@ def _sets_of_kinds(engine: EngineAbilities) -> Iterator[frozenset[StateKind]]:
     """Kinds that may be held together: two each, the best plan hardly needs more (docs/worker.md)."""
     wide = frozenset((StateKind.HIDDEN, StateKind.KV, StateKind.LATENT))
     yield wide
-    for packed in sorted(engine.lossy_kinds):
+    for packed in _packed(engine):
         yield frozenset((packed, StateKind.LATENT, StateKind.KV))
         yield frozenset((packed, StateKind.LATENT, StateKind.HIDDEN))
-    for pair in combinations(sorted(engine.lossy_kinds), 2):
+    for pair in combinations(_packed(engine), 2):
         yield frozenset((*pair, StateKind.LATENT))
+
+
+def _packed(engine: EngineAbilities) -> list[StateKind]:
+    """Packed kinds that need no other layer, in their order."""
+    return sorted(engine.lossy_kinds.difference(DELTAS))
+
+
+def _chains(layers: Sequence[LayerShape], kind: StateKind, every: int) -> Kinds:
+    """Deltas with a base in 8 bits every so many layers, and behind a layer that has no delta."""
+    found: list[StateKind | None] = []
+    length = 0
+    for layer in layers:
+        if kind not in layer.kinds:
+            found.append(_rows(layer))
+            length = 0
+        else:
+            found.append(kind if length % every else _BASE)
+            length += 1
+    return tuple(found)
 
 
 def _layout(case: _Case, kinds: Kinds) -> SessionLayout | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import le
 
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import TOKEN_ROW_BYTES
 from gpu_worker.plan import Method
 from gpu_worker.planning.block import NOTHING, StreamBlock, step
@@ -131,8 +131,10 @@ def _recomputed(layer: LayerShape, begin: int, end: int, profile: Profile) -> La
 
 def _methods(layer: LayerShape, engine: EngineAbilities) -> tuple[Method, ...]:
     """The methods that are allowed, exact ones first, otherwise those with the smallest rows."""
-    kinds = [kind for kind in layer.kinds if kind not in PACKINGS or kind in engine.lossy_kinds]
-    kinds.sort(key=lambda kind: (kind in PACKINGS, 0 if kind not in PACKINGS else layer.row_bytes(kind)))
+    kinds = [kind for kind in layer.kinds if kind not in LOSSY_KINDS or kind in engine.lossy_kinds]
+    kinds.sort(
+        key=lambda kind: (kind in LOSSY_KINDS, 0 if kind not in LOSSY_KINDS else layer.row_bytes(kind))
+    )
     return tuple(Method[kind.name] for kind in kinds)
 
 

@@ -5,16 +5,18 @@ do on the same machine: `compare`. Worst case: state that is neither held nor ca
 refused.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ctxcache.errors import InvalidArgument
+from ctxcache.format.packing import CHAIN_KINDS, DELTAS
+from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.assignment import PREFILL, Assignment, Pass, Timeline, pieces_of, timeline
 from gpu_worker.planning.baselines import SplitAt, baselines, split_everywhere
 from gpu_worker.planning.block import StreamBlock
-from gpu_worker.planning.holding import EngineAbilities, Holding
+from gpu_worker.planning.holding import EngineAbilities, Holding, LayerHolding
 from gpu_worker.planning.option import (
     LayerOptions,
     LayerPiece,
@@ -99,14 +101,73 @@ class Plan:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Decide. Raises InvalidArgument(field="holding") for what can neither be restored nor recomputed."""
-    problem = _Problem.of(request)
+    """Decide. Raises InvalidArgument(field="holding") for what can neither be restored nor recomputed.
+
+    Chains of deltas come back whole, or no delta is used: `_with_chains`.
+    """
+    deltas = _delta_kinds(request)
+    if not deltas:
+        return _plan(request, _Problem.of(_without_deltas(request)))
+    plans = list(_with_chains(request, deltas))
+    with suppress(InvalidArgument):
+        plans.append(_plan(request, _Problem.of(_without_deltas(request))))
+    if not plans:
+        raise InvalidArgument(field="holding", problem="a layer is not held and cannot be recomputed")
+    best = min(plans, key=lambda each: each.end_s)
+    # Chains that are used in part are not looked at, nor layers of a chain that come back otherwise.
+    return replace(best, bound_s=min(each.bound_s for each in plans), is_exact=False)
+
+
+def _without_deltas(request: PlanRequest) -> PlanRequest:
+    kinds = request.engine.lossy_kinds.difference(DELTAS)
+    return replace(request, engine=replace(request.engine, lossy_kinds=kinds))
+
+
+def _delta_kinds(request: PlanRequest) -> Mapping[int, StateKind]:
+    """Layers that can come back as deltas, and by which kind: the smallest that is held and allowed."""
+    allowed = {StateKind.HIDDEN, *request.engine.lossy_kinds}
+    held = [allowed.intersection(kind for kind, _ in each.kinds) for each in request.holding.layers]
+    found: dict[int, StateKind] = {}
+    for number in range(1, len(held)):
+        layer, below = request.model.layers[number], request.model.layers[number - 1]
+        kinds = held[number].intersection(DELTAS, layer.kinds)
+        bases = held[number - 1].intersection(CHAIN_KINDS, below.kinds)
+        if kinds and len(bases) == 1 and (number - 1 in found or not bases.intersection(DELTAS)):
+            found[number] = min(kinds, key=layer.row_bytes)
+    return found
+
+
+def _with_chains(request: PlanRequest, deltas: Mapping[int, StateKind]) -> Iterator[Plan]:
+    """The best plan for each count of recomputed layers behind which every delta has its base."""
+    layers = list(request.holding.layers)
+    known: dict[object, LayerHolding] = {}
+    chained = {*deltas, *(layer - 1 for layer in deltas)}
+    for number, held in enumerate(layers):
+        kinds = {kind for kind, _ in held.kinds}
+        used: Collection[StateKind] = kinds.difference(DELTAS)
+        if number in chained:
+            used = (deltas.get(number) or next(kind for kind in CHAIN_KINDS if kind in kinds),)
+        kept = tuple(each for each in held.kinds if each[0] in used)
+        layers[number] = known.setdefault((id(held), kept), LayerHolding(kept))
+    bound = replace(request, holding=Holding(tuple(layers)))
+    count = len(layers)
+    for recomputed in range(count + 1 if request.engine.can_recompute and request.history else 1):
+        if recomputed not in deltas:
+            with suppress(InvalidArgument):
+                yield _plan(request, _Problem.of(bound).behind(recomputed, chained), is_bound=True)
+        if recomputed >= max(deltas):
+            # Behind the last chain the search itself finds how many.
+            return
+
+
+def _plan(request: PlanRequest, problem: "_Problem", *, is_bound: bool = False) -> Plan:
     solution = solve(_choices(problem), token_ids=problem.token_ids)
     if solution is None:
         raise InvalidArgument(field="holding", problem="a layer is not held and cannot be recomputed")
     best = _assignment(solution, problem.layers)
     at = problem.timeline(best)
-    for other in _not_searched(request, problem, is_exact=solution.is_exact):
+    others = [] if is_bound else _not_searched(request, problem, is_exact=solution.is_exact)
+    for other in others:
         if problem.least_s(other) < at.end_s and (other_at := problem.timeline(other)).end_s < at.end_s:
             best, at = other, other_at
     return Plan(
@@ -146,7 +207,7 @@ def alternatives(request: PlanRequest) -> Mapping[str, Plan]:
 
     No search, hence no bound.
     """
-    problem = _Problem.of(request)
+    problem = _Problem.of(_without_deltas(request))
     others = baselines(problem.layers, request.history, _splitter(request))
     return {
         name: Plan(
@@ -173,6 +234,24 @@ class _Problem:
     def of(cls, request: PlanRequest) -> "_Problem":
         token_ids = token_ids_block(_token_place(request.holding), request.history, request.profile)
         return cls(_options(request), Pass(_prefill_s(request), request.engine.starts_by_layer), token_ids)
+
+    def behind(self, recomputed: int, chained: Collection[int]) -> "_Problem":
+        """So many layers recomputed, and no more of those that are chained, nor of those before them."""
+        last = max(chained, default=-1)
+        known: dict[tuple[int, bool, bool], LayerOptions] = {}
+
+        def bound(number: int, layer: LayerOptions) -> LayerOptions:
+            is_before, is_open = number < recomputed, number > max(last, recomputed - 1)
+            if is_open:
+                return layer
+            options = () if is_before else layer.options
+            splits = () if is_before or number in chained else layer.splits
+            recompute = layer.recompute if is_before else None
+            made = LayerOptions(options, splits, (), recompute)
+            return known.setdefault((id(layer), is_before, number in chained), made)
+
+        layers = [bound(number, layer) for number, layer in enumerate(self.layers)]
+        return replace(self, layers=layers)
 
     @property
     def after_s(self) -> float:

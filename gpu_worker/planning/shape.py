@@ -6,7 +6,7 @@ Worst case: a count that leaves something out (a norm, a router); a measured pro
 import enum
 from dataclasses import dataclass
 
-from ctxcache.format.packing import MOST_ELEMENTS, PACKINGS, unpacked
+from ctxcache.format.packing import DELTAS, LOSSY_KINDS, MOST_ELEMENTS, PACKINGS, packing_of, unpacked
 from ctxcache.format.streams import StateKind
 
 MULTIPLY_ADD_FLOPS = 2
@@ -57,7 +57,7 @@ class LayerShape:
         Raises ValueError for a packed kind and rows that are not packed.
         """
         wide = self.hidden_row_bytes if unpacked(kind) is StateKind.HIDDEN else self.kv_row_bytes
-        return PACKINGS[kind].row_bytes(wide // self.element_bytes) if kind in PACKINGS else wide
+        return packing_of(kind).row_bytes(wide // self.element_bytes) if kind in LOSSY_KINDS else wide
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
@@ -68,7 +68,10 @@ class LayerShape:
         if self.kind not in (LayerKind.FULL, LayerKind.SLIDING):
             return wide
         sizes = {kind: _element_count(self, kind) for kind in PACKINGS}
-        return (*wide, *(kind for kind, size in sizes.items() if 0 < size <= MOST_ELEMENTS and size % 2 == 0))
+        packed = (kind for kind, size in sizes.items() if 0 < size <= MOST_ELEMENTS and size % 2 == 0)
+        size = sizes[StateKind.HIDDEN_INT8]
+        has_deltas = self.kind is LayerKind.FULL and 0 < size <= MOST_ELEMENTS and size % 8 == 0
+        return (*wide, *packed, *(DELTAS if has_deltas else ()))
 
     def needed_from(self, history: int) -> int:
         """The first of `history` tokens whose row a later token may see."""

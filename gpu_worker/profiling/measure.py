@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from ctxcache.errors import InvalidArgument
+from ctxcache.format.packing import DELTAS
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.pipeline.compute import Restorer, recompute_layers
 from gpu_worker.plan import Method
@@ -246,7 +247,8 @@ def _restored(
     found = {}
     for kind in shape.kinds:
         method, size = Method[kind.name], adapter.element_count(kind)
-        if size is None:
+        # Deltas take the stage of 4 bits: what they add is one addition.
+        if size is None or kind in DELTAS:
             continue
         example = torch.ones(length, size, dtype=dtype, device=device)
         if not method.is_exact:

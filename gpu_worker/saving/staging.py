@@ -34,7 +34,9 @@ import torch
 from torch import Tensor
 
 from ctxcache.errors import DeadlineExceeded, IncompleteAppend
+from ctxcache.format.packing import CHAIN_KINDS, DELTAS
 from ctxcache.format.streams import TOKENS, DType, Stream, StreamSpec
+from gpu_worker.deltas import Chain, chained_layers
 from gpu_worker.errors import DeviceFailed
 from gpu_worker.rows import as_stored, stored_dtype
 
@@ -230,6 +232,8 @@ class StagedPass:
         self.rows = rows
         self.targets = targets
         """[T, row] for each stream."""
+        self.chain: Chain | None = None
+        """Of the sessions' deltas, where there are any."""
         self.holder_count = 0
         """Sessions that still need rows of it."""
         self.mark: Mark | None = None
@@ -259,6 +263,7 @@ class StagingBuffers:
         self, specs: Sequence[StreamSpec], copies: Copies, *, size_bytes: int, is_pinned: bool
     ) -> None:
         self.specs = {spec.stream: spec for spec in specs}
+        self._chained = chained_layers(self.specs)
         self._copies = copies
         row_count = max(min(size_bytes // sum(spec.row_bytes for spec in specs), ROWS_LIMIT), 1)
         self.ring = RowRing(row_count)
@@ -303,6 +308,10 @@ class StagingBuffers:
         target = frame.targets.get(stream)
         if target is None:
             return
+        if stream.kind in DELTAS or (stream.layer in self._chained and stream.kind in CHAIN_KINDS):
+            if frame.chain is None:
+                frame.chain = Chain(self._chained, len(frame.rows), rows.shape[1])
+            rows = frame.chain.packed(self.specs[stream], rows)
         if rows.shape != target.shape or rows.dtype is not target.dtype:
             rows = as_stored(rows, self.specs[stream], token_count=len(frame.rows))
         self._copies.copy(target, rows)
@@ -313,6 +322,7 @@ class StagingBuffers:
 
         Raises IncompleteAppend where a stream is missing, RuntimeError for a device that failed.
         """
+        frame.chain = None
         frame.mark = self._copies.mark()
         if frame.targets:
             raise IncompleteAppend(stream=str(min(frame.targets)), row_count=0, token_count=len(frame.rows))

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ctxcache.client import CallerModel
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec, mismatch
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import DType, StateKind, Stream
 from gpu_worker.executed import digest_weights
 from gpu_worker.families import Adapter, adapt
@@ -76,7 +76,7 @@ class LazyWeights:
             model_id=spec.model_id,
             weights_digest=_digest(directory, self._files, model, spec),
             revision=spec.revision,
-            packed_kinds=[kind for kind in PACKINGS if kind in kinds],
+            packed_kinds=[kind for kind in LOSSY_KINDS if kind in kinds],
         )
         _check_same(found, spec)
         self.spec = spec
@@ -265,7 +265,7 @@ class AttachedModel:
         self._shape, self._gather = ModelShape(weights.shape.name, weights.shape.layers[own]), gather
         # Recomputing needs the whole model, of which only projections are here. An engine whose model has
         # packed kinds takes them.
-        lossy = frozenset(kind for kind in self.kinds if kind in PACKINGS)
+        lossy = frozenset(kind for kind in self.kinds if kind in LOSSY_KINDS)
         self._engine = EngineAbilities(can_recompute=False, starts_by_layer=True, lossy_kinds=lossy)
         self._planner = self._made(profile)
         self._lock = threading.Lock()

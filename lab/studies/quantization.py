@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import StateKind
 from gpu_worker.families import adapt
 from gpu_worker.model_spec import model_spec
@@ -36,7 +36,18 @@ from lab.quality.divergence import Form, Stored, divergences, few_bits, half, on
 HIDDEN, KV = StateKind.HIDDEN, StateKind.KV
 CHARACTERS_PER_TOKEN = 20
 """More than any text has: what is cut off is not needed."""
-KINDS = ("kv", "hidden", "kv_int8", "hidden_int8", "int8", "kv_int4", "hidden_int4")
+KINDS = (
+    "kv",
+    "hidden",
+    "kv_int8",
+    "hidden_int8",
+    "int8",
+    "kv_int4",
+    "hidden_int4",
+    "delta4",
+    "delta3",
+    "delta2",
+)
 DEFAULT = "hidden states, 8 bits, groups of 32, 4 outliers"
 FORMS = (
     Form("K/V, bfloat16", KV, half(torch.bfloat16)),
@@ -110,12 +121,19 @@ def main(
 def _through_a_store(
     model: PreTrainedModel, token_ids: Sequence[int], context: int, kinds: Sequence[str]
 ) -> dict[str, Stored]:
-    """Each kind for all layers; `int8` is K/V for the last half of them and hidden states before."""
+    """Each kind for all layers.
+
+    `int8` is K/V for the last half of them and hidden states before; `delta4` and the like are deltas of
+    so many bits on one layer in 8 bits.
+    """
     adapter = adapt(model)
     last = len(adapter.layers) - 1
     mixed = f"hidden_int8:0-{last // 2},kv_int8:{last // 2 + 1}-{last}"
-    plans = [mixed if kind == "int8" else f"{kind}:0-{last}" for kind in kinds]
-    spec = model_spec(model, model_id="measured", weights_digest="measured", packed_kinds=PACKINGS)
+    special = {"int8": mixed}
+    for bits in (4, 3, 2):
+        special[f"delta{bits}"] = f"hidden_int8:0,hidden_delta_int{bits}:1-{last}"
+    plans = [special.get(kind, f"{kind}:0-{last}") for kind in kinds]
+    spec = model_spec(model, model_id="measured", weights_digest="measured", packed_kinds=LOSSY_KINDS)
     with embedded_store(2 << 30) as running:
         return stored(adapter, running.client, spec, plans, token_ids, context_count=context)
 
@@ -151,7 +169,7 @@ def _report_stored(
             )
         Console(width=None if sys.stdout.isatty() else 160).print(table)
     for plan, one in found.items():
-        if "int4" not in plan and one.divergence.kl_nats > bound:
+        if not any(few in plan for few in ("int4", "delta")) and one.divergence.kl_nats > bound:
             sys.exit(
                 f"not as it must be: {plan} diverges by {one.divergence.kl_nats:.2g} nats, {bound:g} allowed"
             )

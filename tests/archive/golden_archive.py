@@ -32,7 +32,7 @@ FILE_ID = bytes(range(16))
 BEGIN_TIME_NS = 1_500_000_000 * 10**9
 HOUR_NS = 3600 * 10**9
 ORIGIN = Origin("ctxcache 0.1.0", 3)
-KINDS = [kind for kind in StateKind if kind is not StateKind.TOKENS]
+KINDS = [kind for kind in StateKind if StateKind.TOKENS < kind <= StateKind.ENGINE_BLOCK]
 SPEC = ModelSpec(
     model_id="every-kind",
     architecture="GoldenForCausalLM",

@@ -17,7 +17,7 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.routes import Access
 from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import LOSSY_KINDS, PACKINGS
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RowNotRepresentable
@@ -39,7 +39,7 @@ def _model() -> PreTrainedModel:
 
 @cache
 def _spec(*, is_packed: bool = True) -> ModelSpec:
-    return model_spec(_model(), model_id=f"packed-{is_packed}", packed_kinds=PACKINGS if is_packed else ())
+    return model_spec(_model(), model_id=f"packed-{is_packed}", packed_kinds=LOSSY_KINDS if is_packed else ())
 
 
 def _turns(
@@ -55,7 +55,15 @@ def _turns(
 
 
 @pytest.mark.parametrize(
-    "plan", ["hidden_int8:0-2", "kv_int8:0-2", "kv:0,hidden_int8:1,kv_int4:2", "tokens:0,hidden_int4:1-2"]
+    "plan",
+    [
+        "hidden_int8:0-2",
+        "kv_int8:0-2",
+        "kv:0,hidden_int8:1,kv_int4:2",
+        "tokens:0,hidden_int4:1-2",
+        "hidden_int8:0,hidden_delta_int4:1-2",
+        "kv:0,hidden:1,hidden_delta_int3:2",
+    ],
 )
 @pytest.mark.parametrize("access", ["local", "remote"])
 def test_turns_are_restored_from_few_bits(

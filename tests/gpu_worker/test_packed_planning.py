@@ -10,7 +10,7 @@ import pytest
 from planning_requests import request
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import PACKINGS
+from ctxcache.format.packing import DELTAS, LOSSY_KINDS, PACKINGS
 from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
 from gpu_worker.plan import Method
 from gpu_worker.planning.datasheets import known_model, known_profile
@@ -182,7 +182,8 @@ def test_unpacking_takes_its_time() -> None:
         layer, 4096, Method.HIDDEN_INT8
     )
     assert slower.project_s(layer, 4096) == profile.project_s(layer, 4096)
-    assert len({Stage.of(method) for method in Method}) == len(Method) - 1
+    # Deltas take the stage of 4 bits.
+    assert len({Stage.of(method) for method in Method}) == len(Method) - 1 - len(DELTAS)
 
 
 def test_only_attention_layers_are_packed() -> None:
@@ -195,15 +196,16 @@ def test_only_attention_layers_are_packed() -> None:
 
     assert kinds[LayerKind.LATENT] == (HIDDEN, StateKind.LATENT)
     assert kinds[LayerKind.LINEAR] == (HIDDEN, KV)
-    assert kinds[LayerKind.FULL] == kinds[LayerKind.SLIDING] == ALL
+    assert kinds[LayerKind.SLIDING] == ALL
+    assert kinds[LayerKind.FULL] == (*ALL, *DELTAS)
 
 
 def test_losses_are_allowed_by_bound_and_by_name() -> None:
     """A bound takes all kinds below it; a name one kind."""
-    assert set(LOSSES_NATS) == set(PACKINGS)
+    assert set(LOSSES_NATS) == set(LOSSY_KINDS)
     assert allowed_loss("") == allowed_loss("0") == frozenset()
     assert allowed_loss("4e-4") == EIGHT_BITS
-    assert allowed_loss("0.1") == frozenset(PACKINGS)
+    assert allowed_loss("0.1") == frozenset(LOSSY_KINDS)
     assert allowed_loss("kv_int4,hidden_int8") == {StateKind.KV_INT4, HIDDEN_INT8}
     assert loss_nats([HIDDEN, KV]) == loss_nats([]) == 0
     assert loss_nats([HIDDEN, StateKind.KV_INT4]) == LOSSES_NATS[StateKind.KV_INT4]

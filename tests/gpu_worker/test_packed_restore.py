@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import Cache, DynamicCache
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import PACKINGS, unpacked
+from ctxcache.format.packing import LOSSY_KINDS, PACKINGS, unpacked
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.capture import Capture
 from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
@@ -106,7 +106,7 @@ def test_capture_hands_over_wide_rows_under_the_packed_name() -> None:
     with Capture(adapter, streams, lambda _layer, kind, rows: seen.update({kind: rows.clone()})):
         prefill(adapter.model, DynamicCache(config=adapter.model.config), [1, 2, 3])
 
-    assert set(seen) == {StateKind.HIDDEN, StateKind.KV, *PACKINGS}
+    assert set(seen) == {StateKind.HIDDEN, StateKind.KV, *LOSSY_KINDS}
     assert all(torch.equal(rows, seen[unpacked(kind)]) for kind, rows in seen.items())
 
 

@@ -1,0 +1,199 @@
+"""Deltas between layers: bounds of what comes back, holes, and bases that are not theirs."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from sessions import relative_errors, restored_cache, saved_session
+from torch import Tensor
+
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.packing import DELTAS, PACKINGS, packing_of
+from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from gpu_worker.deltas import Chain, chained_layers, marks_of, pack_delta
+from gpu_worker.errors import BaseMismatch, RowNotRepresentable, ShapeMismatch
+from gpu_worker.pipeline.schedule import RestoreSchedule
+from gpu_worker.plan import Method, RestorePlan
+
+DELTA4, INT8 = StateKind.HIDDEN_DELTA_INT4, StateKind.HIDDEN_INT8
+each_kind = pytest.mark.parametrize("kind", DELTAS, ids=lambda kind: kind.name.lower())
+
+
+def _stack(layers: int, tokens: int, size: int) -> list[Tensor]:
+    """Layers' inputs, each a little further than the one below, as a residual stream is."""
+    chance = torch.Generator().manual_seed(3)
+    steps = [torch.randn(tokens, size, generator=chance) for _ in range(layers)]
+    steps[0] = steps[0] * 4
+    steps[0][:, 5] = 20_000.0
+    return list(torch.stack(steps).cumsum(0).unbind())
+
+
+def _spec(layer: int, kind: StateKind, size: int) -> StreamSpec:
+    if kind is StateKind.HIDDEN:
+        return StreamSpec(Stream(layer, kind), 4 * size, DType.FLOAT32)
+    return StreamSpec(Stream(layer, kind), packing_of(kind).row_bytes(size), DType.PACKED)
+
+
+def _saved(inputs: list[Tensor], kinds: list[StateKind]) -> list[Tensor]:
+    streams = [Stream(layer, kind) for layer, kind in enumerate(kinds)]
+    chain = Chain(chained_layers(streams), len(inputs[0]), inputs[0].shape[1])
+    return [
+        chain.packed(_spec(layer, kind, rows.shape[1]), rows)
+        for layer, (kind, rows) in enumerate(zip(kinds, inputs, strict=True))
+    ]
+
+
+def _read_by_the_document(stored: list[Tensor], kinds: list[StateKind], size: int) -> np.ndarray:
+    """The last layer's first row, by docs/chunk_format.md alone; checks every mark."""
+    rows, below = None, None
+    for layer, (kind, tensor) in enumerate(zip(kinds, stored, strict=True)):
+        raw = tensor[0].numpy().tobytes()
+        if kind is StateKind.HIDDEN:
+            rows = np.frombuffer(raw, "<f4").astype(np.float32)
+        else:
+            packing, groups = DELTAS[kind], -(-size // DELTAS[kind].group_size)
+            end = -(-size * packing.bits // 32) * 4
+            outliers = struct.unpack_from("<4f", raw, end)
+            (mark,) = struct.unpack_from("<I", raw, end + 16)
+            scales = np.frombuffer(raw, "<f2", groups, end + 20)
+            places = struct.unpack_from("<4H", raw, end + 20 + 2 * groups)
+            zeros = np.frombuffer(raw, "u1", groups, end + 28 + 2 * groups)
+            words = struct.unpack(f"<{len(below) // 4}I", below)
+            sums = sum(word * (2 * i + 1) * 0x9E3779B1 for i, word in enumerate(words))
+            assert mark == (sums + layer * 0x85EBCA6B) % 2**32
+            for i in range(size):
+                if i in places:
+                    rows[i] += np.float32(outliers[places.index(i)])
+                    continue
+                group = i // packing.group_size
+                step = np.float32(_code(raw, packing.bits, i, size) - zeros[group] / 16)
+                rows[i] += step * np.float32(scales[group])
+        below = raw
+    return rows
+
+
+def _code(raw: bytes, bits: int, i: int, size: int) -> int:
+    if bits == 4:
+        return raw[i // 2] >> (4 * (i % 2)) & 0xF
+    low = raw[i // 4] >> (2 * (i % 4)) & 3
+    return low | ((raw[size // 4 + i // 8] >> (i % 8) & 1) << 2 if bits == 3 else 0)
+
+
+@each_kind
+@pytest.mark.parametrize("size", [64, 72])
+def test_a_stranger_reads_a_chain_by_the_document(kind: StateKind, size: int) -> None:
+    """Codes, marks, scales, zeros and outliers lie where the format says."""
+    kinds, inputs = [StateKind.HIDDEN, kind, kind], _stack(3, 2, size)
+    stored = _saved(inputs, kinds)
+    chain = Chain(frozenset((0, 1)), 2, size)
+
+    for layer, (each, rows) in enumerate(zip(kinds, stored, strict=True)):
+        found = chain.wide(layer, each, rows, 0)
+
+    np.testing.assert_array_equal(found[0].numpy(), _read_by_the_document(stored, kinds, size))
+
+
+@each_kind
+def test_errors_do_not_add_up_over_layers(kind: StateKind) -> None:
+    """Closed loop: the last of 24 layers is off by its own rounding, half a step of its group or less."""
+    inputs = _stack(24, 9, 64)
+    kinds = [INT8, *[kind] * 23]
+    stored = _saved(inputs, kinds)
+    chain = Chain(frozenset(range(23)), 9, 64)
+
+    for layer, (each, rows) in enumerate(zip(kinds, stored, strict=True)):
+        for begin in (4, 0):
+            found = chain.wide(layer, each, rows[begin : 9 if begin else 4], begin)
+            off = (found - inputs[layer][begin : begin + len(found)]).abs()
+            # What is rounded is a step of about N(0, 1) and the error below: 9 is far out of both.
+            assert off.max() <= 9 / ((1 << DELTAS[kind].bits) - 1)
+
+
+def test_a_delta_to_other_rows_is_refused() -> None:
+    """Rows of another token, another layer, a changed base, and no base at all."""
+    inputs = _stack(3, 6, 64)
+    stored = _saved(inputs, [INT8, DELTA4, DELTA4])
+
+    def chain(base: Tensor, layer: int = 0) -> Chain:
+        made = Chain(frozenset((0, 1)), 6, 64)
+        made.wide(layer, INT8, base, 0)
+        return made
+
+    assert len(chain(stored[0]).wide(1, DELTA4, stored[1], 0)) == 6
+    with pytest.raises(BaseMismatch, match="layer 1 hidden_delta_int4 at token 0: it is no delta"):
+        chain(stored[0].flip(0)).wide(1, DELTA4, stored[1], 0)
+    with pytest.raises(BaseMismatch, match="layer 2 hidden_delta_int4 at token 0"):
+        chain(stored[0]).wide(2, DELTA4, stored[2], 0)
+    with pytest.raises(BaseMismatch):
+        chain(stored[0], layer=1).wide(1, DELTA4, stored[1], 0)
+    for byte in range(0, stored[0].shape[1], 7):
+        bent = stored[0].clone()
+        bent[4, byte] ^= 1
+        with pytest.raises((BaseMismatch, ShapeMismatch), match=r"token 4|places in"):
+            chain(bent).wide(1, DELTA4, stored[1], 0)
+    with pytest.raises(BaseMismatch):
+        Chain(frozenset(), 6, 64).wide(1, DELTA4, stored[1], 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "hidden_int8:0,hidden_delta_int4:1-2",
+        "hidden:0,hidden_delta_int3:1,hidden_delta_int2:2",
+        "kv:0,hidden_int8:1,hidden_delta_int4:2",
+        "tokens:0,hidden_int4:1,hidden_delta_int4:2",
+    ],
+)
+def test_a_cache_comes_back_from_a_chain(name: str, plan: str) -> None:
+    """Whole chains, and chains above a hole, by the pipeline that restores sessions."""
+    session = saved_session(name)
+    wanted = RestorePlan.parse(plan)
+    chain = Chain(chained_layers(wanted.streams()), len(session.positions), session.adapter.hidden_size)
+    stored = {
+        stream: chain.packed(
+            _spec(*stream, session.adapter.hidden_size), session.rows[Stream(stream.layer, StateKind.HIDDEN)]
+        )
+        for stream in wanted.streams()
+        if stream.layer >= 0 and stream.kind is not StateKind.KV
+    }
+
+    cache = restored_cache(
+        session.adapter,
+        wanted,
+        lambda stream: stored[stream] if stream in stored else session.rows[stream],
+        positions=session.positions,
+        token_ids=session.token_ids,
+    )
+
+    errors = relative_errors(cache, session.restore("hidden:0-2"))
+    assert 0 < max(errors) < (0.5 if "int2" not in plan else 1.5)
+
+
+def test_plans_and_layouts_without_a_base_are_refused() -> None:
+    """The first layer, one above K and V, one above a recomputed layer, one cut, and two bases at once."""
+    for text in ("hidden_delta_int4:0", "kv:0,hidden_delta_int4:1", "tokens:0,hidden_delta_int4:1"):
+        with pytest.raises(InvalidArgument, match="is a delta, and the layer below it comes back by"):
+            RestorePlan.parse(text)
+    with pytest.raises(InvalidArgument, match="needs one kind of the inputs of layer 0, not 2"):
+        chained_layers([Stream(0, INT8), Stream(0, StateKind.HIDDEN), Stream(1, DELTA4)])
+    whole = RestorePlan((Method.HIDDEN_INT8, Method.HIDDEN_DELTA_INT4))
+    cut = [(Method.HIDDEN_INT8, 0, 64), (Method.HIDDEN, 64, 128)]
+    with pytest.raises(InvalidArgument, match="layer 0 does not come back whole by one method"):
+        RestoreSchedule.of_pieces([cut, [(Method.HIDDEN_DELTA_INT4, 0, 128)]], 128, (0, 0))
+    with pytest.raises(InvalidArgument, match="does not come back whole"):
+        RestoreSchedule.of_methods(whole, 128, (64, 0))
+
+
+def test_rows_that_no_delta_holds_are_refused() -> None:
+    """An infinity by its row; a width that three bits do not fill."""
+    delta = torch.zeros(3, 64)
+    delta[2, 9] = torch.inf
+    marks = marks_of(torch.zeros(3, 64), 0)
+
+    with pytest.raises(RowNotRepresentable, match="row 2 has an infinity"):
+        pack_delta(delta, DELTA4, marks)
+    with pytest.raises(ShapeMismatch, match="a multiple of 8"):
+        pack_delta(torch.zeros(3, 66), DELTA4, marks)
+    assert not set(DELTAS) & set(PACKINGS)
