@@ -252,7 +252,7 @@ class Scrubbing:
         finally:
             self._is_running = False
 
-    async def turn(self) -> None:
+    async def verify_unasked(self) -> None:
         """Make a whole pass at the rate that the limits say, if it is time for one; 0 is never.
 
         A pass that is asked for, or another rate, ends it. Raises CorruptMetadata, TierFailure.

@@ -112,7 +112,7 @@ class Upkeep:
 
     async def scrub(self) -> bool:
         """Verify what nobody has asked for, at a bounded rate: a pass may last for hours."""
-        return await self._try(self._cache.scrubbing.turn)
+        return await self._try(self._cache.scrubbing.verify_unasked)
 
     async def _repeat(self, turn: Callable[[], Awaitable[bool]], wanted: asyncio.Event) -> NoReturn:
         """Turn by turn, at once where `wanted` is set; after a failure only when the interval is over."""

@@ -214,10 +214,10 @@ async def test_what_is_asked_for_goes_before_what_is_not(tmp_path: Path) -> None
     await rig.open()
     await rig.create("a")
     await rig.append("a", Writer(1).make(SEGMENT_TOKENS), is_durable=True)
-    await rig.cache.scrubbing.turn()
+    await rig.cache.scrubbing.verify_unasked()
     rig.clock.advance(ns=PASS_NS)
     gate = rig.ssd.hold(Operation.READ)
-    slow = asyncio.ensure_future(rig.cache.scrubbing.turn())
+    slow = asyncio.ensure_future(rig.cache.scrubbing.verify_unasked())
     await rig.reached(Operation.READ)
     asked = asyncio.ensure_future(scrub(rig))
     await rig.reached(Operation.READ, 2)
@@ -226,11 +226,11 @@ async def test_what_is_asked_for_goes_before_what_is_not(tmp_path: Path) -> None
     assert await asked == []
     await asyncio.wait_for(slow, 30)
     flip_in_memory(rig)
-    await rig.cache.scrubbing.turn()
+    await rig.cache.scrubbing.verify_unasked()
     assert not rig.cache.state.counters.mended_segment_count
     rig.cache.state.limits = replace(UNLIMITED, scrub_bytes_per_s=0)
     rig.clock.advance(ns=PASS_NS)
-    await rig.cache.scrubbing.turn()
+    await rig.cache.scrubbing.verify_unasked()
     assert not rig.cache.state.counters.mended_segment_count
     await rig.check()
     rig.arena.close()
