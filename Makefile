@@ -81,7 +81,7 @@ neighbour: setup ## Attack a server as one tenant and time another one's small c
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
-engines: engines-llamacpp engines-lmcache engines-sglang ## Run real engines on a real store: vLLM, LMCache, SGLang's cache and llama.cpp on a CPU, environments made first (15 minutes; ARGS="-k killed")
+engines: engines-llamacpp engines-lmcache engines-sglang ## Run real engines on a real store: vLLM, LMCache, SGLang's cache and llama.cpp on a CPU, environments made first (30 minutes; ARGS="-k killed")
 	@$(PYTHON) scripts/setup.py vllm
 	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_*.py $(ARGS)
 

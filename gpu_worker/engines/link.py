@@ -21,6 +21,7 @@ from ctxcache.errors import (
     DeadlineExceeded,
     InvalidArgument,
     ModelFingerprintMismatch,
+    ModelNotFound,
     ModelProbeMismatch,
     PermissionDenied,
     Unauthenticated,
@@ -110,12 +111,14 @@ class StoreLink(Generic[Subject]):
         """A call failed: say so once for each sort of error.
 
         Where the store does not answer, nothing asks it for a while, and the user hears of it each time.
+        The same for one that came back empty and does not know the model any more: it is told anew.
         """
         with self._changed:
-            if isinstance(error, GONE):
+            if isinstance(error, (*GONE, ModelNotFound)):
                 if self._state is LinkState.READY:
                     self._turn(LinkState.RESTING)
-                    log.warning("the context store does not answer, prompts are computed: %s", error)
+                    what = "does not answer" if isinstance(error, GONE) else "has lost the model"
+                    log.warning("the context store %s, prompts are computed: %s", what, error)
             elif type(error) not in self._told:
                 self._told.add(type(error))
                 log.warning("the context store refuses a call, which is not said again: %s", error)

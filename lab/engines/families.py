@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lab.bench.server import serving
 from lab.engines.vllm_process import VllmEngine
 
-STATES = ("blocks", "kv")
+STATES = ("blocks", "kv", "hidden")
 OFFLOADING = "offloading"
 TURNS = 3
 COUNT = 16
@@ -205,7 +205,7 @@ def main() -> int:
         parser.error(f"--only: {', '.join(sorted(unknown))} not among {', '.join(FAMILIES)}")
     lines = [
         "| model type | " + " | ".join(f"`state={state}`" for state in STATES) + f" | {OFFLOADING} |",
-        "|---|---|---|---|",
+        "|---" * (len(STATES) + 2) + "|",
     ]
     differs = False
     for number, family in enumerate(families):

@@ -58,7 +58,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vll
         yield engine
 
 
-@pytest.fixture(scope="module", params=["blocks", "kv"])
+@pytest.fixture(scope="module", params=["blocks", "kv", "hidden"])
 def state(request: pytest.FixtureRequest) -> str:
     """What is saved of a token, as the connector's setting says it."""
     return str(request.param)
@@ -404,20 +404,20 @@ def test_damaged_rows_are_computed(
         prompt = converse(engine, plain, "alice", prompt, [turn])
 
 
-@pytest.mark.parametrize("state", ["kv"], indirect=True)
+@pytest.mark.parametrize("state", ["kv", "hidden"], indirect=True)
 @pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
 def test_it_goes_on_in_transformers_and_back(
-    engine: VllmEngine, store: ServerProcess, plain: VllmEngine, model: Path
+    engine: VllmEngine, state: str, store: ServerProcess, plain: VllmEngine, model: Path
 ) -> None:
-    """Turns of one session alternate between two engines; each finds what the other has saved."""
+    """Twelve turns of one session alternate between two engines; each finds what the other has saved."""
     hf_model = (LlamaForCausalLM if "llama" in model.name else Qwen3ForCausalLM).from_pretrained(model)
     hf_model.train(mode=False)
     spec = describe_directory(model, model_id="tiny", dtype=torch.float32).spec
     prompt = opening(5)
     with ctxcache.connect(store.target) as client:
-        plan = RestorePlan.uniform(Method.KV, SHAPE["num_hidden_layers"])
+        plan = RestorePlan.uniform(Method[state.upper()], SHAPE["num_hidden_layers"])
         with TransformersEngine(hf_model, client, spec, plan) as other:
-            for turn in range(6):
+            for turn in range(12):
                 if turn % 2 == 0:
                     reply = engine.turn(prompt, "alice", COUNT)
                     compare(reply, prompt, plain)
@@ -527,6 +527,43 @@ def test_a_restore_that_comes_too_late_leaves_nothing_wrong(
         converse_until_restored(engine, plain, "alice", prompt)
 
 
+PLANTED = """
+from vllm.model_executor.models.llama import LlamaAttention
+attend, calls = LlamaAttention.forward, []
+def remember(self, positions, hidden_states):
+    calls.append(self)
+    return attend(self, positions, hidden_states + 0.01 * len(calls))
+LlamaAttention.forward = remember
+class Planted:
+    pass
+"""
+"""A Llama whose K and V depend on how often they were computed before."""
+
+
+def test_a_model_whose_layers_need_more_than_their_input_is_refused(model: Path, tmp_path: Path) -> None:
+    """What a few tokens of the loaded model do not prove is not served: the log says where they differ."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    with (
+        pytest.raises(RuntimeError, match=r"layers\.0.* restored from saved rows differs by .*state=blocks"),
+        VllmEngine(
+            model,
+            "127.0.0.1:1",
+            tmp_path / "log",
+            extra={"state": "hidden"},
+            environment={"PYTHONPATH": str(tmp_path)},
+            worker_extension_cls="planted.Planted",
+        ),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
+@pytest.mark.parametrize("state", ["hidden"], indirect=True)
+def test_hidden_states_are_restored_without_computing_q(shared_engine: VllmEngine) -> None:
+    """Of both families every layer has the short way, which its own whole one proves."""
+    assert "3 of 3 layers are restored without computing Q" in shared_engine.log
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -535,10 +572,17 @@ def test_a_restore_that_comes_too_late_leaves_nothing_wrong(
             {"extra": {"durability": "tape"}},
             "kv_connector_extra_config.durability: .* 'disk', not 'tape'",
         ),
-        ({"extra": {"state": "rows"}}, "kv_connector_extra_config.state: .* 'blocks' or 'kv', not 'rows'"),
+        ({"extra": {"state": "rows"}}, "kv_connector_extra_config.state: .* 'kv' or 'hidden', not 'rows'"),
         ({"extra": {"state": "kv"}, "enforce_eager": False}, "--enforce-eager"),
+        ({"extra": {"state": "hidden"}, "enforce_eager": False}, "--enforce-eager"),
     ],
-    ids=["unknown setting", "unknown durability", "unknown state", "rows of a compiled model"],
+    ids=[
+        "unknown setting",
+        "unknown durability",
+        "unknown state",
+        "rows of a compiled model",
+        "inputs of one",
+    ],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(
     model: Path, tmp_path: Path, options: dict[str, Any], message: str

@@ -69,6 +69,26 @@ def test_a_store_that_goes_and_comes_back_is_used_again(store: ServerProcess, sp
         link.close()
 
 
+def test_a_store_that_comes_back_empty_is_told_the_model_again(
+    store: ServerProcess, spec: ModelSpec, tmp_path: Path
+) -> None:
+    """Another disk, or a directory that was removed: the first refused call says so, and it is used again."""
+    link = link_to(store.target, spec)
+    try:
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+        store.terminate()
+        with ServerProcess(tmp_path / "empty", "--listen", store.target):
+            while link.state is LinkState.READY:
+                ask(link)
+            assert link.wait(TIMEOUT_S) is LinkState.READY
+            ask(link)
+            assert link.state is LinkState.READY
+            with ctxcache.connect(store.target) as client:
+                assert client.models.get("models/linked")
+    finally:
+        link.close()
+
+
 def test_a_store_that_starts_later_is_found(store: ServerProcess, spec: ModelSpec) -> None:
     """An engine may start first."""
     store.kill9()

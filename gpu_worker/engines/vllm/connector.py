@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+PATIENCE_S = 0.01
+"""How long a step that computes nothing waits for rows: loops of them would keep the interpreter from it."""
 
 
 class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
@@ -75,8 +79,9 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See SchedulerSide.matched. Rows are restored in the step that needs them."""
-        return self._scheduler().matched(request, num_computed_tokens), False
+        """See SchedulerSide.matched. Rows are restored between steps."""
+        count = self._scheduler().matched(request, num_computed_tokens)
+        return count, bool(count)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -123,14 +128,14 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker().begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Restore what the requests of the step need."""
+        """Begin to restore what requests wait for."""
         del kwargs, forward_context
         plan = self._get_connector_metadata()
         if isinstance(plan, StepPlan):
             self._worker().load(plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: rows are there before the pass."""
+        """Nothing: rows are there before their request is scheduled."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: rows are captured in the pass, and blocks are saved behind it."""
@@ -141,9 +146,13 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(plan, StepPlan):
             self._worker().save(plan.saves)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """See WorkerSide.take_bad_blocks."""
-        return self._worker().take_bad_blocks()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See WorkerSide.take_loaded."""
+        del finished_req_ids
+        plan = self._get_connector_metadata()
+        is_idle = isinstance(plan, StepPlan) and plan.is_idle
+        loaded, failed = self._worker().take_loaded(PATIENCE_S if is_idle else 0)
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """Tell the scheduler which sessions are saved."""

@@ -15,6 +15,7 @@ from ctxcache.client.types import SessionInfo
 class BlockLoad(NamedTuple):
     """Restore tokens `[begin, end)` of a session, into the request's blocks, all of which are listed."""
 
+    request_id: str
     session: SessionInfo
     begin: int
     end: int
@@ -41,6 +42,8 @@ class Opened(NamedTuple):
 class StepPlan(KVConnectorMetadata):
     """What the worker has to do in a step, in this order."""
 
+    is_idle: bool = False
+    """Nothing is computed in the step: what is awaited may take the time."""
     finished: list[str] = field(default_factory=list)
     """Sessions whose request ended."""
     lost_blocks: list[str] = field(default_factory=list)

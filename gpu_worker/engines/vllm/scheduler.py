@@ -149,11 +149,14 @@ class SchedulerSide:
             self._plan.opened.append(Opened(session, session.token_count))
         if external_count:
             begin = followed.load_begin
-            self._plan.loads.append(BlockLoad(session, begin, begin + external_count, tuple(block_ids)))
+            self._plan.loads.append(
+                BlockLoad(request.request_id, session, begin, begin + external_count, tuple(block_ids))
+            )
 
     def step(self, output: "SchedulerOutput") -> StepPlan:
         """What the worker has to do in the step that was scheduled."""
         plan, self._plan = self._plan, StepPlan()
+        plan.is_idle = not output.total_num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
             followed = self._followed.get(request_id)
             if followed is not None and followed.is_open:
@@ -178,7 +181,6 @@ class SchedulerSide:
         if unsent:
             # The worker has not heard of it, and never will.
             self._plan.opened.remove(unsent[0])
-            self._plan.loads = [load for load in self._plan.loads if load.session.name != name]
             self._saving.pop(name, None)
         elif self._saving.get(name) == request.request_id:
             worker = WORKERS.get(self._engine_id)
@@ -220,7 +222,7 @@ class SchedulerSide:
         if followed is None or not followed.is_open:
             return
         added = block_ids[0] if block_ids is not None else []
-        if self._settings.saved is SavedState.KV:
+        if self._settings.saved.is_portable:
             plan.blocks.append((followed.session_name, tuple(added)))
             return
         followed.block_ids = [*added] if is_anew else [*followed.block_ids, *added]

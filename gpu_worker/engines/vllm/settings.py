@@ -39,11 +39,25 @@ class SavedState(enum.Enum):
     """The engine's own blocks of K/V, whole, as they lie in its memory: for the same engine alone."""
     KV = "kv"
     """K before positions and V, by hooks in eager mode: the same rows that other engines save."""
+    HIDDEN = "hidden"
+    """The input of each layer, by hooks in eager mode: the same rows that other engines save."""
 
     @property
     def kind(self) -> StateKind:
         """The kind of the streams that have it."""
-        return StateKind.ENGINE_BLOCK if self is SavedState.BLOCKS else StateKind.KV
+        return _KINDS[self]
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether it is rows that passes show, which other engines save and restore too."""
+        return self is not SavedState.BLOCKS
+
+
+_KINDS = {
+    SavedState.BLOCKS: StateKind.ENGINE_BLOCK,
+    SavedState.KV: StateKind.KV,
+    SavedState.HIDDEN: StateKind.HIDDEN,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +66,7 @@ class ConnectorSettings(StoreSettings):
 
     durability: Level = "disk"
     model_id: str = ""
-    state: Literal["blocks", "kv"] = "blocks"
+    state: Literal["blocks", "kv", "hidden"] = "blocks"
     prefixes: bool = True
     """Whether a request may begin with what other sessions have, and one that names no session is saved."""
     restore_timeout_s: Seconds = 5.0
@@ -73,10 +87,21 @@ def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", saved: 
     if len(kv_cache_config.kv_cache_groups) > 1:
         problem = "models with several groups of K/V caches are not supported"
         raise Refused(f"{problem}; of attention alone: try --disable-hybrid-kv-cache-manager")
-    if saved is SavedState.KV:
-        if not config.model_config.enforce_eager:
-            raise Refused("state=kv is seen in eager mode only: add --enforce-eager, or save state=blocks")
-        return
+    if saved.is_portable:
+        _check_passes(config, saved)
+    else:
+        _check_blocks(config, kv_cache_config)
+
+
+def _check_passes(config: "VllmConfig", saved: SavedState) -> None:
+    if not config.model_config.enforce_eager:
+        problem = f"state={saved.value} is seen in eager mode only"
+        raise Refused(f"{problem}: add --enforce-eager, or save state=blocks")
+    if config.model_config.uses_mrope:
+        raise Refused(f"state={saved.value}: tokens of this model have several positions each")
+
+
+def _check_blocks(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Refused("scales that vLLM computes at its start are not saved: leave --calculate-kv-scales out")
     for name, spec in layer_specs(kv_cache_config).items():

@@ -1,14 +1,15 @@
 """The worker's side: restores state into the engine's blocks, and saves what the engine computes.
 
-`engine_blocks.py` and `kv_rows.py` know what the state is; threads of the saver commit it. Steps come from
-vLLM's worker thread. An engine that has no request left makes no step: where the scheduler is in this
-process, it says itself that a request ended. Worst case: a store that does not answer holds up the step that
-restores from it, for `restore_timeout_s`.
+`engine_blocks.py`, `kv_rows.py` and `hidden_rows.py` know what the state is; threads of the saver commit it.
+Steps come from vLLM's worker thread. An engine that has no request left makes no step: where the scheduler is
+in this process, it says itself that a request ended. Loads run in threads of their own, between steps. Worst
+case: a store that does not answer holds up the request that restores from it, for `restore_timeout_s`.
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
@@ -21,6 +22,7 @@ from ctxcache.client import SessionRows
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
+from gpu_worker.engines.vllm.hidden_rows import HiddenRows
 from gpu_worker.engines.vllm.kv_rows import KvRows
 from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
@@ -32,9 +34,14 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.ctxcache")
 
+LOAD_THREADS = 2
+
 
 class EngineState(Protocol):
-    """What is saved of an engine's tokens and put back. Used by vLLM's worker thread, within steps."""
+    """What is saved of an engine's tokens and put back.
+
+    Used by vLLM's worker thread, within steps; `load` by others, with blocks that no step uses.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +77,6 @@ class WorkerSide:
     ) -> None:
         self._config, self._kv_cache_config, self._settings = config, kv_cache_config, settings
         self._durability = settings.level
-        self._block_tokens: int = config.cache_config.block_size
         patient = replace(settings, timeout_s=settings.restore_timeout_s)
         self.layout: Future[BlockLayout] = Future()
         """How the engine's blocks lie in memory, where they are what is saved."""
@@ -81,7 +87,9 @@ class WorkerSide:
         self._endings: dict[str, Future[CacheError | None]] = {}
         self._not_saved: set[str] = set()
         self._open_names: set[str] = set()
-        self._bad_blocks: set[int] = set()
+        self._loaders = ThreadPoolExecutor(LOAD_THREADS, "ctxcache-load")
+        self._loading: dict[str, Future[bool]] = {}
+        """By request. Used by vLLM's worker thread."""
         self._lock = threading.RLock()
         """Over which sessions are saved: the scheduler's thread may end one."""
         engine_id = config.kv_transfer_config.engine_id if config.kv_transfer_config else None
@@ -91,9 +99,9 @@ class WorkerSide:
     def attach(self, caches: Mapping[str, Tensor]) -> None:
         """These are the engine's caches, by layer. Raises Refused."""
         modules = self._config.compilation_config.static_forward_context
-        if self._settings.saved is SavedState.KV:
-            dtype = self._config.model_config.dtype
-            self._state = KvRows(modules, caches, self._block_tokens, dtype)
+        if self._settings.saved.is_portable:
+            rows = KvRows if self._settings.saved is SavedState.KV else HiddenRows
+            self._state = rows(modules, caches, self._config, self._kv_cache_config.num_blocks)
         else:
             self._state = blocks = EngineBlocks(caches, self._kv_cache_config, modules)
             self.layout.set_result(blocks.layout)
@@ -119,27 +127,26 @@ class WorkerSide:
             self._end(name)
 
     def load(self, loads: Iterable[BlockLoad]) -> None:
-        """Restore state into blocks. A load that fails leaves its blocks to be computed."""
+        """Begin to restore state into blocks, in threads of its own."""
         for item in loads:
-            try:
-                self._load(item)
-            except CacheError as error:
-                logger.info("%s is computed again: %s", item.session.name, error)
-                self.link.failed(error)
-                first = item.begin // self._block_tokens
-                self._bad_blocks.update(item.block_ids[first : -(-item.end // self._block_tokens)])
-                # The pass of this step goes on with what is in these blocks: nothing of it may be saved.
-                self.finish(item.session.name)
+            written = self._written_so_far()
+            self._loading[item.request_id] = self._loaders.submit(self._load, item, written)
+
+    def take_loaded(self, patience_s: float) -> tuple[set[str], set[str]]:
+        """Requests whose loads ended since the last call, and those of them that failed.
+
+        Waits for the first while none has ended, at most `patience_s`.
+        """
+        if self._loading and patience_s:
+            wait(self._loading.values(), patience_s, FIRST_COMPLETED)
+        ended = {request_id for request_id, loading in self._loading.items() if loading.done()}
+        failed = {request_id for request_id in ended if not self._loading.pop(request_id).result()}
+        return ended, failed
 
     def save(self, saves: Iterable[BlockSave]) -> None:
         """Save what the step has computed."""
         if self._state is not None:
             self._state.save(saves)
-
-    def take_bad_blocks(self) -> set[int]:
-        """Blocks whose load failed since the last call."""
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
 
     def take_saved(self) -> set[str]:
         """Sessions whose saves ended since the last call."""
@@ -154,13 +161,31 @@ class WorkerSide:
 
     def close(self) -> None:
         """Save what is still in staging, then end the threads and the connection."""
+        self._loaders.shutdown(cancel_futures=True)
         if self._saver is not None:
             self._saver.close()
         self._waiters.shutdown()
         self.layout.cancel()
         self.link.close()
 
-    def _load(self, item: BlockLoad) -> None:
+    def _load(self, item: BlockLoad, written: torch.cuda.Event | None) -> bool:
+        """Whether the blocks hold the rows by now."""
+        try:
+            with torch.inference_mode(), self._behind(written):
+                self._restore(item)
+        except CacheError as error:
+            logger.info("%s is computed again: %s", item.session.name, error)
+            self.link.failed(error)
+        except Exception:
+            # Whatever a device or a model raises: the request goes on without the store.
+            logger.exception("%s is computed again", item.session.name)
+        else:
+            return True
+        # Its blocks are computed, and the store has other rows of these tokens, or none.
+        self.finish(item.session.name)
+        return False
+
+    def _restore(self, item: BlockLoad) -> None:
         use = self.link.use()
         if use is None or self._state is None:
             raise SessionNotFound(session=item.session.name)
@@ -173,6 +198,26 @@ class WorkerSide:
             if_generation_match=item.session.generation,
         ) as rows:
             self._state.load(rows, streams, item)
+
+    def _written_so_far(self) -> torch.cuda.Event | None:
+        """A mark behind what the engine has begun: requests that are gone may still write to their blocks."""
+        if self._state is None or self._state.device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._state.device))
+        return mark
+
+    @contextmanager
+    def _behind(self, written: torch.cuda.Event | None) -> Iterator[None]:
+        """Work of a device within it begins behind the mark, and has ended when it is left."""
+        if written is None or self._state is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self._state.device)  # type: ignore[no-untyped-call]
+        stream.wait_event(written)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
     def _open(self, state: EngineState, opened: Opened) -> None:
         name = opened.session.name
