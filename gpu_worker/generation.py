@@ -68,7 +68,7 @@ def stream_greedy(
     Afterwards `cache` holds every token but the last one yielded, as in `generate`.
     `eos_token_ids` default to the model's; an empty collection never ends early.
     """
-    ends = _end_token_ids(model) if eos_token_ids is None else eos_token_ids
+    ends = end_token_ids(model) if eos_token_ids is None else eos_token_ids
     logits = prefill(model, cache, new_token_ids, piece_tokens=piece_tokens, around=around)
     for step in range(max_new_tokens):
         token = int(logits.argmax())
@@ -112,7 +112,8 @@ def _step(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int], around
     return logits
 
 
-def _end_token_ids(model: PreTrainedModel) -> Collection[int]:
+def end_token_ids(model: PreTrainedModel) -> Collection[int]:
+    """The tokens that end a reply, as the model says."""
     config = model.generation_config
     ends = None if config is None else config.eos_token_id
     if ends is None:

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from ctxcache.client.types import Durability, SessionInfo
 from gpu_worker.families import adapt
+from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.probe import probe_of
 from gpu_worker.saving import Saver, Slice
-from lab.batching.packed import PackedModel, SequenceCache, Work
 
 PASS_TOKENS = 512
 """Tokens of a pass, those that decode first."""

@@ -21,8 +21,8 @@ from gpu_worker.executed import digest_execution, digest_weights
 from gpu_worker.families import adapt
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
+from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.probe import probe_of
-from lab.batching.packed import PackedModel, SequenceCache, Work
 
 T = TypeVar("T")
 

@@ -22,11 +22,11 @@ from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.families import adapt
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
+from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.probe import probe_of
 from gpu_worker.saving import Saver
 from lab.batching.engine import BatchedEngine
-from lab.batching.packed import PackedModel, SequenceCache, Work
 
 PLAN = RestorePlan.uniform(Method.KV, 3)
 PROMPT = list(range(5, 75))

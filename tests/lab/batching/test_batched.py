@@ -20,11 +20,11 @@ from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.families import adapt
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
+from gpu_worker.packed import ATTENTION, PackedModel, SequenceCache, Work
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
 from lab.batching.engine import BatchedEngine
-from lab.batching.packed import ATTENTION, PackedModel, SequenceCache, Work
 
 PROMPTS = [list(range(5, 75)), [3, 4, 5] * 9, [60, 8, 7] * 5, list(range(90, 10, -2)), [11]]
 REPLY_TOKENS = 20

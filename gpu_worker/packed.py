@@ -9,11 +9,12 @@ memory, where a cap or sinks ask for them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxcache.errors import InvalidArgument
@@ -53,6 +54,24 @@ class SequenceCache:
         first, second = self.layers[layer]
         return first[:, :, :end], second[:, :, :end]
 
+    @classmethod
+    def continuing(cls, cache: Cache, token_count: int, capacity: int) -> "SequenceCache":
+        """A copy of a transformers cache that holds so many tokens; of windows, what they still see."""
+        own = cls(capacity)
+        own.token_count = token_count
+        # Any: layers of what is no attention have no keys, and are refused when the model is.
+        layers: Sequence[Any] = cache.layers if token_count else ()
+        for layer, held in enumerate(layers):
+            kept = held.keys.shape[2]
+            halves: list[Tensor] = []
+            for half in (held.keys, held.values):
+                # Not left as it comes: what is masked is multiplied by zero.
+                room = half.new_zeros(*half.shape[:2], capacity, half.shape[3])
+                room[:, :, token_count - kept : token_count] = half
+                halves.append(room)
+            own.layers[layer] = (halves[0], halves[1])
+        return own
+
     def fork(self) -> "SequenceCache":
         """Another sequence with the same tokens, and as much room."""
         other = SequenceCache(self.capacity)
@@ -81,6 +100,8 @@ class PackedModel:
         """Raises UnsupportedArchitecture for a model that packed passes would get wrong, unchanged."""
         check_rope(model)
         self.model, self._windows = model, _windows(model)
+        self.layer_shapes: dict[int, tuple[int, int, int]] = {}
+        """Heads of each layer's cache, and how wide its keys and values are."""
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
         before = model.config._attn_implementation  # noqa: SLF001  transformers has a way to set it, none to ask
         model.set_attn_implementation(ATTENTION)
@@ -100,6 +121,10 @@ class PackedModel:
             self.step([Work(cache, [0, 0])])
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise refuse(self.model, f"a packed pass fails: {' '.join(str(error).split())[:200]}") from error
+        self.layer_shapes = {
+            layer: (keys.shape[1], keys.shape[3], values.shape[3])
+            for layer, (keys, values) in cache.layers.items()
+        }
         missed = [layer for layer in range(len(self._windows)) if layer not in cache.layers]
         if missed:
             raise refuse(

@@ -1,0 +1,149 @@
+"""Several sessions restored and computed together, on a real store: each reply as if it were alone."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import pytest
+from server_process import ServerProcess
+from tiny_models import build
+from transformers import DynamicCache, PreTrainedModel
+
+import ctxcache
+from ctxcache.client import Client
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.model import ModelSpec
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
+from gpu_worker.errors import UnsupportedArchitecture
+from gpu_worker.generation import continue_greedy, prefill
+from gpu_worker.model_spec import model_spec
+from gpu_worker.plan import Method, RestorePlan
+
+REPLY_TOKENS = 9
+PROMPTS = {
+    "short": [[5, 6, 7], [8, 9]],
+    "long": [list(range(3, 93)), [4, 5] * 20],
+    "middle": [[60] * 33, [7] * 5],
+}
+"""Two turns each, of other lengths, so that prompts and replies share passes."""
+
+
+@cache
+def _model(name: str) -> PreTrainedModel:
+    return build(name)
+
+
+@cache
+def _spec(name: str) -> ModelSpec:
+    return model_spec(_model(name), model_id=name)
+
+
+def _alone(name: str, turns: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Replies of a model that keeps its cache."""
+    model, kept, replies = _model(name), DynamicCache(config=_model(name).config), []
+    for turn in turns:
+        reply = continue_greedy(model, kept, turn, max_new_tokens=REPLY_TOKENS, eos_token_ids=()).token_ids
+        prefill(model, kept, reply[-1:])
+        replies.append(reply)
+    return replies
+
+
+def _requests(turn: int, prefix: str) -> list[TurnRequest]:
+    return [
+        TurnRequest(f"{prefix}-{name}", prompts[turn], REPLY_TOKENS, eos_token_ids=())
+        for name, prompts in PROMPTS.items()
+    ]
+
+
+def _engine(client: Client, name: str, method: Method = Method.KV) -> TransformersBatchEngine:
+    plan = RestorePlan.uniform(method, _spec(name).layer_count)
+    return TransformersBatchEngine(_model(name), client, _spec(name), plan)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One store for all."""
+    with ServerProcess(tmp_path_factory.mktemp("store") / "data") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("llama", "hidden"), ("gemma3", "kv"), ("opt", "kv")],
+)
+def test_replies_are_those_of_one_at_a_time(store: ServerProcess, name: str, method: str) -> None:
+    """Over a second engine that knows nothing, and on in an engine of one at a time."""
+    said = {session: _alone(name, prompts) for session, prompts in PROMPTS.items()}
+    prefix = f"{name}-{method}"
+    with ctxcache.connect(store.target) as client:
+        for turn in range(2):
+            with _engine(client, name, Method(method)) as engine:
+                results = engine.turns(_requests(turn, prefix))
+            assert [one.token_ids for one in results] == [replies[turn] for replies in said.values()]
+            assert [one.miss_reason for one in results] == [""] * 3
+            held = [0 if not turn else len(prompts[0]) + REPLY_TOKENS for prompts in PROMPTS.values()]
+            assert [one.reused_token_count for one in results] == held
+            assert [one.prefilled_token_count for one in results] == [len(p[turn]) for p in PROMPTS.values()]
+        plan = RestorePlan.uniform(Method(method), _spec(name).layer_count)
+        with TransformersEngine(_model(name), client, _spec(name), plan) as engine:
+            session, prompts = next(iter(PROMPTS.items()))
+            last = engine.turn(f"{prefix}-{session}", [11, 12], max_new_tokens=REPLY_TOKENS, eos_token_ids=())
+        assert last.token_ids == _alone(name, [*prompts, [11, 12]])[2]
+        assert last.reused_token_count == sum(map(len, prompts)) + 2 * REPLY_TOKENS
+
+
+def test_a_session_that_is_lost_or_edited_is_computed_beside_the_others(store: ServerProcess) -> None:
+    """What the caller knows of it replaces what the store has not."""
+    with ctxcache.connect(store.target) as client, _engine(client, "llama") as engine:
+        first = engine.turns(_requests(0, "edited"))
+        known = [[*PROMPTS[name][0], *one.token_ids] for name, one in zip(PROMPTS, first, strict=True)]
+        for name in PROMPTS:
+            engine.wait(f"edited-{name}")
+        client.sessions.delete("sessions/edited-long")
+        known[2][20:] = [1] * len(known[2][20:])
+        requests = [
+            TurnRequest(f"edited-{name}", PROMPTS[name][1], REPLY_TOKENS, history=history, eos_token_ids=())
+            for name, history in zip(PROMPTS, known, strict=True)
+        ]
+        second = engine.turns(requests)
+        assert [one.reused_token_count for one in second] == [len(known[0]), 0, 20]
+        for one, history, request in zip(second, known, requests, strict=True):
+            assert one.token_ids == _alone("llama", [[*history, *request.new_token_ids]])[0]
+
+
+def test_replies_end_where_they_would_alone(store: ServerProcess) -> None:
+    """At an end token, after as many as were asked for, or before the first."""
+    prompt = PROMPTS["long"][0]
+    (reply,) = _alone("llama", [prompt])
+    end = reply[3]
+    with ctxcache.connect(store.target) as client, _engine(client, "llama") as engine:
+        results = engine.turns(
+            [
+                TurnRequest("ends-token", prompt, REPLY_TOKENS, eos_token_ids=[end]),
+                TurnRequest("ends-count", prompt, 5, eos_token_ids=()),
+                TurnRequest("ends-none", prompt, 0),
+            ]
+        )
+        until_end = reply[: reply.index(end) + 1]
+        assert [one.token_ids for one in results] == [until_end, reply[:5], []]
+        for name, count in (("token", len(until_end)), ("count", 5), ("none", 0)):
+            engine.wait(f"ends-{name}")
+            assert client.sessions.get(f"sessions/ends-{name}").token_count == len(prompt) + count
+
+
+def test_what_cannot_be_batched_is_refused(store: ServerProcess) -> None:
+    """A session twice, no tokens, and a model whose cache is not what its attention looks at."""
+    with ctxcache.connect(store.target) as client:
+        with _engine(client, "llama") as engine:
+            for requests, field in (
+                ([TurnRequest("same", [5], 1), TurnRequest("same", [6], 1)], "session_id"),
+                ([TurnRequest("empty", [], 1)], "token_ids"),
+            ):
+                with pytest.raises(InvalidArgument) as raised:
+                    engine.turns(requests)
+                assert raised.value.field == field
+            assert engine.turns([]) == []
+        own = _model("deepseek").config._attn_implementation
+        with pytest.raises(UnsupportedArchitecture, match=r"holds other state|packed pass"):
+            _engine(client, "deepseek", Method.LATENT)
+        assert _model("deepseek").config._attn_implementation == own
