@@ -46,7 +46,7 @@ def _saved(inputs: list[Tensor], kinds: list[StateKind]) -> list[Tensor]:
 
 def _read_by_the_document(stored: list[Tensor], kinds: list[StateKind], size: int) -> np.ndarray:
     """The last layer's first row, by docs/chunk_format.md alone; checks every mark."""
-    rows, below = None, None
+    rows, below = np.empty(0, np.float32), b""
     for layer, (kind, tensor) in enumerate(zip(kinds, stored, strict=True)):
         raw = tensor[0].numpy().tobytes()
         if kind is StateKind.HIDDEN:
