@@ -409,8 +409,7 @@ class Appends:
         last, _ = reservation.last()
         if last is not None:
             new_bytes += self._ledger.claim_bytes(last)
-        own_bytes = reservation.size_bytes
-        if new_bytes and not self._dirty_bound.admits_at_once(session.tenant, new_bytes, own_bytes):
+        if new_bytes and not self._dirty_bound.admits_at_once(new_bytes, reservation.size_bytes):
             return None
         slots = self._memory_room.take_all(sizes_bytes, session.layout.size_bytes, session.tenant)
         # Room may have been made of the very segment that was to be continued.

@@ -1,7 +1,7 @@
 """Budgets: who may take room in the arena, who waits for it, and how it is made.
 
     Pins         what leases, or reservations, keep from leaving    waits `room_wait_ns`, then refuses
-    DirtyBound   what memory alone may have, of one tenant and in all   waits `writer_wait_s`, then refuses
+    DirtyBound   what memory alone may have                         waits `writer_wait_s`, then refuses
     MemoryRoom   a free slot: drops what SSD has, flushes the rest   waits `writer_wait_s`, then refuses
 
 Callers of one tenant are served in the order of coming, so that small requests never keep a large one from
@@ -332,12 +332,12 @@ class DirtyBound:
         """Writers that wait for room."""
         return len(self._line)
 
-    def admits_at_once(self, tenant: str, needed_bytes: int, own_bytes: int) -> bool:
-        """Whether a writer of that tenant that has claimed `own_bytes` may claim as many more now.
+    def admits_at_once(self, needed_bytes: int, own_bytes: int) -> bool:
+        """Whether a writer that has claimed `own_bytes` may claim as many more now.
 
         False while others wait.
         """
-        return not self._turns and self._fits(tenant, needed_bytes, own_bytes)
+        return not self._turns and self._fits(needed_bytes, own_bytes)
 
     async def admit(self, tenant: str, needed_bytes: Callable[[], int], own_bytes: Callable[[], int]) -> int:
         """Wait until a writer of that tenant may claim so much more, promise it, and return how much it is.
@@ -346,7 +346,7 @@ class DirtyBound:
 
         Raises CapacityExceeded, TooManyRequests, TierFailure.
         """
-        if self._line or not self._fits(tenant, needed_bytes(), own_bytes()):
+        if self._line or not self._fits(needed_bytes(), own_bytes()):
             await self._wait_in_line(tenant, needed_bytes, own_bytes)
         promised_bytes = needed_bytes()
         self._ledger.promised(tenant, promised_bytes)
@@ -360,7 +360,7 @@ class DirtyBound:
 
         def fits() -> bool:
             request.needed_bytes = needed_bytes()
-            return self._fits(tenant, request.needed_bytes, own_bytes())
+            return self._fits(request.needed_bytes, own_bytes())
 
         try:
             if not (fits() and self._is_first(request)):
@@ -401,14 +401,9 @@ class DirtyBound:
     def _limit_bytes(self) -> int:
         return self._ledger.watermarks.limit_bytes(self._ledger.memory.capacity_bytes)
 
-    def _fits(self, tenant: str, needed_bytes: int, own_bytes: int) -> bool:
-        is_divided = self._state.limits.are_divided
+    def _fits(self, needed_bytes: int, own_bytes: int) -> bool:
         is_within = self._ledger.watermarks.admits(
-            needed_bytes,
-            self._ledger.claimed_bytes,
-            own_bytes,
-            self._ledger.memory.capacity_bytes,
-            self._ledger.claimed_by.get(tenant, 0) if is_divided else None,
+            needed_bytes, self._ledger.claimed_bytes, own_bytes, self._ledger.memory.capacity_bytes
         )
         # While no path takes writes memory is a cache of its own, and waiting would not make it less so.
         return is_within or not self._io.has_open_path

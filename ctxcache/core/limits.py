@@ -131,25 +131,13 @@ class Watermarks:
         """The most that may be claimed."""
         return int(self.dirty_limit * capacity_bytes)
 
-    def admits(
-        self,
-        needed_bytes: int,
-        claimed_bytes: int,
-        own_bytes: int,
-        capacity_bytes: int,
-        tenant_bytes: int | None = None,
-    ) -> bool:
+    def admits(self, needed_bytes: int, claimed_bytes: int, own_bytes: int, capacity_bytes: int) -> bool:
         """Whether a writer may claim so much more. What is larger than the bound goes when it is alone.
 
-        `own_bytes` of `claimed_bytes` are the writer's own, and `tenant_bytes` its tenant's: no tenant claims
-        so much that nothing is left for others. None: tenants are not told apart.
+        `own_bytes` of `claimed_bytes` are the writer's own.
         """
-        if claimed_bytes <= own_bytes:
-            return True
-        free_bytes = self.limit_bytes(capacity_bytes) - claimed_bytes - needed_bytes
-        if tenant_bytes is None:
-            return free_bytes >= 0
-        return tenant_bytes + needed_bytes <= OWN_PER_FREE * free_bytes
+        is_alone = claimed_bytes <= own_bytes
+        return is_alone or claimed_bytes + needed_bytes <= self.limit_bytes(capacity_bytes)
 
 
 DEFAULT_WATERMARKS = Watermarks()

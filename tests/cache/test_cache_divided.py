@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, STREAMS, MemoryRig, Writer, expected
-from fakes import Operation
 
 from ctxcache.cache.queues import Queues
-from ctxcache.core.limits import DEFAULT_WATERMARKS, Bound, Limits, QueueLimits
+from ctxcache.core.limits import Bound, Limits, QueueLimits
 from ctxcache.errors import CapacityExceeded, TooManyRequests
 from ctxcache.format.streams import ranges_of
 from ctxcache.identity.grants import ArenaGrant
@@ -150,36 +149,4 @@ async def test_what_could_never_be_ones_own_is_told_apart(tmp_path: Path) -> Non
 
     assert int(caught.value.limit_bytes) < int(caught.value.needed_bytes)
     assert await rig.read("long") == expected(tokens)
-    await rig.close()
-
-
-async def test_a_flood_of_unwritten_rows_leaves_others_room_to_write(tmp_path: Path) -> None:
-    """While SSD is slow, one tenant fills what memory alone may have: another one's rows come in at once."""
-    waits_for_nobody = replace(DEFAULT_WATERMARKS, writer_wait_s=0)
-    rig = MemoryRig(
-        tmp_path,
-        arena_segments=16,
-        tenant="a",
-        limits=replace(GREEDY, client_share=1),
-        watermarks=waits_for_nobody,
-    )
-    await rig.open()
-    await rig.cache.models.register("b", MODEL)
-    gate = rig.ssd.hold(Operation.WRITE)
-
-    def flood(tenant: str) -> Callable[[int], Any]:
-        async def append(number: int) -> None:
-            rig.tenant = tenant
-            await rig.create(f"s{number}")
-            await rig.append(f"s{number}", Writer(number).make(SEGMENT_TOKENS))
-
-        return append
-
-    written = [await as_many(flood(tenant)) for tenant in "ab"]
-    delayed_count = rig.cache.state.counters.delayed_write_count
-    gate.set()
-    await rig.check()
-
-    assert written == [8, 2]
-    assert delayed_count == 2
     await rig.close()

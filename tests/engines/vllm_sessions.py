@@ -222,6 +222,7 @@ def test_users_with_one_system_prompt_hold_it_once(
 ) -> None:
     """The second to the eighth compute their own question alone, and SSD has the prompt once."""
     system = [(13 * i + i * i) % 500 + 3 for i in range(512)]
+    used_bytes: list[int] = []
     with ctxcache.connect(store.target) as cache:
         for user in range(8):
             prompt = [*system, *asked(user)]
@@ -229,9 +230,10 @@ def test_users_with_one_system_prompt_hold_it_once(
             compare(reply, prompt, plain)
             assert reply.cached_count == (512 if user else 0)
             wait_for_all(cache)
-        (ssd,) = (one for one in cache.admin.stats().tiers if one.tier is StorageTier.SSD)
-        # Eight of the prompt, and one for what each user asked and was answered.
-        assert ssd.segment_count == 512 // 64 + 8
+            (ssd,) = (one for one in cache.admin.stats().tiers if one.tier is StorageTier.SSD)
+            used_bytes.append(ssd.used_bytes)
+    # What each of the others asked and was answered is an eighth of the prompt at the most.
+    assert used_bytes[-1] < 2 * used_bytes[0]
 
 
 def test_a_salted_prompt_is_not_shared(shared_engine: VllmEngine) -> None:
