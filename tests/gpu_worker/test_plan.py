@@ -44,15 +44,23 @@ def test_mixed_plan_reads_its_compact_form() -> None:
     assert plan.methods == (Method.HIDDEN, Method.HIDDEN, Method.KV)
 
 
-@given(
-    st.lists(st.sampled_from([m for m in Method if m is not Method.TOKENS]), min_size=1), st.integers(0, 5)
-)
+ALONE = [method for method in Method if method is not Method.TOKENS and not method.is_delta]
+"""What a layer may come back by, whatever the layer below it does."""
+
+
+@given(st.lists(st.sampled_from(ALONE), min_size=1), st.integers(0, 5))
 def test_compact_form_round_trips(methods: list[Method], recomputed_count: int) -> None:
     """Every plan is what its own text reads back as."""
     plan = RestorePlan((Method.TOKENS,) * recomputed_count + tuple(methods))
 
     assert RestorePlan.parse(str(plan)) == plan
     assert plan.recomputed_layer_count == recomputed_count
+
+
+def test_deltas_round_trip_above_a_base() -> None:
+    """A chain is written like any other run of layers."""
+    text = "hidden_int8:0,hidden_delta_int4:1-3,kv:4"
+    assert str(RestorePlan.parse(text)) == text
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ def test_every_stage_of_every_sort_of_layer_is_measured(name: str) -> None:
         for layer in sorts
         for stage in (Stage.RECOMPUTE, *(Stage.of(Method[kind.name]) for kind in layer.kinds))
     }
-    assert all(len(layer.kinds) == (2 if layer.kind is LayerKind.LATENT else 6) for layer in sorts)
+    kind_counts = {LayerKind.LATENT: 2, LayerKind.SLIDING: 6, LayerKind.FULL: 9}
+    assert all(len(layer.kinds) == kind_counts[layer.kind] for layer in sorts)
     assert {curve.points for curve in measured.profile.curves.values()} == {((8, 1e-3), (32, 1e-3))}
     assert measured.profile.is_measured
 
