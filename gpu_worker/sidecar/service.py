@@ -100,6 +100,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 how = error.reason
                 raise error
             ended.result()
+            # gRPC shows a broken connection as an end first, and cancels the rpc a moment later.
+            await asyncio.sleep(CANCELLATION_GRACE_S)
             how = LEFT
         finally:
             ended.cancel()
@@ -385,6 +387,9 @@ async def _hello(requests: AsyncIterator[worker_pb2.AttachRequest]) -> AttachHel
     if first is None or not first.HasField("hello"):
         raise InvalidArgument(field="hello", problem="is missing")
     return first.hello
+
+
+CANCELLATION_GRACE_S = 0.05
 
 
 async def _ended(requests: AsyncIterator[worker_pb2.AttachRequest]) -> None:
