@@ -120,7 +120,7 @@ class VllmEngine:
         """Send requests together and wait for their replies, in their order.
 
         A request has `prompt` (token ids), `session` (an id, or None), `count` (tokens to generate), and
-        perhaps a `salt`.
+        perhaps a `salt`, `hints` (an envelope of vLLM's), and `says` (further `kv_transfer_params`).
         """
         self._requests.write(json.dumps(requests) + "\n")
         self._requests.flush()
@@ -129,6 +129,13 @@ class VllmEngine:
     def turn(self, prompt: Sequence[int], session: str | None, count: int = 24) -> Reply:
         """One request and its reply."""
         return self.ask({"prompt": list(prompt), "session": session, "count": count})[0]
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Counters of vLLM of that name, by their labels but for the model's and the engine's."""
+        self._requests.write(json.dumps({"metrics": name}) + "\n")
+        self._requests.flush()
+        found: dict[str, float] = self._read()
+        return found
 
     def _read(self) -> Any:
         line = self._replies.readline()
@@ -142,12 +149,14 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
     # Whatever libraries print must not come between the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    import msgspec  # noqa: PLC0415  vLLM's
     from vllm import LLM, SamplingParams  # noqa: PLC0415  it prints
     from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415
     from vllm.distributed.kv_transfer import (  # noqa: PLC0415
         get_kv_transfer_group,
         has_kv_transfer_group,
     )
+    from vllm.v1.kv_hints import KvHintsEnvelope  # noqa: PLC0415
 
     transfer = arguments.pop("kv_transfer_config", None)
     if transfer is not None:
@@ -166,9 +175,20 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
         replies.write(json.dumps(what) + "\n")
         replies.flush()
 
+    add_request: Any = llm.llm_engine.add_request
+    hints: list[KvHintsEnvelope | None] = []
+    llm.llm_engine.add_request = lambda *args, **named: add_request(*args, **named, kv_hints=hints.pop(0))
     say({"ready": True})
     for line in sys.stdin:
         requests = json.loads(line)
+        if isinstance(requests, dict):
+            counters = [one for one in llm.get_metrics() if one.name == requests["metrics"]]
+            say({_labels(one.labels): one.value for one in counters})
+            continue
+        hints += [
+            msgspec.convert(request["hints"], KvHintsEnvelope) if request.get("hints") else None
+            for request in requests
+        ]
         outputs = llm.generate(
             [
                 {"prompt_token_ids": request["prompt"], "cache_salt": request.get("salt")}
@@ -180,7 +200,9 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
                     temperature=0,
                     ignore_eos=True,
                     detokenize=False,
-                    extra_args={"kv_transfer_params": {"session_id": request["session"]}},
+                    extra_args={
+                        "kv_transfer_params": {"session_id": request["session"]} | request.get("says", {})
+                    },
                 )
                 for request in requests
             ],
@@ -197,6 +219,10 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
                 for output in outputs
             ]
         )
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "/".join(labels[name] for name in sorted(labels.keys() - {"engine", "model_name"}))
 
 
 if __name__ == "__main__":

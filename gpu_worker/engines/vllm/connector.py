@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from gpu_worker.engines.link import LinkState
+from gpu_worker.engines.vllm.hints import HintCounts, HintMetrics
 from gpu_worker.engines.vllm.plan import BlockLayout, StepPlan, StepReport
 from gpu_worker.engines.vllm.scheduler import SchedulerSide
 from gpu_worker.engines.vllm.settings import WHERE, ConnectorSettings, SavedState, check_engine
@@ -158,6 +159,29 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Tell the scheduler which sessions are saved."""
         saved = self._worker().take_saved()
         return StepReport(saved) if saved else None
+
+    # -- what is counted ------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> HintCounts | None:
+        """What came of hints since the last call."""
+        counts = self._side.hints.take_counts()
+        return None if counts.is_empty() else counts
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HintCounts:
+        """What one process counted, as another reads it."""
+        return HintCounts(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HintMetrics:
+        """See HintMetrics."""
+        return HintMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End what this side has."""

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ctxcache.client.types import SessionInfo
+from ctxcache.client.types import HintAction, SessionInfo
 
 
 class BlockLoad(NamedTuple):
@@ -38,14 +38,20 @@ class Opened(NamedTuple):
     token_count: int
 
 
+class Finished(NamedTuple):
+    """A session's request ended. `hints`: about it, to be told once it is saved."""
+
+    session_name: str
+    hints: tuple[HintAction, ...] = ()
+
+
 @dataclass
 class StepPlan(KVConnectorMetadata):
     """What the worker has to do in a step, in this order."""
 
     is_idle: bool = False
     """Nothing is computed in the step: what is awaited may take the time."""
-    finished: list[str] = field(default_factory=list)
-    """Sessions whose request ended."""
+    finished: list[Finished] = field(default_factory=list)
     lost_blocks: list[str] = field(default_factory=list)
     """Sessions whose request lost its blocks: it was preempted."""
     opened: list[Opened] = field(default_factory=list)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from vllm.logger import init_logger
 
-from ctxcache.client import CallerModel, Client
-from ctxcache.client.types import SessionInfo
+from ctxcache.client import CallerModel, Client, QueuedJob
+from ctxcache.client.types import HintAction, SessionInfo
 from ctxcache.errors import (
     CacheError,
     ModelFingerprintMismatch,
@@ -23,7 +23,16 @@ from ctxcache.errors import (
     SessionNotFound,
 )
 from ctxcache.format.streams import TOKENS
-from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan, StepReport
+from gpu_worker.engines.vllm.hints import HintTeller, WaitingQueue, hints_of
+from gpu_worker.engines.vllm.plan import (
+    BlockLayout,
+    BlockLoad,
+    BlockSave,
+    Finished,
+    Opened,
+    StepPlan,
+    StepReport,
+)
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
 from gpu_worker.engines.vllm.worker import WORKERS
 from gpu_worker.rows import token_ids_of
@@ -44,6 +53,8 @@ KEYED_TOKENS = 64
 """The least prefix that the store finds by its tokens."""
 UNNAMED_TTL = timedelta(hours=1)
 """How long a session without a name is kept after its last access, where no setting says so."""
+PRIORITY_STEP = 1 << 40
+"""Places between two of vLLM's priorities: more than requests that arrive while one waits."""
 SAVE_WAIT_S = 5.0
 """How long a conversation's next request waits for the saves of the one before it."""
 
@@ -59,6 +70,8 @@ class Followed:
     is_shared: bool
     """Whether it may begin with what other sessions have."""
     deadline_s: float
+    place: int
+    """Among those that wait: a smaller one is sooner."""
     lookup: "Future[SessionInfo | None] | None" = None
     """The session as it is when it holds nothing but tokens of the prompt; None where it is not usable."""
     is_open: bool = False
@@ -90,9 +103,17 @@ class SchedulerSide:
         self._plan = StepPlan()
         transfer = config.kv_transfer_config
         self._engine_id = (transfer.engine_id if transfer else None) or ""
+        self.hints = HintTeller(self.link)
+        self._own_hints: dict[str, list[HintAction]] = {}
+        """What requests say of their own conversations, by request id, until their tokens are saved."""
+        self._queue = WaitingQueue(f"vllm-{self._engine_id}")
+        self._has_priorities = config.scheduler_config.policy == "priority"
+        self._arrived_count = 0
 
     def arrived(self, request: "Request") -> None:
         """A request came: begin to look its session up."""
+        self._arrived_count += 1
+        self._hinted(request)
         if not is_plain(request) or self.link.use() is None:
             return
         name = session_of(request)
@@ -101,7 +122,8 @@ class SchedulerSide:
         # Less than a run of tokens is never found: a session of its own would be of no use.
         if not name and (not is_shared or len(prompt) < KEYED_TOKENS):
             return
-        followed = Followed(request, name, prompt, is_shared, time.monotonic() + SAVE_WAIT_S)
+        place = self._arrived_count + (request.priority * PRIORITY_STEP if self._has_priorities else 0)
+        followed = Followed(request, name, prompt, is_shared, time.monotonic() + SAVE_WAIT_S, place)
         self._followed[request.request_id] = followed
         self._begin_lookup(followed)
 
@@ -145,6 +167,7 @@ class SchedulerSide:
                 self._leave(request.request_id)
                 return
             followed.is_open = True
+            self._queue.started(request.request_id)
             followed.saved_end = session.token_count
             self._plan.opened.append(Opened(session, session.token_count))
         if external_count:
@@ -173,11 +196,15 @@ class SchedulerSide:
 
     def finished(self, request: "Request") -> None:
         """A request ended, however it did."""
-        followed = self._followed.pop(request.request_id, None)
+        followed = self._leave(request.request_id)
+        hints = tuple(self._own_hints.pop(request.request_id, ()))
+        name = followed.session_name if followed is not None else session_of(request)
         if followed is None or not followed.is_open:
+            self.hints.tell(hints, name)
             return
-        name = followed.session_name
         unsent = [opened for opened in self._plan.opened if opened.session.name == name]
+        if unsent or self._saving.get(name) != request.request_id:
+            self.hints.tell(hints, name)
         if unsent:
             # The worker has not heard of it, and never will.
             self._plan.opened.remove(unsent[0])
@@ -185,9 +212,9 @@ class SchedulerSide:
         elif self._saving.get(name) == request.request_id:
             worker = WORKERS.get(self._engine_id)
             if worker is not None:
-                worker.finish(name)
+                worker.finish(name, hints)
             else:
-                self._plan.finished.append(name)
+                self._plan.finished.append(Finished(name, hints))
 
     def reported(self, output: "KVConnectorOutput") -> None:
         """What the worker says after a step."""
@@ -204,6 +231,8 @@ class SchedulerSide:
     def close(self) -> None:
         """End the threads and the connection."""
         self._threads.shutdown(cancel_futures=True)
+        self._queue.close()
+        self.hints.close()
         self.layout.cancel()
         self.link.close()
 
@@ -236,8 +265,21 @@ class SchedulerSide:
             plan.saves.append(BlockSave(followed.session_name, followed.saved_end, blocks, tuple(ids)))
             followed.saved_end = end * self._block_tokens
 
-    def _leave(self, request_id: str) -> None:
-        self._followed.pop(request_id, None)
+    def _leave(self, request_id: str) -> Followed | None:
+        """Follow a request no more; what was followed."""
+        followed = self._followed.pop(request_id, None)
+        if followed is not None and followed.lookup is not None and not followed.is_open:
+            # The look-up puts it in the queue as it ends.
+            followed.lookup.add_done_callback(lambda _lookup: self._queue.left(request_id))
+        return followed
+
+    def _hinted(self, request: "Request") -> None:
+        """Tell at once what a request says of other conversations."""
+        hints = hints_of(request, self.hints)
+        own = [hint for hint in hints if not hint.session]
+        if own:
+            self._own_hints[request.request_id] = own
+        self.hints.tell(hint for hint in hints if hint.session)
 
     def _begin_lookup(self, followed: Followed) -> None:
         if followed.session_name not in self._saving:
@@ -262,11 +304,14 @@ class SchedulerSide:
             common -= common % self._unit_tokens
             if common < session.token_count:
                 generation = session.generation
-                return client.sessions.keep_first(session.name, common, if_generation_match=generation)
+                session = client.sessions.keep_first(session.name, common, if_generation_match=generation)
         except CacheError as error:
             self.link.failed(error)
             logger.debug("%s is not used: %s", name or "the store", error)
             return None
+        beyond = max(0, len(prompt) - session.token_count)
+        job = QueuedJob(followed.request.request_id, session.name, beyond, position=followed.place)
+        self._queue.waits(client, model, job)
         return session
 
 

@@ -19,10 +19,12 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from ctxcache.client import SessionRows
+from ctxcache.client.types import HintAction
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
 from gpu_worker.engines.vllm.hidden_rows import HiddenRows
+from gpu_worker.engines.vllm.hints import HintTeller
 from gpu_worker.engines.vllm.kv_rows import KvRows
 from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
@@ -81,6 +83,7 @@ class WorkerSide:
         self.layout: Future[BlockLayout] = Future()
         """How the engine's blocks lie in memory, where they are what is saved."""
         self.link = link_for(config, patient, self.layout)
+        self.hints = HintTeller(self.link)
         self._state: EngineState | None = None
         self._saver: Saver | None = None
         self._waiters = ThreadPoolExecutor(2, "ctxcache-saved")
@@ -109,8 +112,8 @@ class WorkerSide:
     def begin_step(self, plan: StepPlan) -> None:
         """Take over what the scheduler has planned."""
         with self._lock:
-            for name in plan.finished:
-                self._end(name)
+            for name, hints in plan.finished:
+                self.finish(name, hints)
             state = self._state
             if state is None:
                 return
@@ -121,10 +124,18 @@ class WorkerSide:
             for name, block_ids in plan.blocks:
                 state.own(name, block_ids)
 
-    def finish(self, name: str) -> None:
-        """The request of a session ended: save what there is of it, and no more. Called by any thread."""
+    def finish(self, name: str, hints: Sequence[HintAction] = ()) -> None:
+        """The request of a session ended: save what there is of it, and no more; then tell these hints.
+
+        Called by any thread.
+        """
         with self._lock:
             self._end(name)
+            ending = self._endings.get(name)
+        if ending is None:
+            self.hints.tell(hints, name)
+        elif hints:
+            ending.add_done_callback(lambda _ending: self.hints.tell(hints, name))
 
     def load(self, loads: Iterable[BlockLoad]) -> None:
         """Begin to restore state into blocks, in threads of its own."""
@@ -165,6 +176,7 @@ class WorkerSide:
         if self._saver is not None:
             self._saver.close()
         self._waiters.shutdown()
+        self.hints.close()
         self.layout.cancel()
         self.link.close()
 

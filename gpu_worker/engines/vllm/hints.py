@@ -1,0 +1,277 @@
+"""What requests say of conversations, and the waiting queue, as hints to the store; what came of them.
+
+    request ── kv_hints, or kv_transfer_params ──► at once, or once its tokens are saved ──► HintService.Hint
+    arrives, runs, leaves ──► the engine's queue ──► HintService.Schedule: the store fetches ahead of a turn
+
+A hint changes no reply. What vLLM or the store does not know is counted and left alone. Worst case: a store
+that does not answer, which costs its hints; at most WAITING_LIMIT of them wait.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import prometheus_client
+from pydantic import Field, TypeAdapter, ValidationError
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.logger import init_logger
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+from ctxcache.client import CallerModel, Client, EngineQueue, QueuedJob
+from ctxcache.client.types import HintAction, HintKind, HintOutcome
+from ctxcache.errors import CacheError, DeadlineExceeded
+from gpu_worker.engines.link import StoreLink
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.ctxcache")
+
+VERSION = "1"
+"""Of the actions' payloads."""
+ACTIONS_LIMIT = 32
+"""Most actions of one request."""
+WAITING_LIMIT = 1024
+METRIC = "vllm:ctxcache_hints"
+
+Count = Annotated[int, Field(ge=0, strict=True)]
+Span = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What an action's payload may say. Spans in seconds."""
+
+    session: str | None = None
+    """Another conversation than the request's own."""
+    token_count: Count | None = None
+    ttl_s: Span | None = None
+    priority: Count = 0
+    budget_bytes: Count | None = None
+    return_in_s: Span | None = None
+    ended: bool = False
+
+
+_PAYLOAD = TypeAdapter(Payload)
+
+
+class HintCounts(KVConnectorStats):
+    """How many hints had which outcome, by `hint/outcome`, since the last report."""
+
+    def reset(self) -> None:
+        """Forget them."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "HintCounts":
+        """Both together."""
+        return HintCounts(dict(Counter(self.data) + Counter(other.data)))
+
+    def reduce(self) -> dict[str, int | float]:
+        """As vLLM logs them."""
+        return {f"hints {name}": count for name, count in self.data.items()}
+
+    def is_empty(self) -> bool:
+        """Whether there was none."""
+        return not self.data
+
+
+class HintMetrics(KVConnectorPromMetrics):
+    """The same in vLLM's own metrics: `vllm:ctxcache_hints_total{hint, outcome}`."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counter = metric_types[prometheus_client.Counter](
+            name=METRIC,
+            documentation="Hints about conversations that the context store was told, by what came of them.",
+            labelnames=[*labelnames, "hint", "outcome"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what was counted since the last report."""
+        for name, count in transfer_stats_data.items():
+            labels = (*self.per_engine_labelvalues[engine_idx], *name.split("/"))
+            self._counter.labels(*labels).inc(count)
+
+
+class HintTeller:
+    """Tells the store, in a thread of its own, and counts what came of it. Thread-safe. Close it."""
+
+    def __init__(self, link: StoreLink[CallerModel]) -> None:
+        self._link = link
+        self._thread = ThreadPoolExecutor(1, "ctxcache-hints")
+        self._lock = threading.Lock()
+        """Over both that follow."""
+        self._counts: Counter[str] = Counter()
+        self._waiting_count = 0
+
+    def tell(self, hints: Iterable[HintAction], own_session: str = "") -> None:
+        """Tell the store these hints, one by one, soon. `own_session`: for those that name none."""
+        for hint in hints:
+            action = hint if hint.session else replace(hint, session=own_session)
+            if not action.session:
+                self.count(action.kind.value, "unsent")
+                continue
+            with self._lock:
+                is_full = self._waiting_count >= WAITING_LIMIT
+                self._waiting_count += not is_full
+            if is_full:
+                self.count(action.kind.value, "unsent")
+                continue
+            try:
+                self._thread.submit(self._tell, action)
+            except RuntimeError:
+                # It is closed.
+                self.count(action.kind.value, "unsent")
+
+    def count(self, kind: str, outcome: str) -> None:
+        """Count what came of a hint."""
+        with self._lock:
+            self._counts[f"{kind}/{outcome}"] += 1
+
+    def take_counts(self) -> HintCounts:
+        """What was counted since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return HintCounts(dict(counts))
+
+    def close(self) -> None:
+        """Tell what waits, while the store answers, and end the thread."""
+        self._thread.shutdown()
+
+    def _tell(self, action: HintAction) -> None:
+        outcome = "unsent"
+        try:
+            used = self._link.use()
+            if used is not None:
+                (result,) = used[0].hints.give([action])
+                outcome = result.outcome.name.lower() if isinstance(result.outcome, HintOutcome) else "other"
+        except DeadlineExceeded:
+            # The store goes on with it: a promotion may wait longer for room than a call may take.
+            outcome = "unanswered"
+        except CacheError as error:
+            outcome = "refused"
+            self._link.failed(error)
+        finally:
+            with self._lock:
+                self._waiting_count -= 1
+            self.count(action.kind.value, outcome)
+
+
+class WaitingQueue:
+    """The requests that wait, as the store's queue of this engine. Thread-safe. Close it."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._queue: EngineQueue | None = None
+        self._is_closed = False
+
+    def waits(self, client: Client, model: CallerModel, job: QueuedJob) -> None:
+        """A request waits for its turn. Its session is there."""
+        with self._lock:
+            if self._is_closed:
+                return
+            if self._queue is None:
+                self._queue = client.hints.engine_queue(self._engine, model_fingerprint=model.fingerprint)
+        try:
+            self._queue.put(job)
+        except CacheError as error:
+            logger.debug("request %s is not in the store's queue: %s", job.job_id, error)
+
+    def started(self, request_id: str) -> None:
+        """A request runs."""
+        if self._queue is not None:
+            with suppress(CacheError):
+                self._queue.started(request_id)
+
+    def left(self, request_id: str) -> None:
+        """A request waits no more, and does not run from its session. An unknown one is none."""
+        if self._queue is not None:
+            with suppress(CacheError):
+                self._queue.cancelled(request_id)
+
+    def close(self) -> None:
+        """Withdraw the queue."""
+        with self._lock:
+            self._is_closed = True
+        if self._queue is not None:
+            self._queue.close()
+
+
+def hints_of(request: "Request", teller: HintTeller) -> list[HintAction]:
+    """What a request says of conversations; without a session's name where it means its own.
+
+    What is not right is counted, and logged with its field.
+    """
+    hints: list[HintAction] = []
+    for action in _actions_of(request, teller):
+        try:
+            kind = HintKind(action.action_type)
+        except ValueError:
+            # Another component's.
+            teller.count("other", "ignored")
+            continue
+        try:
+            hints.append(_hint(kind, action))
+        except ValueError as error:
+            teller.count(kind.value, "invalid")
+            logger.warning("hint %s of request %s: %s", action.action_id, request.request_id, error)
+    if (request.kv_transfer_params or {}).get("ends") is True:
+        hints.append(HintAction(HintKind.EXPECT, ""))
+    return hints
+
+
+def _actions_of(request: "Request", teller: HintTeller) -> Iterator[KvHintAction]:
+    given = [request.kv_hints, (request.kv_transfer_params or {}).get("kv_hints")]
+    actions: list[KvHintAction] = []
+    for envelope in given:
+        try:
+            if envelope is not None:
+                actions += msgspec.convert(envelope, KvHintsEnvelope, from_attributes=True).actions
+        except msgspec.ValidationError as error:
+            teller.count("other", "invalid")
+            logger.warning("kv_hints of request %s: %s", request.request_id, error)
+    for _ in actions[ACTIONS_LIMIT:]:
+        teller.count("other", "unsent")
+    yield from actions[:ACTIONS_LIMIT]
+
+
+def _hint(kind: HintKind, action: KvHintAction) -> HintAction:
+    """The store's hint. Raises ValueError with the field."""
+    if action.action_version != VERSION:
+        raise ValueError(f"action_version {action.action_version!r} is not {VERSION!r}")
+    if unknown := set(action.payload) - set(Payload.__slots__):
+        raise ValueError(f"payload.{min(unknown)} is not one of {', '.join(Payload.__slots__)}")
+    try:
+        payload = _PAYLOAD.validate_python(action.payload)
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False)
+        raise ValueError(f"payload.{first['loc'][0]}: {first['msg']}") from None
+    if kind is HintKind.EXPECT and payload.ended == (payload.return_in_s is not None):
+        raise ValueError("payload: either ended or return_in_s is needed")
+    return HintAction(
+        kind,
+        "" if payload.session is None else f"sessions/{payload.session}",
+        token_count=payload.token_count,
+        ttl=None if payload.ttl_s is None else timedelta(seconds=payload.ttl_s),
+        priority=payload.priority,
+        budget_bytes=payload.budget_bytes,
+        return_in=None if payload.return_in_s is None else timedelta(seconds=payload.return_in_s),
+        action_id=action.action_id,
+    )
