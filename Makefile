@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench-table engines engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo bench-table engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,10 @@ mutants: setup ## Change one line of the store at a time and see that the tests 
 engines: engines-llamacpp engines-lmcache engines-sglang ## Run real engines on a real store: vLLM, LMCache, SGLang's cache and llama.cpp on a CPU, environments made first (30 minutes; ARGS="-k killed")
 	@$(PYTHON) scripts/setup.py vllm
 	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_*.py $(ARGS)
+
+engines-ci: ## The part of it that CI runs: vLLM with prefixes, sessions, eviction, a store stopped and killed (a minute)
+	@$(PYTHON) scripts/setup.py vllm
+	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_in_ci.py $(ARGS)
 
 engines-llamacpp: ## The part of it that is llama.cpp (a minute)
 	@$(PYTHON) scripts/setup.py llamacpp
