@@ -5,7 +5,7 @@ attached. Worst case: on a GPU, rows asked for on the host are copied layer by l
 waits for that layer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from ctxcache.format.packing import unpacked
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import UnsupportedBatch
 from gpu_worker.families import Adapter
-from gpu_worker.families.adapter import without_gradient
+from gpu_worker.families.adapter import Handle, without_gradient
 
 Sink = Callable[[int, StateKind, Tensor], None]
 """(layer, kind, rows [T_new, row]): called once per stream and forward pass, layer 0 first."""
@@ -49,7 +49,7 @@ class Capture:
         self._sink = sink
         self._is_on_host = is_on_host
         self._is_in_pass = False
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Handle] = []
 
     def __enter__(self) -> Self:
         self._hooks = [*self._watch_passes()]
@@ -78,7 +78,7 @@ class Capture:
     def _end_pass(self, _base: nn.Module, _args: object, _output: object) -> None:
         self._is_in_pass = False
 
-    def _watch(self, stream: Stream) -> list[RemovableHandle]:
+    def _watch(self, stream: Stream) -> Sequence[Handle]:
         decoder = self._adapter.layers[stream.layer]
         if unpacked(stream.kind) is not StateKind.HIDDEN:
             pack = self._adapter.pack

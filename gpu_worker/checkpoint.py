@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
-from gpu_worker.families import adapt
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.probe import probe_of
+from gpu_worker.proof import adapt
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import UnsupportedDtype
 from gpu_worker.executed import digest_execution, digest_weights, has_merged_adapters
-from gpu_worker.families import Adapter, adapt
+from gpu_worker.families import Adapter
+from gpu_worker.proof import adapt, check_whole
 from gpu_worker.rows import row_dtype
 
 _READ_BYTES = 1 << 20
@@ -67,7 +68,7 @@ def model_spec(
     revision: str = "",
     packed_kinds: Iterable[StateKind] = (),
 ) -> ModelSpec:
-    """Describe `hf_model` with HIDDEN and KV (or LATENT) streams of every layer, and `packed_kinds` of each.
+    """Describe `hf_model` with the streams that it proves, of every layer, and `packed_kinds` of each.
 
     With packed kinds it is another model to the store, with another fingerprint: what is saved of one is
     never restored for the other.
@@ -80,8 +81,11 @@ def model_spec(
     InvalidArgument(field="packed_kinds"), InvalidArgument(field="weights_digest") where adapters are merged
     into the weights that it is given for.
     """
+    check_whole(hf_model)
+    _check_dtype(hf_model)
+    # Before the model is run to prove itself: what cannot be looked into has a better reason.
+    settings = digest_execution(hf_model)
     adapter = adapt(hf_model)
-    _check_dtype(adapter)
     if weights_digest is not None and has_merged_adapters(hf_model):
         problem = "adapters are merged into the weights: they are not those of a checkpoint"
         raise InvalidArgument(field="weights_digest", problem=problem)
@@ -100,7 +104,7 @@ def model_spec(
         norm=adapter.norm_name,
         is_relocatable=adapter.is_relocatable,
         streams=(*_streams(adapter), *_packed_streams(adapter, packed_kinds)),
-        settings=digest_execution(hf_model),
+        settings=settings,
     )
 
 
@@ -114,7 +118,7 @@ def _position_name(adapter: Adapter) -> str:
 
 def _streams(adapter: Adapter) -> tuple[StreamSpec, ...]:
     dtype = row_dtype(adapter.model.dtype)
-    sizes = {StateKind.HIDDEN: adapter.hidden_size, adapter.kind: adapter.row_size}
+    sizes = {kind: adapter.row_size_of(kind) for kind in adapter.kinds}
     return tuple(
         StreamSpec(Stream(layer, kind), size * dtype.size_bytes, dtype)
         for layer in range(len(adapter.layers))
@@ -139,7 +143,7 @@ def _packed_streams(adapter: Adapter, kinds: Iterable[StateKind]) -> Iterator[St
             yield StreamSpec(Stream(layer, kind), row_bytes, DType.PACKED)
 
 
-def _check_dtype(adapter: Adapter) -> None:
-    if adapter.model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+def _check_dtype(model: PreTrainedModel) -> None:
+    if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         expected = "float32, float16 or bfloat16"
-        raise UnsupportedDtype(what=adapter.architecture, expected=expected, actual=str(adapter.model.dtype))
+        raise UnsupportedDtype(what=type(model).__name__, expected=expected, actual=str(model.dtype))

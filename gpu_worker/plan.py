@@ -27,6 +27,8 @@ class Method(enum.Enum):
     """Take the saved K and V, add positions to K."""
     LATENT = "latent"
     """Take the saved compressed state, add positions to its rotary part."""
+    KV_AS_CACHED = "kv_as_cached"
+    """Take the saved keys and values as they are."""
     TOKENS = "tokens"
     """Run the layer, and all before it, over the token ids."""
     HIDDEN_INT8 = "hidden_int8"

@@ -32,6 +32,7 @@ KINDS = {
     6: "kv_int8",
     7: "hidden_int4",
     8: "kv_int4",
+    10: "kv_as_cached",
     11: "hidden_delta_int4",
     12: "hidden_delta_int3",
     13: "hidden_delta_int2",

@@ -33,6 +33,8 @@ class StateKind(enum.IntEnum):
     """KV in 4 bits, groups of 32, 4 outliers a row, likewise."""
     ENGINE_BLOCK = 9
     """An engine's own blocks of K/V, opaque: a row is an equal share of its block's bytes."""
+    KV_AS_CACHED = 10
+    """K then V as the engine caches them, positions and all: [H*C] + [H*C_v] elements. Rows do not move."""
     HIDDEN_DELTA_INT4 = 11
     """HIDDEN less the layer below's, as that comes back, in 4 bits, groups of 32. See packing.py."""
     HIDDEN_DELTA_INT3 = 12

@@ -51,6 +51,10 @@ class _StateKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateKind.V
     block's bytes, so that only whole blocks mean anything. The model's settings name the engine and its layout of
     blocks. Its rows have DTYPE_PACKED.
     """
+    STATE_KIND_KV_AS_CACHED: _StateKind.ValueType  # 10
+    """K then V as the engine caches them, positions and all: [H*C] + [H*C_v] elements per token. A model that has such
+    rows is not relocatable: its sessions lose tokens from their end only.
+    """
     STATE_KIND_HIDDEN_DELTA_INT4: _StateKind.ValueType  # 11
     """Layer input less that of the layer below as it comes back from its own row, in 4 bits, in groups of 32 with 4
     outliers a row. The session holds the layer below by one kind of its input. Its rows have DTYPE_PACKED.
@@ -87,6 +91,10 @@ STATE_KIND_ENGINE_BLOCK: StateKind.ValueType  # 9
 """Bytes of an engine's own blocks of K/V, opaque to everybody else: the row of a token is an equal share of its
 block's bytes, so that only whole blocks mean anything. The model's settings name the engine and its layout of
 blocks. Its rows have DTYPE_PACKED.
+"""
+STATE_KIND_KV_AS_CACHED: StateKind.ValueType  # 10
+"""K then V as the engine caches them, positions and all: [H*C] + [H*C_v] elements per token. A model that has such
+rows is not relocatable: its sessions lose tokens from their end only.
 """
 STATE_KIND_HIDDEN_DELTA_INT4: StateKind.ValueType  # 11
 """Layer input less that of the layer below as it comes back from its own row, in 4 bits, in groups of 32 with 4

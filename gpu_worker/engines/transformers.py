@@ -43,7 +43,7 @@ from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
 from gpu_worker.errors import LaneStuck, ShapeMismatch, UnsupportedDtype
-from gpu_worker.families import Adapter, adapt
+from gpu_worker.families import Adapter
 from gpu_worker.generation import prefill, stream_greedy
 from gpu_worker.pipeline.compute import KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
@@ -55,6 +55,7 @@ from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.probe import probe_of
+from gpu_worker.proof import adapt
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
 from gpu_worker.unchanged import Unchanged
@@ -237,6 +238,20 @@ class Turn:
     miss_reason: str = ""
 
 
+def context_window(model: PreTrainedModel) -> int:
+    """The most tokens that a model's settings allow. Raises InvalidArgument where they say nothing."""
+    config = model.config.get_text_config(decoder=True)
+    found = next(
+        (size for name in _CONTEXT_NAMES if isinstance(size := getattr(config, name, None), int)), None
+    )
+    if not found:
+        raise InvalidArgument(field="window", problem=f"{type(model).__name__} says no length of its context")
+    return found
+
+
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+
 DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
 """The store's rows are not usable by any engine: they are written again."""
 MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
@@ -373,7 +388,7 @@ class TransformersEngine:
             raise InvalidArgument(field="plan", problem="neither a plan nor a profile to plan by")
         self._adapter = adapt(model)
         self._model, self._client, self._spec = model, client, spec
-        self._window = window or int(model.config.max_position_embeddings)
+        self._window = window or context_window(model)
         packed_kinds = frozenset(stream.stream.kind for stream in spec.streams) & set(LOSSY_KINDS)
         self._chooser = Chooser(self._adapter, plan, profile, lossy_kinds=packed_kinds)
         self._layout = self._chooser.layout(expected or [Return(self._window // 2)])

@@ -16,10 +16,11 @@ whose angles change with the session's length is refused, because restored keys 
 computed.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, cat, mul, nn
@@ -59,6 +60,14 @@ class HalfShape:
         return flat.reshape(-1, self.head_count, self.head_size)
 
 
+class Handle(Protocol):
+    """What ends a watch."""
+
+    def remove(self) -> None:
+        """End it."""
+        ...
+
+
 class Projection(Protocol):
     """From a layer's normed input to the halves of a row, in restore and in capture."""
 
@@ -66,14 +75,17 @@ class Projection(Protocol):
         """Normed [1, T, D] -> halves [T, H, C], [T, H, C_v] before positions."""
         ...
 
-    def watch(self, emit: Emit) -> list[RemovableHandle]:
+    def watch(self, emit: Emit) -> Sequence[Handle]:
         """Attach hooks that call `emit` once per forward pass of the layer; remove them to stop."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SeparateProjection:
-    """K and V each have a linear layer; K may be normed per head before positions (Qwen3, Gemma3)."""
+    """K and V each have a linear layer; K may be normed before positions.
+
+    Each head by itself (Qwen3, Gemma3), or all heads as one row (OLMo 2).
+    """
 
     k_proj: nn.Module
     v_proj: nn.Module
@@ -82,12 +94,17 @@ class SeparateProjection:
     k_norm: nn.Module | None = None
     is_normed_heads_first: bool = False
     """Gemma3 norms [1, H, T, C], Qwen3 [1, T, H, C]: each norms over C alone, only hooks differ."""
+    is_normed_whole: bool = False
+    """OLMo 2 norms [1, T, H * C]."""
 
     def project(self, normed: Tensor) -> Halves:
         """See Projection."""
-        k = self.key.heads(self.k_proj.forward(normed))
-        v = self.value.heads(self.v_proj.forward(normed))
-        return (k if self.k_norm is None else self.k_norm.forward(k)), v
+        k, v = self.k_proj.forward(normed), self.value.heads(self.v_proj.forward(normed))
+        if self.k_norm is None:
+            return self.key.heads(k), v
+        if self.is_normed_whole:
+            return self.key.heads(self.k_norm.forward(k)), v
+        return self.k_norm.forward(self.key.heads(k)), v
 
     def watch(self, emit: Emit) -> list[RemovableHandle]:
         """See Projection."""
@@ -142,6 +159,97 @@ class LatentProjection:
 
     def _rotary_of(self, out: Tensor) -> Tensor:
         return self.rotary.heads(out[..., self.latent.size :])
+
+
+class CacheTap:
+    """Watches what one model's passes put into their cache. Shared by all layers of an adapter.
+
+    The cache of a pass has its `update` wrapped while the pass lasts, and no longer.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        self._base = base
+        self._emits: dict[int, list[Emit]] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._tapped: object | None = None
+
+    def watch(self, layer: int, emit: Emit) -> "Handle":
+        """Call `emit` with what each pass adds to a layer's cache, until the handle is removed."""
+        if not self._emits:
+            self._hooks = [
+                self._base.register_forward_pre_hook(self._begin, with_kwargs=True),
+                self._base.register_forward_hook(self._end, always_call=True),
+            ]
+        self._emits.setdefault(layer, []).append(emit)
+        return _TapHandle(self, layer, emit)
+
+    def unwatch(self, layer: int, emit: Emit) -> None:
+        """End one watch; does nothing if it is over."""
+        found = self._emits.get(layer, [])
+        if emit not in found:
+            return
+        found.remove(emit)
+        if not found:
+            del self._emits[layer]
+        if not self._emits:
+            self._end(self._base, (), None)
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+
+    # Any: a hook sees whatever the model passes, and caches are not typed for what is wrapped here.
+    def _begin(self, _base: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            return
+        plain = cache.update
+
+        def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **more: Any) -> Any:
+            for emit in self._emits.get(layer, ()):
+                emit(_tokens_first(keys), _tokens_first(values))
+            return plain(keys, values, layer, *args, **more)
+
+        cache.update = update
+        self._tapped = cache
+
+    def _end(self, _base: nn.Module, _args: object, _output: object) -> None:
+        cache, self._tapped = self._tapped, None
+        if cache is not None:
+            vars(cache).pop("update", None)
+
+
+@dataclass(frozen=True, slots=True)
+class _TapHandle:
+    tap: CacheTap
+    layer: int
+    emit: Emit
+
+    def remove(self) -> None:
+        self.tap.unwatch(self.layer, self.emit)
+
+
+def _tokens_first(half: Tensor) -> Tensor:
+    return without_gradient(half)[0].transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AsCached:
+    """K and V as a layer caches them, positions and all: nothing is known of how they come about."""
+
+    tap: CacheTap
+    layer: int
+
+    def project(self, normed: Tensor) -> Halves:
+        """Nothing leads from a layer's input to its rows. Raises UnsupportedArchitecture."""
+        del normed
+        raise UnsupportedArchitecture(
+            architecture=f"layer {self.layer}",
+            problem="its keys and values are known as they are cached only",
+        )
+
+    def watch(self, emit: Emit) -> "Sequence[Handle]":
+        """See Projection."""
+        return [self.tap.watch(self.layer, emit)]
 
 
 class _Join:
@@ -289,6 +397,15 @@ class Adapter:
     """(something of the model's dtype and device, positions [1, T]) -> tables; None: learned positions."""
     norm_name: str
     rope_name: str
+    is_half_split: bool = True
+    """Whether positions enter K as `rotate` has it, which is what the kernels know."""
+    refused: Mapping[StateKind, str] = field(default_factory=dict)
+    """Kinds of state that this model cannot be restored by, with the reason."""
+
+    @property
+    def kinds(self) -> tuple[StateKind, ...]:
+        """The kinds of wide rows that each layer can be saved by."""
+        return tuple(kind for kind in (StateKind.HIDDEN, self.kind) if kind not in self.refused)
 
     @property
     def architecture(self) -> str:
@@ -303,7 +420,7 @@ class Adapter:
     @property
     def hidden_size(self) -> int:
         """Elements of a HIDDEN row, D."""
-        return int(self.model.config.hidden_size)
+        return int(self.model.config.get_text_config(decoder=True).hidden_size)
 
     @property
     def row_size(self) -> int:
@@ -312,7 +429,12 @@ class Adapter:
 
     def element_count(self, kind: StateKind) -> int | None:
         """Elements of a row of `kind`, or of the kind that it packs; None for one the model does not have."""
-        return {StateKind.HIDDEN: self.hidden_size, self.kind: self.row_size}.get(unpacked(kind))
+        wide = unpacked(kind)
+        return self.row_size_of(wide) if wide in self.kinds else None
+
+    def row_size_of(self, kind: StateKind) -> int:
+        """Elements of a HIDDEN row, or of one of the model's own kind."""
+        return self.hidden_size if kind is StateKind.HIDDEN else self.row_size
 
     def ropes(self, positions: Tensor) -> Mapping[str, Rope]:
         """Position tables for positions [T], by `rope_key`; empty where positions are learned."""
@@ -339,6 +461,8 @@ class Adapter:
 _LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 ONE_ROPE = ""
 """The rope key of families with one position table for all layers."""
+NO_ROPE = "none"
+"""The rope key of layers that positions do not enter: no table has it."""
 
 
 def windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
@@ -353,7 +477,7 @@ def refuse(model: PreTrainedModel, problem: str) -> UnsupportedArchitecture:
 
 def check_rope(model: PreTrainedModel) -> None:
     """Raise UnsupportedArchitecture where the angles depend on the session's length."""
-    parameters = getattr(model.config, "rope_parameters", None) or {}
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     tables = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     for table in tables:
         if table.get("rope_type") in _LENGTH_DEPENDENT_ROPES:
@@ -365,15 +489,47 @@ def check_rope(model: PreTrainedModel) -> None:
 def rope_name(model: PreTrainedModel, *extra: str) -> str:
     """The canonical string of the model's rotary settings, `extra` included. Raises as `check_rope` does."""
     check_rope(model)
-    return " ".join(("rope", json.dumps(_canonical(model.config.rope_parameters), sort_keys=True), *extra))
+    config = model.config.get_text_config(decoder=True)
+    settings = getattr(config, "rope_parameters", None) or {}
+    return " ".join(("rope", json.dumps(_canonical(settings), sort_keys=True), *extra))
 
 
-def norm_name(kind: str, norm: nn.Module | None) -> str:
+def norm_kind(norm: nn.Module) -> str:
+    """What a norm does with its weight: `rmsnorm`, `rmsnorm+1` for 1 + w, `layernorm`, or `own`.
+
+    A copy of the module says so, with a weight of its own: the model's need not be in memory.
+    """
+    weight = getattr(norm, "weight", None)
+    if isinstance(norm, nn.LayerNorm) and is_unpatched(norm):
+        return "layernorm"
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or not is_unpatched(norm):
+        return "own"
+    x = torch.linspace(-1.0, 2.0, len(weight)).unsqueeze(0)
+    probe = copy.deepcopy(norm).to_empty(device="cpu").float()
+    with torch.no_grad():
+        for parameter in probe.parameters():
+            parameter.fill_(0.5)
+        out = probe.forward(x)
+    normed = x * torch.rsqrt(x.pow(2).mean() + norm_epsilon(norm))
+    centred = nn.functional.layer_norm(x, (len(weight),), eps=norm_epsilon(norm))
+    for name, expected in (("rmsnorm", normed / 2), ("rmsnorm+1", normed * 1.5), ("layernorm", centred / 2)):
+        if torch.allclose(out, expected, rtol=1e-4, atol=1e-5):
+            return name
+    return "own"
+
+
+def norm_epsilon(norm: nn.Module) -> float:
+    """What a norm adds to the variance, 0 where it does not say."""
+    return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0)
+
+
+def norm_name(norm: nn.Module | None) -> str:
     """The canonical string of a norm: its kind and its epsilon."""
     if norm is None:
         return "none"
+    kind = norm_kind(norm)
     epsilon = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
-    return f"{kind} eps={epsilon!r}"
+    return f"{kind if kind != 'own' else type(norm).__name__} eps={epsilon!r}"
 
 
 def one_table(rotary: nn.Module) -> Callable[[Tensor, Tensor], Mapping[str, Rope]]:

@@ -4,19 +4,20 @@ Weights are narrowed where they are used, without a copy. Worst case: a fused pr
 heads and throws those of other ranks away.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.hooks import RemovableHandle
 
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import (
     Emit,
     HalfShape,
     Halves,
+    Handle,
     Projection,
     SeparateProjection,
     is_plain_linear,
@@ -41,7 +42,7 @@ class ShardedProjection:
         values = self._linear(whole.v_proj, normed, whole.value)
         return (keys if whole.k_norm is None else whole.k_norm.forward(keys)), values
 
-    def watch(self, emit: Emit) -> list[RemovableHandle]:
+    def watch(self, emit: Emit) -> Sequence[Handle]:
         """See Projection."""
         return self.whole.watch(lambda first, second: emit(first[:, self.heads], second[:, self.heads]))
 
@@ -57,7 +58,7 @@ class ShardedProjection:
 class ShardedAdapter(Adapter):
     """An adapter whose rows are whole and whose keys and values are of some heads."""
 
-    heads: slice
+    heads: slice = field(default_factory=lambda: slice(None))
 
     def unpack(self, rows: Tensor) -> Halves:
         """See Adapter."""
@@ -73,7 +74,7 @@ def shard(adapter: Adapter, share: ModelShare) -> Adapter:
     layers = tuple(
         replace(layer, projection=ShardedProjection(layer.projection, heads)) for layer in adapter.layers
     )
-    known: dict[str, Any] = {field.name: getattr(adapter, field.name) for field in fields(adapter)}
+    known: dict[str, Any] = {each.name: getattr(adapter, each.name) for each in fields(adapter)}
     return ShardedAdapter(**{**known, "layers": layers}, heads=heads)
 
 

@@ -12,6 +12,7 @@ round once where the engine rounds after every step, equal within the bounds of 
 bit, and need a second copy of K's and V's weights where they are fused.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Protocol
 
@@ -35,6 +36,8 @@ from gpu_worker.families.adapter import (
     SeparateProjection,
     is_plain_linear,
     is_unpatched,
+    norm_epsilon,
+    norm_kind,
 )
 from gpu_worker.kernels.kv_projection import reference as projection_reference
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
@@ -94,12 +97,20 @@ def _run(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, layer_c
     try:
         with torch.no_grad():
             # Not `base(...)`: capture listens there, and recomputed tokens are not new ones.
-            adapter.base.forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            adapter.base.forward(
+                input_ids=ids, past_key_values=cache, use_cache=True, **_at(adapter.base, positions)
+            )
     except _Stop:
         pass
     finally:
         for stop in stops:
             stop.remove()
+
+
+def _at(base: nn.Module, positions: Tensor) -> dict[str, Tensor]:
+    """Positions for a model that takes any; others count what their cache holds (BLOOM, MPT)."""
+    known = inspect.signature(base.forward).parameters
+    return {"position_ids": positions} if "position_ids" in known else {}
 
 
 def _stop(_block: nn.Module, _args: object) -> None:
@@ -163,8 +174,9 @@ class Restorer:
             halves = decoder.project(rows) if is_hidden else self._adapter.unpack(rows)
             if not self._adapter.is_relocatable:
                 return self._adapter.embed(halves, None)
-            rope = self._ropes[decoder.rope_key].at(begin, begin + len(rows))
-            return self._adapter.embed(halves, rope.to(decoder.device))
+            table = self._ropes.get(decoder.rope_key)
+            rope = None if table is None else table.at(begin, begin + len(rows)).to(decoder.device)
+            return self._adapter.embed(halves, rope)
 
     def _check(self, layer: int, method: Method, rows: Tensor, begin: int) -> None:
         adapter = self._adapter
@@ -292,31 +304,35 @@ class KernelWeights:
             return NO_NORM
         if isinstance(norm, nn.LayerNorm):
             return Norm(NormKind.LAYER, norm.eps, norm.weight, norm.bias)
-        return Norm(NormKind.RMS, _epsilon(norm), self._gain(norm))
+        return Norm(NormKind.RMS, norm_epsilon(norm), _gain(norm))
 
     def _head_norm(self, norm: nn.Module | None) -> HeadNorm | None:
-        return None if norm is None else HeadNorm(self._gain(norm), _epsilon(norm))
+        return None if norm is None else HeadNorm(_gain(norm), norm_epsilon(norm))
 
-    def _gain(self, norm: nn.Module) -> Tensor:
-        weight: Tensor = norm.weight  # type: ignore[assignment]  # transformers does not type its norms
-        return weight.float() + 1 if self.adapter.norm_name.startswith(_ONE_PLUS_WEIGHT) else weight
+
+def _gain(norm: nn.Module) -> Tensor:
+    weight: Tensor = norm.weight  # type: ignore[assignment]  # transformers does not type its norms
+    return weight.float() + 1 if norm_kind(norm) == _ONE_PLUS_WEIGHT else weight
 
 
 def _is_known(decoder: DecoderLayer) -> bool:
     """Whether weights are all there is to know of a layer's projections and norms."""
     projection = decoder.projection
     if isinstance(projection, SeparateProjection):
+        if projection.is_normed_whole:
+            return False
         linear, norms = [projection.k_proj, projection.v_proj], [decoder.norm, projection.k_norm]
     elif isinstance(projection, FusedProjection):
         linear, norms = [projection.qkv], [decoder.norm]
     else:
         return False
-    return all(map(is_plain_linear, linear)) and all(norm is None or is_unpatched(norm) for norm in norms)
+    return all(map(is_plain_linear, linear)) and all(map(_is_known_norm, norms))
 
 
-def _epsilon(norm: nn.Module) -> float:
-    epsilon = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
-    return float(epsilon or 0.0)
+def _is_known_norm(norm: nn.Module | None) -> bool:
+    if norm is None or (isinstance(norm, nn.LayerNorm) and is_unpatched(norm)):
+        return True
+    return norm_kind(norm) in ("rmsnorm", _ONE_PLUS_WEIGHT)
 
 
 def _linear(linear: nn.Module, head_count: int) -> ProjectionWeights:
@@ -385,7 +401,7 @@ class Kernels:
 
     def _fits(self, room: LayerRoom) -> bool:
         adapter = self._adapter
-        if adapter.kind is not StateKind.KV:
+        if adapter.kind is not StateKind.KV or not adapter.is_half_split:
             return False
         caches = ((room.pages.keys, adapter.key), (room.pages.values, adapter.value))
         return all(tuple(cache.shape[2:]) == (half.head_count, half.head_size) for cache, half in caches)

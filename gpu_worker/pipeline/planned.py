@@ -66,7 +66,7 @@ def pass_seconds(plan: Plan) -> list[float]:
     return [request.profile.recompute_s(layer, begin, end) for layer in request.model.layers]
 
 
-_EXACT = (Method.KV, Method.LATENT, Method.HIDDEN)
+_EXACT = (Method.KV, Method.LATENT, Method.KV_AS_CACHED, Method.HIDDEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from gpu_worker.plan import Method
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.planner import PlanRequest, plan
 from gpu_worker.planning.profile import Profile, StatePlace
-from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
+from gpu_worker.planning.shape import LayerShape, ModelShape
 
 LOSSES_NATS: Mapping[StateKind, float] = {
     StateKind.HIDDEN_INT8: 7e-5,
@@ -141,7 +141,7 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
     layers = case.model.layers
     if case.engine.can_recompute:
         yield (None,) * len(layers)
-    yield tuple(_rows(layer) for layer in layers)
+    yield tuple(layer.own_kind for layer in layers)
     for kind in (StateKind.HIDDEN, *_packed(case.engine)):
         yield tuple(_or_rows(layer, kind) for layer in layers)
     if _BASE in case.engine.lossy_kinds:
@@ -157,7 +157,7 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
 
 def _sets_of_kinds(engine: EngineAbilities) -> Iterator[frozenset[StateKind]]:
     """Kinds that may be held together: two each, the best plan hardly needs more (docs/worker.md)."""
-    wide = frozenset((StateKind.HIDDEN, StateKind.KV, StateKind.LATENT))
+    wide = frozenset((StateKind.HIDDEN, StateKind.KV, StateKind.LATENT, StateKind.KV_AS_CACHED))
     yield wide
     for packed in _packed(engine):
         yield frozenset((packed, StateKind.LATENT, StateKind.KV))
@@ -177,7 +177,7 @@ def _chains(layers: Sequence[LayerShape], kind: StateKind, every: int) -> Kinds:
     length = 0
     for layer in layers:
         if kind not in layer.kinds:
-            found.append(_rows(layer))
+            found.append(layer.own_kind)
             length = 0
         else:
             found.append(kind if length % every else _BASE)
@@ -201,14 +201,8 @@ def _request(case: _Case, kinds: Sequence[Sequence[StateKind]], each: Return) ->
     return PlanRequest(case.model, holding, each.history, case.profile, each.new_tokens, case.engine)
 
 
-def _rows(layer: LayerShape) -> StateKind | None:
-    if layer.kind is LayerKind.SHARED:
-        return None
-    return StateKind.LATENT if layer.kind is LayerKind.LATENT else StateKind.KV
-
-
 def _or_rows(layer: LayerShape, kind: StateKind) -> StateKind | None:
-    return kind if kind in layer.kinds else _rows(layer)
+    return kind if kind in layer.kinds else layer.own_kind
 
 
 def _row_bytes(layer: LayerShape, kind: StateKind | None) -> float:

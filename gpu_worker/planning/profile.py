@@ -50,6 +50,7 @@ _STAGES = {
     Method.HIDDEN: Stage.PROJECT,
     Method.KV: Stage.EMBED,
     Method.LATENT: Stage.EMBED,
+    Method.KV_AS_CACHED: Stage.EMBED,
     Method.HIDDEN_INT8: Stage.PROJECT_INT8,
     Method.KV_INT8: Stage.EMBED_INT8,
     Method.HIDDEN_INT4: Stage.PROJECT_INT4,

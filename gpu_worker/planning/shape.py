@@ -50,6 +50,19 @@ class LayerShape:
     """Size of a LINEAR layer's state."""
     element_bytes: int = 2
     """Bytes of one element of the rows, before they are packed."""
+    is_from_hidden: bool = True
+    """Whether the layer comes back from its inputs."""
+    is_as_cached: bool = False
+    """Whether K and V are kept with their positions, as nothing else is known of them."""
+
+    @property
+    def own_kind(self) -> StateKind | None:
+        """The kind of its own rows, beside its inputs; None where it has none."""
+        if self.kind is LayerKind.SHARED:
+            return None
+        if self.is_as_cached:
+            return StateKind.KV_AS_CACHED
+        return StateKind.LATENT if self.kind is LayerKind.LATENT else StateKind.KV
 
     def row_bytes(self, kind: StateKind) -> int:
         """Bytes of one token's row of a kind.
@@ -62,14 +75,15 @@ class LayerShape:
     @property
     def kinds(self) -> tuple[StateKind, ...]:
         """The kinds that it can be saved by, packed ones behind the others."""
-        if self.kind is LayerKind.SHARED:
+        own = self.own_kind
+        if own is None:
             return ()
-        wide = (StateKind.HIDDEN, StateKind.LATENT if self.kind is LayerKind.LATENT else StateKind.KV)
+        wide = (StateKind.HIDDEN, own) if self.is_from_hidden else (own,)
         if self.kind not in (LayerKind.FULL, LayerKind.SLIDING):
             return wide
-        sizes = {kind: _element_count(self, kind) for kind in PACKINGS}
+        sizes = {kind: _element_count(self, kind) for kind in PACKINGS if PACKINGS[kind].unpacked in wide}
         packed = (kind for kind, size in sizes.items() if 0 < size <= MOST_ELEMENTS and size % 2 == 0)
-        size = sizes[StateKind.HIDDEN_INT8]
+        size = sizes.get(StateKind.HIDDEN_INT8, 0)
         has_deltas = self.kind is LayerKind.FULL and 0 < size <= MOST_ELEMENTS and size % 8 == 0
         return (*wide, *packed, *(DELTAS if has_deltas else ()))
 

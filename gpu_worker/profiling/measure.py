@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS
-from gpu_worker.families import Adapter, adapt
+from gpu_worker.families import Adapter
 from gpu_worker.pipeline.compute import Restorer, recompute_layers
 from gpu_worker.plan import Method
 from gpu_worker.planning.datasheets import known_profile
@@ -33,6 +33,7 @@ from gpu_worker.planning.profile import Curve, Link, Profile, Stage
 from gpu_worker.planning.shape import LayerShape, ModelShape
 from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured
+from gpu_worker.proof import adapt
 from gpu_worker.rows import pack
 
 

@@ -32,7 +32,7 @@ def representatives(shape: ModelShape) -> dict[LayerShape, int]:
 
 
 def _layer_shape(adapter: Adapter, layer: DecoderLayer) -> LayerShape:
-    config = adapter.model.config
+    config = adapter.model.config.get_text_config(decoder=True)
     element_bytes = adapter.model.dtype.itemsize
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     weights = sum(parameter.numel() for parameter in layer.block.parameters() if parameter.ndim > 1)
@@ -45,6 +45,8 @@ def _layer_shape(adapter: Adapter, layer: DecoderLayer) -> LayerShape:
         attention_flops=float(2 * MULTIPLY_ADD_FLOPS * config.num_attention_heads * head_size),
         window=layer.window,
         element_bytes=element_bytes,
+        is_from_hidden=StateKind.HIDDEN in adapter.kinds,
+        is_as_cached=adapter.kind is StateKind.KV_AS_CACHED,
     )
 
 

@@ -28,7 +28,7 @@ from ctxcache.format.model import ModelSpec, mismatch
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import DType, StateKind, Stream
 from gpu_worker.executed import digest_weights
-from gpu_worker.families import Adapter, adapt
+from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import DecoderLayer
 from gpu_worker.model_spec import digest_checkpoint, model_spec
 from gpu_worker.parallel.sharded import cached_heads, shard
@@ -43,6 +43,7 @@ from gpu_worker.planning.shape import ModelShape
 from gpu_worker.profiling.measure import hardware_name
 from gpu_worker.profiling.model_shape import model_shape
 from gpu_worker.profiling.profile_file import profile_path, read_profile
+from gpu_worker.proof import adapt
 from gpu_worker.sidecar.cache_layout import HeadShape
 
 FIELD = "weights.safetensors_directory"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from ctxcache.client.types import Durability, SessionInfo
-from gpu_worker.families import adapt
 from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.probe import probe_of
+from gpu_worker.proof import adapt
 from gpu_worker.saving import Saver, Slice
 
 PASS_TOKENS = 512
@@ -57,9 +57,11 @@ class BatchedEngine:
 
         Raises UnsupportedArchitecture, ModelFingerprintMismatch, ModelProbeMismatch.
         """
+        # Before its attention is ours: a model proves itself by passes of its own.
+        adapter = None if saver is None else adapt(model)
         self._model, self._saver = PackedModel(model), saver
-        if saver is not None:
-            saver.register(probe_of(adapt(model), saver.spec, self._probe))
+        if saver is not None and adapter is not None:
+            saver.register(probe_of(adapter, saver.spec, self._probe))
         self._pass_tokens, self._durability = pass_tokens, durability
         self.running: list[Running] = []
 

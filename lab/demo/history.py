@@ -25,9 +25,9 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
 from gpu_worker.capture import Capture
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.families import adapt
 from gpu_worker.generation import PREFILL_PIECE_TOKENS, continue_greedy, prefill
 from gpu_worker.plan import Method
+from gpu_worker.proof import adapt
 from gpu_worker.saving import Saver, Slice
 from lab.demo.embedded_store import EmbeddedStore
 from lab.demo.replay import first_difference, source_of

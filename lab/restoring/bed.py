@@ -24,7 +24,6 @@ from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
 from gpu_worker.capture import Capture
 from gpu_worker.engines.transformers import SessionRestorer
 from gpu_worker.errors import IncompleteRestore
-from gpu_worker.families import adapt
 from gpu_worker.generation import PREFILL_PIECE_TOKENS, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
@@ -34,6 +33,7 @@ from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import StatePlace
 from gpu_worker.profiling.model_shape import model_shape
+from gpu_worker.proof import adapt
 from gpu_worker.rows import pack_rows
 from lab.demo.embedded_store import EmbeddedStore
 from lab.restoring.figures import FIRST, LEAD, VERIFIED, WIDE_KINDS

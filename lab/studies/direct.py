@@ -32,7 +32,7 @@ from gpu_worker.direct import storage
 from gpu_worker.direct.path import Wanted
 from gpu_worker.direct.source import Landed
 from gpu_worker.direct.storage import DirectStorage, probe_kvikio
-from gpu_worker.families import Adapter, adapt
+from gpu_worker.families import Adapter
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.compute import KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
@@ -40,6 +40,7 @@ from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.proof import adapt
 from gpu_worker.rows import pack_rows
 from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import this_machine

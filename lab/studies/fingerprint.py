@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from gpu_worker.executed import digest_execution, digest_weights
-from gpu_worker.families import adapt
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.probe import probe_of
+from gpu_worker.proof import adapt
 
 T = TypeVar("T")
 

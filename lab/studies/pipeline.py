@@ -20,7 +20,7 @@ import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, Stream
-from gpu_worker.families import Adapter, adapt
+from gpu_worker.families import Adapter
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline, device_of
@@ -29,6 +29,7 @@ from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.proof import adapt
 from gpu_worker.rows import pack_rows
 from lab.demo.embedded_store import EmbeddedStore
 

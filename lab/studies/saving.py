@@ -38,10 +38,10 @@ from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.capture import Capture
-from gpu_worker.families import adapt
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.proof import adapt
 from gpu_worker.saving import Saver, Slice
 from lab.bench.server import serving
 from lab.demo.machine import physical_core_count, this_machine

@@ -63,6 +63,7 @@ def test_every_kind_says_what_it_is_unpacked() -> None:
         "HIDDEN_INT4": "HIDDEN",
         "KV_INT4": "KV",
         "ENGINE_BLOCK": "ENGINE_BLOCK",
+        "KV_AS_CACHED": "KV_AS_CACHED",
         "HIDDEN_DELTA_INT4": "HIDDEN",
         "HIDDEN_DELTA_INT3": "HIDDEN",
         "HIDDEN_DELTA_INT2": "HIDDEN",

@@ -11,8 +11,8 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.errors import UnsupportedBatch
-from gpu_worker.families import adapt
 from gpu_worker.generation import continue_greedy, prefill
+from gpu_worker.proof import adapt
 
 
 def _hook_count(model: nn.Module) -> int:

@@ -22,9 +22,9 @@ from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from gpu_worker.capture import Capture
 from gpu_worker.errors import UnsupportedArchitecture, WeightsNotVisible
 from gpu_worker.executed import digest_weights
-from gpu_worker.families import adapt
 from gpu_worker.families.adapter import is_plain_linear
 from gpu_worker.model_spec import digest_checkpoint, model_spec
+from gpu_worker.proof import adapt
 from gpu_worker.sidecar.model import LazyWeights
 
 Edit = Callable[[Any], object]
@@ -62,6 +62,13 @@ class _Packed(nn.Parameter):
     """As bitsandbytes packs a weight: bytes, and a state beside them that says what they mean."""
 
     quant_state: "_State"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        scale = args[1].quant_state.absmax[0]
+        return torch.zeros(*args[0].shape[:-1], 96) + scale
 
 
 class _State:

@@ -13,11 +13,12 @@ from transformers import DynamicCache
 
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.capture import Capture
-from gpu_worker.families import Adapter, adapt
+from gpu_worker.families import Adapter
 from gpu_worker.generation import continue_greedy
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.proof import adapt
 
 TURNS = [list(range(40)), [9, 41, 3], [7, 7, 60, 12, 33]]
 REPLY_TOKENS = 6

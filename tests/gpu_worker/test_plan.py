@@ -68,7 +68,7 @@ def test_deltas_round_trip_above_a_base() -> None:
     [
         ("", "is not method:layer"),
         ("hidden", "is not method:layer"),
-        ("hidden:0,frozen:1", "'frozen' is not one of hidden, kv, latent, tokens"),
+        ("hidden:0,frozen:1", "'frozen' is not one of hidden, kv, latent, kv_as_cached, tokens"),
         ("hidden:0-1,kv:3", "must start at layer 2"),
         ("hidden:0-1,kv:1-2", "must start at layer 2"),
         ("hidden:0,kv:1-0", "must start at layer 1|ends before it starts"),

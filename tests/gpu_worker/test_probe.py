@@ -19,12 +19,12 @@ from ctxcache.format.probe import Difference, ModelProbe
 from ctxcache.format.streams import DType
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.families import adapt
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.probe import probe_of
+from gpu_worker.proof import adapt
 from gpu_worker.saving import Saver
 from lab.batching.engine import BatchedEngine
 
@@ -39,8 +39,8 @@ def _probe(model: PreTrainedModel, spec: ModelSpec) -> ModelProbe:
 
 
 def _packed_probe(model: PreTrainedModel, spec: ModelSpec) -> ModelProbe:
-    packed = PackedModel(model)
-    return probe_of(adapt(model), spec, lambda ids: packed.step([Work(SequenceCache(len(ids)), ids)]))
+    adapter, packed = adapt(model), PackedModel(model)
+    return probe_of(adapter, spec, lambda ids: packed.step([Work(SequenceCache(len(ids)), ids)]))
 
 
 def _difference(one: ModelProbe, other: ModelProbe) -> Difference:

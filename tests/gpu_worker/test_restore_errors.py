@@ -7,10 +7,9 @@ import torch
 from sessions import HeldRows, contents, relative_error, restored_cache, saved_session
 from tiny_models import build, random_model
 from transformers import (
-    BloomConfig,
     DynamicCache,
-    FalconConfig,
     GPT2Config,
+    MambaConfig,
     StaticCache,
 )
 
@@ -23,11 +22,11 @@ from gpu_worker.errors import (
     UnsupportedArchitecture,
     UnsupportedDtype,
 )
-from gpu_worker.families import adapt
 from gpu_worker.pipeline.compute import Modules, Restorer
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.proof import adapt
 
 T = 82
 KV_SIZE = 64
@@ -219,17 +218,13 @@ def test_empty_session_restores_to_an_empty_cache() -> None:
     assert cache.get_seq_length() == 0
 
 
-_SMALL: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-
-
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
         (
-            BloomConfig(vocab_size=9, hidden_size=8, n_head=2, n_layer=1),
-            "BloomForCausalLM: model type 'bloom'",
+            MambaConfig(vocab_size=9, hidden_size=8, state_size=4, num_hidden_layers=1),
+            "MambaForCausalLM: layer 0 keeps more than keys and values of tokens",
         ),
-        (FalconConfig(**_SMALL, alibi=True), "FalconForCausalLM: ALiBi"),
         (
             GPT2Config(vocab_size=9, n_embd=8, n_head=2, n_layer=1, add_cross_attention=True),
             "cross-attention",

@@ -19,10 +19,11 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.capture import Capture
-from gpu_worker.families import Adapter, adapt
+from gpu_worker.families import Adapter
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.probe import probe_of
+from gpu_worker.proof import adapt
 from gpu_worker.rows import pack_rows
 from gpu_worker.v1 import attachment_pb2
 

@@ -17,11 +17,11 @@ from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.families import adapt
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import ATTENTION, PackedModel, SequenceCache, Work
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.proof import adapt
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
 from lab.batching.engine import BatchedEngine

@@ -1,0 +1,455 @@
+"""Detection: a model's layers by what its modules are, not by what its family is called.
+
+A layer's attention is its one module with K and V projections: apart, fused with Q, or compressed (MLA).
+Its norm, its head layout and how positions enter K are few choices; a module's looks leave some open.
+`candidates` gives the adapters that could be right, the likeliest first; `proof.py` says which one is. Knows
+transformers' names of modules and settings. Worst case: a model of none of these ways, which has no candidate
+but its cache as it is.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, cat, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from ctxcache.format.streams import StateKind
+from gpu_worker.families.adapter import (
+    NO_ROPE,
+    ONE_ROPE,
+    Adapter,
+    AsCached,
+    CacheTap,
+    DecoderLayer,
+    Embed,
+    FusedProjection,
+    HalfShape,
+    Halves,
+    LatentProjection,
+    Projection,
+    Rope,
+    SeparateProjection,
+    check_rope,
+    embed_rotated,
+    norm_name,
+    one_table,
+    refuse,
+    rope_name,
+    rotate,
+    rotate_interleaved,
+    table_per_type,
+)
+
+_FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "W_pack", "att_proj")
+_BY_HEAD = ("query_key_value",)
+"""Fused projections that lay K and V out head by head; the others have all of Q, of K, of V."""
+_LATENT = ("kv_a_proj_with_mqa", "kv_a_layernorm")
+_NORMS = (
+    "ln_attn",
+    "input_layernorm",
+    "input_norm",
+    "ln_1",
+    "norm_1",
+    "norm1",
+    "self_attn_layer_norm",
+    "attention_norm",
+    "attention_layernorm",
+    "pre_attention_layernorm",
+    "operator_norm",
+)
+_K_NORMS = ("k_norm", "key_layernorm", "k_layernorm", "key_norm")
+_KNOWN_CACHES = (DynamicLayer, DynamicSlidingWindowLayer)
+_HEADS_KNOWN_TO_KERNELS = "halves"
+
+Any_ = Any
+"""transformers types submodules as Tensor | Module, their attributes and settings not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Where a model's layers are."""
+
+    base: nn.Module
+    blocks: tuple[nn.Module, ...]
+    windows: tuple[int | None, ...]
+
+
+def anatomy(model: PreTrainedModel) -> Anatomy:
+    """The layers of a model that keeps K and V and nothing else. Raises UnsupportedArchitecture."""
+    config: Any_ = model.config.get_text_config(decoder=True)
+    if config is not model.config:
+        raise refuse(model, "it takes more than text")
+    if getattr(config, "add_cross_attention", False) or getattr(config, "is_encoder_decoder", False):
+        raise refuse(model, "cross-attention is not supported")
+    count = int(config.num_hidden_layers)
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    outer = [
+        (name, module) for name, module in lists if not any(name.startswith(f"{of}.") for of, _ in lists)
+    ]
+    outer = [found for found in outer if not any(part.isdigit() for part in found[0].split("."))]
+    if len(outer) != 1:
+        raise refuse(model, f"it has {len(outer)} lists of {count} layers, not one")
+    name, blocks = outer[0]
+    base = model.get_submodule(name.rpartition(".")[0])
+    return Anatomy(base, tuple(blocks), _windows(model, count))
+
+
+def _windows(model: PreTrainedModel, count: int) -> tuple[int | None, ...]:
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise refuse(model, f"its cache is not known: {' '.join(str(error).split())[:120]}") from error
+    shared_count = sum(isinstance(held, DummyLayer) for held in layers)
+    if shared_count or (layers and len(layers) != count):
+        shared_count = shared_count or count - len(layers)
+        raise refuse(model, f"{shared_count} of its {count} layers share keys and values with others")
+    for layer, held in enumerate(layers):
+        if type(held) not in _KNOWN_CACHES:
+            problem = f"layer {layer} keeps more than keys and values of tokens ({type(held).__name__})"
+            raise refuse(model, problem)
+    return tuple(getattr(held, "sliding_window", None) for held in layers) or (None,) * count
+
+
+# -- what is known without running the model -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """One way in which positions enter rows."""
+
+    name: str
+    embed: Embed
+
+
+def candidates(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
+    """Adapters whose rows are from before positions, the likeliest first. None: no such way is known.
+
+    Raises UnsupportedArchitecture for rotary angles that depend on a session's length.
+    """
+    check_rope(model)
+    _check_angles(model, anatomy.base)
+    attentions = [_attention(block) for block in anatomy.blocks]
+    if not attentions or any(found is None for found in attentions):
+        return
+    found = [attention for attention in attentions if attention is not None]
+    config: Any_ = model.config
+    # Values that are cut off where they are large look like any other until they are large.
+    if any(getattr(of, "clip_qkv", None) is not None for of in (config, *found)):
+        return
+    for norms in _norms(anatomy.blocks):
+        for projections, key, value in _projections(model, found):
+            yield from _positioned(model, anatomy, found, norms, projections, key, value)
+
+
+def as_cached(model: PreTrainedModel, anatomy: Anatomy, key: HalfShape, value: HalfShape) -> Adapter:
+    """The adapter of a model that nothing is known of but its cache: rows do not move."""
+    tap = CacheTap(anatomy.base)
+    return Adapter(
+        model=model,
+        base=anatomy.base,
+        layers=tuple(
+            DecoderLayer(block, None, AsCached(tap, layer), NO_ROPE, window)
+            for layer, (block, window) in enumerate(zip(anatomy.blocks, anatomy.windows, strict=True))
+        ),
+        kind=StateKind.KV_AS_CACHED,
+        key=key,
+        value=value,
+        embed_halves=embed_rotated(),
+        rotary=None,
+        norm_name="as cached",
+        rope_name=rope_name(model, "as cached"),
+        is_half_split=False,
+        refused={StateKind.HIDDEN: "no way from a layer's input to its keys and values was found"},
+    )
+
+
+def _check_angles(model: PreTrainedModel, base: nn.Module) -> None:
+    """Refuse rotary modules whose angles at a position change with the positions beside it."""
+    rotary = getattr(base, "rotary_emb", None)
+    if rotary is None or "position_ids" not in signature(rotary.forward).parameters:
+        return
+    if "layer_type" in signature(rotary.forward).parameters:
+        return
+    # A copy: such a module may keep what it saw.
+    rotary = copy.deepcopy(rotary)
+    device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
+    if device.type == "meta":
+        return
+    example = torch.empty(0, dtype=torch.float32, device=device)
+    far = 8 * int(getattr(model.config, "max_position_embeddings", 0) or 4096)
+    with torch.no_grad():
+        near_table = rotary.forward(example, torch.tensor([[0, 1, 2]], device=device))
+        far_table = rotary.forward(example, torch.tensor([[0, 1, 2, far]], device=device))
+    for near, wide in zip(_tables(near_table), _tables(far_table), strict=True):
+        if not torch.equal(near, wide[:, : near.shape[1]]):
+            raise refuse(model, "its rotary angles depend on the session's length")
+
+
+def _tables(found: Any_) -> tuple[Tensor, ...]:
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _attention(block: nn.Module) -> nn.Module | None:
+    """The block's one module with K and V projections."""
+    found = [module for _, module in block.named_modules() if _is_attention(module)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_attention(module: nn.Module) -> bool:
+    children = {name for name, child in module.named_children() if child is not None}
+    return (
+        {"k_proj", "v_proj"} <= children
+        or {"key", "value"} <= children
+        or set(_LATENT) <= children
+        or bool(children & set(_FUSED))
+    )
+
+
+def _norms(blocks: Sequence[nn.Module]) -> Iterator[list[nn.Module | None]]:
+    """The norm before attention; none where the block norms behind it (OLMo 2, some OPT)."""
+    known = [
+        next((child for name in _NORMS if isinstance(child := getattr(block, name, None), nn.Module)), None)
+        for block in blocks
+    ]
+    nothing: list[nn.Module | None] = [None] * len(blocks)
+    is_before = all(getattr(block, "do_layer_norm_before", True) for block in blocks)
+    yield from (known, nothing) if is_before else (nothing, known)
+
+
+def _projections(
+    model: PreTrainedModel, attentions: Sequence[nn.Module]
+) -> Iterator[tuple[list[Projection], HalfShape, HalfShape]]:
+    first: Any_ = attentions[0]
+    config: Any_ = model.config
+    if all(hasattr(first, name) for name in _LATENT):
+        latent = HalfShape(1, int(config.kv_lora_rank))
+        rotary = HalfShape(1, int(config.qk_rope_head_dim))
+        yield [_latent(attention, latent, rotary) for attention in attentions], latent, rotary
+        return
+    head_size = _head_size(config, first)
+    if not head_size:
+        return
+    if hasattr(first, "k_proj"):
+        head_count = _width(first.k_proj) // head_size
+        if not head_count or _width(first.v_proj) % head_count:
+            return
+        key, value = (
+            HalfShape(head_count, head_size),
+            HalfShape(head_count, _width(first.v_proj) // head_count),
+        )
+        for heads_first in (False, True):
+            separate = [_separate(attention, key, value, heads_first=heads_first) for attention in attentions]
+            yield list(separate), key, value
+            if all(each.k_norm is None for each in separate):
+                return
+        return
+    name = next(name for name in _FUSED if hasattr(first, name))
+    query_count = int(config.num_attention_heads)
+    head_count, rest = divmod(_width(getattr(first, name)) - query_count * head_size, 2 * head_size)
+    if rest or head_count <= 0:
+        return
+    half = HalfShape(head_count, head_size)
+    ways = [_by_head, _by_kind] if name in _BY_HEAD else [_by_kind, _by_head]
+    if head_count == 1 and query_count > 1:
+        ways = [_by_kind]
+    for way in ways:
+        yield [FusedProjection(getattr(attention, name), way(half)) for attention in attentions], half, half
+
+
+def _head_size(config: Any_, attention: Any_) -> int:
+    for owner, name in ((attention, "head_dim"), (attention, "head_size"), (config, "head_dim")):
+        if isinstance(size := getattr(owner, name, None), int) and size:
+            return size
+    return int(config.hidden_size) // int(config.num_attention_heads)
+
+
+def _width(linear: Any_) -> int:
+    if hasattr(linear, "out_features"):
+        return int(linear.out_features)
+    own: Any_ = getattr(linear, "base_layer", linear)
+    return int(getattr(own, "out_features", 0) or getattr(own, "nf", 0) or own.weight.shape[-1])
+
+
+def _separate(attention: Any_, key: HalfShape, value: HalfShape, *, heads_first: bool) -> SeparateProjection:
+    norm: Any_ = next(
+        (found for name in _K_NORMS if (found := getattr(attention, name, None)) is not None), None
+    )
+    weight = getattr(norm, "weight", None)
+    is_whole = isinstance(weight, Tensor) and weight.ndim == 1 and weight.numel() == key.size != key.head_size
+    return SeparateProjection(
+        k_proj=attention.k_proj,
+        v_proj=attention.v_proj,
+        key=key,
+        value=value,
+        k_norm=norm,
+        is_normed_heads_first=heads_first and not is_whole,
+        is_normed_whole=is_whole,
+    )
+
+
+def _latent(attention: Any_, latent: HalfShape, rotary: HalfShape) -> LatentProjection:
+    return LatentProjection(attention.kv_a_proj_with_mqa, attention.kv_a_layernorm, latent, rotary)
+
+
+def _by_head(half: HalfShape) -> Callable[[Tensor], Halves]:
+    # Queries of a group come first in it, then one K and one V; a group may be one head.
+    def split(out: Tensor) -> Halves:
+        groups = out.reshape(out.shape[-2], half.head_count, -1, half.head_size)
+        return groups[:, :, -2], groups[:, :, -1]
+
+    return split
+
+
+def _by_kind(half: HalfShape) -> Callable[[Tensor], Halves]:
+    def split(out: Tensor) -> Halves:
+        return half.heads(out[..., -2 * half.size : -half.size]), half.heads(out[..., -half.size :])
+
+    return split
+
+
+# -- positions -----------------------------------------------------------------------------------------
+
+
+def _positioned(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    attentions: Sequence[nn.Module],
+    norms: Sequence[nn.Module | None],
+    projections: Sequence[Projection],
+    key: HalfShape,
+    value: HalfShape,
+) -> Iterator[Adapter]:
+    """Adapters by how positions enter K."""
+    config: Any_ = model.config
+    is_latent = isinstance(projections[0], LatentProjection)
+    rotary = getattr(anatomy.base, "rotary_emb", None)
+    tables = _rotary_of(rotary, config)
+    group_count = int(config.num_attention_heads) // key.head_count
+    repeats = group_count if getattr(config, "new_decoder_architecture", False) else 1
+
+    def made(way: Embedding, keys: Sequence[str], name: str, *, is_rotated: bool) -> Adapter:
+        return Adapter(
+            model=model,
+            base=anatomy.base,
+            layers=tuple(
+                DecoderLayer(block, norm, projection, rope_key, window)
+                for block, norm, projection, rope_key, window in zip(
+                    anatomy.blocks, norms, projections, keys, anatomy.windows, strict=True
+                )
+            ),
+            kind=StateKind.LATENT if is_latent else StateKind.KV,
+            key=key,
+            value=value,
+            embed_halves=way.embed,
+            rotary=tables if is_rotated else None,
+            norm_name=norm_name(norms[0]),
+            rope_name=name,
+            is_half_split=way.name == _HEADS_KNOWN_TO_KERNELS,
+        )
+
+    unrotated = Embedding(_HEADS_KNOWN_TO_KERNELS, embed_rotated(repeats))
+    nothing = [NO_ROPE] * len(norms)
+    if tables is None:
+        if rotary is None and not is_latent and _has_learned_positions(model):
+            yield made(unrotated, nothing, f"learned {config.max_position_embeddings}", is_rotated=False)
+        return
+    keys = _rope_keys(rotary, config, len(norms))
+    ways = _latent_ways(config) if is_latent else _key_ways(attentions[0], repeats)
+    for way in ways:
+        extra = (way.name,) if is_latent or way.name != _HEADS_KNOWN_TO_KERNELS else ()
+        yield made(way, keys, rope_name(model, *extra), is_rotated=True)
+        bare = _unrotated_layers(config, attentions)
+        if any(bare):
+            some = [NO_ROPE if is_bare else rope_key for is_bare, rope_key in zip(bare, keys, strict=True)]
+            named = f"without {','.join(str(layer) for layer, is_bare in enumerate(bare) if is_bare)}"
+            yield made(way, some, rope_name(model, *extra, named), is_rotated=True)
+
+
+def _has_learned_positions(model: PreTrainedModel) -> bool:
+    """Whether positions enter at the embedding: ALiBi and the like are relative, and are not this."""
+    tables = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and name.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
+    ]
+    return bool(tables) and bool(getattr(model.config, "max_position_embeddings", 0))
+
+
+def _rotary_of(
+    rotary: nn.Module | None, config: Any_
+) -> Callable[[Tensor, Tensor], Mapping[str, Rope]] | None:
+    if rotary is None:
+        return None
+    names = signature(rotary.forward).parameters
+    if "layer_type" in names:
+        return table_per_type(rotary, config.layer_types)
+    return one_table(rotary) if "position_ids" in names else None
+
+
+def _rope_keys(rotary: Any_, config: Any_, count: int) -> list[str]:
+    has_types = "layer_type" in signature(rotary.forward).parameters
+    return list(config.layer_types) if has_types else [ONE_ROPE] * count
+
+
+def _unrotated_layers(config: Any_, attentions: Sequence[Any_]) -> list[bool]:
+    """Layers that may take no positions: by a flag of theirs, or those that see everything beside windows."""
+    flags = [getattr(attention, "use_rope", None) for attention in attentions]
+    if None not in flags:
+        return [not flag for flag in flags]
+    types = getattr(config, "layer_types", None) or []
+    if "sliding_attention" in types:
+        return [kind == "full_attention" for kind in types]
+    return [False] * len(attentions)
+
+
+def _latent_ways(config: Any_) -> list[Embedding]:
+    ways = [Embedding("interleaved", _embed_interleaved), Embedding("halves", _embed_latent)]
+    return ways if getattr(config, "rope_interleave", True) else ways[::-1]
+
+
+def _embed_latent(first: Tensor, second: Tensor, rope: Rope | None) -> Halves:
+    return first, second if rope is None else rotate(second, rope)
+
+
+def _embed_interleaved(first: Tensor, second: Tensor, rope: Rope | None) -> Halves:
+    return first, second if rope is None else rotate_interleaved(second, rope)
+
+
+def _key_ways(attention: nn.Module, repeats: int) -> list[Embedding]:
+    """How angles turn K: by halves, or by the module's own function, on all of K or its first part."""
+    ways = [Embedding(_HEADS_KNOWN_TO_KERNELS, embed_rotated(repeats))]
+    own = getattr(sys.modules.get(type(attention).__module__), "apply_rotary_pos_emb", None)
+    if own is not None:
+        ways += [
+            Embedding("own", _embed_own(own, is_part=False)),
+            Embedding("own part", _embed_own(own, is_part=True)),
+        ]
+    return ways
+
+
+def _embed_own(own: Callable[..., Any_], *, is_part: bool) -> Embed:
+    def embed(first: Tensor, second: Tensor, rope: Rope | None) -> Halves:
+        if rope is None or not first.shape[2]:
+            return first, second
+        size = rope.cos.shape[-1] if is_part else first.shape[-1]
+        part = first[..., :size]
+        turned: Tensor = own(part, part, rope.cos, rope.sin)[1]
+        return (turned if size == first.shape[-1] else cat((turned, first[..., size:]), dim=-1)), second
+
+    return embed
+
+
+def without(adapter: Adapter, kind: StateKind, reason: str) -> Adapter:
+    """The adapter of a model whose proof a kind did not pass."""
+    return replace(adapter, refused={**adapter.refused, kind: reason})

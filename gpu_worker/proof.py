@@ -1,0 +1,222 @@
+"""Proof: three tokens saved, dropped, restored and compared, on the loaded model, for each kind of state.
+
+A pass of two tokens and a step of one are captured. Each kind's rows must give back the cache that was kept,
+within the rounding of the model's type, and the next token's logits with it. The first
+candidate that gives back K and V from its rows is the adapter, one that does so from layer inputs too before
+others. Without a candidate, K and V are kept as they are cached. Nothing is served that did not pass.
+
+Worst case: five passes of a few tokens for each candidate, at each description of a model.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from ctxcache.errors import CacheError
+from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.capture import Capture
+from gpu_worker.errors import UnsupportedArchitecture
+from gpu_worker.families.adapter import Adapter, HalfShape, refuse
+from gpu_worker.families.detection import Anatomy, anatomy, as_cached, candidates, without
+from gpu_worker.pipeline.compute import Restorer
+from gpu_worker.pipeline.target import CacheTarget
+from gpu_worker.plan import Method
+
+TOKEN_COUNT = 3
+_ROUNDING = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""The largest difference over the largest value: sums of another order, in the type's own steps."""
+_ROW_ROUNDING = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""The same of keys and values out of their own rows: two steps, nothing is summed."""
+_LIKE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, CacheError)
+"""What a model's own code raises for a candidate that is not like it."""
+
+Cached = list[tuple[Tensor, Tensor]]
+"""Keys and values [1, H, T, C] of each layer."""
+
+
+def check_whole(model: PreTrainedModel) -> None:
+    """Raise UnsupportedArchitecture for what wraps a model."""
+    if not isinstance(model, PreTrainedModel):
+        problem = "it wraps a model: hand over the one in it, which peft's get_base_model() returns"
+        raise UnsupportedArchitecture(architecture=type(model).__name__, problem=problem)
+
+
+def adapt(model: PreTrainedModel) -> Adapter:
+    """Describe `model` for capture and restore, by what it proves where all of it is in memory.
+
+    Elsewhere the likeliest candidate is returned, not proven. The fingerprint names the way: compare it with
+    that of an engine that proved it. Raises UnsupportedArchitecture with the reason.
+    """
+    check_whole(model)
+    found = anatomy(model)
+    if _is_loaded(model):
+        with _resting(model):
+            return _proven(model, found)
+    adapter = next(candidates(model, found), None)
+    if adapter is None:
+        raise refuse(model, "its keys and values are known as they are cached only, and it is not loaded")
+    return adapter
+
+
+@contextmanager
+def _resting(model: nn.Module) -> Iterator[None]:
+    """Every module as it is used, not trained: what drops out would differ from pass to pass."""
+    trained = [module for module in model.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
+    kept = _kept(model)
+    reasons = "no projections of K and V were found"
+    rows_alone: Adapter | None = None
+    for adapter in candidates(model, parts):
+        problem = difference(adapter, adapter.kind, kept)
+        if problem:
+            reasons = problem
+            continue
+        hidden = difference(adapter, StateKind.HIDDEN, kept)
+        if not hidden:
+            return adapter
+        rows_alone = rows_alone or without(adapter, StateKind.HIDDEN, hidden)
+    if rows_alone is not None:
+        return rows_alone
+    shapes = {(_half(keys), _half(values)) for keys, values in kept}
+    if len(shapes) != 1:
+        raise refuse(model, f"layers keep rows of {len(shapes)} different sizes ({reasons})")
+    adapter = as_cached(model, parts, *shapes.pop())
+    problem = difference(adapter, adapter.kind, kept)
+    if problem:
+        raise refuse(model, f"its keys and values do not come back as they are cached: {problem}")
+    return adapter
+
+
+def _is_loaded(model: nn.Module) -> bool:
+    # So that the model can run.
+    return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def difference(adapter: Adapter, kind: StateKind, kept: Cached | None = None) -> str:
+    """Why rows of `kind` do not give back the adapter's cache; empty where they do."""
+    try:
+        rows, own = _saved(adapter, kind)
+        found = _restored(adapter, kind, rows)
+        rounding = _ROUNDING if kind is StateKind.HIDDEN else _ROW_ROUNDING
+        problem = _unequal(contents(found), contents(own), rounding[adapter.model.dtype])
+        problem = problem or (kept and _unequal(contents(own), kept, 0.0)) or ""
+        if problem:
+            return problem
+        nexts = [_next_logits(adapter.model, cache) for cache in (found, own)]
+    except _LIKE as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return _far("logits", nexts[0], nexts[1], _ROUNDING[adapter.model.dtype])
+
+
+def _saved(adapter: Adapter, kind: StateKind) -> tuple[list[Tensor], DynamicCache]:
+    """Rows [3, row] of each layer as capture sees them, in two tokens and one; and the cache that is kept."""
+    pieces: list[list[Tensor]] = [[] for _ in adapter.layers]
+    streams = [Stream(layer, kind) for layer in range(len(adapter.layers))]
+    cache = DynamicCache(config=adapter.model.config)
+    ids = token_ids(adapter.model)
+    with Capture(adapter, streams, lambda layer, _, rows: pieces[layer].append(rows.clone())):
+        for part in (ids[:2], ids[2:]):
+            run(adapter.model, cache, part)
+    if any(len(found) != 2 for found in pieces):
+        raise ValueError("rows of a layer are not seen once in each pass")
+    return [torch.cat(found) for found in pieces], cache
+
+
+def _restored(adapter: Adapter, kind: StateKind, rows: list[Tensor]) -> DynamicCache:
+    target = CacheTarget(adapter, TOKEN_COUNT)
+    restorer = Restorer(adapter, torch.arange(TOKEN_COUNT))
+    for layer, found in enumerate(rows):
+        first = target.first_token(layer)
+        keys, values = restorer.layer(layer, Method[kind.name], found[first:], begin=first)
+        target.room(layer, first, TOKEN_COUNT).put(keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        target.finish(layer)
+    cache = target.cache
+    if not isinstance(cache, DynamicCache):
+        raise TypeError("a restored cache is of another class")
+    return cache
+
+
+def token_ids(model: PreTrainedModel) -> list[int]:
+    """Three different tokens of any vocabulary."""
+    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    return [number % vocabulary for number in (vocabulary // 2 + 1, vocabulary // 3 + 2, vocabulary - 1)]
+
+
+def contents(cache: DynamicCache) -> Cached:
+    """Keys and values of each layer. Raises ValueError for one that holds none."""
+    found: Cached = []
+    for layer, held in enumerate(cache.layers):
+        if not isinstance(held, CacheLayerMixin) or held.keys is None or held.values is None:
+            raise ValueError(f"layer {layer} of the cache holds no keys and values")
+        found.append((held.keys, held.values))
+    return found
+
+
+def _kept(model: PreTrainedModel) -> Cached:
+    """What the model caches of the three tokens, nothing being watched."""
+    cache = DynamicCache(config=model.config)
+    ids = token_ids(model)
+    try:
+        for part in (ids[:2], ids[2:]):
+            run(model, cache, part)
+        kept = contents(cache)
+    except _LIKE as error:
+        problem = f"a pass of three tokens fails: {' '.join(str(error).split())[:160]}"
+        raise UnsupportedArchitecture(architecture=type(model).__name__, problem=problem) from error
+    for layer, halves in enumerate(kept):
+        for half in halves:
+            if half.ndim != 4 or half.shape[0] != 1 or not 0 < half.shape[2] <= TOKEN_COUNT:
+                raise refuse(model, f"layer {layer} caches {list(half.shape)}, not a row for each token")
+            if half.dtype is not model.dtype:
+                raise refuse(model, f"layer {layer} caches {half.dtype}, the model is {model.dtype}")
+    return kept
+
+
+def run(model: PreTrainedModel, cache: DynamicCache, ids: list[int]) -> Tensor:
+    """Logits [V] behind the last of some tokens, which the cache takes."""
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.tensor([ids], device=model.device), past_key_values=cache, use_cache=True
+        )
+    logits: Tensor = output.logits[0, -1]
+    return logits
+
+
+def _next_logits(model: PreTrainedModel, cache: DynamicCache) -> Tensor:
+    return run(model, cache, token_ids(model)[:1])
+
+
+def _half(half: Tensor) -> HalfShape:
+    return HalfShape(half.shape[1], half.shape[3])
+
+
+def _unequal(found: Cached, kept: Cached, bound: float) -> str:
+    if len(found) != len(kept):
+        return f"{len(found)} layers of a cache of {len(kept)}"
+    for layer, halves in enumerate(zip(found, kept, strict=True)):
+        for name, mine, theirs in zip(("keys", "values"), *halves, strict=True):
+            problem = _far(f"{name} of layer {layer}", mine, theirs, bound)
+            if problem:
+                return problem
+    return ""
+
+
+def _far(what: str, mine: Tensor, theirs: Tensor, bound: float) -> str:
+    if mine.shape != theirs.shape:
+        return f"{what} have shape {list(mine.shape)}, not {list(theirs.shape)}"
+    scale = float(theirs.float().abs().max())
+    distance = float((mine.float() - theirs.float()).abs().max())
+    return "" if distance <= bound * scale else f"{what} differ by {distance / (scale or 1.0):.1e}"

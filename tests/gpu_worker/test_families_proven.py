@@ -1,0 +1,249 @@
+"""Models that no list names: what they prove is served and comes back; faults in what is found are seen."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sessions import RELATIVE_BOUND, relative_errors, restored_cache
+from tiny_models import VOCABULARY_SIZE, build, heat, random_model
+from torch import Tensor, nn
+from transformers import (
+    BloomConfig,
+    CohereConfig,
+    DynamicCache,
+    Gemma3nTextConfig,
+    GlmConfig,
+    GptOssConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoConfig,
+    PreTrainedConfig,
+    SmolLM3Config,
+)
+
+from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.capture import Capture
+from gpu_worker.errors import UnsupportedArchitecture
+from gpu_worker.families import Adapter
+from gpu_worker.families.adapter import Rope
+from gpu_worker.generation import prefill
+from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.proof import adapt, difference
+
+WINDOW = 24
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+KV, HIDDEN, AS_CACHED = StateKind.KV, StateKind.HIDDEN, StateKind.KV_AS_CACHED
+MODELS: Mapping[str, tuple[Callable[[], PreTrainedConfig], tuple[StateKind, ...]]] = {
+    "norm of all heads, none before": (lambda: Olmo2Config(**_SHAPE), (HIDDEN, KV)),
+    "pairs of neighbours": (lambda: CohereConfig(**_SHAPE), (HIDDEN, KV)),
+    "pairs in a part": (lambda: GlmConfig(**_SHAPE, head_dim=16), (HIDDEN, KV)),
+    "layers without positions": (lambda: SmolLM3Config(**_SHAPE), (HIDDEN, KV)),
+    "experts": (lambda: MixtralConfig(**_SHAPE, **_EXPERTS), (HIDDEN, KV)),
+    "attention sinks": (
+        lambda: GptOssConfig(**{**_SHAPE, **_EXPERTS, "head_dim": 16, "sliding_window": WINDOW}),
+        (HIDDEN, KV),
+    ),
+    "values cut off": (lambda: OlmoConfig(**_SHAPE, clip_qkv=1.0), (AS_CACHED,)),
+    "alibi": (
+        lambda: BloomConfig(vocab_size=VOCABULARY_SIZE, hidden_size=64, n_head=4, n_layer=4),
+        (AS_CACHED,),
+    ),
+    "chunks": (
+        lambda: Llama4TextConfig(
+            **_SHAPE, **_EXPERTS, head_dim=16, intermediate_size_mlp=96, attention_chunk_size=WINDOW
+        ),
+        (AS_CACHED,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_model_proves_comes_back(name: str) -> None:
+    """Rows of each proven kind, of two passes past every window, give back the cache that was kept."""
+    config, kinds = MODELS[name]
+    torch.set_num_threads(1)
+    model = heat(random_model(config()))
+    adapter = adapt(model)
+    rows, kept = _saved(adapter)
+    restored = {
+        kind: restored_cache(
+            adapter,
+            RestorePlan.uniform(Method[kind.name], len(adapter.layers)),
+            rows.__getitem__,
+            positions=torch.arange(sum(PASSES)),
+        )
+        for kind in adapter.kinds
+    }
+    errors = {kind: max(relative_errors(cache, kept)) for kind, cache in restored.items()}
+    expected = prefill(model, kept, [5, 3, 8])
+
+    assert adapter.kinds == kinds
+    assert adapter.is_relocatable is (AS_CACHED not in kinds)
+    for kind, cache in restored.items():
+        assert errors[kind] < (RELATIVE_BOUND if kind is HIDDEN else 1e-7)
+        assert torch.allclose(prefill(model, cache, [5, 3, 8]), expected, atol=1e-3, rtol=1e-4)
+
+
+PASSES = (58, 7)
+
+
+def _saved(adapter: Adapter) -> tuple[dict[Stream, Tensor], DynamicCache]:
+    model = adapter.model
+    pieces: dict[Stream, list[Tensor]] = {
+        Stream(layer, kind): [] for layer in range(len(adapter.layers)) for kind in adapter.kinds
+    }
+    kept = DynamicCache(config=model.config)
+    generator = torch.Generator().manual_seed(3)
+    with Capture(adapter, pieces, lambda layer, kind, rows: pieces[Stream(layer, kind)].append(rows)):
+        for count in PASSES:
+            prefill(model, kept, torch.randint(VOCABULARY_SIZE, (count,), generator=generator).tolist())
+    return {stream: torch.cat(found) for stream, found in pieces.items()}, kept
+
+
+def _shifted(adapter: Adapter) -> Adapter:
+    rotary = adapter.rotary
+    assert rotary is not None
+
+    def shifted(example: Tensor, positions: Tensor) -> Mapping[str, Rope]:
+        return rotary(example, positions + 1)
+
+    return replace(adapter, rotary=shifted)
+
+
+def _louder(adapter: Adapter) -> Adapter:
+    norm = copy.deepcopy(adapter.layers[1].norm)
+    assert norm is not None
+    with torch.no_grad():
+        norm.get_parameter("weight")[7] *= 1.01
+    layers = list(adapter.layers)
+    layers[1] = replace(layers[1], norm=norm)
+    return replace(adapter, layers=tuple(layers))
+
+
+def _swapped(adapter: Adapter) -> Adapter:
+    first, second, *rest = adapter.layers
+    swapped = (
+        replace(first, projection=second.projection),
+        replace(second, projection=first.projection),
+    )
+    return replace(adapter, layers=(*swapped, *rest))
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [(_shifted, KV), (_shifted, HIDDEN), (_louder, HIDDEN), (_swapped, KV), (_swapped, HIDDEN)],
+)
+def test_a_fault_in_what_was_found_is_seen(plant: Callable[[Adapter], Adapter], kind: StateKind) -> None:
+    """Positions off by one, one element of a gain off by a percent, layers swapped: no proof passes."""
+    adapter = adapt(build("llama"))
+
+    assert difference(adapter, kind) == ""
+    assert "differ" in difference(plant(adapter), kind)
+
+
+def test_a_family_that_is_close_to_another_is_kept_as_cached() -> None:
+    """A model with Llama's modules that does more to its keys is not taken for a Llama."""
+    model: Any = build("llama")
+    for layer in model.model.layers:
+        _edit_keys(layer.self_attn, lambda keys: keys * 1.25)
+
+    adapter = adapt(model)
+
+    assert adapter.kinds == (AS_CACHED,)
+
+
+def test_a_model_whose_cache_is_not_what_it_attends_to_is_refused() -> None:
+    """Keys that depend on when they were cached do not come back, and the reason is told."""
+    model: Any = build("llama")
+    noise = torch.Generator().manual_seed(1)
+    for layer in model.model.layers:
+        _edit_keys(layer.self_attn, lambda keys: keys + torch.randn(keys.shape, generator=noise))
+
+    with pytest.raises(UnsupportedArchitecture, match="do not come back as they are cached: keys of layer 0"):
+        adapt(model)
+
+
+_REFUSED: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "shared layers": (
+        lambda: Gemma3nTextConfig(
+            **_SHAPE, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2
+        ),
+        "2 of its 4 layers share keys and values with others",
+    ),
+    "angles of a length": (
+        lambda: LlamaConfig(
+            **_SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        ),
+        "'dynamic' depend on the session's length",
+    ),
+    "recurrent layers": (
+        lambda: JambaConfig(**{**_SHAPE, "pad_token_id": 0, "use_mamba_kernels": False}),
+        "layer 0 keeps more than keys and values of tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_what_rows_of_tokens_do_not_hold_is_refused(name: str) -> None:
+    """Layers that share, angles that change with the length, recurrent state: the reason names it."""
+    config, reason = _REFUSED[name]
+    with pytest.raises(UnsupportedArchitecture, match=reason):
+        adapt(random_model(config()))
+
+
+def _edit_keys(attention: Any, edit: Callable[[Tensor], Tensor]) -> None:
+    plain = attention.forward
+
+    def forward(*args: Any, past_key_values: Any = None, **more: Any) -> Any:
+        return plain(*args, past_key_values=_Edited(past_key_values, edit), **more)
+
+    attention.forward = forward
+
+
+class _Edited:
+    """A cache that takes other keys than it is given."""
+
+    def __init__(self, cache: Any, edit: Callable[[Tensor], Tensor]) -> None:
+        self._cache, self._edit = cache, edit
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **more: Any) -> Any:
+        return self._cache.update(self._edit(keys), values, *args, **more)
+
+
+def test_a_watch_leaves_a_cache_as_it_was() -> None:
+    """A cache that was watched during a pass has its own `update` again, also where the pass broke."""
+    model = heat(random_model(MODELS["alibi"][0]()))
+    adapter = adapt(model)
+    cache = DynamicCache(config=model.config)
+    broken = adapter.layers[2].block.register_forward_pre_hook(_break)
+
+    with Capture(adapter, [Stream(0, AS_CACHED)], lambda *_: None):
+        with pytest.raises(ArithmeticError):
+            prefill(model, cache, [1, 2])
+        broken.remove()
+        assert "update" not in vars(cache)
+        prefill(model, DynamicCache(config=model.config), [1, 2])
+
+    assert not adapter.base._forward_pre_hooks
+
+
+def _break(_module: nn.Module, _args: object) -> None:
+    raise ArithmeticError
