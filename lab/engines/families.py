@@ -216,13 +216,26 @@ def main() -> int:
         differs = differs or any(not one.is_equal and not one.words for one in outcomes.values())
         lines.append(f"| {family} | " + " | ".join(str(one) for one in outcomes.values()) + " |")
     sys.stderr.write("\r" + " " * 40 + "\r")
-    table = "\n".join(lines)
-    print(table)
+    print("\n".join(lines))
     if options.write:
-        begin, end = "<!-- table -->\n", "<!-- end of table -->"
-        head, _, rest = options.write.read_text().partition(begin)
-        options.write.write_text(f"{head}{begin}{table}\n{end}{rest.partition(end)[2]}")
+        write_rows(options.write, "table", lines)
     return 1 if differs else 0
+
+
+def write_rows(page: Path, name: str, lines: Sequence[str]) -> None:
+    """Put rows into the table of that name in a page of Markdown; rows of another first cell stay."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    head, _, rest = page.read_text().partition(begin)
+    before, _, tail = rest.partition(end)
+    header, rule, *rows = lines
+    old = before.splitlines()
+    kept = {_first(row): row for row in old[2:]} if old[:1] == [header] else {}
+    kept |= {_first(row): row for row in rows}
+    page.write_text(head + begin + "\n".join([header, rule, *kept.values()]) + "\n" + end + tail)
+
+
+def _first(row: str) -> str:
+    return row.split("|")[1].strip()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Conversations in vLLM that evict each other, over a store to which everything happens.
 
-    .venv-vllm/bin/python -m tests.engines.vllm_matrix --model DIR                 # the whole table
+    .venv-vllm/bin/python -m tests.engines.vllm_matrix  # all of a small random model
     .venv-vllm/bin/python -m tests.engines.vllm_matrix --model DIR --only kv/session --expected replies.json
+    .venv-vllm/bin/python -m tests.engines.vllm_matrix --write docs/vllm_models.md
 
 For each kind of state, found by the session's name or by the prompt's tokens: in the second turn vLLM's own
 blocks were evicted, in the third the store is killed (SIGKILL) and started again, in the fourth it is stopped
 (SIGSTOP) and goes on, before the fifth every 64 KiB on its SSD have a changed byte. Then all begins again
 with a store that has room for a part. Each reply is compared with that of an engine that computes every
-prompt; `--expected` keeps those replies for the next run. A cell says how many were equal, which share of the
+prompt; `--expected` keeps those replies for the next run. `--model` is one of transformers' directories, with
+long conversations; without it, all is small. A cell says how many were equal, which share of the
 prompts was restored, and how much later than computed the latest first token came.
 
 Run with a small random model by `make engines`.
@@ -32,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ctxcache
 from ctxcache.errors import SessionNotFound, Unavailable
-from lab.engines.families import SHAPE
+from lab.engines.families import SHAPE, write_rows
 from lab.engines.vllm_process import Reply, VllmEngine
 from tests.server_process import ServerProcess
 
@@ -208,15 +210,21 @@ def run_cell(cell: str, model: Path, said: Conversations, place: Path) -> dict[s
     return outcomes
 
 
+def build(directory: Path) -> Path:
+    """A small random model, in files."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture(scope="module")
 def said_by(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Conversations]:
     """A small random model, and what it says."""
-    torch.manual_seed(0)
     place = tmp_path_factory.mktemp("matrix")
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(place / "tiny")
+    model = build(place / "tiny")
     said = Conversations(SMALL)
-    said.compute(place / "tiny", place / "plain.log")
-    return place / "tiny", said
+    said.compute(model, place / "plain.log")
+    return model, said
 
 
 @pytest.mark.timeout(600)
@@ -242,27 +250,34 @@ def test_replies_are_right_whatever_happens(
 def main(words: Sequence[str]) -> int:
     """Print the table; 1 where a reply differs, or came too late."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="a directory of transformers")
+    parser.add_argument("--model", type=Path, help="a directory of transformers; a small one by default")
     parser.add_argument("--only", default=",".join(CELLS), help="cells, separated by commas")
     parser.add_argument("--expected", type=Path, help="a file that keeps the computed replies")
+    parser.add_argument("--write", type=Path, help="a page of Markdown that gets the rows")
     options = parser.parse_args(words)
     cells = options.only.split(",")
     if unknown := set(cells) - set(CELLS):
         parser.error(f"--only: {', '.join(sorted(unknown))} not among {', '.join(CELLS)}")
-    said = Conversations(LARGE)
+    said = Conversations(LARGE if options.model else SMALL)
     if options.expected and options.expected.exists():
         said.replies = {key: tuple(one) for key, one in json.loads(options.expected.read_text()).items()}
+    header = "| model, state, found by | " + " | ".join((*EVENTS, "full")) + " |"
+    lines = [header, "|---" * (len(EVENTS) + 2) + "|"]
     is_good = True
-    say = sys.stdout.write
-    say("| state/found by | " + " | ".join((*EVENTS, "full")) + " |\n|---|" + "---|" * 6 + "\n")
     for cell in cells:
         with tempfile.TemporaryDirectory(prefix="ctxcache-matrix-") as directory:
-            said.compute(options.model, Path(directory) / "plain.log")
+            place = Path(directory)
+            model = options.model or build(place / "small-llama")
+            said.compute(model, place / "plain.log")
             if options.expected:
                 options.expected.write_text(json.dumps(said.replies))
-            outcomes = run_cell(cell, options.model, said, Path(directory))
-        say(f"| {cell} | " + " | ".join(map(str, outcomes.values())) + " |\n")
+            outcomes = run_cell(cell, model, said, place)
+        name = f"{model.resolve().name}, {cell.replace('/', ', ')}"
+        lines.append(f"| {name} | " + " | ".join(map(str, outcomes.values())) + " |")
+        sys.stdout.write(lines[-1] + "\n")
         sys.stdout.flush()
+        if options.write:
+            write_rows(options.write, "matrix", lines)
         for outcome in outcomes.values():
             is_good &= outcome.equal_count == outcome.count and outcome.latest_s < STALL_S
     return 0 if is_good else 1

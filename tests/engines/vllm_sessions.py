@@ -566,6 +566,7 @@ def test_hidden_states_are_restored_without_computing_q(shared_engine: VllmEngin
     assert "3 of 3 layers are restored without computing Q" in shared_engine.log
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -577,6 +578,10 @@ def test_hidden_states_are_restored_without_computing_q(shared_engine: VllmEngin
         ({"extra": {"state": "rows"}}, "kv_connector_extra_config.state: .* 'kv' or 'hidden', not 'rows'"),
         ({"extra": {"state": "kv"}, "enforce_eager": False}, "--enforce-eager"),
         ({"extra": {"state": "hidden"}, "enforce_eager": False}, "--enforce-eager"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+            '2 ranks: one worker has to have all rows of a session; "kv_connector":"CtxcacheOffloading',
+        ),
     ],
     ids=[
         "unknown setting",
@@ -584,6 +589,7 @@ def test_hidden_states_are_restored_without_computing_q(shared_engine: VllmEngin
         "unknown state",
         "rows of a compiled model",
         "inputs of one",
+        "two ranks",
     ],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(

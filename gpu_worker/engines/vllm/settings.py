@@ -81,7 +81,10 @@ class ConnectorSettings(StoreSettings):
 def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", saved: SavedState) -> None:
     """Raise Refused for an engine whose state would not be right, or would not be seen."""
     if config.parallel_config.world_size > 1:
-        raise Refused("tensor and pipeline parallelism are not supported: one worker has all rows")
+        problem = f"{config.parallel_config.world_size} ranks: one worker has to have all rows of a session"
+        raise Refused(
+            f'{problem}; "kv_connector":"CtxcacheOffloadingConnector" saves and loads each rank\'s part'
+        )
     if config.speculative_config is not None:
         raise Refused("speculative decoding is not supported: rows of refused drafts would be saved")
     if len(kv_cache_config.kv_cache_groups) > 1:
