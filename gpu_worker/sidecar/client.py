@@ -88,7 +88,7 @@ class WorkerClient:
             raise Unavailable(target=self._target, problem="the client is closed") from error
 
     def close(self) -> None:
-        """End every call; what is attached by this client goes."""
+        """End every call; what is attached by this client and did not leave before is lost."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -225,7 +225,8 @@ class AttachedEngine:
         return self._client.call(self._client.stub.Profile, request)
 
     def close(self) -> None:
-        """Detach: say so, and do not wait long for a worker that does not hear it."""
+        """Say farewell and wait for its answer, but not long for a worker that does not hear it."""
+        self._requests.put(worker_pb2.AttachRequest(farewell=worker_pb2.Farewell()))
         self._requests.put(None)
         if not self.ended.wait(GRACE_S):
             self._call.cancel()

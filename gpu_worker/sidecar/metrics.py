@@ -133,7 +133,7 @@ TABLE = Group(
         counter(
             "worker_ended_attachments",
             "attachments",
-            "Attachments that ended: `left`, as engines do that stop; `lost`, their "
+            "Attachments that ended: `left`, with a farewell; `lost`, their "
             "connection broke; or the worker's reason.",
             "`lost` grows: engines crash or are killed; see their logs.",
             "how",

@@ -89,7 +89,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         hello = await _hello(request_iterator)
         attachment = await self._attachments.attach(hello)
         log.info("attached engine=%s attachment=%s", attachment.engine, attachment.attachment_id)
-        ended = asyncio.ensure_future(_ended(request_iterator))
+        ended = asyncio.ensure_future(_has_left(request_iterator))
         how = LOST
         try:
             yield self._welcome(attachment)
@@ -99,15 +99,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 error = attachment.evicted.result()
                 how = error.reason
                 raise error
-            ended.result()
-            # gRPC shows a broken connection as an end first, and cancels the rpc a moment later.
-            await asyncio.sleep(CANCELLATION_GRACE_S)
+            if not ended.result():
+                raise InvalidArgument(field="farewell", problem="is missing")
             how = LEFT
         finally:
             ended.cancel()
             self.counts.ended_attachments[how] += 1
             self._attachments.detach(attachment)
-            log.info("detached engine=%s attachment=%s", attachment.engine, attachment.attachment_id)
+            log.info(
+                "detached engine=%s attachment=%s how=%s", attachment.engine, attachment.attachment_id, how
+            )
+        yield worker_pb2.AttachResponse(farewell=worker_pb2.Farewell())
 
     def _welcome(self, attachment: Attachment) -> worker_pb2.AttachResponse:
         return worker_pb2.AttachResponse(
@@ -389,14 +391,17 @@ async def _hello(requests: AsyncIterator[worker_pb2.AttachRequest]) -> AttachHel
     return first.hello
 
 
-CANCELLATION_GRACE_S = 0.05
+async def _has_left(requests: AsyncIterator[worker_pb2.AttachRequest]) -> bool:
+    """Wait for a farewell, or for an end without one: gRPC shows a broken connection as an end too.
 
-
-async def _ended(requests: AsyncIterator[worker_pb2.AttachRequest]) -> None:
-    """Wait for the end of an engine's requests. Raises InvalidArgument for a second hello."""
+    Raises InvalidArgument for a second hello.
+    """
     async for request in requests:
         if request.HasField("hello"):
             raise InvalidArgument(field="hello", problem="came before")
+        if request.HasField("farewell"):
+            return True
+    return False
 
 
 def _duration(seconds: float) -> Duration:

@@ -24,31 +24,54 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """A message of an engine."""
+    """A message of an engine. One that is empty is not answered."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
+    FAREWELL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _attachment_pb2.AttachHello:
         """First message, and only there."""
+
+    @_builtins.property
+    def farewell(self) -> Global___Farewell:
+        """Last message, where the engine leaves by itself. What comes after it is not read."""
 
     def __init__(
         self,
         *,
         hello: _attachment_pb2.AttachHello | None = ...,
+        farewell: Global___Farewell | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["farewell", b"farewell", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["farewell", b"farewell", "hello", b"hello"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
 @_typing.final
+class Farewell(_message.Message):
+    """The engine leaves; in the worker's answer, the attachment is gone: it counts as one that left."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Farewell: _TypeAlias = Farewell  # noqa: Y015
+
+@_typing.final
 class AttachResponse(_message.Message):
-    """The worker's answer to a hello."""
+    """The worker's answer to a hello, or to a farewell."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -56,6 +79,7 @@ class AttachResponse(_message.Message):
     RESTORE_LIMIT_FIELD_NUMBER: _builtins.int
     LONGEST_RESTORE_FIELD_NUMBER: _builtins.int
     KINDS_FIELD_NUMBER: _builtins.int
+    FAREWELL_FIELD_NUMBER: _builtins.int
     attachment_id: _builtins.str
     """Names the attachment in all other rpcs: 1 to 64 characters."""
     restore_limit: _builtins.int
@@ -68,6 +92,12 @@ class AttachResponse(_message.Message):
     def kinds(self) -> _containers.RepeatedScalarFieldContainer[_model_pb2.StateKind.ValueType]:
         """State kinds that can be restored."""
 
+    @_builtins.property
+    def farewell(self) -> Global___Farewell:
+        """The answer to a farewell, which has no other field: the attachment's id is unknown from now on, its restores
+        are cancelled, and the stream ends with OK.
+        """
+
     def __init__(
         self,
         *,
@@ -75,10 +105,11 @@ class AttachResponse(_message.Message):
         restore_limit: _builtins.int = ...,
         longest_restore: _duration_pb2.Duration | None = ...,
         kinds: _abc.Iterable[_model_pb2.StateKind.ValueType] | None = ...,
+        farewell: Global___Farewell | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["longest_restore", b"longest_restore"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["farewell", b"farewell", "longest_restore", b"longest_restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment_id", b"attachment_id", "kinds", b"kinds", "longest_restore", b"longest_restore", "restore_limit", b"restore_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment_id", b"attachment_id", "farewell", b"farewell", "kinds", b"kinds", "longest_restore", b"longest_restore", "restore_limit", b"restore_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

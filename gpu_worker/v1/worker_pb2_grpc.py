@@ -86,9 +86,10 @@ class WorkerServiceServicer:
 
     def Attach(self, request_iterator, context):
         """Attaches an engine for as long as the stream lasts. The first request has the hello, and its answer the
-        attachment; requests after it, if any, are empty and are not answered. When the stream ends, from whatever
-        side and for whatever reason, restores under way are cancelled, memory is unmapped, and the attachment is
-        gone. Nothing is changed by an attach that fails. Errors: FAILED_PRECONDITION
+        attachment. An engine that leaves sends a farewell, and its answer is the last one. When the stream ends, from
+        whatever side and for whatever reason, restores under way are cancelled, memory is unmapped, and the attachment
+        is gone. A stream that ends without a farewell counts as an engine that was lost. Nothing is changed by an attach
+        that fails. Errors: INVALID_ARGUMENT (INVALID_FIELD) where requests end without a farewell; FAILED_PRECONDITION
         (MODEL_FINGERPRINT_MISMATCH) for weights or a configuration of another model, (UNSUPPORTED_ARCHITECTURE);
         ABORTED (ENGINE_TAKEN_OVER) when another stream attaches with the engine's name; RESOURCE_EXHAUSTED
         (CAPACITY_EXCEEDED) for more memory than the worker may map; UNAVAILABLE (UNAVAILABLE) where the store

@@ -40,9 +40,10 @@ class WorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]
     """Attaches an engine for as long as the stream lasts. The first request has the hello, and its answer the
-    attachment; requests after it, if any, are empty and are not answered. When the stream ends, from whatever
-    side and for whatever reason, restores under way are cancelled, memory is unmapped, and the attachment is
-    gone. Nothing is changed by an attach that fails. Errors: FAILED_PRECONDITION
+    attachment. An engine that leaves sends a farewell, and its answer is the last one. When the stream ends, from
+    whatever side and for whatever reason, restores under way are cancelled, memory is unmapped, and the attachment
+    is gone. A stream that ends without a farewell counts as an engine that was lost. Nothing is changed by an attach
+    that fails. Errors: INVALID_ARGUMENT (INVALID_FIELD) where requests end without a farewell; FAILED_PRECONDITION
     (MODEL_FINGERPRINT_MISMATCH) for weights or a configuration of another model, (UNSUPPORTED_ARCHITECTURE);
     ABORTED (ENGINE_TAKEN_OVER) when another stream attaches with the engine's name; RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED) for more memory than the worker may map; UNAVAILABLE (UNAVAILABLE) where the store
@@ -87,9 +88,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]  # type: ignore[assignment]
     """Attaches an engine for as long as the stream lasts. The first request has the hello, and its answer the
-    attachment; requests after it, if any, are empty and are not answered. When the stream ends, from whatever
-    side and for whatever reason, restores under way are cancelled, memory is unmapped, and the attachment is
-    gone. Nothing is changed by an attach that fails. Errors: FAILED_PRECONDITION
+    attachment. An engine that leaves sends a farewell, and its answer is the last one. When the stream ends, from
+    whatever side and for whatever reason, restores under way are cancelled, memory is unmapped, and the attachment
+    is gone. A stream that ends without a farewell counts as an engine that was lost. Nothing is changed by an attach
+    that fails. Errors: INVALID_ARGUMENT (INVALID_FIELD) where requests end without a farewell; FAILED_PRECONDITION
     (MODEL_FINGERPRINT_MISMATCH) for weights or a configuration of another model, (UNSUPPORTED_ARCHITECTURE);
     ABORTED (ENGINE_TAKEN_OVER) when another stream attaches with the engine's name; RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED) for more memory than the worker may map; UNAVAILABLE (UNAVAILABLE) where the store
@@ -137,9 +139,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.AttachResponse], _abc.AsyncIterator[_worker_pb2.AttachResponse]]:
         """Attaches an engine for as long as the stream lasts. The first request has the hello, and its answer the
-        attachment; requests after it, if any, are empty and are not answered. When the stream ends, from whatever
-        side and for whatever reason, restores under way are cancelled, memory is unmapped, and the attachment is
-        gone. Nothing is changed by an attach that fails. Errors: FAILED_PRECONDITION
+        attachment. An engine that leaves sends a farewell, and its answer is the last one. When the stream ends, from
+        whatever side and for whatever reason, restores under way are cancelled, memory is unmapped, and the attachment
+        is gone. A stream that ends without a farewell counts as an engine that was lost. Nothing is changed by an attach
+        that fails. Errors: INVALID_ARGUMENT (INVALID_FIELD) where requests end without a farewell; FAILED_PRECONDITION
         (MODEL_FINGERPRINT_MISMATCH) for weights or a configuration of another model, (UNSUPPORTED_ARCHITECTURE);
         ABORTED (ENGINE_TAKEN_OVER) when another stream attaches with the engine's name; RESOURCE_EXHAUSTED
         (CAPACITY_EXCEEDED) for more memory than the worker may map; UNAVAILABLE (UNAVAILABLE) where the store

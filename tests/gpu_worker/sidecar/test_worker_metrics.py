@@ -25,11 +25,18 @@ from scraped import parsed
 from server_process import ServerProcess
 from worker_process import WorkerProcess, examples_of, mortal_engine
 
-from ctxcache.errors import AddressUnusable, CacheError, InvalidConfiguration, TooManyRequests
+from ctxcache.errors import (
+    AddressUnusable,
+    CacheError,
+    InvalidArgument,
+    InvalidConfiguration,
+    TooManyRequests,
+)
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.edge import AdmissionLimit
 from gpu_worker.sidecar.metrics import METRICS, Attached, Counts, MetricsGuard, MetricsServer, WorkerCollector
+from gpu_worker.v1 import worker_pb2
 
 
 @pytest.fixture(scope="module")
@@ -161,23 +168,57 @@ def test_engines_that_leave_are_told_from_those_that_are_lost(
     measured: WorkerProcess, weights: Path, session_id: str, tmp_path: Path
 ) -> None:
     """One detaches, one is killed, and each counts once."""
-
-    def ended() -> tuple[float, float]:
-        values = _values(_text(measured.ready["metrics_address"]))
-        return values["ended_attachments_total", "left"], values["ended_attachments_total", "lost"]
-
     with WorkerClient(measured.path) as client, running_engine("llama") as engine:
         hello = engine.hello(write_weights("llama", weights), engine="mortal")
-        left, lost = ended()
+        left, lost = _ended(measured)
         with client.attach(hello):
-            assert ended() == (left, lost)
-        assert ended() == (left + 1, lost)
+            assert _ended(measured) == (left, lost)
+        assert _ended(measured) == (left + 1, lost)
         (tmp_path / "hello").write_bytes(hello.SerializeToString())
         with mortal_engine(measured.path, tmp_path / "hello", f"sessions/{session_id}", 1) as mortal:
             assert mortal.stdout is not None
             assert mortal.stdout.readline() == "attached\n"
             mortal.kill()
-        until(lambda: ended() == (left + 1, lost + 1))
+        until(lambda: _ended(measured) == (left + 1, lost + 1))
+
+
+@pytest.mark.parametrize("last", [[], [worker_pb2.AttachRequest()]], ids=["nothing", "an empty request"])
+def test_requests_that_end_without_a_farewell_are_of_an_engine_that_is_lost(
+    measured: WorkerProcess, weights: Path, last: list[worker_pb2.AttachRequest]
+) -> None:
+    """A broken connection may look like this to the worker; the reason names the field."""
+    with WorkerClient(measured.path) as client, running_engine("llama") as engine:
+        hello = engine.hello(write_weights("llama", weights), engine="terse")
+        left, lost = _ended(measured)
+
+        answers = client.stub.Attach(iter([worker_pb2.AttachRequest(hello=hello), *last]), timeout=30)
+
+        assert next(answers).attachment_id
+        with pytest.raises(InvalidArgument, match="farewell"), client.errors():
+            next(answers)
+        assert _ended(measured) == (left, lost + 1)
+
+
+def test_a_farewell_is_answered_when_the_attachment_is_gone(measured: WorkerProcess, weights: Path) -> None:
+    """By one message with nothing else in it, and the stream ends well; what comes behind is not read."""
+    with WorkerClient(measured.path) as client, running_engine("llama") as engine:
+        hello = worker_pb2.AttachRequest(hello=engine.hello(write_weights("llama", weights), engine="polite"))
+        farewell = worker_pb2.AttachRequest(farewell=worker_pb2.Farewell())
+        left, lost = _ended(measured)
+
+        answers = client.stub.Attach(iter([hello, farewell, hello]), timeout=30)
+
+        welcome, answer = next(answers), next(answers)
+        assert answer == worker_pb2.AttachResponse(farewell=worker_pb2.Farewell())
+        assert welcome.attachment_id not in {each.attachment_id for each in client.stats().attachments}
+        assert list(answers) == []
+        assert _ended(measured) == (left + 1, lost)
+
+
+def _ended(worker: WorkerProcess) -> tuple[float, float]:
+    """Attachments whose engine left, and those whose engine was lost."""
+    values = _values(_text(worker.ready["metrics_address"]))
+    return values["ended_attachments_total", "left"], values["ended_attachments_total", "lost"]
 
 
 @needs_promtool
