@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, cat, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ctxcache.format.streams import StateKind
 from gpu_worker.families.adapter import (
@@ -46,6 +46,10 @@ from gpu_worker.families.adapter import (
     table_per_type,
 )
 
+_NOTHING_HELD: tuple[type, ...] = tuple(
+    getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name)
+)
+"""A layer's cache that holds nothing; transformers before 5.20 has no such class, and fewer layers."""
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "W_pack", "att_proj")
 _BY_HEAD = ("query_key_value",)
 """Fused projections that lay K and V out head by head; the others have all of Q, of K, of V."""
@@ -109,7 +113,7 @@ def _windows(model: PreTrainedModel, count: int) -> tuple[int | None, ...]:
         layers = DynamicCache(config=model.config).layers
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise refuse(model, f"its cache is not known: {' '.join(str(error).split())[:120]}") from error
-    shared_count = sum(isinstance(held, DummyLayer) for held in layers)
+    shared_count = sum(isinstance(held, _NOTHING_HELD) for held in layers)
     if shared_count or (layers and len(layers) != count):
         shared_count = shared_count or count - len(layers)
         raise refuse(model, f"{shared_count} of its {count} layers share keys and values with others")
