@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
@@ -45,13 +45,14 @@ from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
 from gpu_worker.errors import LaneStuck, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.generation import prefill, stream_greedy
-from gpu_worker.pipeline.compute import KernelWeights, compute_for
+from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
-from gpu_worker.pipeline.planned import Choice, Chooser
+from gpu_worker.pipeline.planned import Choice, Chooser, Wanted
+from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.source import LeasedSource
-from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import RestorePlan
+from gpu_worker.pipeline.target import CacheTarget, LayerRoom, Target
+from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.probe import probe_of
@@ -107,7 +108,7 @@ class Restoring:
     ) -> None:
         self.cache, self.restoration, self.choice = cache, restoration, choice
         self._rows, self._chooser = rows, chooser
-        self._gate = LayerGate(adapter, restoration)
+        self._gate, self._is_over = LayerGate(adapter, restoration), False
 
     @property
     def restored_ns(self) -> int:
@@ -135,10 +136,10 @@ class Restoring:
             for layer in range(lead.layer_count if lead else 0):
                 self.restoration.wait(layer)
         except BaseException:
-            self._end()
+            self.end()
             raise
         if lead is None:
-            self._end()
+            self.end()
 
     def __enter__(self) -> Self:
         self._gate.__enter__()
@@ -148,15 +149,40 @@ class Restoring:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._gate.__exit__(kind, error, trace)
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Cancel what is not done, and give the lease back. Once it is over, nothing."""
+        if self._is_over:
+            return
+        self._is_over = True
         try:
             self.restoration.cancel()
             self.restoration.drain()
             self._chooser.observe(self.choice, self.restoration)
         finally:
             self._rows.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart(Compute):
+    """Computes, and recomputes within a context of the engine's."""
+
+    compute: Compute
+    recomputing: Callable[[], AbstractContextManager[None]]
+
+    def restore(self, layer: int, method: Method, data: torch.Tensor, begin: int, room: LayerRoom) -> None:
+        """See Compute."""
+        self.compute.restore(layer, method, data, begin, room)
+
+    def chain(self, layers: frozenset[int]) -> None:
+        """See Compute."""
+        self.compute.chain(layers)
+
+    def recompute(self, schedule: RestoreSchedule, token_ids: torch.Tensor, target: Target) -> None:
+        """See Compute."""
+        with self.recomputing():
+            self.compute.recompute(schedule, token_ids, target)
 
 
 class SessionRestorer:
@@ -169,22 +195,29 @@ class SessionRestorer:
         *,
         timeout_s: float,
         settings: PipelineSettings | None = None,
+        recomputing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._adapter, self._chooser = adapter, chooser
+        """`recomputing` is entered, on a lane, around passes that recompute layers."""
+        self._adapter, self._chooser, self._recomputing = adapter, chooser, recomputing
         self._timeout_s, self._settings = timeout_s, settings
         self._weights = KernelWeights(adapter)
         self._pipeline: Pipeline | None = None
 
-    def begin(self, rows: SessionRows, choice: Choice, token_ids: Sequence[int]) -> Restoring:
-        """Restore the session's first tokens, those of `token_ids`. `rows` are the restore's from here on."""
+    def begin(
+        self, rows: SessionRows, choice: Choice, token_ids: Sequence[int], *, behind_count: int = 0
+    ) -> Restoring:
+        """Restore the session's first tokens, those of `token_ids`. `rows` are the restore's from here on.
+
+        Behind `behind_count` others that are under way, it may take as long as all of them.
+        """
         adapter, count = self._adapter, len(token_ids)
         target = CacheTarget(adapter, count)
         restoration = self._usable().start(
             choice.schedule(target),
             LeasedSource(rows),
             target,
-            compute_for(adapter, self._weights, torch.arange(count)),
-            deadline=Deadline.after_s(self._timeout_s),
+            _Apart(compute_for(adapter, self._weights, torch.arange(count)), self._recomputing),
+            deadline=Deadline.after_s(self._timeout_s * (1 + behind_count)),
             token_ids=torch.tensor(token_ids),
         )
         return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser)
@@ -393,7 +426,11 @@ class TransformersEngine:
         self._chooser = Chooser(self._adapter, plan, profile, lossy_kinds=packed_kinds)
         self._layout = self._chooser.layout(expected or [Return(self._window // 2)])
         self._restorer = SessionRestorer(
-            self._adapter, self._chooser, timeout_s=restore_timeout_s, settings=settings
+            self._adapter,
+            self._chooser,
+            timeout_s=restore_timeout_s,
+            settings=settings,
+            recomputing=self._recomputing,
         )
         self._place = StatePlace.DRAM
         self._sink_count, self._durability = sink_count, durability
@@ -525,32 +562,49 @@ class TransformersEngine:
             return _Start(session, [], self._empty_cache())
         held = frozenset(session.streams())
         choice = self._chooser.choose(held, session.token_count, new_count, place=self._place)
+        start = self._begin(session, known, Wanted(held, session.token_count, new_count), choice)
+        try:
+            if start.restoring is not None:
+                start.restoring.wait_for_lead()
+        except CacheError as error:
+            if known is not None and isinstance(error, DAMAGED):
+                raise
+            turn.miss_reason = error.reason
+            return self._missed(start.session, start.saved, error)
+        return start
+
+    def _begin(
+        self,
+        session: SessionInfo,
+        known: Sequence[int] | None,
+        wanted: Wanted,
+        choice: Choice,
+        *,
+        behind_count: int = 0,
+    ) -> _Start:
+        """Begin to restore what the session and the history have in common, as chosen for what was wanted.
+
+        Raises what a read raises; what goes wrong later is told by the restore.
+        """
         rows = self._client.sessions.open(session, self._own).read(streams=choice.streams())
         with ExitStack() as stack:
             stack.enter_context(rows)
             self._place = StatePlace.DRAM if rows.is_local else StatePlace.REMOTE
             # As it is read: others may have changed it since it was looked up.
-            planned_count, session = session.token_count, rows.session
+            session = rows.session
             ids = token_ids_of(rows.array(TOKENS))
             common = len(ids) if known is None else common_prefix(ids, known)
             missing_count = 0 if known is None else len(known) - common
             session = cut(self._client, session, common)
             if not common:
                 return _Start(session, [], self._empty_cache())
-            if missing_count or common != planned_count:
+            if missing_count or common != wanted.history:
                 # Only streams that were read can be chosen from.
                 choice = self._chooser.choose(
-                    choice.streams(), common, missing_count + new_count, place=self._place
+                    choice.streams(), common, missing_count + wanted.new_tokens, place=self._place
                 )
-            restoring = self._restorer.begin(rows, choice, ids[:common])
+            restoring = self._restorer.begin(rows, choice, ids[:common], behind_count=behind_count)
             stack.pop_all()
-        try:
-            restoring.wait_for_lead()
-        except CacheError as error:
-            if known is not None and isinstance(error, DAMAGED):
-                raise
-            turn.miss_reason = error.reason
-            return self._missed(session, ids[:common], error)
         return _Start(session, ids[:common], restoring.cache, restoring)
 
     def _missed(self, session: SessionInfo, saved: list[int], error: CacheError) -> _Start:
@@ -564,6 +618,10 @@ class TransformersEngine:
 
     def _empty_cache(self) -> Cache:
         return DynamicCache(config=self._model.config)
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        """Entered around passes that a restore makes: one turn at a time waits for them anyway."""
+        return nullcontext()
 
     # -- generating and saving ---------------------------------------------------------------------
 

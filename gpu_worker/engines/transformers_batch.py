@@ -1,31 +1,38 @@
 """transformers with a context store, several sessions at a time: restored, computed together, and saved.
 
-Sessions are restored one after the other; their new tokens then go through the model side by side, a pass of
-`PASS_TOKENS` at most, those that generate first. Each keeps a cache of its own, and is saved as it goes.
-Sessions of different layouts are captured differently, and go one layout after the other. Worst case: each
-session's restored cache is copied once, and while they generate all of them are in memory.
+Restores of all sessions begin at once, in the order and by the ways that `planning/together.py` decides: one
+is read while another one is projected. A session's new tokens go through the model as soon as it is whole,
+side by side with those of others, a pass of `PASS_TOKENS` at most, those that generate first. Each keeps a
+cache of its own, and is saved as it goes. The engine's passes take turns with layers that restores recompute:
+there is one model. Sessions of different layouts are captured differently, and go one layout after the other.
+A session that cannot be leased beside the others, or whose restore fails, is tried again alone, behind them.
+Worst case: each session's restored cache is copied once, and while they generate all of them are in memory.
 """
 
+import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ctxcache.client import Client
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
 from gpu_worker.capture import Capture
-from gpu_worker.engines.transformers import TransformersEngine, Turn, _Start
+from gpu_worker.engines.transformers import DAMAGED, MISSES, Restoring, TransformersEngine, Turn, _Start
+from gpu_worker.errors import RestoreFailed
 from gpu_worker.families.adapter import refuse
 from gpu_worker.generation import end_token_ids, prefill
 from gpu_worker.packed import ATTENTION, PackedModel, SequenceCache, Work
+from gpu_worker.pipeline.planned import Choice, Wanted
 from gpu_worker.plan import RestorePlan
-from gpu_worker.saving import Slice
+from gpu_worker.saving import Saver, Slice
 
 PASS_TOKENS = 512
 
@@ -42,6 +49,76 @@ class TurnRequest:
 
 
 @dataclass(slots=True, eq=False)
+class _Waiting:
+    """A session's turn before its first pass. Without `start` its restore is not under way."""
+
+    request: TurnRequest
+    turn: Turn
+    session: SessionInfo
+    known: list[int] | None
+    start: _Start | None = None
+    failed: tuple[_Start, CacheError] | None = None
+    """A restore that was under way, and what came between."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is restored and computed, if the session is as it was looked up."""
+        count = self.session.token_count
+        beyond = 0 if self.known is None else max(0, len(self.known) - count)
+        streams = frozenset(self.session.streams())
+        return Wanted(streams, count, beyond + len(self.request.new_token_ids))
+
+    @property
+    def restoring(self) -> Restoring | None:
+        """Its restore, where there is one."""
+        return self.start.restoring if self.start else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether to wait for it is to wait for nothing, or for nobody else."""
+        restoring = self.restoring
+        return restoring is None or restoring.restoration.is_whole or restoring.restoration.error is not None
+
+    def is_restored(self) -> bool:
+        """Wait for its restore; False where it failed, and is over."""
+        start, restoring = self.start, self.restoring
+        if start is None or restoring is None:
+            return start is not None
+        try:
+            restoring.restoration.wait_all()
+        except CacheError as error:
+            if not restoring.is_failed_by(error):
+                raise
+            self.start, self.failed = None, (start, error)
+            return False
+        return True
+
+    def end(self) -> None:
+        """Give the lease back; nothing of a restore that is not whole is written any more."""
+        restoring = self.failed[0].restoring if self.failed else self.restoring
+        if restoring is not None:
+            restoring.end()
+
+
+class _TurnsOfModel:
+    """Passes through one model by several threads, in the order in which they ask."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = self._serving = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            mine, self._next = self._next, self._next + 1
+            self._changed.wait_for(lambda: self._serving == mine)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._serving += 1
+            self._changed.notify_all()
+
+
+@dataclass(slots=True, eq=False)
 class _Running:
     """A session's turn in the batch: `waiting` tokens have not gone through the model."""
 
@@ -54,7 +131,6 @@ class _Running:
     waiting: deque[int]
     ends: Collection[int]
     is_answered: bool = False
-    layout: frozenset[Stream] = field(default_factory=frozenset)
 
     @property
     def name(self) -> str:
@@ -73,9 +149,10 @@ class TransformersBatchEngine(TransformersEngine):
         **settings: Any,
     ) -> None:
         """See TransformersEngine. Raises UnsupportedArchitecture, too, where sequences cannot be packed."""
+        self._model_turns, self._own_attention = _TurnsOfModel(), _attention_of(model)
         super().__init__(model, client, spec, plan, **settings)
         try:
-            with _attention_of(model):
+            with _keeping_attention(model):
                 self._packed = PackedModel(model)
             self._check_shapes()
         except BaseException:
@@ -95,12 +172,22 @@ class TransformersBatchEngine(TransformersEngine):
             raise InvalidArgument(field="token_ids", problem="at least one token is needed to continue")
         self._unchanged.check()
         begin_ns = perf_counter_ns()
-        batch = [self._prepare(request, begin_ns) for request in requests]
-        with _attention_of(self._model):
-            self._model.set_attn_implementation(ATTENTION)
-            for layout in dict.fromkeys(one.layout for one in batch):
-                self._run([one for one in batch if one.layout == layout], layout, begin_ns)
-        return [one.turn for one in batch]
+        batch = [self._look_up(request) for request in requests]
+        chosen = self._chooser.choose_together([one.wanted for one in batch], place=self._place)
+        batch = [batch[index] for index, _ in chosen]
+        with ExitStack() as ending, _keeping_attention(self._model):
+            for place, (one, (_, choice)) in enumerate(zip(batch, chosen, strict=True)):
+                ending.callback(one.end)
+                self._try_to_begin(one, choice, behind_count=place)
+            # Those that are restored alone come last.
+            waiting = sorted(batch, key=lambda one: one.start is None)
+            while waiting:
+                layout = frozenset(waiting[0].session.streams())
+                of_layout = deque(one for one in waiting if frozenset(one.session.streams()) == layout)
+                waiting = [one for one in waiting if one not in of_layout]
+                self._run(of_layout, batch, layout, begin_ns)
+        by_request = {id(one.request): one.turn for one in batch}
+        return [by_request[id(request)] for request in requests]
 
     def _check_shapes(self) -> None:
         """Raise UnsupportedArchitecture where transformers caches something else than attention looks at."""
@@ -116,21 +203,38 @@ class TransformersBatchEngine(TransformersEngine):
             if found != (heads, key_size, value_size):
                 raise refuse(self._model, "its cache holds other state than its attention looks at")
 
-    def _prepare(self, request: TurnRequest, begin_ns: int) -> _Running:
+    def _look_up(self, request: TurnRequest) -> _Waiting:
         turn = Turn()
-        new_count = len(request.new_token_ids)
-        session, known = self._fit(
-            request.session_id, request.history, new_count + request.max_new_tokens, turn
-        )
-        start = self._restored_whole(self._restore(session, known, new_count, turn), turn)
+        count = len(request.new_token_ids) + request.max_new_tokens
+        session, known = self._fit(request.session_id, request.history, count, turn)
+        return _Waiting(request, turn, session, known)
+
+    def _try_to_begin(self, one: _Waiting, choice: Choice, *, behind_count: int) -> None:
+        """Begin a restore, or leave it for when no other one is under way."""
+        if not one.session.token_count:
+            one.start = _Start(one.session, [], self._empty_cache())
+            return
+        # What is missed here may be room that others' leases take: it is told when it is missed again.
+        with suppress(*MISSES):
+            one.start = self._begin(one.session, one.known, one.wanted, choice, behind_count=behind_count)
+
+    def _started(self, one: _Waiting, begin_ns: int) -> _Running:
+        """A turn whose session is there, or is computed."""
+        request, turn = one.request, one.turn
+        start = one.start or self._restored_alone(one)
+        if start.restoring is not None:
+            turn.restored_ns = start.restoring.restored_ns
+            turn.predicted_ns = int(start.restoring.choice.predicted_s * 1e9)
         turn.restore_ns = perf_counter_ns() - begin_ns
-        missing = list(start.lost) if known is None else known[len(start.saved) :]
+        missing = list(start.lost) if one.known is None else one.known[len(start.saved) :]
         turn.history_token_count = len(start.saved) + len(missing)
         turn.reused_token_count = start.reused_count
+        new_count = len(request.new_token_ids)
         turn.prefilled_token_count = turn.history_token_count - start.reused_count + new_count
         if start.is_missing:
             # The store has these tokens: they are computed, and not saved again.
-            prefill(self._model, start.cache, start.saved)
+            with self._recomputing():
+                prefill(self._model, start.cache, start.saved)
         waiting = [*missing, *request.new_token_ids]
         capacity = len(start.saved) + len(waiting) + request.max_new_tokens
         ends = request.eos_token_ids
@@ -143,48 +247,79 @@ class TransformersBatchEngine(TransformersEngine):
             deque(waiting),
             end_token_ids(self._model) if ends is None else ends,
             is_answered=not request.max_new_tokens,
-            layout=frozenset(start.session.streams()),
         )
 
-    def _restored_whole(self, start: _Start, turn: Turn) -> _Start:
-        """Wait until all layers are there; a restore that fails is a miss."""
-        restoring = start.restoring
-        if restoring is None:
-            return start
-        try:
-            if restoring.is_ahead:
-                with restoring:
-                    restoring.restoration.wait_all()
-        except CacheError as error:
-            if not restoring.is_failed_by(error):
-                raise
-            turn.miss_reason = error.reason
-            return self._missed(start.session, start.saved, error)
-        turn.restored_ns = restoring.restored_ns
-        turn.predicted_ns = int(restoring.choice.predicted_s * 1e9)
-        return start
+    def _restored_alone(self, one: _Waiting) -> _Start:
+        """Restore a session as `turn` does, and wait until it is whole: nothing else is under way."""
+        if one.failed is not None:
+            start, error = one.failed
+            one.turn.miss_reason = error.reason
+            if one.known is None or not isinstance(error, DAMAGED):
+                return self._missed(start.session, start.saved, error)
+            one.session = self._open(one.request.session_id)
+        begun = self._restore(one.session, one.known, one.wanted.new_tokens, one.turn)
+        one.start, one.failed = begun, None
+        if one.is_restored():
+            return begun
+        _, error = one.failed or (begun, RestoreFailed(problem="no restore was begun"))
+        one.turn.miss_reason = error.reason
+        return self._missed(begun.session, begun.saved, error)
 
-    def _run(self, batch: Sequence[_Running], layout: frozenset[Stream], begin_ns: int) -> None:
-        """Pass after pass, until each session's whole turn has gone through the model."""
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """A pass that is not packed, by any thread."""
+        with self._model_turns:
+            self._attend_by(self._own_attention)
+            yield
+
+    def _attend_by(self, attention: str) -> None:
+        """Whoever has the model's turn says how it attends."""
+        if _attention_of(self._model) != attention:
+            self._model.set_attn_implementation(attention)
+
+    def _run(
+        self, waiting: deque[_Waiting], batch: Sequence[_Waiting], layout: frozenset[Stream], begin_ns: int
+    ) -> None:
+        """Whole turns of the sessions of one layout, each from when it is restored."""
         saver = self._savers.of(layout)
-        opened: list[_Running] = []
+        running: list[_Running] = []
         try:
-            for one in batch:
-                saver.open(one.start.session)
-                opened.append(one)
             with Capture(self._adapter, layout, saver.put, is_on_host=False):
-                while chosen := _chosen(batch):
-                    slices = [
-                        Slice(one.name, one.saved_count + one.cache.token_count, len(ids))
-                        for one, ids in chosen
-                    ]
-                    with saver.passing(slices, [token for _, ids in chosen for token in ids]):
-                        logits = self._packed.step([Work(one.cache, ids) for one, ids in chosen])
-                    for (one, _), token in zip(chosen, logits.argmax(dim=-1).tolist(), strict=True):
-                        _take(one, token, begin_ns)
+                while waiting or any(one.waiting for one in running):
+                    while waiting and (waiting[0].is_ready or not any(one.waiting for one in running)):
+                        one = waiting.popleft()
+                        if one.start is not None and not one.is_restored():
+                            waiting.append(one)
+                            continue
+                        if one.start is None:
+                            _wait_for_all(batch)
+                        started = self._started(one, begin_ns)
+                        saver.open(started.start.session)
+                        running.append(started)
+                    if all(one.is_ready for one in batch):
+                        # Nobody is restored any more: leases go back before the replies are long.
+                        _wait_for_all(batch)
+                    self._pass(_chosen(running), saver, begin_ns)
         finally:
-            for one in opened:
-                saver.finish(one.name, durability=self._durability)
+            for each in running:
+                saver.finish(each.name, durability=self._durability)
+
+    def _pass(self, chosen: Sequence[tuple[_Running, list[int]]], saver: Saver, begin_ns: int) -> None:
+        slices = [Slice(one.name, one.saved_count + one.cache.token_count, len(ids)) for one, ids in chosen]
+        tokens = [token for _, ids in chosen for token in ids]
+        with self._model_turns, saver.passing(slices, tokens):
+            self._attend_by(ATTENTION)
+            logits = self._packed.step([Work(one.cache, ids) for one, ids in chosen])
+        for (one, _), token in zip(chosen, logits.argmax(dim=-1).tolist(), strict=True):
+            _take(one, token, begin_ns)
+
+
+def _wait_for_all(batch: Sequence[_Waiting]) -> None:
+    """Until no restore is under way; then nobody holds a lease."""
+    for one in batch:
+        one.is_restored()
+    for one in batch:
+        one.end()
 
 
 def _chosen(batch: Sequence[_Running]) -> list[tuple[_Running, list[int]]]:
@@ -210,11 +345,16 @@ def _take(one: _Running, token: int, begin_ns: int) -> None:
     one.is_answered = token in one.ends or len(turn.token_ids) == one.request.max_new_tokens
 
 
+def _attention_of(model: PreTrainedModel) -> str:
+    own: str = model.config._attn_implementation  # noqa: SLF001  transformers has a way to set it, none to ask
+    return own
+
+
 @contextmanager
-def _attention_of(model: PreTrainedModel) -> Iterator[None]:
+def _keeping_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within it the model's attention may be another one."""
-    own = model.config._attn_implementation  # noqa: SLF001  transformers has a way to set it, none to ask
+    before = _attention_of(model)
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(before)

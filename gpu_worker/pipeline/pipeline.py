@@ -325,11 +325,8 @@ class Restoration:
             self._compute.chain(schedule.chained_layers)
         # Earlier users of the target's memory have ended when the first work writes to it.
         self._submit(self._lanes.compute, lambda: None, behind)
-        if schedule.needs_token_ids:
-            event = self._submit(self._lanes.compute, self._recompute)
-            self._events.append((Stage.RECOMPUTE, event))
-        for layer in range(schedule.recomputed_layers):
-            self._close_layer(layer)
+        # By way of the reading lane: a restore that begins behind this one computes behind it.
+        self._submit(self._lanes.read, self._begin_computing)
         for layer in range(schedule.recomputed_layers, self.target.layer_count):
             for part, most_tokens in batches[layer]:
                 for begin, end in part.batches(most_tokens):
@@ -359,6 +356,13 @@ class Restoration:
             raise self._states.error
         self.deadline.check("the restore")
         work()
+
+    def _begin_computing(self) -> None:
+        if self.schedule.needs_token_ids:
+            event = self._submit(self._lanes.compute, self._recompute)
+            self._events.append((Stage.RECOMPUTE, event))
+        for layer in range(self.schedule.recomputed_layers):
+            self._close_layer(layer)
 
     def _recompute(self) -> None:
         if self._token_ids is None:

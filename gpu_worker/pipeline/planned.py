@@ -6,7 +6,7 @@ for layers that are not alike. Owned by an engine; one restore at a time. Worst 
 which drift corrects from one restore to the next; until then passes wait at their layers.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -107,6 +107,15 @@ class Choice:
         return 0.0 if self.plan is None else self.plan.restored_s
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`history` tokens of a session of which the streams `held` are there, before `new_tokens`."""
+
+    held: frozenset[Stream]
+    history: int
+    new_tokens: int
+
+
 class Chooser:
     """A caller's plan for all sessions, or a planner's for each."""
 
@@ -157,6 +166,31 @@ class Chooser:
             return Choice(_held_of(self._fixed or RestorePlan(()), held), None)
         holding = _holding(held, len(self._shape.layers), HeldSpan(place, 0, history))
         return Choice(None, self._planner.plan(holding, history, new_tokens))
+
+    def choose_together(
+        self, sessions: Sequence[Wanted], *, place: StatePlace = StatePlace.DRAM
+    ) -> list[tuple[int, Choice]]:
+        """Sessions that are restored from now on, as indexes in the order in which they should come.
+
+        Where the plan is the caller's, those with least to do come first. Raises
+        InvalidArgument(field="holding").
+        """
+        if self._planner is None:
+            plan = self._fixed or RestorePlan(())
+            order = sorted(range(len(sessions)), key=lambda i: sessions[i].history + sessions[i].new_tokens)
+            return [(index, Choice(_held_of(plan, sessions[index].held), None)) for index in order]
+        layer_count = len(self._shape.layers)
+        planned = self._planner.together(
+            [
+                (
+                    _holding(each.held, layer_count, HeldSpan(place, 0, each.history)),
+                    each.history,
+                    each.new_tokens,
+                )
+                for each in sessions
+            ]
+        )
+        return [(index, Choice(None, planned.plans[index])) for index in planned.order]
 
     def observe(self, choice: Choice, restoration: Restoration) -> None:
         """Learn from a restore that is whole and drained."""

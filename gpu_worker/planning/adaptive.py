@@ -10,14 +10,15 @@ two that are equal, each planned anew.
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.planning.holding import EngineAbilities, Holding
 from gpu_worker.planning.planner import Plan, PlanRequest, plan
 from gpu_worker.planning.profile import NO_LIMIT, Profile, Stage
 from gpu_worker.planning.shape import ModelShape
+from gpu_worker.planning.together import PlannedTogether, plan_together
 
 _MOST = math.log(4.0)
 """The most that one observation counts, so that a single stall is not a trend."""
@@ -129,6 +130,19 @@ class AdaptivePlanner:
         while len(self._plans) > PLAN_LIMIT:
             self._plans.popitem(last=False)
         return self._plans[key]
+
+    def together(self, sessions: Sequence[tuple[Holding, int, int]]) -> PlannedTogether:
+        """Plan restores of (holding, history, new tokens) that begin now; each is computed when it is whole.
+
+        Raises what `plan_together` raises.
+        """
+        engine = replace(self._engine, starts_by_layer=False)
+        return plan_together(
+            [
+                PlanRequest(self._model, holding, history, self.profile, new_tokens, engine)
+                for holding, history, new_tokens in sessions
+            ]
+        )
 
     def observe(self, stage: Stage, *, predicted_s: float, observed_s: float) -> Drift | None:
         """Take what a stage of a plan took.

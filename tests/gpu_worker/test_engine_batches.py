@@ -1,7 +1,9 @@
 """Several sessions restored and computed together, on a real store: each reply as if it were alone."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from server_process import ServerProcess
@@ -10,14 +12,20 @@ from transformers import DynamicCache, PreTrainedModel
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.errors import InvalidArgument
+from ctxcache.client.arena import Bytes
+from ctxcache.client.routes import Access
+from ctxcache.errors import CacheError, CapacityExceeded, CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import Stream
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
 from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
+from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.profile import Link
 
 REPLY_TOKENS = 9
 PROMPTS = {
@@ -129,6 +137,89 @@ def test_replies_end_where_they_would_alone(store: ServerProcess) -> None:
         for name, count in (("token", len(until_end)), ("count", 5), ("none", 0)):
             engine.wait(f"ends-{name}")
             assert client.sessions.get(f"sessions/ends-{name}").token_count == len(prompt) + count
+
+
+def _prompts(store: ServerProcess, prefix: str) -> list[TurnRequest]:
+    """Both turns' requests; the first ones are behind the sessions."""
+    with ctxcache.connect(store.target) as client, _engine(client, "llama", Method.HIDDEN) as engine:
+        engine.turns(_requests(0, prefix))
+    return _requests(1, prefix)
+
+
+def _second_replies() -> list[list[int]]:
+    return [_alone("llama", prompts)[1] for prompts in PROMPTS.values()]
+
+
+@pytest.mark.parametrize(("access", "bus_bytes_per_s"), [("local", 1e3), ("local", 1e9), ("remote", 1e6)])
+def test_restores_that_recompute_take_turns_with_passes(
+    store: ServerProcess, access: Access, bus_bytes_per_s: float
+) -> None:
+    """From a bus over which nothing is worth copying to one on which nothing is worth computing again."""
+    prefix = f"planned-{access}-{bus_bytes_per_s:.0f}"
+    requests = _prompts(store, prefix)
+    profile = replace(known_profile("cpu"), copy=Link(bus_bytes_per_s), remote=Link(bus_bytes_per_s))
+    with (
+        ctxcache.connect(store.target, access=access) as client,
+        TransformersBatchEngine(_model("llama"), client, _spec("llama"), profile=profile) as engine,
+    ):
+        results = engine.turns(requests)
+        assert [one.token_ids for one in results] == _second_replies()
+        assert all(one.miss_reason == "" and one.predicted_ns and one.restored_ns for one in results)
+        # The next one finds what these saved, and one alone goes as ever.
+        again = engine.turn(f"{prefix}-short", [11, 12], max_new_tokens=REPLY_TOKENS, eos_token_ids=())
+    assert again.token_ids == _alone("llama", [*PROMPTS["short"], [11, 12]])[2]
+
+
+@pytest.mark.parametrize("error", [CorruptSegment, LeaseNotFound])
+def test_a_restore_that_fails_beside_others_is_computed_and_they_are_not(
+    store: ServerProcess, monkeypatch: pytest.MonkeyPatch, error: type[CacheError]
+) -> None:
+    """The short one's, which comes first; where rows were damaged it is restored once more."""
+    prefix = f"failing-{error.__name__}"
+    requests, fill = _prompts(store, prefix), LeasedSource.fill
+    raised: list[type[CacheError]] = []
+
+    def failing(source: LeasedSource, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        if not raised and stream.layer == 1:
+            raised.append(error)
+            raise (
+                CorruptSegment(segment_id="1", problem="planted")
+                if error is CorruptSegment
+                else LeaseNotFound(lease_id=1)
+            )
+        fill(source, stream, begin, end, into)
+
+    monkeypatch.setattr(LeasedSource, "fill", failing)
+    histories = [[*prompts[0], *_alone("llama", prompts)[0]] for prompts in PROMPTS.values()]
+    requests = [replace(one, history=known) for one, known in zip(requests, histories, strict=True)]
+    with ctxcache.connect(store.target) as client, _engine(client, "llama", Method.HIDDEN) as engine:
+        results = engine.turns(requests)
+    assert [one.token_ids for one in results] == _second_replies()
+    assert [one.miss_reason for one in results] == [error.reason, "", ""]
+    reused = [len(known) for known in histories]
+    assert [one.reused_token_count for one in results] == [reused[0] * (error is CorruptSegment), *reused[1:]]
+
+
+def test_sessions_that_have_no_room_beside_others_are_restored_behind_them(
+    store: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that is refused while others hold theirs is asked for again when they do not."""
+    requests, begin = _prompts(store, "no-room"), TransformersBatchEngine._begin
+    held: list[Any] = []
+
+    def full(engine: TransformersBatchEngine, *args: Any, **others: Any) -> Any:
+        if any(not restoring._is_over for restoring in held):
+            raise CapacityExceeded(tier="dram", needed_bytes=1, free_bytes=0, limit_bytes=0)
+        start = begin(engine, *args, **others)
+        held.append(start.restoring)
+        return start
+
+    monkeypatch.setattr(TransformersBatchEngine, "_begin", full)
+    with ctxcache.connect(store.target) as client, _engine(client, "llama", Method.HIDDEN) as engine:
+        results = engine.turns(requests)
+    assert len(held) == 3
+    assert [one.token_ids for one in results] == _second_replies()
+    assert all(one.reused_token_count and not one.miss_reason for one in results)
 
 
 def test_what_cannot_be_batched_is_refused(store: ServerProcess) -> None:
