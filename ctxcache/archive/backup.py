@@ -40,6 +40,7 @@ from ctxcache.cache.state import GENERATION_BITS
 from ctxcache.core import ranges
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TooManyRequests
+from ctxcache.format.streams import contents_within
 from ctxcache.storage.metadata.base import SessionRecord
 
 MESSAGE_BYTES = 2 << 20
@@ -306,6 +307,8 @@ def _described(record: SessionRecord, model: ArchivedModel) -> ArchivedSession:
         expire_time_ns=record.expire_time_ns,
         ttl_ns=record.ttl_ns or 0,
         is_pinned=record.is_pinned,
+        salt=record.salt,
+        contents=contents_within(record.contents, 0, ranges.whole_count(record.live)),
     )
 
 

@@ -15,7 +15,17 @@ from ctxcache.archive.frames import PAYLOAD_LIMIT_BYTES
 from ctxcache.core import ranges
 from ctxcache.format.model import ModelSpec, decode_model
 from ctxcache.format.probe import ModelProbe, decode_probe
-from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import (
+    CONTENTS_LIMIT,
+    DIGEST_BYTES,
+    SALT_LIMIT_BYTES,
+    TOKENS,
+    Content,
+    StateKind,
+    Stream,
+    StreamSpec,
+    contents_within,
+)
 
 STRETCH = struct.Struct("<qq")
 """First position and count of tokens; of ROWS and SAME. Rows follow, or the number of a frame."""
@@ -24,9 +34,10 @@ TOTALS = struct.Struct("<qq")
 """Whole sessions in the file, and their tokens."""
 _ORIGIN = struct.Struct("<q")
 _MODEL = struct.Struct("<qHHII")
-_SESSION = struct.Struct("<16sqqqqqqIHHII")
+_SESSION = struct.Struct("<16sqqqqqqIHHIIII")
 _STREAM = struct.Struct("<ii")
 _RANGE = struct.Struct("<qq")
+_CONTENT = struct.Struct(f"<qq{DIGEST_BYTES}s")
 _PINNED = 1
 _SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 _MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
@@ -88,6 +99,9 @@ class ArchivedSession:
     expire_time_ns: int
     ttl_ns: int
     is_pinned: bool
+    salt: bytes = b""
+    contents: tuple[Content, ...] = ()
+    """What lies behind its tokens up to the first that was dropped, in order."""
 
     def encode(self, model_number: int) -> bytes:
         """The payload of SESS. `model_number` counts the MODL of the file from 0."""
@@ -105,15 +119,28 @@ class ArchivedSession:
             len(session_id),
             len(self.layout),
             len(self.live),
+            len(self.salt),
+            len(self.contents),
         )
         streams = (_STREAM.pack(*stream) for stream in self.layout)
         live = (_RANGE.pack(*found) for found in self.live)
-        return b"".join((fixed, session_id, *streams, *live))
+        contents = (_CONTENT.pack(*found) for found in self.contents)
+        return b"".join((fixed, session_id, *streams, *live, self.salt, *contents))
 
     @cached_property
     def specs(self) -> tuple[StreamSpec, ...]:
         """Its streams in storage order."""
         return self.model.spec.resolve(self.layout)
+
+    @property
+    def whole_token_count(self) -> int:
+        """How many of its first tokens were computed with all tokens before them."""
+        return ranges.whole_count(self.live)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some of its tokens were computed with tokens that were dropped."""
+        return self.whole_token_count < self.token_count
 
     @cached_property
     def token_count(self) -> int:
@@ -161,11 +188,17 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
     uid, generation, log_end, create_ns, access_ns, expire_ns, ttl_ns, *rest = _SESSION.unpack(
         _head(payload, _SESSION)
     )
-    model_number, flags, name_bytes, stream_count, range_count = rest
+    model_number, flags, name_bytes, stream_count, range_count, salt_bytes, content_count = rest
     if flags not in (0, _PINNED) or model_number >= len(models):
         raise ValueError("its flags or its model are none of this file")
-    sizes = [name_bytes, stream_count * _STREAM.size, range_count * _RANGE.size]
-    name, streams, live = _split(payload, _SESSION.size, sizes)
+    sizes = [
+        name_bytes,
+        stream_count * _STREAM.size,
+        range_count * _RANGE.size,
+        salt_bytes,
+        content_count * _CONTENT.size,
+    ]
+    name, streams, live, salt, contents = _split(payload, _SESSION.size, sizes)
     found = ArchivedSession(
         session_id=_matching(_SESSION_ID, name),
         model=models[model_number],
@@ -179,10 +212,13 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
         expire_time_ns=expire_ns,
         ttl_ns=ttl_ns,
         is_pinned=bool(flags),
+        salt=salt,
+        contents=tuple(Content(*content) for content in _CONTENT.iter_unpack(contents)),
     )
     if min(generation, log_end, create_ns, access_ns, expire_ns, ttl_ns) < 0:
         raise ValueError("a count or a time is negative")
     _check_live(found)
+    _check_contents(found)
     _check_streams(found)
     return found
 
@@ -193,6 +229,15 @@ def _check_live(found: ArchivedSession) -> None:
     # Ranges that touch would be one: the same tokens are written in one way only.
     if not is_ascending or any(low == high for low, high in pairwise(ends[1:-1])):
         raise ValueError("its tokens are not in order")
+
+
+def _check_contents(found: ArchivedSession) -> None:
+    if len(found.salt) > SALT_LIMIT_BYTES:
+        raise ValueError(f"its salt has {len(found.salt)} bytes")
+    is_canonical = contents_within(found.contents, 0, found.whole_token_count) == found.contents
+    is_apart = all(one.end <= other.begin for one, other in pairwise(found.contents))
+    if not (is_canonical and is_apart) or len(found.contents) > CONTENTS_LIMIT:
+        raise ValueError("what lies behind its tokens is not in order, or too much")
 
 
 def _check_streams(found: ArchivedSession) -> None:

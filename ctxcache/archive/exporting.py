@@ -130,9 +130,13 @@ class Exporter:
         stretch, token_bytes, begin = tokens_at_a_time(described.token_bytes), described.token_bytes, 0
         try:
             while begin < described.token_count:
-                count = min(stretch, described.token_count - begin)
+                whole_count = described.whole_token_count
+                # A frame of rows is of positions that follow one another.
+                end = whole_count if begin < whole_count else described.token_count
+                count = min(stretch, end - begin)
                 rows = self._rows(session, described, begin, begin + count)
-                self._writer.write(ROWS, STRETCH.pack(begin, count), rows)
+                position = begin + (begin >= whole_count and described.is_cut)
+                self._writer.write(ROWS, STRETCH.pack(position, count), rows)
                 self._step(session.name, count, count * token_bytes)
                 begin += count
         except ENDS_ALL:
@@ -174,8 +178,12 @@ def tokens_at_a_time(token_bytes: int) -> int:
 
 
 def _describe(session: SessionInfo, model: ArchivedModel) -> ArchivedSession:
-    # The API numbers live tokens alone, so their indexes are the positions here.
-    live = ((0, session.token_count),) if session.token_count else ()
+    # The API numbers live tokens alone, so their indexes are the positions here; where some were dropped, one
+    # position is left out.
+    whole_count, count = session.whole_token_count, session.token_count
+    is_cut = whole_count < count
+    live = tuple(found for found in ((0, whole_count), (whole_count + 1, count + 1)) if found[0] < found[1])
+    live = live if is_cut else live[:1]
     return ArchivedSession(
         session_id=session.name.removeprefix("sessions/"),
         model=model,
@@ -183,10 +191,12 @@ def _describe(session: SessionInfo, model: ArchivedModel) -> ArchivedSession:
         uid=bytes.fromhex(session.uid),
         generation=session.generation,
         live=live,
-        log_end=session.token_count,
+        log_end=count + is_cut,
         create_time_ns=session.create_time_ns or 0,
         access_time_ns=session.access_time_ns or 0,
         expire_time_ns=session.expire_time_ns or 0,
         ttl_ns=session.ttl_ns or 0,
         is_pinned=session.is_pinned,
+        salt=session.salt,
+        contents=session.contents,
     )

@@ -17,7 +17,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from ctxcache.archive.files import Source, refusals_of_file
 from ctxcache.errors import FileDamaged, FileUnusable, FormatTooNew
 
-MAGIC, VERSION = b"CTXCARC\0", 1
+MAGIC, VERSION = b"CTXCARC\0", 2
 FILE_ID_BYTES = 16
 FILE_HEADER = struct.Struct("<8sII16sq")
 """Magic, version, zero, the file's id, when the export began (Unix time, ns); its checksum follows."""

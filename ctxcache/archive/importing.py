@@ -19,6 +19,7 @@ from ctxcache.archive.reader import Rows, SessionInFile
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, FileUnusable, SessionAlreadyExists, SessionNotFound
+from ctxcache.format.streams import contents_within
 
 UNFINISHED = "importing-"
 UNFINISHED_TTL_S = 120.0
@@ -101,7 +102,7 @@ class Importer:
         model = self._client.models.register(described.model.spec, described.model.probe)
         unfinished = self._client.sessions.create(
             model, id=UNFINISHED + secrets.token_hex(8), layout=described.layout,
-            ttl=timedelta(seconds=UNFINISHED_TTL_S), is_pinned=is_pinned,
+            ttl=timedelta(seconds=UNFINISHED_TTL_S), is_pinned=is_pinned, salt=described.salt,
         ).info  # fmt: skip
         try:
             filled = self._fill(unfinished, model, one, target)
@@ -116,14 +117,17 @@ class Importer:
 
     def _fill(self, session: SessionInfo, model: CallerModel, one: SessionInFile, target: str) -> SessionInfo:
         unsynced_bytes = 0
-        for rows in _gathered(one.rows()):
+        cut = one.described.whole_token_count if one.described.is_cut else None
+        for rows in _gathered(_with_gap(one.rows(), cut)):
             before = session.token_count
             size_bytes = sum(part.nbytes for part in rows.values())
             unsynced_bytes += size_bytes
             is_synced = unsynced_bytes >= SYNC_BYTES
             try:
                 session = self._client.sessions.open(session, model).append(
-                    rows, durability=Durability.DISK if is_synced else Durability.MEMORY
+                    rows,
+                    durability=Durability.DISK if is_synced else Durability.MEMORY,
+                    contents=contents_within(one.described.contents, before, one.described.whole_token_count),
                 )
             except SessionNotFound as error:
                 problem = f"what had come of it was evicted, or nothing came for {UNFINISHED_TTL_S:.0f} s"
@@ -131,6 +135,9 @@ class Importer:
             if is_synced:
                 unsynced_bytes = 0
             self._step(f"sessions/{target}", session.token_count - before, size_bytes)
+        if cut is not None:
+            session = self._client.sessions.drop_ranges(session.name, [(cut, cut + 1)])
+            self._step(f"sessions/{target}", -1, -one.described.token_bytes)
         return session
 
     def _publish(
@@ -149,6 +156,24 @@ class Importer:
             now = filled.access_time
             ends = {"expire_time": end_of_life(described.expire_time_ns, self._begin_time_ns, now)}
         self._client.sessions.fork(filled.name, id=target, **ends)
+
+
+def _with_gap(rows: Iterator[Rows], cut: int | None) -> Iterator[Rows]:
+    """The rows, and those of one more token before token `cut`, which stands for those that were dropped.
+
+    What lies behind it was computed with tokens that are gone, and must not be found by those that are left.
+    """
+    at = 0
+    for part in rows:
+        count = len(next(iter(part.values())))
+        if cut is None or not at <= cut < at + count:
+            yield part
+        else:
+            if cut > at:
+                yield {stream: one[: cut - at] for stream, one in part.items()}
+            yield {stream: np.zeros((1, one.shape[1]), np.uint8) for stream, one in part.items()}
+            yield {stream: one[cut - at :] for stream, one in part.items()}
+        at += count
 
 
 def _gathered(rows: Iterator[Rows]) -> Iterator[Rows]:

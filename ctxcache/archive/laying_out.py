@@ -120,6 +120,8 @@ class _Plan:
                 expire_time_ns=session.expire_time_ns,
                 ttl_ns=session.ttl_ns or None,
                 is_pinned=session.is_pinned,
+                salt=session.salt,
+                contents=session.contents,
             )
         )
 

@@ -38,7 +38,7 @@ from ctxcache.errors import (
 from ctxcache.format.checksums import SumPlace, Sums, Tally, covers
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
-from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.format.streams import CONTENTS_LIMIT, TOKENS, Content, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Reservation:
     `runs` in token order, one per segment, each segment held once; those committed in full are let go.
     `client` is whose share of the arena they are counted in. `tally`: of rows that came over a wire.
     `coming_end`: one past the last token that its writer is known to append. What fills a long segment is put
-    into one, as long as its slot takes no more than `longest_bytes`.
+    into one, as long as its slot takes no more than `longest_bytes`. `contents`: what lies behind the tokens.
     """
 
     reservation_id: int
@@ -91,6 +91,7 @@ class Reservation:
     tally: Tally = field(default_factory=Tally)
     coming_end: int = 0
     longest_bytes: int = 0
+    contents: Sequence[Content] = ()
 
     def check(self, token_count: int) -> None:
         """Raise InvalidArgument unless there is room up to `token_count` and no later token is visible."""
@@ -282,14 +283,17 @@ class Appends:
         generation: int | None,
         token_count: int,
         coming_count: int = 0,
+        contents: Sequence[Content] = (),
         client: int | None = None,
     ) -> Reservation:
         """Open the session's reservation with room for `token_count` tokens; 0 is allowed, see `extend`.
 
         `coming_count`: tokens that its writer is known to append, which may then lie in long segments.
+        `contents`: what lies behind the coming tokens, in order.
 
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
-        WriteOffsetMismatch, CapacityExceeded, TooManyRequests, TierFailure.
+        WriteOffsetMismatch, InvalidArgument (a session of too many contents), CapacityExceeded,
+        TooManyRequests, TierFailure.
         """
         reservation = self.reserve_at_once(
             tenant,
@@ -299,12 +303,13 @@ class Appends:
             generation=generation,
             token_count=token_count,
             coming_count=coming_count,
+            contents=contents,
             client=client,
         )
         if reservation is not None:
             return reservation
         session, now_ns = self._writable(tenant, session_id, fingerprint, write_offset, generation)
-        reservation = self._made(session, write_offset, coming_count, client)
+        reservation = self._made(session, write_offset, coming_count, contents, client)
         self._begin(reservation, now_ns)
         try:
             await self._give_up_withheld(session)
@@ -325,6 +330,7 @@ class Appends:
         generation: int | None,
         token_count: int,
         coming_count: int = 0,
+        contents: Sequence[Content] = (),
         client: int | None = None,
     ) -> Reservation | None:
         """Reserve without waiting: there is room within every bound, and slots are free or clean.
@@ -335,7 +341,7 @@ class Appends:
         if session.withheld:
             return None
         # Not open yet: what it needs is looked at before anything is changed.
-        reservation = self._made(session, write_offset, coming_count, client)
+        reservation = self._made(session, write_offset, coming_count, contents, client)
         try:
             slots = self._slots_at_once(reservation, token_count)
         except CacheError as error:
@@ -357,8 +363,18 @@ class Appends:
             self._state.journal.did(Call.RESERVE, session, tokens=token_count)
         return reservation
 
-    def _made(self, session: Session, begin: int, coming_count: int, client: int | None) -> Reservation:
-        """A reservation that is not open yet."""
+    def _made(
+        self,
+        session: Session,
+        begin: int,
+        coming_count: int,
+        contents: Sequence[Content],
+        client: int | None,
+    ) -> Reservation:
+        """A reservation that is not open yet. Raises InvalidArgument."""
+        if contents and (count := len(session.contents) + len(contents)) > CONTENTS_LIMIT:
+            problem = f"{session.name} would have {count}, and {CONTENTS_LIMIT} are allowed"
+            raise InvalidArgument(field="contents", problem=problem)
         return Reservation(
             0,
             session,
@@ -368,6 +384,7 @@ class Appends:
             Pinner(session.tenant, client),
             coming_end=begin + coming_count,
             longest_bytes=self._ledger.longest_bytes if coming_count else 0,
+            contents=contents,
         )
 
     def _writable(
@@ -776,6 +793,8 @@ class Appends:
         for run, _, end in cuts:
             self._ledger.committed(session, run.segment, run.row_begin + end - run.token_begin, monotonic_ns)
         self._ledger.appended(session, added, now_ns)
+        if reservation.contents:
+            session.describe(reservation.contents, reservation.committed)
         if reservation.committed // BLOCK_TOKENS < token_count // BLOCK_TOKENS:
             self._ledger.keyed.appended(session, reservation.committed, self._token_ids)
         reservation.committed = token_count

@@ -22,6 +22,7 @@ from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CapacityExceeded, TierFailure
 from ctxcache.format.slot import Slot
+from ctxcache.format.streams import contents_within
 from ctxcache.storage.metadata.base import BlockRecord, Changes, MetadataStore, SessionRecord
 
 FREED_PER_SLICE = 64
@@ -268,6 +269,8 @@ def record_of(session: Session) -> SessionRecord:
         expire_time_ns=session.expire_time_ns,
         ttl_ns=session.expiration.ttl_ns,
         is_pinned=session.is_pinned,
+        salt=session.salt,
+        contents=contents_within(session.contents, 0, end) if session.contents else (),
         block=_block_record(session) if session.is_block else None,
     )
 

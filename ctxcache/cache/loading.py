@@ -126,6 +126,8 @@ class _Loader:
             access_time_ns=record.access_time_ns,
             expire_time_ns=record.expire_time_ns,
             is_pinned=record.is_pinned,
+            salt=record.salt,
+            contents=record.contents,
             live=record.live,
             generation=max(record.generation, self._state.least_generation),
             log_end=record.log_end,

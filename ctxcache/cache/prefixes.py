@@ -25,7 +25,7 @@ from ctxcache.cache.state import State
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, NO_PARENT, Scope, scope_of
 from ctxcache.errors import CorruptSegment, InvalidArgument, SessionNotFound, TierFailure, WriteInProgress
-from ctxcache.format.streams import StreamRange
+from ctxcache.format.streams import Content, StreamRange
 from ctxcache.storage.metadata.base import MetadataStore
 
 LOOKS = 8
@@ -116,11 +116,14 @@ class Prefixes:
         layout: Sequence[StreamRange],
         asked: bytes | Sequence[bytes],
         *,
+        salt: bytes = b"",
+        contents: Sequence[Content] = (),
         pace: Pace = STEP_BY_STEP,
     ) -> Match:
         """The longest prefix of these token ids (int32, little endian), or keys, that sessions have.
 
-        Sessions of that model and with that layout. Counts as no access. Raises ModelNotFound,
+        Sessions of that model, layout and salt. `contents`: what lies behind the token ids. Salt and contents
+        are in keys already. Counts as no access. Raises ModelNotFound,
         InvalidArgument (a stream that the model does not have).
         """
         model = self._state.model(tenant, model_id)
@@ -128,8 +131,8 @@ class Prefixes:
             made = self._state.layout(model, layout)
         except KeyError as error:
             raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
-        scope = scope_of(tenant, model.fingerprint, made.outline.ranges)
-        keys = await self._known(scope, asked, pace)
+        scope = scope_of(tenant, model.fingerprint, made.outline.ranges, salt)
+        keys = await self._known(scope, asked, contents, pace)
         self.counts.asked_token_count += _token_count(asked)
         holder = self._holder(scope, keys, is_proven=isinstance(asked, bytes))
         asked_count, known_count = _token_count(asked), len(keys) * BLOCK_TOKENS
@@ -157,17 +160,19 @@ class Prefixes:
         generation: int | None,
         asked: bytes | Sequence[bytes],
         *,
+        contents: Sequence[Content] = (),
         pace: Pace = STEP_BY_STEP,
     ) -> Adopted:
         """Let a session that never had a token begin with the longest prefix that another one has.
 
-        Without one it stays as it is. Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch,
-        WriteInProgress, InvalidArgument (it has, or had, tokens), CapacityExceeded, TierFailure.
+        One of the same salt. `contents` as in `match`. Without one it stays as it is. Raises SessionNotFound,
+        ModelFingerprintMismatch, GenerationMismatch, WriteInProgress, InvalidArgument (it has, or had,
+        tokens), CapacityExceeded, TierFailure.
         """
         session = self._adopter(tenant, session_id, fingerprint, generation)
         self._metadata.check()
-        scope = scope_of(tenant, fingerprint, session.layout.outline.ranges)
-        keys = await self._known(scope, asked, pace)
+        scope = scope_of(tenant, fingerprint, session.layout.outline.ranges, session.salt)
+        keys = await self._known(scope, asked, contents, pace)
         self.counts.asked_token_count += _token_count(asked)
         shared: tuple[bytes, int] | None = None
         for _ in range(LOOKS):
@@ -176,6 +181,9 @@ class Prefixes:
             if holder is None:
                 break
             source, token_count = holder
+            if source.salt != session.salt:
+                # Keys may be of any salt, and what is appended behind them would be of this session's.
+                break
             if source.durable_end < token_count:
                 await self._flush(source)
             elif shared is None or shared[0] != source.uid or shared[1] > token_count:
@@ -230,7 +238,9 @@ class Prefixes:
             raise InvalidArgument(field="session", problem=f"{session.name} has or had tokens of its own")
         return session
 
-    async def _known(self, scope: Scope, asked: bytes | Sequence[bytes], pace: Pace) -> list[bytes]:
+    async def _known(
+        self, scope: Scope, asked: bytes | Sequence[bytes], contents: Sequence[Content], pace: Pace
+    ) -> list[bytes]:
         """The keys that are in the index, from the first one on.
 
         Of some keys at a time the last one is looked for, and only where it is not there those before: a key
@@ -245,7 +255,8 @@ class Prefixes:
             end = min(begin + some, count)
             if isinstance(asked, bytes):
                 token_ids = memoryview(asked)[begin * BLOCK_BYTES : end * BLOCK_BYTES]
-                keys = list(scope.keys(token_ids, found[-1] if found else NO_PARENT))
+                parent = found[-1] if found else NO_PARENT
+                keys = list(scope.keys(token_ids, parent, contents, begin * BLOCK_TOKENS))
             else:
                 keys = list(asked[begin:end])
             if next(keyed.found(scope, keys[-1]), None) is None:

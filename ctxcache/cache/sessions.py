@@ -32,7 +32,7 @@ from ctxcache.errors import (
     WriteInProgress,
 )
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.streams import StreamRange
+from ctxcache.format.streams import StreamRange, contents_within
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 
 NAMES_PER_TURN = 256
@@ -91,10 +91,12 @@ class Sessions:
         layout: Sequence[StreamRange],
         expiration: Expiration | None,
         is_pinned: bool,
+        salt: bytes = b"",
     ) -> SessionView:
         """Create an empty session; an empty id means one of our choice.
 
-        Raises ModelNotFound, SessionAlreadyExists, InvalidArgument (a stream the model does not have).
+        `salt`: the keys of its tokens are made with it. Raises ModelNotFound, SessionAlreadyExists,
+        InvalidArgument (a stream the model does not have).
         """
         self._metadata.check()
         model = self._state.model(tenant, model_id)
@@ -110,7 +112,7 @@ class Sessions:
             made,
             expiration or self.default_expiration,
         )
-        session.is_pinned = is_pinned
+        session.is_pinned, session.salt = is_pinned, salt
         return await self._admit(session)
 
     def get(self, tenant: str, session_id: str) -> SessionView:
@@ -264,6 +266,8 @@ class Sessions:
         fork.log_end = max((s.end for s in fork.segments), default=0)
         fork.recorded_end = fork.durable_end = fork.log_end
         fork.path = source.path
+        fork.salt = source.salt
+        fork.contents = contents_within(source.contents, 0, fork.whole_token_count)
         if counted is not None:
             fork.residence.take_count(counted)
             if len(fork.segments) == len(source.segments):

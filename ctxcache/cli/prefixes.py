@@ -16,6 +16,7 @@ from ctxcache.cli.examples import examples
 from ctxcache.cli.units import model_name, parsed, session_name
 from ctxcache.client.convert import document
 from ctxcache.client.types import PrefixMatch
+from ctxcache.format.streams import Content
 
 app = typer.Typer()
 prefixes = typer.Typer(no_args_is_help=True, help="Look for prompts by tokens, and at what sessions share.")
@@ -49,9 +50,17 @@ Like = Annotated[
     typer.Option(
         "--like",
         metavar="NAME",
-        help="Sessions that store the same streams as this one; without it, all of the model's.",
+        help="Sessions of the same streams and salt as this one; without it, all streams and no salt.",
         show_default=False,
         autocompletion=session_names,
+    ),
+]
+Contents = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--content",
+        metavar="BEGIN:END:HEX",
+        help="What lies behind tokens BEGIN to END - 1, by its digest; repeat for the next ones.",
     ),
 ]
 
@@ -59,13 +68,23 @@ Like = Annotated[
 @prefixes.command(
     "match",
     epilog=examples(
-        "ctxcache prefix match tiny prompt.json", "ctxcache prefix match tiny prompt.json --like chat-17"
+        "ctxcache prefix match tiny prompt.json",
+        "ctxcache prefix match tiny prompt.json --like chat-17",
+        f"ctxcache prefix match tiny prompt.json --content 5:37:{'5a' * 32}",
     ),
 )
 @online
-def match(call: CliCall, model: Model, file: File = "", *, key: Keys = None, like: Like = "") -> None:
+def match(
+    call: CliCall,
+    model: Model,
+    file: File = "",
+    *,
+    key: Keys = None,
+    content: Contents = None,
+    like: Like = "",
+) -> None:
     """Say how many of a prompt's first tokens some session has."""
-    call.show(_found(call, model, file, key, like))
+    call.show(_found(call, model, file, key, content, like))
 
 
 @prefixes.command(
@@ -75,9 +94,17 @@ def match(call: CliCall, model: Model, file: File = "", *, key: Keys = None, lik
     ),
 )
 @online
-def why_miss(call: CliCall, model: Model, file: File = "", *, key: Keys = None, like: Like = "") -> None:
+def why_miss(
+    call: CliCall,
+    model: Model,
+    file: File = "",
+    *,
+    key: Keys = None,
+    content: Contents = None,
+    like: Like = "",
+) -> None:
     """Say why not more of a prompt's first tokens were found."""
-    found = _found(call, model, file, key, like)
+    found = _found(call, model, file, key, content, like)
     reason = REASONS.get(found.reason, found.reason)
     call.show_facts(document(found), f"{found.token_count} tokens are there: {reason}.")
 
@@ -97,15 +124,29 @@ def top(
         call.show_list("prefixes", client.prefixes.most_shared(limit=limit), None)
 
 
-def _found(call: CliCall, model: str, file: str, key: list[str] | None, like: str) -> PrefixMatch:
+def _found(
+    call: CliCall, model: str, file: str, key: list[str] | None, content: list[str] | None, like: str
+) -> PrefixMatch:
     if bool(file) == bool(key):
         raise typer.BadParameter("give a FILE, or --key")
     token_ids = parsed(_token_ids, file, "FILE") if file else []
     keys = [parsed(bytes.fromhex, one, "--key") for one in key or ()]
+    contents = [parsed(_content, one, "--content") for one in content or ()]
     with call.client() as client:
-        layout = client.sessions.get(session_name(like)).streams() if like else None
-        registered = client.models.get(model_name(model))
-        return client.prefixes.match(registered, token_ids, keys=keys, layout=layout)
+        other = client.sessions.get(session_name(like)) if like else None
+        return client.prefixes.match(
+            client.models.get(model_name(model)),
+            token_ids,
+            keys=keys,
+            contents=contents,
+            salt=other.salt if other and file else b"",
+            layout=other.streams() if other else None,
+        )
+
+
+def _content(text: str) -> Content:
+    begin, end, digest = text.split(":")
+    return Content(int(begin), int(end), bytes.fromhex(digest))
 
 
 def _token_ids(file: str) -> list[int]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         seconds,
     )
     from ctxcache.client.writer import SessionWriter
+    from ctxcache.format.streams import Content
 
 __all__ = [
     "BlockPart",
@@ -36,6 +37,7 @@ __all__ = [
     "CallerModel",
     "Client",
     "ClientTls",
+    "Content",
     "DecodeBatch",
     "Durability",
     "EngineQueue",

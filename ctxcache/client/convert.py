@@ -20,7 +20,7 @@ from ctxcache.client.types import SPEC_FIELDS, Durability, LookupResult, ModelIn
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
-from ctxcache.format.streams import DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
+from ctxcache.format.streams import Content, DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
 from ctxcache.v1 import (
     admin_pb2,
     block_pb2,
@@ -37,6 +37,7 @@ T = TypeVar("T")
 _NS_PER_S = 1_000_000_000
 _MESSAGES: dict[type, type[Message]] = {
     StreamRange: model_pb2.StreamRange,
+    Content: session_pb2.ContentRange,
     ModelProbe: model_pb2.ModelProbe,
     SessionInfo: session_pb2.Session,
     LookupResult: session_pb2.LookupResult,
@@ -108,6 +109,9 @@ def session_from_wire(message: session_pb2.Session) -> SessionInfo:
         message.is_pinned,
         message.dram_bytes,
         message.ssd_bytes,
+        message.salt,
+        tuple([Content(one.begin, one.end, one.digest) for one in message.contents]),
+        message.whole_token_count,
     )
 
 
@@ -143,6 +147,11 @@ def document(plain: object) -> dict[str, Any]:
     writes them (`2030-01-31T12:00:00Z`, `3600s`). What the server has not told is null.
     """
     return _document(to_wire(plain))
+
+
+def contents_to_wire(contents: Iterable[Content]) -> list[session_pb2.ContentRange]:
+    """Put what lies behind tokens on the wire."""
+    return [session_pb2.ContentRange(begin=one.begin, end=one.end, digest=one.digest) for one in contents]
 
 
 def kind_to_wire(kind: StateKind) -> model_pb2.StateKind.ValueType:

@@ -9,13 +9,13 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client.convert import from_wire, ranges_to_wire, session_from_wire
+from ctxcache.client.convert import contents_to_wire, from_wire, ranges_to_wire, session_from_wire
 from ctxcache.client.models import CallerModel
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.types import ModelInfo, PrefixMatch, SessionInfo, SharedPrefix
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import Content, Stream
 from ctxcache.v1.arena_pb2 import Operation
 from ctxcache.v1.prefix_pb2 import (
     AdoptPrefixRequest,
@@ -39,17 +39,22 @@ class PrefixCalls:
         token_ids: TokenIds,
         *,
         keys: Sequence[bytes] = (),
+        contents: Iterable[Content] = (),
+        salt: bytes = b"",
         layout: Iterable[Stream] | None = None,
     ) -> PrefixMatch:
         """How many of the first tokens a session of `model` has that stores exactly these streams.
 
         `layout`: by default all of the model's, as a session is made. `keys` of 64 tokens each stand for
-        token ids, where there are none. Counts as no access. Raises ModelNotFound, InvalidArgument.
+        token ids, where there are none. `contents`: what lies behind the tokens. `salt`: the sessions'.
+        Counts as no access. Raises ModelNotFound, InvalidArgument.
         """
         if layout is None:
             layout = _streams(model)
-        prefix = Prefix(token_ids=_packed(token_ids), keys=keys)
-        request = MatchPrefixRequest(model=model.name, layout=ranges_to_wire(layout), prefix=prefix)
+        prefix = _prefix(token_ids, contents, keys)
+        request = MatchPrefixRequest(
+            model=model.name, layout=ranges_to_wire(layout), prefix=prefix, salt=salt
+        )
         attachment = self._routes.attach()
         if attachment is None:
             return from_wire(PrefixMatch, self._wire.call(self._wire.prefixes.MatchPrefix, request))
@@ -68,6 +73,7 @@ class PrefixCalls:
         model: CallerModel,
         token_ids: TokenIds,
         *,
+        contents: Iterable[Content] = (),
         if_generation_match: int | None = None,
     ) -> SessionInfo:
         """Let a new session begin with as many of these tokens as another one has.
@@ -78,7 +84,7 @@ class PrefixCalls:
             session=session if isinstance(session, str) else session.name,
             model_fingerprint=model.fingerprint,
             if_generation_match=if_generation_match,
-            prefix=Prefix(token_ids=_packed(token_ids)),
+            prefix=_prefix(token_ids, contents),
         )
         attachment = self._routes.attach()
         if attachment is None:
@@ -92,6 +98,10 @@ def _streams(model: CallerModel | ModelInfo) -> Iterable[Stream]:
     if isinstance(model, CallerModel):
         return [spec.stream for spec in model.spec.streams]
     return chain.from_iterable(stored.streams.streams() for stored in model.streams)
+
+
+def _prefix(token_ids: TokenIds, contents: Iterable[Content], keys: Sequence[bytes] = ()) -> Prefix:
+    return Prefix(token_ids=_packed(token_ids), keys=keys, contents=contents_to_wire(contents))
 
 
 def _packed(token_ids: TokenIds) -> bytes:

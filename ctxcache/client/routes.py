@@ -4,11 +4,12 @@ Knows sessions as facts and rows as bytes. Thread-safe. Worst case: the server v
 raises Unavailable after its deadline.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from ctxcache.client.attach import ArenaAttachment, BoundedMemo, LocalAccess
 from ctxcache.client.bulk_rows import BulkChannel, BulkRows
+from ctxcache.client.convert import contents_to_wire
 from ctxcache.client.grpc_rows import GrpcRows
 from ctxcache.client.leased_rows import lease_rows
 from ctxcache.client.models import CallerModel
@@ -18,7 +19,7 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import ReservedWriter, reserve
 from ctxcache.errors import CapacityExceeded, Unavailable
-from ctxcache.format.streams import Stream, StreamSpec
+from ctxcache.format.streams import Content, Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import AcquireLease, Reserve
 
 Access = Literal["auto", "local", "remote"]
@@ -69,6 +70,7 @@ class RowRoutes:
         if_generation_match: int | None,
         *,
         is_all_coming: bool,
+        contents: Iterable[Content] = (),
     ) -> ReservedWriter | None:
         """Reserve room in the arena after the session's end; None where this process may not write there."""
         attachment = self.attach()
@@ -82,6 +84,7 @@ class RowRoutes:
             if_generation_match=if_generation_match,
             token_count=token_count,
             is_all_coming=is_all_coming,
+            contents=contents_to_wire(contents),
         )
         return reserve(attachment, arena, snapshot, request, specs)
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.convert import (
+    contents_to_wire,
     duration,
     from_wire,
     ranges_to_wire,
@@ -30,7 +31,7 @@ from ctxcache.client.types import Durability, LookupResult, SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import SessionWriter, check_append
 from ctxcache.errors import InvalidArgument, Unavailable
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import Content, Stream
 from ctxcache.v1 import session_pb2
 from ctxcache.v1.arena_pb2 import AcquireLease
 
@@ -54,12 +55,13 @@ class SessionCalls:
         ttl: timedelta | None = None,
         expire_time: datetime | None = None,
         is_pinned: bool = False,
+        salt: bytes = b"",
     ) -> "SessionHandle":
         """Create an empty session of `model`; an empty id lets the server choose.
 
         `layout`: the streams beside token ids that each token has a row in, by default all of the model's;
-        empty for token ids alone. Raises SessionAlreadyExists, ModelNotFound,
-        InvalidArgument.
+        empty for token ids alone. `salt`: up to 64 bytes; only sessions of one salt share tokens. Raises
+        SessionAlreadyExists, ModelNotFound, InvalidArgument.
         """
         _check_expiration(ttl, expire_time)
         if layout is None:
@@ -71,6 +73,7 @@ class SessionCalls:
             ttl=duration(ttl),
             expire_time=timestamp(expire_time),
             is_pinned=is_pinned,
+            salt=salt,
         )
         made = session_from_wire(self._wire.call(self._wire.sessions.CreateSession, request))
         return self.open(made, model)
@@ -272,15 +275,22 @@ class SessionHandle:
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def adopt(self, token_ids: TokenIds, *, if_generation_match: int | None = None) -> SessionInfo:
-        """Begin with as many of these tokens as another session has; append the rest behind them.
+    def adopt(
+        self,
+        token_ids: TokenIds,
+        *,
+        contents: Sequence[Content] = (),
+        if_generation_match: int | None = None,
+    ) -> SessionInfo:
+        """Begin with as many of these tokens as another session of its salt has; append the rest behind them.
 
-        For a session that never had a token. Its `token_count` says how many it has got: 0, or a multiple of
-        64. Nothing is copied. Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch,
-        WriteInProgress, InvalidArgument (it has or had tokens), CapacityExceeded, TierFailure.
+        `contents`: what lies behind the tokens. For a session that never had a token. Its `token_count` says
+        how many it has got: 0, or a multiple of 64. Nothing is copied. Raises SessionNotFound,
+        ModelFingerprintMismatch, GenerationMismatch, WriteInProgress, InvalidArgument (it has or had tokens),
+        CapacityExceeded, TierFailure.
         """
         self._info = self._sessions.prefixes.adopt(
-            self.name, self.model, token_ids, if_generation_match=if_generation_match
+            self.name, self.model, token_ids, contents=contents, if_generation_match=if_generation_match
         )
         return self._info
 
@@ -288,12 +298,14 @@ class SessionHandle:
         self,
         rows: Mapping[Stream, npt.NDArray[np.generic]],
         *,
+        contents: Sequence[Content] = (),
         durability: Durability = Durability.MEMORY,
         if_generation_match: int | None = None,
     ) -> SessionInfo:
         """Append T tokens: for every stream of the layout a C-contiguous array of T rows.
 
         An array has the stream's elements, or is uint8 [T, row_bytes]. All T tokens become visible or none.
+        `contents`: what lies behind these tokens, such as pictures, by the tokens' indexes in the session.
         Returns the session. Raises ModelFingerprintMismatch, InvalidArgument, IncompleteAppend,
         GenerationMismatch, WriteInProgress, WriteOffsetMismatch, CapacityExceeded.
         """
@@ -302,10 +314,16 @@ class SessionHandle:
         views = check_append(rows, specs)
         token_count = len(next(iter(views.values())))
         writer = self._routes.reserve(
-            snapshot, self.model, specs, token_count, if_generation_match, is_all_coming=True
+            snapshot,
+            self.model,
+            specs,
+            token_count,
+            if_generation_match,
+            is_all_coming=True,
+            contents=contents,
         )
         if writer is None:
-            header = self._append_header(snapshot, if_generation_match)
+            header = self._append_header(snapshot, if_generation_match, contents)
             self._info = append_by_stream(self._routes.transport, header, views, durability)
             return self._info
         with writer:
@@ -314,20 +332,31 @@ class SessionHandle:
             return self._info
 
     def writer(
-        self, token_count: int, *, if_generation_match: int | None = None, is_all_coming: bool = False
+        self,
+        token_count: int,
+        *,
+        contents: Sequence[Content] = (),
+        if_generation_match: int | None = None,
+        is_all_coming: bool = False,
     ) -> SessionWriter:
         """Open room for `token_count` tokens after the session's end, to be filled layer by layer.
 
         `is_all_coming`: all of it will be committed, as of a prompt; the store then keeps it in fewer and
-        longer segments. Use it as a context manager. Raises as `append` does.
+        longer segments. `contents`: as in `append`. Use it as a context manager. Raises as `append` does.
         """
         snapshot = self.checked()
         specs = self._routes.specs(snapshot, self.model)
         writer: SessionWriter | None = self._routes.reserve(
-            snapshot, self.model, specs, token_count, if_generation_match, is_all_coming=is_all_coming
+            snapshot,
+            self.model,
+            specs,
+            token_count,
+            if_generation_match,
+            is_all_coming=is_all_coming,
+            contents=contents,
         )
         if writer is None:
-            header = self._append_header(snapshot, if_generation_match)
+            header = self._append_header(snapshot, if_generation_match, contents)
             writer = BufferedWriter(self._routes.transport, snapshot, header, token_count, specs)
         self._writer = writer
         return writer
@@ -459,13 +488,14 @@ class SessionHandle:
         return info
 
     def _append_header(
-        self, snapshot: SessionInfo, if_generation_match: int | None
+        self, snapshot: SessionInfo, if_generation_match: int | None, contents: Sequence[Content]
     ) -> session_pb2.AppendHeader:
         return session_pb2.AppendHeader(
             name=snapshot.name,
             model_fingerprint=self.model.fingerprint,
             write_offset=snapshot.token_count,
             if_generation_match=if_generation_match,
+            contents=contents_to_wire(contents),
         )
 
 

@@ -13,12 +13,18 @@ from contextlib import suppress
 import numpy as np
 
 from ctxcache.client.arena import Bytes
-from ctxcache.client.convert import ranges_to_wire, session_from_wire, streams_from_wire, token_range
+from ctxcache.client.convert import (
+    contents_to_wire,
+    ranges_to_wire,
+    session_from_wire,
+    streams_from_wire,
+    token_range,
+)
 from ctxcache.client.rows import OpenRead, RowPiece, RowTransport, SessionRows
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, SessionNotFound, Unavailable
-from ctxcache.format.streams import Stream, StreamSpec
+from ctxcache.format.streams import Content, Stream, StreamSpec, contents_within
 from ctxcache.v1.session_pb2 import AppendHeader, ReadSessionRequest
 
 COMING_LIMIT = 1 << 20
@@ -256,11 +262,17 @@ class BufferedWriter(SessionWriter):
     def _commit(self, row_count: int, durability: Durability, *, keep_open: bool) -> SessionInfo:
         rows = {stream: buffer[self._committed_count : row_count] for stream, buffer in self._buffers.items()}
         session = append_by_stream(self._transport, self._header, rows, durability)
+        contents = contents_within(
+            (Content(one.begin, one.end, one.digest) for one in self._header.contents),
+            session.token_count,
+            self.write_offset + self.token_count,
+        )
         self._header = AppendHeader(
             name=self._header.name,
             model_fingerprint=self._header.model_fingerprint,
             write_offset=session.token_count,
             if_generation_match=session.generation,
+            contents=contents_to_wire(contents),
         )
         if not keep_open:
             self._release()

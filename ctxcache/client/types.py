@@ -16,6 +16,7 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import (
     TOKENS_RANGE,
+    Content,
     DType,
     StateKind,
     Stream,
@@ -185,6 +186,14 @@ class SessionInfo:
     """Bytes it occupies in the arena, segments shared with forks included."""
     ssd_bytes: int = 0
     """Bytes it occupies on SSD, segments shared with forks included."""
+    salt: bytes = b""
+    """What the keys of its tokens are made with."""
+    contents: tuple[Content, ...] = ()
+    """What lies behind its tokens up to the first that was dropped. Only `sessions.get` tells it."""
+    whole_token_count: int = 0
+    """How many of its first tokens were computed with all tokens before them: those up to the first that was
+    dropped. Only `sessions.get` tells it.
+    """
 
     @property
     def create_time(self) -> datetime:

@@ -33,6 +33,11 @@ def fragment_count(live: Ranges, log_end: int) -> int:
     return len(live) + (not live or live[-1][1] != log_end)
 
 
+def whole_count(ranges: Ranges) -> int:
+    """How many positions from 0 on are there before the first that is not."""
+    return ranges[0][1] if ranges and not ranges[0][0] else 0
+
+
 def clip(ranges: Ranges, begin: int, end: int) -> Ranges:
     """What of the ranges lies within `[begin, end)`."""
     if begin >= end:

@@ -124,3 +124,33 @@ class StreamSpec(NamedTuple):
 TOKENS = Stream(TOKENS_LAYER, StateKind.TOKENS)
 TOKENS_RANGE = StreamRange(StateKind.TOKENS, TOKENS_LAYER, TOKENS_LAYER + 1)
 TOKENS_SPEC = StreamSpec(TOKENS, TOKEN_ROW_BYTES, DType.INT32)
+
+
+DIGEST_BYTES = 32
+SALT_LIMIT_BYTES = 64
+CONTENTS_LIMIT = 1024
+"""Digests that one session has at most: some 50 bytes each, in every record of it."""
+
+
+class Content(NamedTuple):
+    """What lies behind the tokens `[begin, end)`, such as a picture: its digest, 32 bytes."""
+
+    begin: int
+    end: int
+    digest: bytes
+
+
+def contents_within(contents: Iterable[Content], begin: int, end: int) -> tuple[Content, ...]:
+    """What of contents, which are in order, lies within `[begin, end)`.
+
+    Those that touch and have one digest become one.
+    """
+    found: list[Content] = []
+    for one in contents:
+        first, last = max(one.begin, begin), min(one.end, end)
+        if first >= last:
+            continue
+        if found and found[-1].end == first and found[-1].digest == one.digest:
+            first = found.pop().begin
+        found.append(Content(first, last, one.digest))
+    return tuple(found)

@@ -22,7 +22,6 @@ from ctxcache.cache.blocks import BlockLease, BlockState, Room, Wanted, WrittenP
 from ctxcache.cache.leases import Lease
 from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.prefix.spaces import (
-    SALT_LIMIT_BYTES,
     TAG_LIMIT_BYTES,
     Part,
     check_key,
@@ -469,11 +468,11 @@ def _space_of(encoded: bytes) -> Space:
     given = block_pb2.BlockSpace.FromString(encoded)
     fingerprint = validate.fingerprint(given.model_fingerprint, "space.model_fingerprint")
     tag = validate.text(given.layout_tag, TAG_LIMIT_BYTES, "space.layout_tag")
-    if len(given.salt) > SALT_LIMIT_BYTES:
-        raise InvalidArgument(field="space.salt", problem=f"is longer than {SALT_LIMIT_BYTES} bytes")
     parts = [Part(part.layer_begin, part.layer_end, part.rank) for part in given.parts]
     check_parts(parts)
-    return Space(space_of(fingerprint, tag.encode(), given.salt, parts), len(parts))
+    return Space(
+        space_of(fingerprint, tag.encode(), validate.salt(given.salt, "space.salt"), parts), len(parts)
+    )
 
 
 def _keys(keys: Sequence[bytes]) -> list[bytes]:

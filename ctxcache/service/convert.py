@@ -274,6 +274,7 @@ def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) 
             model=f"models/{view.model_id}",
             model_fingerprint=view.model_fingerprint,
             layout=map(stream_range, view.layout.outline.ranges),
+            salt=view.salt,
         )
     message.CopyFrom(constants)
     message.generation, message.token_count = view.generation, view.token_count

@@ -401,6 +401,9 @@ class LocalClient:
             generation=request.if_generation_match if request.HasField("if_generation_match") else None,
             token_count=validate.within(request.token_count, 1, RESERVE_LIMIT, "token_count"),
             coming_count=request.token_count if request.is_all_coming else 0,
+            contents=validate.contents(request.contents, request.write_offset, "contents")
+            if request.contents
+            else (),
             client=self.client,
         )
         self._reservations.add(reservation.reservation_id)

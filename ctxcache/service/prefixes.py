@@ -7,7 +7,7 @@ from ctxcache.cache.background import Pace
 from ctxcache.cache.prefixes import Found
 from ctxcache.core.prefix.keys import BLOCK_BYTES, KEY_BYTES
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.streams import TOKEN_ROW_BYTES
+from ctxcache.format.streams import TOKEN_ROW_BYTES, Content
 from ctxcache.service import convert, validate
 from ctxcache.service.callers import Context, current
 from ctxcache.service.fairness import LoopSlice, Turns
@@ -66,11 +66,15 @@ async def match(
     cache: Cache, request: prefix_pb2.MatchPrefixRequest, tenant: str, pace: Pace
 ) -> prefix_pb2.MatchPrefixResponse:
     """See the proto. Raises InvalidArgument, ModelNotFound."""
+    if request.salt and request.prefix.keys:
+        raise InvalidArgument(field="salt", problem="is in the keys already")
     found = await cache.prefixes.match(
         tenant,
         validate.model_id(request.model, "model"),
         validate.stream_ranges(request.layout, "layout"),
         _prefix(request.prefix),
+        salt=validate.salt(request.salt),
+        contents=_contents(request.prefix),
         pace=pace,
     )
     return prefix_pb2.MatchPrefixResponse(
@@ -91,11 +95,18 @@ async def adopt(
         validate.fingerprint(request.model_fingerprint),
         request.if_generation_match if request.HasField("if_generation_match") else None,
         _prefix(request.prefix),
+        contents=_contents(request.prefix),
         pace=pace,
     )
     response = prefix_pb2.AdoptPrefixResponse()
     convert.fill_session(response.session, adopted.view, cache.state.clock)
     return response
+
+
+def _contents(given: prefix_pb2.Prefix) -> Sequence[Content]:
+    if given.contents and given.keys:
+        raise InvalidArgument(field="prefix.contents", problem="are in the keys already")
+    return validate.contents(given.contents, 0, "prefix.contents")
 
 
 def _prefix(given: prefix_pb2.Prefix) -> bytes | Sequence[bytes]:

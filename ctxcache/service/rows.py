@@ -57,6 +57,9 @@ async def begin_append(writing: Appends, header: session_pb2.AppendHeader, tenan
         generation=generation,
         token_count=0,
         coming_count=validate.within(header.coming_token_count, 0, COMING_LIMIT, "header.coming_token_count"),
+        contents=validate.contents(header.contents, header.write_offset, "header.contents")
+        if header.contents
+        else (),
     )
     return Append(writing, reservation)
 

@@ -14,7 +14,7 @@ from ctxcache.core.ranges import Range, Ranges, normalise
 from ctxcache.errors import ChecksumMismatch, InvalidArgument
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.streams import StateKind
+from ctxcache.format.streams import StateKind, contents_within
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.service import convert, validate
 from ctxcache.service.callers import Context, current
@@ -65,6 +65,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             layout=validate.stream_ranges(request.layout, "layout"),
             expiration=self._future(self._expiration(request)),
             is_pinned=request.is_pinned,
+            salt=validate.salt(request.salt) if request.salt else b"",
         )
         return convert.session_message(view, self._clock)
 
@@ -73,7 +74,11 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     ) -> session_pb2.Session:
         """See the proto."""
         view = self._sessions.get(current().tenant, validate.session_id(request.name))
-        return convert.session_message(view, self._clock)
+        message = convert.session_message(view, self._clock)
+        message.whole_token_count = view.whole_token_count
+        for content in contents_within(view.contents, 0, view.whole_token_count):
+            message.contents.add(begin=content.begin, end=content.end, digest=content.digest)
+        return message
 
     async def ListSessions(  # type: ignore[override]  # it is encoded already
         self, request: session_pb2.ListSessionsRequest, context: Context

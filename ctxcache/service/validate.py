@@ -11,7 +11,18 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from ctxcache.core.ledger.session import Expiration
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import FINGERPRINT_BYTES
-from ctxcache.format.streams import TOKENS, TOKENS_RANGE, DType, StateKind, Stream, StreamRange
+from ctxcache.format.streams import (
+    CONTENTS_LIMIT,
+    DIGEST_BYTES,
+    SALT_LIMIT_BYTES,
+    TOKENS,
+    TOKENS_RANGE,
+    Content,
+    DType,
+    StateKind,
+    Stream,
+    StreamRange,
+)
 from ctxcache.v1 import model_pb2, session_pb2
 
 LAYER_LIMIT = 4096
@@ -71,6 +82,30 @@ def fingerprint(value: bytes, field: str = "model_fingerprint") -> bytes:
         problem = f"{FINGERPRINT_BYTES} bytes expected, {len(value)} given"
         raise InvalidArgument(field=field, problem=problem)
     return value
+
+
+def salt(value: bytes, field: str = "salt") -> bytes:
+    """What keys are made with. Raises InvalidArgument."""
+    if len(value) > SALT_LIMIT_BYTES:
+        raise InvalidArgument(field=field, problem=f"is longer than {SALT_LIMIT_BYTES} bytes")
+    return value
+
+
+def contents(given: Sequence[session_pb2.ContentRange], begin: int, field: str) -> tuple[Content, ...]:
+    """What lies behind tokens from `begin` on: in order, apart, with digests. Raises InvalidArgument."""
+    if not given:
+        return ()
+    within(len(given), 0, CONTENTS_LIMIT, field)
+    last = begin
+    for i, one in enumerate(given):
+        if not last <= one.begin < one.end:
+            problem = f"[{one.begin}, {one.end}) is no range of tokens behind {last}"
+            raise InvalidArgument(field=f"{field}[{i}]", problem=problem)
+        if len(one.digest) != DIGEST_BYTES:
+            problem = f"{DIGEST_BYTES} bytes expected, {len(one.digest)} given"
+            raise InvalidArgument(field=f"{field}[{i}].digest", problem=problem)
+        last = one.end
+    return tuple([Content(one.begin, one.end, one.digest) for one in given])
 
 
 def stream(name: model_pb2.StreamName | Stream, field: str) -> Stream:

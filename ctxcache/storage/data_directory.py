@@ -5,7 +5,7 @@ the reason.
 
     LOCK        held by the running server, with its process id
     RESTORING   {"instance_id": "...", "checksum": "..."}: an archive is laid out until FORMAT is written
-    FORMAT      {"format": 4, "created_by": "...", "instance_id": "...", "checksum": "..."}
+    FORMAT      {"format": 5, "created_by": "...", "instance_id": "...", "checksum": "..."}
     RUNS        {"crash_count": 0, "is_clean": true, "checksum": "..."}
     LESSONS     what the placement policy has learned (`lessons`); may be missing
     CLOCK       what time the store has (`clock`); may be missing
@@ -34,7 +34,7 @@ from ctxcache.runtime.files import (
     write_facts,
 )
 
-DATA_FORMAT = 4
+DATA_FORMAT = 5
 _LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"
 METADATA = "metadata"
 RESTORING = "RESTORING"

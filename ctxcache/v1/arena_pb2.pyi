@@ -459,6 +459,7 @@ class Reserve(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     IS_BRIEF_FIELD_NUMBER: _builtins.int
     IS_ALL_COMING_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
@@ -475,6 +476,10 @@ class Reserve(_message.Message):
     """All these tokens will be committed, so that they may lie in segments of more than 64 rows: see `row_capacity`.
     Room in a long segment that is not committed is lost until the segment goes. Default false.
     """
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.ContentRange]:
+        """What lies behind these tokens, as AppendHeader.contents."""
+
     def __init__(
         self,
         *,
@@ -485,10 +490,11 @@ class Reserve(_message.Message):
         token_count: _builtins.int = ...,
         is_brief: _builtins.bool = ...,
         is_all_coming: _builtins.bool = ...,
+        contents: _abc.Iterable[_session_pb2.ContentRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_all_coming", b"is_all_coming", "is_brief", b"is_brief", "model_fingerprint", b"model_fingerprint", "session", b"session", "token_count", b"token_count", "write_offset", b"write_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "contents", b"contents", "if_generation_match", b"if_generation_match", "is_all_coming", b"is_all_coming", "is_brief", b"is_brief", "model_fingerprint", b"model_fingerprint", "session", b"session", "token_count", b"token_count", "write_offset", b"write_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015

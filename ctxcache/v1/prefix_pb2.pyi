@@ -28,6 +28,7 @@ class Prefix(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Token ids from the first one on, each an int32, little endian: 4 to 1048576 bytes. A request over gRPC has at most
     256 KiB: longer prompts are named by keys, or come over the control socket.
@@ -36,15 +37,22 @@ class Prefix(_message.Message):
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys of the first 64 tokens, of the next 64, and so on: 1 to 4096, 32 bytes each."""
 
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.ContentRange]:
+        """What lies behind the token ids, as it was told when they were appended: up to 1024, in order and apart. With keys,
+        which have it in them, INVALID_ARGUMENT.
+        """
+
     def __init__(
         self,
         *,
         token_ids: _builtins.bytes = ...,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        contents: _abc.Iterable[_session_pb2.ContentRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "keys", b"keys", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -59,8 +67,13 @@ class MatchPrefixRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model that the state must be of, `models/{model_id}`. Required."""
+    salt: _builtins.bytes
+    """The salt of the sessions that are looked at, up to 64 bytes. With keys, which have it in them, INVALID_ARGUMENT.
+    Default empty.
+    """
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
         """Streams that the session must store, as in CreateSessionRequest: neither fewer nor more."""
@@ -75,10 +88,11 @@ class MatchPrefixRequest(_message.Message):
         model: _builtins.str = ...,
         layout: _abc.Iterable[_model_pb2.StreamRange] | None = ...,
         prefix: Global___Prefix | None = ...,
+        salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "prefix", b"prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "prefix", b"prefix", "salt", b"salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -140,7 +154,7 @@ class AdoptPrefixRequest(_message.Message):
     """Generation the session must be at. Unset: any."""
     @_builtins.property
     def prefix(self) -> Global___Prefix:
-        """What it is to begin with, as far as it is there. Required."""
+        """What it is to begin with, as far as it is there in a session of its salt. Required."""
 
     def __init__(
         self,

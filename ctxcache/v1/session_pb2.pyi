@@ -125,6 +125,39 @@ class TokenRange(_message.Message):
 Global___TokenRange: _TypeAlias = TokenRange  # noqa: Y015
 
 @_typing.final
+class ContentRange(_message.Message):
+    """What lies behind some tokens, such as a picture behind placeholder ids. It enters the keys of the tokens
+    (docs/prefixes.md), so that other pictures behind equal ids are not taken for it. Ranges that touch and have one
+    digest are one range: let a digest say how many tokens its picture takes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    begin: _builtins.int
+    """First token, 0 or more."""
+    end: _builtins.int
+    """One past the last token, above `begin`."""
+    digest: _builtins.bytes
+    """A hash of the content, 32 bytes of the caller's choice."""
+    def __init__(
+        self,
+        *,
+        begin: _builtins.int = ...,
+        end: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "digest", b"digest", "end", b"end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContentRange: _TypeAlias = ContentRange  # noqa: Y015
+
+@_typing.final
 class Session(_message.Message):
     """One conversation's cached state."""
 
@@ -146,6 +179,9 @@ class Session(_message.Message):
     IS_PINNED_FIELD_NUMBER: _builtins.int
     DRAM_BYTES_FIELD_NUMBER: _builtins.int
     SSD_BYTES_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
+    WHOLE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `sessions/{session_id}`; the id matches [a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}."""
     uid: _builtins.str
@@ -170,6 +206,12 @@ class Session(_message.Message):
     """Bytes it occupies in the arena, segments shared with forks included."""
     ssd_bytes: _builtins.int
     """Bytes it occupies on SSD, segments shared with forks included."""
+    salt: _builtins.bytes
+    """What the keys of its tokens are made with, see CreateSessionRequest.salt."""
+    whole_token_count: _builtins.int
+    """How many of its first tokens were computed with all tokens before them: those up to the first that was dropped. Only
+    GetSession answers with it.
+    """
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
         """Streams it stores, token ids included."""
@@ -192,6 +234,10 @@ class Session(_message.Message):
     def ttl(self) -> _duration_pb2.Duration:
         """Time it lives on after an access; unset when its expiry is absolute."""
 
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentRange]:
+        """What lies behind its tokens up to the first that was dropped, in order. Only GetSession answers with it."""
+
     def __init__(
         self,
         *,
@@ -211,10 +257,13 @@ class Session(_message.Message):
         is_pinned: _builtins.bool = ...,
         dram_bytes: _builtins.int = ...,
         ssd_bytes: _builtins.int = ...,
+        salt: _builtins.bytes = ...,
+        contents: _abc.Iterable[Global___ContentRange] | None = ...,
+        whole_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "create_time", b"create_time", "expire_time", b"expire_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "create_time", b"create_time", "dram_bytes", b"dram_bytes", "durable_token_count", b"durable_token_count", "expire_time", b"expire_time", "generation", b"generation", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "name", b"name", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant", "token_count", b"token_count", "ttl", b"ttl", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "contents", b"contents", "create_time", b"create_time", "dram_bytes", b"dram_bytes", "durable_token_count", b"durable_token_count", "expire_time", b"expire_time", "generation", b"generation", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "name", b"name", "salt", b"salt", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant", "token_count", b"token_count", "ttl", b"ttl", "uid", b"uid", "whole_token_count", b"whole_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,12 +281,17 @@ class CreateSessionRequest(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     IS_PINNED_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the new session, see Session.name. Empty: the server chooses one."""
     model: _builtins.str
     """Its model, `models/{model_id}`. Required."""
     is_pinned: _builtins.bool
     """Hold it against eviction. Default false; true needs the role operator, else PERMISSION_DENIED."""
+    salt: _builtins.bytes
+    """Up to 64 bytes. Sessions find and adopt each other's tokens only where this is equal: a user, an adapter, a kernel
+    whose rounding matters. It never changes, and forks have it too. Default empty.
+    """
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
         """Streams it stores, each one of the model's, in up to 256 ranges; token ids are always among them. Empty:
@@ -261,10 +315,11 @@ class CreateSessionRequest(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
         is_pinned: _builtins.bool = ...,
+        salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expiration", b"expiration", "expire_time", b"expire_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expiration", b"expiration", "expire_time", b"expire_time", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expiration", b"expiration", "expire_time", b"expire_time", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "salt", b"salt", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_expiration: _TypeAlias = _typing.Literal["expire_time", "ttl"]  # noqa: Y015
     _WhichOneofArgType_expiration: _TypeAlias = _typing.Literal["expiration", b"expiration"]  # noqa: Y015
@@ -864,6 +919,7 @@ class AppendHeader(_message.Message):
     WRITE_OFFSET_FIELD_NUMBER: _builtins.int
     IF_GENERATION_MATCH_FIELD_NUMBER: _builtins.int
     COMING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
@@ -876,6 +932,13 @@ class AppendHeader(_message.Message):
     """Tokens that this append will commit, 0 to 1048576. They may then lie in segments of more than 64 tokens. 0: not
     known. More may come; room for what does not come is lost until its segment goes.
     """
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentRange]:
+        """What lies behind the tokens that will come, in order and apart: up to 1024, and so many in all of a session, else
+        INVALID_ARGUMENT. Each begins at `write_offset` or later. Each counts as far as its tokens are committed; what goes
+        on behind this append is told again with the next one.
+        """
+
     def __init__(
         self,
         *,
@@ -884,10 +947,11 @@ class AppendHeader(_message.Message):
         write_offset: _builtins.int = ...,
         if_generation_match: _builtins.int | None = ...,
         coming_token_count: _builtins.int = ...,
+        contents: _abc.Iterable[Global___ContentRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "coming_token_count", b"coming_token_count", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "name", b"name", "write_offset", b"write_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "coming_token_count", b"coming_token_count", "contents", b"contents", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "name", b"name", "write_offset", b"write_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015

@@ -49,6 +49,8 @@ class Session:
     model: Model
     streams: list[tuple[int, int]]
     live: list[tuple[int, int]]
+    salt: bytes
+    contents: tuple[tuple[int, int, bytes], ...]
     rows: dict[tuple[int, int], bytearray] = field(default_factory=dict)
 
     @property
@@ -61,7 +63,7 @@ def read(data: bytes) -> dict[tuple[str, str], Session]:
     """All sessions by tenant and id. Raises Refused."""
     check(len(data) >= 48, "the header")
     magic, version, zero, file_id, _ = struct.unpack_from("<8sII16sq", data)
-    check(magic == MAGIC and version == 1, "magic and version")
+    check(magic == MAGIC and version == 2, "magic and version")
     check(zero == 0 and number(data, 40) == xxh3_64_intdigest(data[:40]), "the header's checksum")
     frames = cut(data, file_id)
     check(frames[0][0] == b"MADE" and frames[-1][0] == b"END ", "the begin and the end")
@@ -122,10 +124,11 @@ def modelled(payload: bytes) -> Model:
 def described(payload: bytes, models: list[Model]) -> Session:
     """What a SESS says."""
     uid, generation, log_end, created, accessed, expires, ttl, model, flags, *sizes = struct.unpack_from(
-        "<16sqqqqqqIHHII", payload
+        "<16sqqqqqqIHHIIII", payload
     )
-    name_bytes, stream_count, range_count = sizes
-    name, streams, live = parts(payload, 80, [name_bytes, 8 * stream_count, 16 * range_count])
+    name_bytes, stream_count, range_count, salt_bytes, content_count = sizes
+    sizes = [name_bytes, 8 * stream_count, 16 * range_count, salt_bytes, 48 * content_count]
+    name, streams, live, salt, contents = parts(payload, 88, sizes)
     check(flags in (0, 1), "flags")
     found = [(a, b) for a, b in struct.iter_unpack("<ii", streams)]
     check(found[0] == TOKENS, "a session")
@@ -142,6 +145,8 @@ def described(payload: bytes, models: list[Model]) -> Session:
         model=models[model],
         streams=found,
         live=[(a, b) for a, b in struct.iter_unpack("<qq", live)],
+        salt=salt,
+        contents=tuple((a, b, c) for a, b, c in struct.iter_unpack("<qq32s", contents)),
         rows={stream: bytearray() for stream in found},
     )
 

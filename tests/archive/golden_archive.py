@@ -1,4 +1,4 @@
-"""Writes archive-v1.ctxarchive: the archive format, version 1, as bytes.
+"""Writes archive-v2.ctxarchive: the archive format, version 2, as bytes.
 
     python tests/archive/golden_archive.py
 
@@ -25,9 +25,9 @@ from ctxcache.archive.contents import (
 )
 from ctxcache.archive.frames import END, MADE, MODEL, ROWS, SAME, SESSION, VOID, FrameWriter
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import TOKENS, Content, DType, StateKind, Stream, StreamSpec
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "archive-v1.ctxarchive"
+GOLDEN = Path(__file__).parents[1] / "golden" / "archive-v2.ctxarchive"
 FILE_ID = bytes(range(16))
 BEGIN_TIME_NS = 1_500_000_000 * 10**9
 HOUR_NS = 3600 * 10**9
@@ -91,6 +91,8 @@ def described(
     is_sliding: bool = True,
     model: ArchivedModel = MODELS[0],
     dropped: int = 0,
+    salt: bytes = b"",
+    contents: tuple[Content, ...] = (),
 ) -> ArchivedSession:
     """A session of that model, of all its streams; the first `dropped` positions of its log are not live."""
     end = dropped + token_count
@@ -107,6 +109,8 @@ def described(
         expire_time_ns=BEGIN_TIME_NS + HOUR_NS,
         ttl_ns=HOUR_NS if is_sliding else 0,
         is_pinned=not is_sliding,
+        salt=salt,
+        contents=contents,
     )
 
 
@@ -149,12 +153,16 @@ def plain(session_id: str, *counts: int, is_void: bool = False) -> Written:
     return Written(described(session_id, sum(counts) + is_void), tuple(map(Cut, counts)))
 
 
+CONTENTS = (Content(1, 4, bytes(range(32))), Content(5, 7, bytes(range(32, 64))))
 GOLDEN_SESSIONS = (
     plain("every-kind", 3, is_void=True),
     # Of its second frame, seven rows are those of sessions that share it.
     Written(described("every-kind", 5), (Cut(3), Cut(2, more=7))),
     plain("empty"),
-    Written(described("long:1", 7, is_sliding=False), (Cut(3), Cut(3), Cut(1))),
+    # One with a salt, and with a picture and a sound behind its tokens.
+    Written(
+        described("long:1", 7, is_sliding=False, salt=b"a user", contents=CONTENTS), (Cut(3), Cut(3), Cut(1))
+    ),
     # A fork whose first tokens were dropped since: of its first frame, one of four positions is live.
     Written(described("fork", 6, dropped=6), (Cut(4, number=8, skipped=3), Cut(5))),
     Written(described("every-kind", 2, model=MODELS[1]), (Cut(2),)),

@@ -36,7 +36,7 @@ from ctxcache.archive.frames import (
 )
 from ctxcache.archive.reader import ArchiveContents, survey
 from ctxcache.errors import CacheError, FileDamaged, FileUnusable, FormatTooNew
-from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import Content, DType, StateKind, Stream, StreamSpec
 
 DATA = GOLDEN.read_bytes()
 HEADER_BYTES = 48
@@ -143,13 +143,13 @@ def test_every_length_but_the_whole_is_too_short() -> None:
 
 def test_another_version_is_too_new_whatever_follows() -> None:
     """Before a checksum is looked at, which may be another one by then."""
-    with pytest.raises(FormatTooNew, match="format 2"):
-        read(DATA[:8] + struct.pack("<I", 2) + bytes(64))
+    with pytest.raises(FormatTooNew, match="format 3"):
+        read(DATA[:8] + struct.pack("<I", 3) + bytes(64))
 
 
 def test_what_is_reserved_must_be_zero() -> None:
     """A header with a right checksum, and a number where there is none."""
-    header = FILE_HEADER.pack(b"CTXCARC\0", 1, 1, FILE_ID, 0)
+    header = FILE_HEADER.pack(b"CTXCARC\0", 2, 1, FILE_ID, 0)
 
     with pytest.raises(FileDamaged):
         read(header + header_checksum(header) + DATA[HEADER_BYTES:])
@@ -254,6 +254,18 @@ def test_rows_are_shared_with_an_earlier_session_even_a_void_one() -> None:
         [SESS, ALL_ROWS, (SESSION, FORK.encode(0)), (ROWS, rows_payload(FORK, 0, 1)), end(2, 4)],
         [SESS, ALL_ROWS, (SESSION, described("b", 2).encode(0)), (SAME, b"short"), end(2, 4)],
         [(SESSION, SHORT.encode(1)), ALL_ROWS, end(1, 2)],
+        [(SESSION, replace(SHORT, salt=bytes(65)).encode(0)), ALL_ROWS, end(1, 2)],
+        *(
+            [(SESSION, replace(SHORT, contents=bad).encode(0)), ALL_ROWS, end(1, 2)]
+            for bad in (
+                (Content(0, 3, bytes(32)),),
+                (Content(1, 1, bytes(32)),),
+                (Content(-1, 1, bytes(32)),),
+                (Content(1, 2, bytes(32)), Content(0, 1, bytes(32))),
+                (Content(0, 2, bytes(32)), Content(1, 2, b"1" * 32)),
+                (Content(0, 1, bytes(32)), Content(1, 2, bytes(32))),
+            )
+        ),
         [(SESSION, b""), end(0, 0)],
         [(SESSION, SESS[1] + b"x"), end(0, 0)],
         [(MODEL, b""), end(0, 0)],
@@ -312,7 +324,7 @@ def patched(index: int, offset: int, value: bytes) -> Frames:
 
 HUGE = struct.pack("<q", 2**63 - 1)
 NEGATIVE = struct.pack("<q", -1)
-STREAMS_AT = 81
+STREAMS_AT = 89
 """Of a session whose id has one letter."""
 LIVE_AT = len(SESS[1]) - 16
 SPEC_AT = 20 + len("acme") + len("every-kind")
@@ -335,9 +347,12 @@ SPEC_AT = 20 + len("acme") + len("every-kind")
         (2, 70, b"\0\0"),
         (2, 72, b"\xff\xff\xff\xff"),
         (2, 76, b"\xff\xff\xff\xff"),
-        (2, 80, b"/"),
-        (2, 80, b"\xff"),
-        (2, 80, b"\x1b"),
+        (2, 80, b"\1"),
+        (2, 84, b"\1"),
+        (2, 84, b"\xff\xff\xff\xff"),
+        (2, 88, b"/"),
+        (2, 88, b"\xff"),
+        (2, 88, b"\x1b"),
         (2, STREAMS_AT, struct.pack("<i", 0)),
         (2, STREAMS_AT + 4, struct.pack("<i", 99)),
         (2, STREAMS_AT + 8, struct.pack("<i", -5)),

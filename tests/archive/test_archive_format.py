@@ -49,6 +49,8 @@ FACTS = (
     "expire_time_ns",
     "ttl_ns",
     "is_pinned",
+    "salt",
+    "contents",
 )
 
 

@@ -30,7 +30,7 @@ from ctxcache.core.placement.policy import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec, ranges_of
+from ctxcache.format.streams import TOKENS, Content, DType, StateKind, Stream, StreamSpec, ranges_of
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 from ctxcache.storage.metadata.memory import MemoryMetadata
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
@@ -146,22 +146,32 @@ class Rig:
 
     # -- the verbs of a client -------------------------------------------------------------------
 
-    async def create(self, session_id: str, *, is_pinned: bool = False, ttl_s: int = 3600) -> SessionView:
+    async def create(
+        self, session_id: str, *, is_pinned: bool = False, ttl_s: int = 3600, salt: bytes = b""
+    ) -> SessionView:
         """A new session that stores every stream."""
         return await self.cache.sessions.create(
             self.tenant, session_id, model_id=MODEL.model_id, layout=ranges_of(STREAMS),
-            expiration=Expiration(ttl_s * 10**9), is_pinned=is_pinned,
+            expiration=Expiration(ttl_s * 10**9), is_pinned=is_pinned, salt=salt,
         )  # fmt: skip
 
     def token_count(self, session_id: str) -> int:
         """Tokens that are visible."""
         return self.cache.sessions.get(self.tenant, session_id).token_count
 
-    async def reserve(self, session_id: str, token_count: int, *, is_coming: bool = False) -> Reservation:
+    async def reserve(
+        self,
+        session_id: str,
+        token_count: int,
+        *,
+        is_coming: bool = False,
+        contents: Sequence[Content] = (),
+    ) -> Reservation:
         """Room at the session's end; in long segments too where all of it is said to be coming."""
         return await self.cache.appends.reserve(
             self.tenant, session_id, fingerprint=FINGERPRINT, write_offset=self.token_count(session_id),
             generation=None, token_count=token_count, coming_count=token_count if is_coming else 0,
+            contents=contents,
         )  # fmt: skip
 
     def place(self, reservation: Reservation, token_begin: int, tokens: Sequence[Token]) -> None:
@@ -175,10 +185,16 @@ class Rig:
         self.cache.appends.mark_written(reservation, token_count)
 
     async def append(
-        self, session_id: str, tokens: Sequence[Token], *, is_durable: bool = False, is_coming: bool = False
+        self,
+        session_id: str,
+        tokens: Sequence[Token],
+        *,
+        is_durable: bool = False,
+        is_coming: bool = False,
+        contents: Sequence[Content] = (),
     ) -> SessionView:
         """Reserve, write and commit in one go."""
-        reservation = await self.reserve(session_id, len(tokens), is_coming=is_coming)
+        reservation = await self.reserve(session_id, len(tokens), is_coming=is_coming, contents=contents)
         begin = reservation.committed
         self.place(reservation, begin, tokens)
         return await self.cache.appends.commit(
@@ -223,16 +239,25 @@ class Rig:
             self.tenant, session_id, new_id, None, token_count=token_count, expiration=None
         )
 
-    async def match(self, tokens: Sequence[Token]) -> Match:
+    async def match(
+        self, tokens: Sequence[Token], *, salt: bytes = b"", contents: Sequence[Content] = ()
+    ) -> Match:
         """The longest prefix of these that sessions have."""
         return await self.cache.prefixes.match(
-            self.tenant, MODEL.model_id, ranges_of(STREAMS), rows_of(tokens, TOKENS)
+            self.tenant,
+            MODEL.model_id,
+            ranges_of(STREAMS),
+            rows_of(tokens, TOKENS),
+            salt=salt,
+            contents=contents,
         )
 
-    async def adopt(self, session_id: str, tokens: Sequence[Token]) -> int:
+    async def adopt(
+        self, session_id: str, tokens: Sequence[Token], *, contents: Sequence[Content] = ()
+    ) -> int:
         """Let an empty session begin with as many of these as are there; returns how many."""
         adopted = await self.cache.prefixes.adopt(
-            self.tenant, session_id, FINGERPRINT, None, rows_of(tokens, TOKENS)
+            self.tenant, session_id, FINGERPRINT, None, rows_of(tokens, TOKENS), contents=contents
         )
         return adopted.token_count
 

@@ -150,7 +150,7 @@ async def test_what_goes_wrong_in_the_middle_leaves_nothing_that_starts(
                 laid_out(archive, tmp_path / "store")
         assert not await starts(tmp_path / "store")
     data = archive.read_bytes()  # noqa: ASYNC240  small
-    golden = (Path(__file__).parents[1] / "golden" / "archive-v1.ctxarchive").read_bytes()
+    golden = (Path(__file__).parents[1] / "golden" / "archive-v2.ctxarchive").read_bytes()
     for changed, told_of in (
         (data[:-300] + b"x" * 300, "checksum"),
         (golden.ljust(len(data)), "took its place"),

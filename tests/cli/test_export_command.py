@@ -21,7 +21,7 @@ from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel
 from tests.nursery import without_settings
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "archive-v1.ctxarchive"
+GOLDEN = Path(__file__).parents[1] / "golden" / "archive-v2.ctxarchive"
 TOKEN_COUNT = 130
 
 

@@ -119,7 +119,7 @@ def test_what_is_refused_is_one_sentence(running: str, tmp_path: Path) -> None:
     assert file.read_bytes() == data
     damages = {
         data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]: ExitCode.DATA_LOSS,
-        data[:8] + b"\2" + data[9:]: ExitCode.FORMAT_TOO_NEW,
+        data[:8] + b"\3" + data[9:]: ExitCode.FORMAT_TOO_NEW,
     }
     for damaged, code in damages.items():
         file.write_bytes(damaged)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import ctxcache, ctxcache_json
 from server_process import ServerProcess
@@ -10,6 +11,7 @@ from stored import connected, model_spec, store_session
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel
+from ctxcache.format.streams import TOKENS, Content
 
 
 @pytest.fixture
@@ -61,6 +63,25 @@ def test_why_miss_says_why_not_more(target: str, prompt: str) -> None:
         for name in ("sessions/first", "sessions/second"):
             client.sessions.drop_ranges(name, [(0, 1)])
     assert ctxcache_json(target, "prefix", "why-miss", "tiny", prompt)["token_count"] == 0
+
+
+def test_a_session_of_salt_and_pictures_is_asked_like(target: str, prompt: str) -> None:
+    """`--like` brings its salt, `--content` says what lies behind tokens; what is none is wrong use."""
+    digest = "5a" * 32
+    with connected(target) as client:
+        model = CallerModel(model_spec())
+        chat = client.sessions.create(model, id="salted", salt=b"user")
+        rows = {spec.stream: np.zeros((64, spec.row_bytes), np.uint8) for spec in model.spec.streams}
+        ids = {TOKENS: np.arange(64, dtype=np.int32)}
+        chat.append({**ids, **rows}, contents=[Content(5, 37, bytes.fromhex(digest))])
+    asked = ("prefix", "match", "tiny", prompt, "--like", "salted")
+    counts = [
+        ctxcache_json(target, *asked, *more)["token_count"]
+        for more in (("--content", f"5:37:{digest}"), ("--content", f"5:36:{digest}"), ())
+    ]
+    assert counts == [64, 0, 0]
+    for bad in ("5:37", f"a:37:{digest}", "5:37:zz"):
+        assert ctxcache("--target", target, *asked, "--content", bad).exit_code == ExitCode.USAGE
 
 
 def test_top_lists_what_is_shared(target: str) -> None:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,18 @@ from far_side import LAYOUT, OWN, SPEC
 from live_server import LiveServer
 
 import ctxcache
+from ctxcache.archive.exporting import Exporter
+from ctxcache.archive.files import destination, source
+from ctxcache.archive.frames import FrameWriter
+from ctxcache.archive.importing import Importer
+from ctxcache.archive.outcomes import ImportWishes, OnConflict
+from ctxcache.archive.reader import ArchiveReader
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.routes import Access, Transport
 from ctxcache.client.types import Durability, LookupState, PrefixMatch
 from ctxcache.errors import CacheError, InvalidArgument, ModelNotFound
 from ctxcache.format.layout import slot_bytes
-from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.format.streams import TOKENS, Content, Stream, contents_within
 from ctxcache.settings.config import Settings
 
 PROMPT = np.arange(5, 205, dtype=np.int64)
@@ -96,3 +103,105 @@ def test_what_cannot_be_asked_is_refused_by_name(client: Client) -> None:
     session.append(rows_of(PROMPT))
     with pytest.raises(InvalidArgument, match="has or had tokens"):
         session.adopt(PROMPT)
+
+
+DIGEST = bytes(range(32))
+PICTURES = (Content(70, 100, DIGEST), Content(150, 160, DIGEST))
+
+
+def test_pictures_and_salt_keep_equal_ids_apart(client: Client) -> None:
+    """By whichever way rows and calls travel; a session says what it has."""
+    salt = b"user 17"
+    first = client.sessions.create(OWN, id="a", layout=LAYOUT, salt=salt)
+    rows = rows_of(PROMPT)
+    first.append({stream: part[:80] for stream, part in rows.items()}, contents=PICTURES[:1])
+    with first.writer(len(PROMPT) - 80, contents=[Content(80, 100, DIGEST), PICTURES[1]]) as writer:
+        for stream, part in rows.items():
+            writer.write(stream, 0, part[80:])
+        writer.commit(90, keep_open=True)
+        writer.commit(durability=Durability.DISK)
+    told = client.sessions.get("sessions/a")
+    assert (told.salt, told.contents, told.whole_token_count) == (salt, PICTURES, len(PROMPT))
+
+    def found(**facts: Any) -> int:
+        return client.prefixes.match(OWN, PROMPT, layout=LAYOUT, **facts).token_count
+
+    other = (Content(70, 100, bytes(32)), PICTURES[1])
+    counts = [found(salt=salt, contents=PICTURES), found(salt=salt, contents=other), found(contents=PICTURES)]
+    assert counts == [192, 64, 0]
+    second = client.sessions.create(OWN, id="b", layout=LAYOUT, salt=salt)
+    assert second.adopt(PROMPT, contents=other).token_count == 64
+    assert second.fork(id="c").refresh().salt == salt
+
+
+@pytest.mark.parametrize(
+    ("contents", "field"),
+    [
+        ([Content(5, 5, DIGEST)], r"contents\[0\]: \[5, 5\) is no range"),
+        ([Content(-1, 5, DIGEST)], r"contents\[0\]"),
+        ([Content(1, 5, DIGEST), Content(4, 6, DIGEST)], r"contents\[1\]"),
+        ([Content(1, 5, DIGEST[1:])], r"contents\[0\].digest: 32 bytes expected, 31 given"),
+        ([Content(i, i + 1, DIGEST) for i in range(1025)], "contents: 1025"),
+    ],
+)
+def test_contents_that_are_none_are_refused_by_name(
+    client: Client, contents: list[Content], field: str
+) -> None:
+    """By every call that takes them; nothing is changed."""
+    session = client.sessions.create(OWN, id="a", layout=LAYOUT)
+    with pytest.raises(InvalidArgument, match=field):
+        session.append(rows_of(PROMPT), contents=contents)
+    with pytest.raises(InvalidArgument, match=f"prefix.{field}"):
+        session.adopt(PROMPT, contents=contents)
+    with pytest.raises(InvalidArgument, match=f"prefix.{field}"):
+        client.prefixes.match(OWN, PROMPT, layout=LAYOUT, contents=contents)
+    assert session.refresh().token_count == 0
+    session.append(rows_of(PROMPT[:64]))
+    with pytest.raises(InvalidArgument, match=r"contents\[0\]: \[63, 70\) is no range of tokens behind 64"):
+        session.append(rows_of(PROMPT[64:]), contents=[Content(63, 70, DIGEST)])
+
+
+def test_salt_and_contents_are_in_keys_already(client: Client) -> None:
+    """So that whoever gives both has misunderstood; a salt is short."""
+    key = bytes(32)
+    for facts, field in (
+        ({"salt": b"x"}, "salt: is in the keys"),
+        ({"contents": PICTURES}, "prefix.contents: are in the keys"),
+        ({"salt": bytes(65)}, "salt: is"),
+    ):
+        with pytest.raises(InvalidArgument, match=field):
+            client.prefixes.match(OWN, [], keys=[key], layout=LAYOUT, **facts)
+    with pytest.raises(InvalidArgument, match="salt: is longer than 64 bytes"):
+        client.sessions.create(OWN, id="a", layout=LAYOUT, salt=bytes(65))
+
+
+@pytest.mark.parametrize("dropped", [None, (0, 10), (110, 120)])
+def test_what_is_imported_is_found_as_far_as_nothing_was_dropped(
+    client: Client, tmp_path: Path, dropped: tuple[int, int] | None
+) -> None:
+    """With salt and contents. Rows behind dropped tokens are not those of the tokens that are left."""
+    session = client.sessions.create(OWN, id="a", layout=LAYOUT, salt=b"s")
+    session.append(rows_of(PROMPT), contents=PICTURES, durability=Durability.DISK)
+    left = PROMPT if dropped is None else np.concatenate([PROMPT[: dropped[0]], PROMPT[dropped[1] :]])
+    if dropped is not None:
+        session.drop_ranges([dropped])
+    whole_count = len(PROMPT) if dropped is None else dropped[0]
+    with destination(str(tmp_path / "file"), is_forced=False) as fd:
+        writer = FrameWriter(fd, "file", bytes(16), 0)
+        [exported] = Exporter(client, writer, lambda *_: None, skips_gone=False).export(["sessions/a"])
+    client.sessions.delete("sessions/a")
+    with source(str(tmp_path / "file")) as opened:
+        reader = ArchiveReader(opened)
+        wishes = ImportWishes(on_conflict=OnConflict.FAIL)
+        [outcome] = Importer(client, wishes, reader.begin_time_ns, lambda *_: None).take(reader.sessions())
+
+    assert (exported.error, outcome.error) == (None, None)
+    told = client.sessions.get("sessions/a")
+    contents = contents_within(PICTURES, 0, whole_count)
+    assert (told.token_count, told.salt, told.contents) == (len(left), b"s", contents)
+    assert told.whole_token_count == whole_count
+    with client.sessions.open(told, OWN).read() as found:
+        for stream, expected in rows_of(left).items():
+            assert found.array(stream).tobytes() == expected.tobytes()
+    match = client.prefixes.match(OWN, left, layout=LAYOUT, salt=b"s", contents=contents)
+    assert match.token_count == whole_count // 64 * 64

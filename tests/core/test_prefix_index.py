@@ -4,7 +4,7 @@ import hashlib
 import struct
 import tracemalloc
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,7 +18,7 @@ from ctxcache.core.prefix.keys import (
     make_scope,
     scope_of,
 )
-from ctxcache.format.streams import TOKENS_RANGE, StateKind, StreamRange
+from ctxcache.format.streams import TOKENS_RANGE, Content, StateKind, StreamRange, contents_within
 
 BYTES_PER_KEY = 100
 """What an entry may take at most."""
@@ -155,6 +155,49 @@ def test_keys_are_as_documented() -> None:
     assert [key.hex() for key in expected] == VECTORS
 
 
+def test_contents_and_salt_are_as_documented() -> None:
+    """The vectors with both, and with a range told in parts, or beyond the tokens."""
+    digest = bytes(range(31, -1, -1))
+    scope = scope_of("alice", bytes(range(32)), RANGES, b"user 17")
+    tokens = ids(*range(128))
+    whole = (Content(60, 70, digest),)
+    assert [key.hex() for key in scope.keys(tokens, contents=whole)] == VECTORS_OF_CONTENTS
+    told = contents_within((Content(60, 65, digest), Content(65, 70, digest)), 0, 200)
+    assert told == whole
+    first, second = scope.keys(tokens, contents=whole)
+    assert list(scope.keys(tokens[256:], first, whole, 64)) == [second]
+    assert scope.mask == scope_of("alice", bytes(range(32)), RANGES).mask
+
+
+@given(st.data())
+def test_every_difference_behind_tokens_makes_another_key(data: st.DataObject) -> None:
+    """From the run of 64 on that it lies in, and none before; by a model that looks at each token."""
+    spans = st.lists(st.integers(0, 256), min_size=2, max_size=8, unique=True).map(sorted)
+    digests = [bytes([i]) * 32 for i in range(3)]
+
+    def drawn() -> tuple[Content, ...]:
+        ends = data.draw(spans)
+        pairs = zip(ends[::2], ends[1::2], strict=False)
+        return contents_within([Content(a, b, data.draw(st.sampled_from(digests))) for a, b in pairs], 0, 256)
+
+    def behind(contents: tuple[Content, ...], block: int) -> list[bytes | None]:
+        token = range(64 * block, 64 * block + 64)
+        return [next((one.digest for one in contents if one.begin <= i < one.end), None) for i in token]
+
+    one, other = drawn(), drawn()
+    scope = make_scope("alice", bytes(32), layout_tag(RANGES))
+    tokens = ids(*range(256))
+    keys, others = (list(scope.keys(tokens, contents=contents)) for contents in (one, other))
+    same = True
+    for block in range(4):
+        same = same and behind(one, block) == behind(other, block)
+        assert (keys[block] == others[block]) == same
+
+
+VECTORS_OF_CONTENTS = [
+    "36e2f8976f0ef80122cdbf8c8397245d61d64a21dac0f67227d76974e979ec97",
+    "315469fddfb08ccc5d4de2e9b86bdcff95ce0b804c9cf388dddd92d8563254c2",
+]
 VECTORS = [
     "76fbe318c89f200ce681896a4083297064a01d8e65a6fb50727b3dc5de4992b4",
     "198fa1141bfc0d4d3b21f83c4f276078310af789594839ac00cbcb37ddc27525",

@@ -12,9 +12,20 @@ import pytest
 
 import ctxcache
 from ctxcache.client import CallerModel
+from ctxcache.format.streams import TOKENS, Content
 from ctxcache.runtime.files import write_facts
 from tests.faults.rows import rows_of
-from tests.golden.make_directory import ARCHIVE, MODEL, SESSIONS, SSD_NAMES, SSD_SIZE_BYTES, STREAMS, owner_of
+from tests.golden.make_directory import (
+    ARCHIVE,
+    MODEL,
+    PICTURES,
+    SALTS,
+    SESSIONS,
+    SSD_NAMES,
+    SSD_SIZE_BYTES,
+    STREAMS,
+    owner_of,
+)
 from tests.server_process import ServerDidNotStart, ServerProcess
 
 
@@ -48,6 +59,14 @@ def wrong_sessions(running: ServerProcess) -> list[str]:
                     got = rows.array(spec.stream) if indexes else expected
                     if not np.array_equal(got.view(np.uint8).reshape(expected.shape), expected):
                         wrong.append(f"{name} {spec.stream}")
+        kept = client.sessions.get("sessions/s3")
+        first, second = PICTURES
+        if (kept.salt, kept.contents) != (SALTS["s3"], (first, Content(60, 64, second.digest))):
+            wrong.append("what lies behind s3")
+        ids = rows_of(3, TOKENS, 0, 64, 4).view("<i4").reshape(-1)
+        match = client.prefixes.match(CallerModel(MODEL), ids, salt=kept.salt, contents=PICTURES)
+        if match.token_count != 64:
+            wrong.append("the keys of s3")
     return wrong + sorted(found ^ set(SESSIONS))
 
 

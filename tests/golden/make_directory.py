@@ -1,11 +1,11 @@
-"""Writes directory-v4.tar.xz: a data directory of format 4 as a killed server leaves it.
+"""Writes directory-v5.tar.xz: a data directory of format 5 as a killed server leaves it.
 
     python tests/golden/make_directory.py
 
 Made once for each format; kept to prove that directories open for good while the format is the same. Two SSD
 files; some records are in tables, some in the log alone; sessions that were truncated, forked, and grown
-after a fork. Rows are those of `tests.faults.rows`, with the number in the session's name as owner; token ids
-too. The SSD files are sparse where nothing was ever written.
+after a fork; one with a salt and a picture behind its tokens. Rows are those of `tests.faults.rows`, with the
+number in the session's name as owner; token ids too. The SSD files are sparse where nothing was ever written.
 """
 
 import io
@@ -13,6 +13,7 @@ import json
 import os
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,11 +21,11 @@ import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import TOKENS_SPEC, Content, DType, StateKind, Stream, StreamSpec
 from tests.faults.rows import rows_of
 from tests.server_process import ServerProcess
 
-ARCHIVE = Path(__file__).parent / "directory-v4.tar.xz"
+ARCHIVE = Path(__file__).parent / "directory-v5.tar.xz"
 SSD_SIZE_BYTES = 4 << 20
 SSD_NAMES = ("ssd-a", "ssd-b")
 # Nothing in it may ever expire.
@@ -59,6 +60,9 @@ SESSIONS = {
 }
 """The tokens that each session has, by their indexes when they were appended; s4 is a fork of s1."""
 FORKED_TOKENS = 50
+SALTS = {"s3": b"a user"}
+PICTURES = (Content(10, 40, bytes(range(32))), Content(60, 80, bytes(32)))
+"""Behind the tokens of s3, of which the first 64 are left."""
 
 
 def owner_of(session_id: str, index: int) -> int:
@@ -66,11 +70,12 @@ def owner_of(session_id: str, index: int) -> int:
     return 1 if session_id == "s4" and index < FORKED_TOKENS else int(session_id[1:])
 
 
-def append(client: Client, name: str, begin: int, end: int) -> None:
+def append(client: Client, name: str, begin: int, end: int, contents: Sequence[Content] = ()) -> None:
     """Append self-describing rows, durable; `[begin, end)` are the tokens' indexes."""
     owner = int(name.rpartition("s")[2])
     rows = {spec.stream: rows_of(owner, spec.stream, begin, end, spec.row_bytes) for spec in STREAMS}
-    client.sessions.open(name, CallerModel(MODEL)).append(dict(rows), durability=Durability.DISK)
+    session = client.sessions.open(name, CallerModel(MODEL))
+    session.append(dict(rows), contents=contents, durability=Durability.DISK)
 
 
 def fill(client: Client) -> None:
@@ -78,10 +83,16 @@ def fill(client: Client) -> None:
     client.models.register(MODEL)
     for session_id in ("s1", "s2", "s3", "s5", "s6"):
         layout = [spec.stream for spec in MODEL.streams]
-        client.sessions.create(CallerModel(MODEL), id=session_id, layout=layout, expire_time=EXPIRE_TIME)
+        client.sessions.create(
+            CallerModel(MODEL),
+            id=session_id,
+            layout=layout,
+            expire_time=EXPIRE_TIME,
+            salt=SALTS.get(session_id, b""),
+        )
     append(client, "sessions/s1", 0, 130)
     append(client, "sessions/s2", 0, 150)
-    append(client, "sessions/s3", 0, 100)
+    append(client, "sessions/s3", 0, 100, PICTURES)
     append(client, "sessions/s6", 0, 100)
 
 
@@ -128,7 +139,7 @@ def main() -> None:
                 go_on(client)
             server.kill9()
         facts = json.loads((data / "FORMAT").read_text())
-        if facts["format"] != 4:
+        if facts["format"] != 5:
             raise SystemExit(f"this version writes format {facts['format']}")
         for log in (data / "metadata").glob("LOG*"):
             log.unlink()

@@ -46,7 +46,7 @@ def test_the_format_says_who_created_it(tmp_path: Path) -> None:
         facts = json.loads((tmp_path / "data" / "FORMAT").read_text())
 
     assert len(facts.pop("checksum")) == 16
-    assert facts == {"format": 4, "created_by": "ctxcache 0.1.0", "instance_id": directory.instance_id}
+    assert facts == {"format": 5, "created_by": "ctxcache 0.1.0", "instance_id": directory.instance_id}
 
 
 @pytest.mark.parametrize("name", ["FORMAT", "RUNS"])
@@ -116,11 +116,11 @@ def test_a_refused_opening_gives_up_the_lock(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     """A directory of a newer version is left alone."""
-    (tmp_path / "FORMAT").write_text(json.dumps({"format": 5, "instance_id": "00"}))
+    (tmp_path / "FORMAT").write_text(json.dumps({"format": 6, "instance_id": "00"}))
     with pytest.raises(FormatTooNew) as caught:
         DataDirectory.open(tmp_path)
 
-    assert (caught.value.found, caught.value.supported) == (5, 4)
+    assert (caught.value.found, caught.value.supported) == (6, 5)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         b"[]",
         b"7",
         b"\xff",
-        b'{"format": 4}',
+        b'{"format": 5}',
         b'{"format": "x", "instance_id": "00"}',
         b'{"format": 0, "instance_id": "00"}',
-        b'{"format": 4, "instance_id": "00"}',
+        b'{"format": 5, "instance_id": "00"}',
     ],
 )
 def test_a_format_that_does_not_parse_is_refused(tmp_path: Path, text: bytes) -> None:

@@ -16,7 +16,7 @@ from ctxcache.format.header import SegmentIdentity
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
-from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import Content, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import BlockRecord, ModelRecord, SegmentRecord, SessionRecord
 
@@ -124,6 +124,13 @@ def encode(record: ModelRecord | SessionRecord | SegmentRecord) -> Encoded:
 SAMPLES = {
     "model": encode(make_model()),
     "session": encode(make_session(segment_ids=(1, 2))),
+    "session with contents": encode(
+        replace(
+            make_session(segment_ids=(1, 2)),
+            salt=b"a user",
+            contents=(Content(0, 40, bytes(range(32))), Content(60, 64, bytes(32))),
+        )
+    ),
     "segment": encode(make_segment()),
     "block": encode(
         replace(make_session(segment_ids=(3,)), block=BlockRecord(bytes(32), "blocks/a", (1, 1 << 24)))

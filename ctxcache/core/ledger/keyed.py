@@ -25,13 +25,6 @@ from ctxcache.core.ledger.session import BEGIN, Piece, Session
 from ctxcache.core.prefix.keys import BLOCK_TOKENS, NO_PARENT, Entry, PrefixIndex, Scope, scope_of
 
 
-def whole_token_count(session: Session) -> int:
-    """How many of its first tokens were computed with all tokens before them, and are shown."""
-    if not session.live or session.live[0][0]:
-        return 0
-    return session.live[0][1]
-
-
 class Keyed:
     """Keys of segments. Owned by the ledger, whose events it hears of."""
 
@@ -47,9 +40,11 @@ class Keyed:
         """
         end = session.token_count - session.token_count % BLOCK_TOKENS
         first = begin - begin % BLOCK_TOKENS
-        if first >= end or session.log_end != whole_token_count(session):
+        # Nothing was dropped: what is shown is one run from the first position to the log's end.
+        if first >= end or session.live[:1] != ((0, session.log_end),):
             return
-        scope = scope_of(session.tenant, session.model_fingerprint, session.layout.outline.ranges)
+        ranges = session.layout.outline.ranges
+        scope = scope_of(session.tenant, session.model_fingerprint, ranges, session.salt)
         parent = self._key_at(session, scope, first)
         if parent is None:
             return
@@ -62,7 +57,8 @@ class Keyed:
             parts.append(part)
         holders = iter(pieces)
         piece = next(holders)
-        for i, key in enumerate(scope.keys(b"".join(parts), parent), 1):
+        keys = scope.keys(b"".join(parts), parent, session.contents, first)
+        for i, key in enumerate(keys, 1):
             position = first + i * BLOCK_TOKENS
             while piece.token_begin + piece.row_end - piece.row_begin < position:
                 piece = next(holders)
@@ -115,7 +111,7 @@ class Keyed:
 
     def cut(self, session: Session) -> None:
         """The session has lost tokens: what only it lists is not found beyond them."""
-        end = whole_token_count(session)
+        end = session.whole_token_count
         first = max(bisect_right(session.segments, end, key=BEGIN) - 1, 0)
         for segment in session.segments[first:]:
             if segment.reference_count > 1 or segment.row_count < first_row_count(segment):
@@ -143,7 +139,8 @@ class Keyed:
 
     def keys_of_session(self, session: Session, token_count: int) -> Iterator[bytes]:
         """The keys of a session's first tokens, of which none was dropped, in order."""
-        scope = scope_of(session.tenant, session.model_fingerprint, session.layout.outline.ranges)
+        ranges = session.layout.outline.ranges
+        scope = scope_of(session.tenant, session.model_fingerprint, ranges, session.salt)
         for piece in session.pieces(0, token_count):
             segment = piece.segment
             for key, row_count in self._keys_of(scope, segment.segment_id):
@@ -173,6 +170,7 @@ class Keyed:
 
 
 def _scope(segment: Segment) -> Scope:
+    """Within which a segment's keys are stored; none is made with it, for the salt is not known."""
     return scope_of(segment.tenant, segment.model_fingerprint, segment.layout.outline.ranges)
 
 
@@ -184,7 +182,7 @@ def first_row_count(segment: Segment) -> int:
 def holds(session: Session, segment: Segment, row_count: int) -> bool:
     """Whether the session's tokens up to that row of the segment are those that a key stands for."""
     token_count = segment.begin + row_count
-    if token_count > whole_token_count(session) or not session.lists(segment):
+    if token_count > session.whole_token_count or not session.lists(segment):
         return False
     [piece] = session.pieces(token_count - 1, token_count)
     return piece.segment is segment

@@ -16,7 +16,7 @@ comes up. An access costs nothing, and a due session is found within the resolut
 import heapq
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -38,6 +38,7 @@ from ctxcache.errors import (
     TokenRangeOutOfBounds,
 )
 from ctxcache.format.layout import BLOCK_ROWS, SegmentLayout
+from ctxcache.format.streams import Content, contents_within
 
 DEFAULT_TTL_NS = 3600 * 10**9
 SLACK = 64
@@ -184,6 +185,10 @@ class Session:
     """
     parent_id: str = ""
     """For a block: `block_id` of the block that it continues; empty for none."""
+    salt: bytes = b""
+    """What its tokens' keys are made with; never changes."""
+    contents: tuple[Content, ...] = ()
+    """What lies behind its first tokens, up to the first that was dropped, in order."""
     exposed_begin: int | None = None
     """Where its first segment begins that lies on a lost path and in memory; None when there is none."""
     reckoned: int = 0
@@ -265,6 +270,21 @@ class Session:
         if tail is None or not tail.is_growing or tail.end != self.log_end:
             return None
         return None if tail.is_full else tail
+
+    @property
+    def whole_token_count(self) -> int:
+        """How many of its first tokens were computed with all tokens before them, and are shown."""
+        live = self.live
+        return live[0][1] if live and not live[0][0] else 0
+
+    def describe(self, contents: Sequence[Content], begin: int) -> None:
+        """Of what lies behind tokens from index `begin` on, keep what was committed.
+
+        Nothing where a token was dropped: what comes behind has no keys.
+        """
+        if self.log_end == self.whole_token_count:
+            told = contents_within(contents, begin, self.log_end)
+            self.contents = contents_within((*self.contents, *told), 0, self.log_end)
 
     @property
     def shown(self) -> list[Segment]:
@@ -368,6 +388,8 @@ class Session:
         """Make every live position dead but these, which are shown. See `drop_positions`."""
         self.live, self.withheld = live, ()
         self.token_count = ranges.count(live)
+        if self.contents:
+            self.contents = contents_within(self.contents, 0, self.whole_token_count)
         self.generation += 1
         kept = set(self.segments_of(self.live))
         dead = [segment for segment in self.segments if segment not in kept]
@@ -415,6 +437,7 @@ class Session:
         self.segments = source.segments_of(self.live)
         # What its last segment holds behind these is the source's: the next row is put in their place.
         self.log_end = self.recorded_end = self.durable_end = token_count
+        self.contents = contents_within(source.contents, 0, token_count)
         self.path = source.path
         self.generation += 1
 
@@ -438,6 +461,9 @@ class Session:
             is_pinned=self.is_pinned,
             memory_bytes=amounts.memory_bytes,
             durable_bytes=amounts.durable_bytes,
+            live=self.live,
+            salt=self.salt,
+            contents=self.contents,
         )
 
 
@@ -461,3 +487,11 @@ class SessionView:
     is_pinned: bool
     memory_bytes: int
     durable_bytes: int
+    live: Ranges = ()
+    salt: bytes = b""
+    contents: tuple[Content, ...] = ()
+
+    @property
+    def whole_token_count(self) -> int:
+        """How many of its first tokens were computed with all tokens before them, and are shown."""
+        return ranges.whole_count(self.live)

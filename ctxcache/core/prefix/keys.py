@@ -1,12 +1,14 @@
 """Chain keys: what a run of 64 tokens is called, together with everything before it; and their index.
 
     key = SHA-256(field(DOMAIN) | field(tenant) | field(model fingerprint) | field(layout tag) | field(salt)
-                  | field(parent) | field(token ids))
+                  | field(parent) | field(token ids) [| field(contents)])
     field(x) = length of x in bytes, u32 little endian | x
 
 `parent` is the key of the 64 tokens before, 32 zero bytes for the first. Token ids are int32, little endian.
-Two keys are equal only if all of this is: tenant, model, layout, salt, and every token from the first on.
-docs/prefixes.md has the same with test vectors.
+`contents` are there where pictures or sounds lie behind some of the 64 tokens: of each, where it begins and
+ends among them, int32 little endian, and its digest, 32 bytes. Two keys are equal only if all of this is:
+tenant, model, layout, salt, and every token and digest from the first on. docs/prefixes.md has the same with
+test vectors.
 
 The index leads from a key to the segments whose rows it names. Each entry is a row of flat arrays, found by
 two hash tables with linear probing, one by key and one by owner. An owner is a segment's number. Several
@@ -17,31 +19,36 @@ owners may have one key: state that was computed twice.
 
 The tables are cut into 1,024 parts that grow by themselves, so that no entry waits for more than one part to
 be laid out anew: 10 M keys, 10,000 entries. Keys are combined with their scope's mask before they are stored
-or looked for: one of another scope is not there, in the time that one that is nowhere takes. Python's own
+or looked for: one of another scope is not there, in the time that one that is nowhere takes. The mask leaves
+the salt out, which is in the keys themselves: so a segment's record need not say it. Python's own
 hash, which is seeded for each process, places them: a caller cannot choose keys that collide.
 """
 
 import hashlib
 import struct
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from typing_extensions import Buffer
 
-from ctxcache.format.streams import TOKENS_RANGE, StreamRange
+from ctxcache.format.streams import DIGEST_BYTES, TOKENS_RANGE, Content, StreamRange
 
 BLOCK_TOKENS = 64
 """Tokens that one key covers."""
-BLOCK_BYTES = 4 * BLOCK_TOKENS
+TOKEN_BYTES = 4
+BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS
 """Bytes of the token ids under one key."""
 KEY_BYTES = 32
 NO_PARENT = bytes(KEY_BYTES)
 DOMAIN = b"ctxcache.prefix.v1"
+_CONTENT_END = attrgetter("end")
 SCOPES_KEPT = 4096
-"""Scopes that are not made anew each time: one for each tenant, model and layout in use."""
-_LENGTH, _RANGE = struct.Struct("<I"), struct.Struct("<iii")
+"""Scopes that are not made anew each time: one for each tenant, model, layout and salt in use."""
+_LENGTH, _RANGE, _CONTENT = struct.Struct("<I"), struct.Struct("<iii"), struct.Struct(f"<ii{DIGEST_BYTES}s")
 _PARENT_LENGTH, _TOKENS_LENGTH = _LENGTH.pack(KEY_BYTES), _LENGTH.pack(BLOCK_BYTES)
 
 
@@ -55,18 +62,45 @@ class Scope(NamedTuple):
     """The fields before `parent`, encoded."""
     mask: int
 
-    def key(self, parent: bytes, token_ids: Buffer) -> bytes:
-        """The key of 64 token ids behind `parent`. 32 bytes."""
+    def key(self, parent: bytes, token_ids: Buffer, contents: bytes = b"") -> bytes:
+        """The key of 64 token ids behind `parent`. 32 bytes. `contents`: the field, encoded, or nothing."""
         return hashlib.sha256(
-            b"".join((self.head, _PARENT_LENGTH, parent, _TOKENS_LENGTH, token_ids))
+            b"".join((self.head, _PARENT_LENGTH, parent, _TOKENS_LENGTH, token_ids, contents))
         ).digest()
 
-    def keys(self, token_ids: Buffer, parent: bytes = NO_PARENT) -> Iterator[bytes]:
-        """The key of each whole run of 64 token ids; what is left over has none."""
+    def keys(
+        self,
+        token_ids: Buffer,
+        parent: bytes = NO_PARENT,
+        contents: Sequence[Content] = (),
+        first_token: int = 0,
+    ) -> Iterator[bytes]:
+        """The key of each whole run of 64 token ids; what is left over has none.
+
+        `contents` in order, in the numbers of the session's tokens, of which `first_token` is the first here.
+        """
         view = memoryview(token_ids).cast("B")
+        at = bisect_right(contents, first_token, key=_CONTENT_END)
         for begin in range(0, len(view) - BLOCK_BYTES + 1, BLOCK_BYTES):
-            parent = self.key(parent, view[begin : begin + BLOCK_BYTES])
+            field = b""
+            if at < len(contents):
+                first = first_token + begin // TOKEN_BYTES
+                while at < len(contents) and contents[at].end <= first:
+                    at += 1
+                field = _contents_field(contents, at, first)
+            parent = self.key(parent, view[begin : begin + BLOCK_BYTES], field)
             yield parent
+
+
+def _contents_field(contents: Sequence[Content], at: int, first: int) -> bytes:
+    """What of the contents from number `at` on lies behind the 64 tokens from `first` on."""
+    packed = list[bytes]()
+    while at < len(contents) and contents[at].begin < first + BLOCK_TOKENS:
+        begin, end, digest = contents[at]
+        packed.append(_CONTENT.pack(max(begin - first, 0), min(end - first, BLOCK_TOKENS), digest))
+        at += 1
+    body = b"".join(packed)
+    return _LENGTH.pack(len(body)) + body if body else b""
 
 
 def layout_tag(ranges: Iterable[StreamRange]) -> bytes:
@@ -90,9 +124,10 @@ def scope_of(
 
 def make_scope(tenant: str, model_fingerprint: bytes, tag: bytes, salt: bytes = b"") -> Scope:
     """As `scope_of`, of a layout tag."""
-    fields = (DOMAIN, tenant.encode(), model_fingerprint, tag, salt)
+    fields = (DOMAIN, tenant.encode(), model_fingerprint, tag)
     head = b"".join(_LENGTH.pack(len(item)) + item for item in fields)
-    return Scope(head, int.from_bytes(hashlib.sha256(head).digest(), "little"))
+    mask = int.from_bytes(hashlib.sha256(head).digest(), "little")
+    return Scope(b"".join((head, _LENGTH.pack(len(salt)), salt)), mask)
 
 
 FREE = -1

@@ -21,7 +21,6 @@ PARTS_LIMIT = 256
 BLOCK_LIMIT_BYTES = 16 << 20
 """Of all parts of a block together."""
 TAG_LIMIT_BYTES = 1024
-SALT_LIMIT_BYTES = 64
 LAYERS_LIMIT = 1 << 16
 _LENGTH, _PART = struct.Struct("<I"), struct.Struct("<iii")
 

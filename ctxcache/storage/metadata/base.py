@@ -13,7 +13,7 @@ from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import Content, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,10 @@ class SessionRecord:
     ttl_ns: int | None
     is_pinned: bool
     block: BlockRecord | None = None
+    salt: bytes = b""
+    """What its keys are made with, up to 64 bytes."""
+    contents: tuple[Content, ...] = ()
+    """What lies behind its tokens, in order; none behind the first token that was dropped."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ every version, so that a newer record is told apart from a damaged one.
 
     segment  fixed part | tenant | keys, 32 bytes each
     session  fixed part | tenant | session id | model id | (layer i32, kind i32)... | ids u64...
-             | (begin i64, end i64)...
+             | (begin i64, end i64)... | salt | (begin i64, end i64, digest 32)...
              of a block also: space 32 | parent's id length u16 | parent's id | size i32 of each part
     model    JSON object; its probe, if any, in base64
     commit   sequence u64 | session count u64 | XOR of all session values' checksums u64
@@ -40,7 +40,7 @@ from ctxcache.format.header import SegmentIdentity
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import decode_probe
 from ctxcache.format.slot import Slot
-from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import DIGEST_BYTES, Content, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata.base import (
     BlockRecord,
     Changes,
@@ -61,9 +61,10 @@ UID_BYTES = 16
 _CHECKSUM = struct.Struct("<Q")
 _SEGMENT = struct.Struct("<16sqqq32sIqqQIH")
 _PREFIX_KEY = struct.Struct("<32s")
-_SESSION = struct.Struct("<qqqqqqBHHHIII")
+_SESSION = struct.Struct("<qqqqqqBHHHIIIHI")
 _STREAM = struct.Struct("<ii")
 _RANGE = struct.Struct("<qq")
+_CONTENT = struct.Struct(f"<qq{DIGEST_BYTES}s")
 _COMMIT = struct.Struct("<QQQ")
 _SLOT = struct.Struct("<Q")
 _SLOT_KEY = struct.Struct(">IQ")
@@ -140,12 +141,16 @@ def encode_session(record: SessionRecord) -> bytes:
         len(record.layout),
         len(record.segment_ids),
         len(record.live),
+        len(record.salt),
+        len(record.contents),
     )
     streams = [_STREAM.pack(stream.layer, stream.kind) for stream in record.layout]
     segment_ids = struct.pack(f"<{len(record.segment_ids)}Q", *record.segment_ids)
     live = struct.pack(f"<{2 * len(record.live)}q", *chain.from_iterable(record.live))
+    contents = [_CONTENT.pack(*content) for content in record.contents] if record.contents else []
     besides = b"" if block is None else _packed_block(block)
-    return _seal(session_key(record.uid), b"".join([fixed, *names, *streams, segment_ids, live, besides]))
+    parts = [fixed, *names, *streams, segment_ids, live, record.salt, *contents, besides]
+    return _seal(session_key(record.uid), b"".join(parts))
 
 
 def _packed_block(block: BlockRecord) -> bytes:
@@ -306,10 +311,19 @@ def _read_session(key: bytes, body: bytes) -> SessionRecord:
         stream_count,
         segment_count,
         range_count,
+        salt_bytes,
+        content_count,
     ) = _SESSION.unpack_from(body)
-    sizes = (*name_bytes, stream_count * _STREAM.size, segment_count * 8, range_count * _RANGE.size)
+    sizes = (
+        *name_bytes,
+        stream_count * _STREAM.size,
+        segment_count * 8,
+        range_count * _RANGE.size,
+        salt_bytes,
+        content_count * _CONTENT.size,
+    )
     end = _SESSION.size + sum(sizes)
-    tenant, session_id, model_id, streams, segment_ids, live = _split(
+    tenant, session_id, model_id, streams, segment_ids, live, salt, contents = _split(
         _exactly(body, _SESSION.size, end), sizes
     )
     return SessionRecord(
@@ -327,6 +341,8 @@ def _read_session(key: bytes, body: bytes) -> SessionRecord:
         expire_time_ns=expire_time_ns,
         ttl_ns=ttl_ns if flags & _HAS_TTL else None,
         is_pinned=bool(flags & _IS_PINNED),
+        salt=salt,
+        contents=tuple([Content(*content) for content in _CONTENT.iter_unpack(contents)]),
         block=_read_block(body[end:], stream_count, is_there=bool(flags & _IS_BLOCK)),
     )
 

@@ -196,10 +196,10 @@ function idsOf(begin, end, base = 0) {
   return ids;
 }
 
-async function sessionOf(tokenIds) {
+async function sessionOf(tokenIds, { salt = Buffer.alloc(0), contents = [] } = {}) {
   const tokenCount = tokenIds.length / 4;
-  const { name } = await call(client.sessions, 'createSession', { model: model.name, layout });
-  await append(client, { name, modelFingerprint: fingerprint, writeOffset: 0 }, [
+  const { name } = await call(client.sessions, 'createSession', { model: model.name, layout, salt });
+  await append(client, { name, modelFingerprint: fingerprint, writeOffset: 0, contents }, [
     chunk(TOKENS, 0, tokenIds),
     chunk(KV, 0, Buffer.alloc(64 * tokenCount, 'row ')),
     { commit: { tokenCount, durability: 'DURABILITY_DISK' } },
@@ -220,6 +220,32 @@ test('a prompt is found by its token ids, and by keys that are computed here', a
   assert.deepEqual([byKeys.state, byKeys.tokenCount], ['LOOKUP_STATE_HIT', '128']);
   const nothing = await match({ tokenIds: idsOf(1, 150, base) });
   assert.deepEqual([nothing.state, nothing.tokenCount], ['LOOKUP_STATE_MISS', '0']);
+});
+
+test('pictures and a salt are in keys that are computed here', async () => {
+  const base = Math.floor(Math.random() * 2 ** 30);
+  const salt = Buffer.from('user 17');
+  const contents = [{ begin: 60, end: 140, digest: randomBytes(32) }, { begin: 150, end: 151, digest: Buffer.alloc(32) }];
+  const tokenIds = idsOf(0, 200, base);
+  const name = await sessionOf(tokenIds, { salt, contents });
+  const match = (request) => call(client.prefixes, 'matchPrefix', { model: model.name, layout, ...request });
+  const keysOf = (facts) =>
+    prefixKeys({ tenant: 'default', fingerprint, layout: [{ kind: 3, begin: 0, end: 1 }], tokenIds, ...facts });
+
+  const byIds = await match({ salt, prefix: { tokenIds, contents } });
+  const byKeys = await match({ prefix: { keys: keysOf({ salt, contents }) } });
+  const others = [await match({ prefix: { tokenIds, contents } }), await match({ prefix: { keys: keysOf({ salt }) } })];
+  const told = await call(client.sessions, 'getSession', { name });
+
+  assert.deepEqual([byIds.tokenCount, byKeys.tokenCount], ['192', '192']);
+  assert.deepEqual(others.map((one) => one.tokenCount), ['0', '0']);
+  assert.deepEqual([told.salt, told.contents.map((one) => [Number(one.begin), Number(one.end), one.digest])], [
+    salt,
+    contents.map((one) => [one.begin, one.end, one.digest]),
+  ]);
+  await fails(match({ salt, prefix: { keys: [keyOf(1)] } }), 'INVALID_ARGUMENT', 'INVALID_FIELD', 'salt');
+  const short = { begin: 0, end: 1, digest: Buffer.alloc(31) };
+  await fails(match({ prefix: { tokenIds, contents: [short] } }), 'INVALID_ARGUMENT', 'INVALID_FIELD', 'prefix.contents[0].digest');
 });
 
 test('a session adopts what another one has', async () => {

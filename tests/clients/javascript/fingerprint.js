@@ -83,16 +83,24 @@ function packedSpecs(streams) {
 
 /**
  * Keys of every 64 tokens of a prompt, 32 bytes each. `layout`: ranges `{ kind, begin, end }` by kind's number, ordered
- * and as few as possible. `tokenIds`: 4 bytes each, little endian.
+ * and as few as possible. `tokenIds`: 4 bytes each, little endian. `contents`: `{ begin, end, digest }` in order.
  */
-export function prefixKeys({ tenant, fingerprint, layout, tokenIds }) {
+export function prefixKeys({ tenant, fingerprint, layout, tokenIds, salt = '', contents = [] }) {
   const ranges = Buffer.concat(layout.map(({ kind, begin, end }) => Buffer.from(Int32Array.of(kind, begin, end).buffer)));
   const layoutTag = createHash('sha256').update(ranges).digest();
-  const scope = ['ctxcache.prefix.v1', tenant, fingerprint, layoutTag, ''];
+  const scope = ['ctxcache.prefix.v1', tenant, fingerprint, layoutTag, salt];
   const keys = [];
   for (let begin = 0; begin + 256 <= tokenIds.length; begin += 256) {
     const digest = createHash('sha256');
-    for (const field of [...scope, keys.at(-1) ?? Buffer.alloc(32), tokenIds.subarray(begin, begin + 256)]) {
+    const first = begin / 4;
+    const behind = contents
+      .filter((one) => one.begin < first + 64 && one.end > first)
+      .flatMap((one) => [
+        Buffer.from(Int32Array.of(Math.max(one.begin - first, 0), Math.min(one.end - first, 64)).buffer),
+        one.digest,
+      ]);
+    const fields = [...scope, keys.at(-1) ?? Buffer.alloc(32), tokenIds.subarray(begin, begin + 256)];
+    for (const field of behind.length ? [...fields, Buffer.concat(behind)] : fields) {
       const bytes = Buffer.from(field);
       digest.update(Buffer.from(Uint32Array.of(bytes.length).buffer)).update(bytes);
     }
