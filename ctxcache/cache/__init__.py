@@ -113,7 +113,6 @@ class Cache:
         self.sessions = Sessions(
             state, metadata, self.departures, self.ssd_room, self.flushing, default_expiration
         )
-        self.prefixes = Prefixes(state, metadata, self.departures, self.flushing)
         self.queues = Queues(state, queue_limits)
         self.hints = Hints(state, self.flushing, self.prefetching, self.queues)
         self.appends = Appends(
@@ -129,6 +128,7 @@ class Cache:
         )
         leased = Pins("leases", memory.capacity_bytes, limits.lease_share, limits)
         self.leases = Leases(state, io, self.promotions, self.mending, leased)
+        self.prefixes = Prefixes(state, metadata, self.departures, self.flushing, self.leases)
         self.blocks = Blocks(
             state,
             io,

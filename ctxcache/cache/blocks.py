@@ -14,7 +14,6 @@ and the change that it allows.
 """
 
 import asyncio
-import secrets
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from ctxcache.cache.background import STEP_BY_STEP, Pace
 from ctxcache.cache.block_news import Subscriptions
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
-from ctxcache.cache.leases import Lease, Leases, ReadRequest
+from ctxcache.cache.leases import Lease, Leases, ReadRequest, TokenLease
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
@@ -37,7 +36,6 @@ from ctxcache.core.limits import Pinner
 from ctxcache.errors import (
     CorruptSegment,
     InvalidArgument,
-    LeaseNotFound,
     ReservationNotFound,
     SessionNotFound,
     TooManyRequests,
@@ -47,11 +45,8 @@ from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import block_layout
 from ctxcache.storage.metadata.base import MetadataStore
 
-TOKEN_BYTES = 16
 BLOCKS_AT_A_TIME = 64
 """Blocks that are brought to DRAM together, or deleted with one commit."""
-TTL_LIMIT_NS = 300 * 10**9
-"""How long a lease of blocks lasts at most."""
 
 
 class BlockState(Enum):
@@ -119,16 +114,6 @@ class Put:
     sums: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockLease:
-    """Blocks held in DRAM: one lease for each key that is there, None for the others."""
-
-    token: bytes
-    tenant: str
-    leases: tuple[Lease | None, ...]
-    deadline_ns: int
-
-
 class Blocks:
     """The use cases of blocks. Owned by the event loop."""
 
@@ -152,8 +137,6 @@ class Blocks:
         """By the uid of the block."""
         self._put_numbers: dict[int, bytes] = {}
         """Uids by the number of the reservation."""
-        self._held: dict[bytes, BlockLease] = {}
-        """By token."""
         self.subscriptions = Subscriptions(state.ledger)
         appends.abandoned = self._gave_up
 
@@ -308,7 +291,7 @@ class Blocks:
         ttl_ns: int,
         is_rechecked: bool = False,
         pace: Pace = STEP_BY_STEP,
-    ) -> BlockLease:
+    ) -> TokenLease:
         """Bring blocks into DRAM and hold them there for `ttl_ns`, or until the token is released.
 
         `is_rechecked`: what is in DRAM is verified before it. A key that is not there, or whose bytes turn
@@ -334,39 +317,19 @@ class Blocks:
                 ]
                 _raise_first(await asyncio.gather(*asked, return_exceptions=True))
         except BaseException:
-            self._let_go(held.values())
+            self._leases.let_go(held.values())
             raise
-        deadline_ns = self._state.clock.monotonic_ns() + min(ttl_ns, TTL_LIMIT_NS)
-        for lease in held.values():
-            lease.deadline_ns = deadline_ns
-        leases = tuple(map(held.get, range(len(keys))))
-        found = BlockLease(secrets.token_bytes(TOKEN_BYTES), tenant, leases, deadline_ns)
-        self._forget_ended()
-        if held:
-            self._held[found.token] = found
+        return self._leases.tokens.hold(tenant, list(map(held.get, range(len(keys)))), ttl_ns=ttl_ns)
+
+    def leased(self, tenant: str, token: bytes) -> TokenLease:
+        """What a token of the tenant holds, for any of its connections.
+
+        Raises LeaseNotFound, InvalidArgument (it holds a prefix).
+        """
+        found = self._leases.tokens.find(tenant, token)
+        if found.is_prefix:
+            raise InvalidArgument(field="token", problem="is that of a prefix: AcquireLease takes it")
         return found
-
-    def leased(self, tenant: str, token: bytes) -> BlockLease:
-        """What a token of the tenant holds, for any of its connections. Raises LeaseNotFound."""
-        found = self._held.get(token)
-        if found is None or found.tenant != tenant or not self._is_held(found):
-            raise LeaseNotFound(lease_id=token.hex())
-        return found
-
-    def release(self, tenant: str, token: bytes) -> None:
-        """End a lease of blocks. Raises LeaseNotFound."""
-        found = self.leased(tenant, token)
-        self.let_go(found)
-
-    def is_held(self, token: bytes) -> bool:
-        """Whether a lease has not ended."""
-        found = self._held.get(token)
-        return found is not None and self._is_held(found)
-
-    def let_go(self, leased: BlockLease) -> None:
-        """End a lease of blocks, if it has not ended."""
-        self._held.pop(leased.token, None)
-        self._let_go(leased.leases)
 
     async def summed(self, lease: Lease, part: int, most_bytes: int) -> list[tuple[memoryview, int]]:
         """The bytes of a leased block's part where they lie, in runs of at most so many, and their XXH3-64.
@@ -555,24 +518,6 @@ class Blocks:
         else:
             # It was cut while its bytes were brought.
             self._leases.release(lease.lease_id)
-
-    def _let_go(self, leases: Iterable[Lease | None]) -> None:
-        for lease in leases:
-            if lease is not None and self._leases.is_held(lease.lease_id):
-                self._leases.release(lease.lease_id)
-
-    def _is_held(self, lease: BlockLease) -> bool:
-        is_in_time = self._state.clock.monotonic_ns() < lease.deadline_ns
-        return is_in_time and all(self._leases.is_held(one.lease_id) for one in lease.leases if one)
-
-    def _forget_ended(self) -> None:
-        """Forget tokens of leases that ended by themselves, the first ones first."""
-        while self._held:
-            token, oldest = next(iter(self._held.items()))
-            if self._is_held(oldest):
-                break
-            self._let_go(oldest.leases)
-            del self._held[token]
 
 
 def _sizes(block: Session) -> tuple[int, ...]:

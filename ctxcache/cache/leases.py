@@ -7,10 +7,11 @@ ends. What does not fit into DRAM can still be read as a stream, chunk by chunk.
 """
 
 import mmap
+import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from ctxcache.errors import (
     DeadlineExceeded,
     InvalidArgument,
     LeaseNotFound,
+    ModelFingerprintMismatch,
     TierFailure,
     TooManyRequests,
 )
@@ -214,6 +216,97 @@ def summed(view: memoryview, sums: Sums, piece: Piece, stream: Stream) -> Summed
     return Summed(data, checksum) if is_right else None
 
 
+TOKEN_BYTES = 16
+TOKEN_TTL_LIMIT_NS = LEASE_LIFETIME_NS
+"""How long what a token names lasts at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLease:
+    """What a token names: leases of blocks, one for each key that is there and None for the others.
+
+    Or, of a prefix, the one lease of its rows.
+    """
+
+    token: bytes
+    tenant: str
+    leases: tuple[Lease | None, ...]
+    deadline_ns: int
+    is_prefix: bool = False
+
+
+class TokenLeases:
+    """Leases that any connection of the tenant may use by their token. Owned by the event loop."""
+
+    def __init__(self, state: State, leases: "Leases") -> None:
+        self._state, self._leases = state, leases
+        self._held: dict[bytes, TokenLease] = {}
+
+    def __len__(self) -> int:
+        """How many tokens are known."""
+        return len(self._held)
+
+    def hold(
+        self, tenant: str, leases: Sequence[Lease | None], *, ttl_ns: int, is_prefix: bool = False
+    ) -> TokenLease:
+        """Name leases by a new token for so long; one of no lease is not remembered."""
+        deadline_ns = self._state.clock.monotonic_ns() + min(ttl_ns, TOKEN_TTL_LIMIT_NS)
+        for lease in leases:
+            if lease is not None:
+                lease.deadline_ns = deadline_ns
+        found = TokenLease(secrets.token_bytes(TOKEN_BYTES), tenant, tuple(leases), deadline_ns, is_prefix)
+        if any(leases):
+            self._held[found.token] = found
+        return found
+
+    def find(self, tenant: str, token: bytes) -> TokenLease:
+        """What a token of the tenant names, for any of its connections. Raises LeaseNotFound."""
+        found = self._held.get(token)
+        if found is None or found.tenant != tenant or not self._is_held(found):
+            raise LeaseNotFound(lease_id=token.hex())
+        return found
+
+    def prefix(self, tenant: str, token: bytes, fingerprint: bytes) -> Lease:
+        """The rows of a prefix that a token names.
+
+        Raises LeaseNotFound, InvalidArgument (it names blocks), ModelFingerprintMismatch.
+        """
+        found = self.find(tenant, token)
+        [lease] = found.leases if found.is_prefix else [None]
+        if lease is None:
+            raise InvalidArgument(field="token", problem="is that of blocks: LeaseBlocks takes it")
+        if lease.view.model_fingerprint != fingerprint:
+            raise ModelFingerprintMismatch(
+                model=f"models/{lease.view.model_id}",
+                actual=lease.view.model_fingerprint.hex(),
+                expected=fingerprint.hex(),
+            )
+        return lease
+
+    def is_held(self, token: bytes) -> bool:
+        """Whether what a token names has not ended."""
+        found = self._held.get(token)
+        return found is not None and self._is_held(found)
+
+    def release(self, tenant: str, token: bytes) -> None:
+        """End what a token names. Raises LeaseNotFound."""
+        self.let_go(self.find(tenant, token))
+
+    def let_go(self, found: TokenLease) -> None:
+        """End what a token names, if it has not ended."""
+        self._held.pop(found.token, None)
+        self._leases.let_go(found.leases)
+
+    def forget_ended(self) -> None:
+        """Forget tokens of what ended by itself."""
+        for found in [one for one in self._held.values() if not self._is_held(one)]:
+            self.let_go(found)
+
+    def _is_held(self, found: TokenLease) -> bool:
+        is_in_time = self._state.clock.monotonic_ns() < found.deadline_ns
+        return is_in_time and all(self._leases.is_held(one.lease_id) for one in found.leases if one)
+
+
 class Leases:
     """The use cases of a reader."""
 
@@ -229,6 +322,7 @@ class Leases:
         self._counts: Counter[str] = Counter()
         """Leases by tenant."""
         self._last_id = 0
+        self.tokens = TokenLeases(state, self)
 
     @property
     def lease_count(self) -> int:
@@ -282,6 +376,44 @@ class Leases:
         self._found(lease)
         return lease
 
+    async def again(self, held: Callable[[], Lease], tenant: str, client: int | None) -> Lease:
+        """A lease more, of this client, on the rows of one that is held; it counts as an access.
+
+        Nothing is moved, and whatever became of the session meanwhile, the rows are those. Raises what `held`
+        raises, CapacityExceeded, TooManyRequests.
+        """
+        owner = Pinner(tenant, client)
+        self._check_count(tenant)
+        await self.pins.wait_for_room(owner, lambda: held().pinned)
+        source, now_ns = held(), self._state.clock.monotonic_ns()
+        self.pins.pin(owner, source.pinned)
+        self._last_id += 1
+        lease = replace(
+            source,
+            lease_id=self._last_id,
+            client=owner,
+            begun_ns=now_ns,
+            deadline_ns=now_ns + LEASE_LIFETIME_NS,
+        )
+        for piece in lease.pieces:
+            self._ledger.held(piece.segment, is_past=lease.is_past(piece.segment))
+        self._leases[lease.lease_id] = lease
+        self._counts[tenant] += 1
+        session = self._ledger.get(lease.view.uid)
+        if session is not None:
+            self._ledger.touched(session, self._state.clock.now_ns())
+            self._ledger.read_began(session, lease.pieces, now_ns / SECOND_NS)
+        self._state.counters.read_token_count += lease.end - lease.begin
+        self._state.counters.dram_hit_token_count += lease.end - lease.begin
+        self._found(lease)
+        return lease
+
+    def let_go(self, leases: Iterable[Lease | None]) -> None:
+        """End those that have not ended."""
+        for lease in leases:
+            if lease is not None and lease.lease_id in self._leases:
+                self.release(lease.lease_id)
+
     def acquire_at_once(self, request: ReadRequest) -> Lease | None:
         """Acquire without waiting: all rows are in DRAM, or left on SSD, and there is room.
 
@@ -291,7 +423,7 @@ class Leases:
         if request.is_rechecked:
             return None
         try:
-            self._check_count(request)
+            self._check_count(request.tenant)
             plan = ReadPlan(self._state, request)
             sizes_bytes = plan.look()
             if not plan.is_ready or not self.pins.has_room(plan.owner, sizes_bytes):
@@ -356,6 +488,7 @@ class Leases:
             if session is not None:
                 detail = f"read: a lease was not released within {LEASE_LIFETIME_NS // 10**9} s"
                 self._state.journal.happened(session, Event.TIMEOUT, detail=detail)
+        self.tokens.forget_ended()
 
     @asynccontextmanager
     async def stream(
@@ -444,16 +577,16 @@ class Leases:
         self._state.journal.missed(READ, request.tenant, request.session_id, error)
 
     async def _hold_what_is_there(self, request: ReadRequest, *, is_stream: bool) -> Lease:
-        self._check_count(request)
+        self._check_count(request.tenant)
         plan = ReadPlan(self._state, request)
         look = partial(plan.look_for_stream, self.pins) if is_stream else plan.look
         await self.pins.wait_for_room(plan.owner, look)
         return self._begin(plan)
 
-    def _check_count(self, request: ReadRequest) -> None:
+    def _check_count(self, tenant: str) -> None:
         limits = self._state.limits
         bound = Bound(limits.lease_count, limits.are_divided)
-        if bound.is_reached(len(self._leases), self._counts[request.tenant]):
+        if bound.is_reached(len(self._leases), self._counts[tenant]):
             raise TooManyRequests(what="leases", limit=limits.lease_count)
 
     def _begin(self, plan: ReadPlan) -> Lease:

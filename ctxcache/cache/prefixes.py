@@ -21,10 +21,18 @@ from ctxcache.cache.background import STEP_BY_STEP, Pace
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.journal import Call
+from ctxcache.cache.leases import Leases, ReadRequest, TokenLease
 from ctxcache.cache.state import State
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, NO_PARENT, Scope, scope_of
-from ctxcache.errors import CorruptSegment, InvalidArgument, SessionNotFound, TierFailure, WriteInProgress
+from ctxcache.errors import (
+    CorruptSegment,
+    GenerationMismatch,
+    InvalidArgument,
+    SessionNotFound,
+    TierFailure,
+    WriteInProgress,
+)
 from ctxcache.format.streams import Content, StreamRange
 from ctxcache.storage.metadata.base import MetadataStore
 
@@ -66,6 +74,8 @@ class Match:
     dram_token_count: int = 0
     shortfall: Shortfall | None = Shortfall.NOT_STORED
     """None where all tokens were found."""
+    lease: TokenLease | None = None
+    """What holds the tokens, where that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +113,14 @@ class Prefixes:
     """The use cases over prefixes. Owned by the event loop."""
 
     def __init__(
-        self, state: State, metadata: MetadataStore, departures: Departures, flushing: Flushing
+        self,
+        state: State,
+        metadata: MetadataStore,
+        departures: Departures,
+        flushing: Flushing,
+        leases: Leases,
     ) -> None:
-        self._state, self._ledger = state, state.ledger
+        self._state, self._ledger, self._leases = state, state.ledger, leases
         self._metadata, self._departures, self._flushing = metadata, departures, flushing
         self.counts = PrefixCounts()
 
@@ -118,13 +133,15 @@ class Prefixes:
         *,
         salt: bytes = b"",
         contents: Sequence[Content] = (),
+        lease_ttl_ns: int = 0,
         pace: Pace = STEP_BY_STEP,
     ) -> Match:
         """The longest prefix of these token ids (int32, little endian), or keys, that sessions have.
 
         Sessions of that model, layout and salt. `contents`: what lies behind the token ids. Salt and contents
-        are in keys already. Counts as no access. Raises ModelNotFound,
-        InvalidArgument (a stream that the model does not have).
+        are in keys already. `lease_ttl_ns`: what is found is brought to memory and held for so long, for all
+        who have the token; that counts as an access. Raises ModelNotFound, InvalidArgument (a stream that the
+        model does not have), and with a lease CapacityExceeded, TooManyRequests, TierFailure.
         """
         model = self._state.model(tenant, model_id)
         try:
@@ -135,6 +152,13 @@ class Prefixes:
         keys = await self._known(scope, asked, contents, pace)
         self.counts.asked_token_count += _token_count(asked)
         holder = self._holder(scope, keys, is_proven=isinstance(asked, bytes))
+        lease: TokenLease | None = None
+        for _ in range(LOOKS if lease_ttl_ns else 0):
+            if holder is None or lease is not None:
+                break
+            lease = await self._held(*holder, ttl_ns=lease_ttl_ns)
+            # What others did meanwhile may have changed it.
+            holder = holder if lease else self._holder(scope, keys, is_proven=isinstance(asked, bytes))
         asked_count, known_count = _token_count(asked), len(keys) * BLOCK_TOKENS
         if holder is None:
             return Match(shortfall=_shortfall(asked_count, known_count, 0))
@@ -150,7 +174,24 @@ class Prefixes:
             token_count,
             in_memory,
             _shortfall(asked_count, known_count, token_count),
+            lease,
         )
+
+    async def _held(self, source: Session, token_count: int, *, ttl_ns: int) -> TokenLease | None:
+        """A lease of the source's first tokens; None where it changes before they are held."""
+        request = ReadRequest(
+            source.tenant,
+            source.session_id,
+            source.model_fingerprint,
+            source.generation,
+            end=token_count,
+            is_summed=True,
+        )
+        try:
+            lease = await self._leases.acquire(request)
+        except (SessionNotFound, GenerationMismatch, CorruptSegment):
+            return None
+        return self._leases.tokens.hold(source.tenant, [lease], ttl_ns=ttl_ns, is_prefix=True)
 
     async def adopt(
         self,

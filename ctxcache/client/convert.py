@@ -110,7 +110,9 @@ def session_from_wire(message: session_pb2.Session) -> SessionInfo:
         message.dram_bytes,
         message.ssd_bytes,
         message.salt,
-        tuple([Content(one.begin, one.end, one.digest) for one in message.contents]),
+        tuple([Content(one.begin, one.end, one.digest) for one in message.contents])
+        if message.contents
+        else (),
         message.whole_token_count,
     )
 

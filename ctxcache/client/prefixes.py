@@ -4,19 +4,22 @@ On the server's host they go over the control socket. Worst case: one deadline p
 """
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client.convert import contents_to_wire, from_wire, ranges_to_wire, session_from_wire
+from ctxcache.client.convert import contents_to_wire, duration, from_wire, ranges_to_wire, session_from_wire
 from ctxcache.client.models import CallerModel
 from ctxcache.client.routes import RowRoutes
+from ctxcache.client.rows import SessionRows
 from ctxcache.client.types import ModelInfo, PrefixMatch, SessionInfo, SharedPrefix
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Content, Stream
-from ctxcache.v1.arena_pb2 import Operation
+from ctxcache.v1.arena_pb2 import AcquireLease, Operation
+from ctxcache.v1.block_pb2 import ReleaseBlocksRequest
 from ctxcache.v1.prefix_pb2 import (
     AdoptPrefixRequest,
     ListSharedPrefixesRequest,
@@ -42,24 +45,55 @@ class PrefixCalls:
         contents: Iterable[Content] = (),
         salt: bytes = b"",
         layout: Iterable[Stream] | None = None,
+        lease_ttl: timedelta | None = None,
     ) -> PrefixMatch:
         """How many of the first tokens a session of `model` has that stores exactly these streams.
 
         `layout`: by default all of the model's, as a session is made. `keys` of 64 tokens each stand for
         token ids, where there are none. `contents`: what lies behind the tokens. `salt`: the sessions'.
-        Counts as no access. Raises ModelNotFound, InvalidArgument.
+        `lease_ttl`: bring what is found into DRAM and hold it for so long, at most 300 s, for `leased` by the
+        answer's token. Counts as no access without that. Raises ModelNotFound, InvalidArgument, and with a
+        lease CapacityExceeded, TooManyRequests, TierFailure.
         """
         if layout is None:
             layout = _streams(model)
         prefix = _prefix(token_ids, contents, keys)
         request = MatchPrefixRequest(
-            model=model.name, layout=ranges_to_wire(layout), prefix=prefix, salt=salt
+            model=model.name,
+            layout=ranges_to_wire(layout),
+            prefix=prefix,
+            salt=salt,
+            lease_ttl=duration(lease_ttl),
         )
         attachment = self._routes.attach()
         if attachment is None:
             return from_wire(PrefixMatch, self._wire.call(self._wire.prefixes.MatchPrefix, request))
         result = attachment.stream.carry_out(Operation(match_prefix=request))
         return from_wire(PrefixMatch, result.matched)
+
+    def leased(self, token: bytes, model: CallerModel, *, streams: Iterable[Stream] = ()) -> SessionRows:
+        """The rows that a match of this tenant holds, by its token, whoever made it: a context manager.
+
+        All streams by default. A lease of its own: neither the end of the token nor what becomes of the
+        session ends it. Raises LeaseNotFound, ModelFingerprintMismatch, InvalidArgument (also where this
+        process cannot map the arena), CapacityExceeded, TooManyRequests.
+        """
+        request = AcquireLease(token=token, model_fingerprint=model.fingerprint)
+        rows = self._routes.lease(request, tuple(streams))
+        if rows is None:
+            raise InvalidArgument(
+                field="lease", problem="needs the server's arena, which is not on this host or has no room"
+            )
+        return rows
+
+    def release(self, token: bytes) -> None:
+        """End what a match holds. Raises LeaseNotFound."""
+        request = ReleaseBlocksRequest(token=token)
+        attachment = self._routes.attach()
+        if attachment is None:
+            self._wire.call(self._wire.blocks.ReleaseBlocks, request)
+        else:
+            attachment.stream.carry_out(Operation(release_blocks=request))
 
     def most_shared(self, *, limit: int = 0) -> list[SharedPrefix]:
         """What several sessions begin with, most saved bytes first; at most `limit`, by default 50."""

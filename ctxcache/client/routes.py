@@ -4,7 +4,7 @@ Knows sessions as facts and rows as bytes. Thread-safe. Worst case: the server v
 raises Unavailable after its deadline.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ctxcache.client.attach import ArenaAttachment, BoundedMemo, LocalAccess
@@ -70,7 +70,7 @@ class RowRoutes:
         if_generation_match: int | None,
         *,
         is_all_coming: bool,
-        contents: Iterable[Content] = (),
+        contents: Sequence[Content] = (),
     ) -> ReservedWriter | None:
         """Reserve room in the arena after the session's end; None where this process may not write there."""
         attachment = self.attach()
@@ -84,7 +84,7 @@ class RowRoutes:
             if_generation_match=if_generation_match,
             token_count=token_count,
             is_all_coming=is_all_coming,
-            contents=contents_to_wire(contents),
+            contents=contents_to_wire(contents) if contents else None,
         )
         return reserve(attachment, arena, snapshot, request, specs)
 

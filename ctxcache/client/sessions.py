@@ -495,7 +495,7 @@ class SessionHandle:
             model_fingerprint=self.model.fingerprint,
             write_offset=snapshot.token_count,
             if_generation_match=if_generation_match,
-            contents=contents_to_wire(contents),
+            contents=contents_to_wire(contents) if contents else None,
         )
 
 

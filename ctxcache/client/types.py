@@ -303,6 +303,12 @@ class PrefixMatch:
     where one has them and lost tokens before them; SHORT where fewer than 64 tokens are left. Empty where all
     were found.
     """
+    lease_token: bytes = b""
+    """What names the lease, 16 bytes; empty where none was asked for, nothing was found, or what was found
+    went before it could be held.
+    """
+    lease_expire_time_ns: int | None = None
+    """When the lease ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)

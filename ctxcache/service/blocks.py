@@ -13,13 +13,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, S
 from functools import lru_cache
 from typing import NamedTuple
 
+from google.protobuf.duration_pb2 import Duration
 from xxhash import xxh3_64
 
 from ctxcache.cache import Cache
 from ctxcache.cache.background import Pace
 from ctxcache.cache.block_news import BlockNews
-from ctxcache.cache.blocks import BlockLease, BlockState, Room, Wanted, WrittenPart
-from ctxcache.cache.leases import Lease
+from ctxcache.cache.blocks import BlockState, Room, Wanted, WrittenPart
+from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Lease, TokenLease
 from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.prefix.spaces import (
     TAG_LIMIT_BYTES,
@@ -46,10 +47,8 @@ CHUNK_BYTES_LIMIT = 2 << 20
 MESSAGE_BYTES = 1 << 20
 SECOND_NS = 10**9
 DEFAULT_LEASE_NS = 60 * SECOND_NS
-LEASE_LIMIT_NS = 300 * SECOND_NS
 SPACES_KEPT = 256
 """Spaces that are not made anew each time: an engine has one or two."""
-TOKEN_BYTES = 16
 _WRITERS = itertools.count(-1, -1)
 """Numbers of streams that put blocks: none of a local client."""
 _STATES = {
@@ -137,7 +136,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         self, request: block_pb2.ReleaseBlocksRequest, context: Context
     ) -> block_pb2.ReleaseBlocksResponse:
         """See the proto."""
-        self._cache.blocks.release(current().tenant, _token(request.token))
+        release(self._cache, request, current().tenant)
         return block_pb2.ReleaseBlocksResponse()
 
     def ReadBlocks(
@@ -216,7 +215,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                         yield block_pb2.ReadBlocksResponse(bytes=message)
         finally:
             if not request.token:
-                blocks.let_go(leased)
+                self._cache.leases.tokens.let_go(leased)
 
 
 class _Arriving:
@@ -364,20 +363,15 @@ async def commit(
 
 async def lease(
     cache: Cache, request: block_pb2.LeaseBlocksRequest, tenant: str, client: int | None, pace: Pace
-) -> BlockLease:
+) -> TokenLease:
     """See the proto. Raises as `Blocks.lease` and `Blocks.leased` do."""
     if request.token:
         if request.keys or request.HasField("space"):
             raise InvalidArgument(field="token", problem="comes with keys or a space")
-        return cache.blocks.leased(tenant, _token(request.token))
+        return cache.blocks.leased(tenant, lease_token(request.token))
     space, keys = _space(request.space), _keys(request.keys)
     _check_part_count(len(keys) * space.part_count)
-    ttl_ns = DEFAULT_LEASE_NS
-    if request.HasField("ttl"):
-        ttl_ns = request.ttl.seconds * SECOND_NS + request.ttl.nanos
-        if not 0 < ttl_ns <= LEASE_LIMIT_NS:
-            problem = f"{ttl_ns} ns are not above 0 and at most {LEASE_LIMIT_NS} ns"
-            raise InvalidArgument(field="ttl", problem=problem)
+    ttl_ns = lease_ttl_ns(request.ttl, "ttl") if request.HasField("ttl") else DEFAULT_LEASE_NS
     return await cache.blocks.lease(
         tenant,
         space.fingerprint,
@@ -389,7 +383,7 @@ async def lease(
     )
 
 
-def lease_message(cache: Cache, leased: BlockLease) -> block_pb2.BlockLease:
+def lease_message(cache: Cache, leased: TokenLease) -> block_pb2.BlockLease:
     """A lease as its holder sees it."""
     clock = cache.state.clock
     message = block_pb2.BlockLease(blocks=map(_location, leased.leases))
@@ -401,7 +395,7 @@ def lease_message(cache: Cache, leased: BlockLease) -> block_pb2.BlockLease:
 
 def release(cache: Cache, request: block_pb2.ReleaseBlocksRequest, tenant: str) -> None:
     """See the proto. Raises LeaseNotFound, InvalidArgument."""
-    cache.blocks.release(tenant, _token(request.token))
+    cache.leases.tokens.release(tenant, lease_token(request.token))
 
 
 async def delete(
@@ -480,7 +474,17 @@ def _keys(keys: Sequence[bytes]) -> list[bytes]:
     return [check_key(key, f"keys[{i}]") for i, key in enumerate(keys)]
 
 
-def _token(token: bytes) -> bytes:
+def lease_ttl_ns(given: Duration, field: str) -> int:
+    """How long what a token names lasts. Raises InvalidArgument."""
+    ttl_ns = given.seconds * SECOND_NS + given.nanos
+    if not 0 < ttl_ns <= TOKEN_TTL_LIMIT_NS:
+        problem = f"{ttl_ns} ns are not above 0 and at most {TOKEN_TTL_LIMIT_NS} ns"
+        raise InvalidArgument(field=field, problem=problem)
+    return ttl_ns
+
+
+def lease_token(token: bytes) -> bytes:
+    """A token's bytes. Raises InvalidArgument."""
     if len(token) != TOKEN_BYTES:
         raise InvalidArgument(field="token", problem=f"{TOKEN_BYTES} bytes expected, {len(token)} given")
     return token

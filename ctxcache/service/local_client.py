@@ -20,6 +20,7 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from ctxcache.cache import Cache
 from ctxcache.cache.appends import Reservation
@@ -74,6 +75,8 @@ _BY_KEYS = frozenset(
     }
 )
 """Operations on what is found by keys."""
+_OPTIONAL = frozenset({"range", "if_generation_match"})
+"""Fields of AcquireLease that are there or not."""
 _CLIENTS = itertools.count(1)
 
 
@@ -268,7 +271,7 @@ class LocalClient:
             self._cache.blocks.withdraw(reservation_id, self.client, is_abandoned=is_abandoned)
         for token in self._tokens:
             with suppress(LeaseNotFound):
-                self._cache.blocks.release(self._tenant, token)
+                self._cache.leases.tokens.release(self._tenant, token)
         self._leases.clear()
         self._reservations.clear()
         self._puts.clear()
@@ -314,10 +317,13 @@ class LocalClient:
         self._leases = {i for i in self._leases if self._cache.leases.is_held(i)}
         self._reservations = {i for i in self._reservations if self._cache.appends.is_open(i)}
         self._puts = {i for i in self._puts if self._cache.blocks.is_open(i)}
-        self._tokens = {token for token in self._tokens if self._cache.blocks.is_held(token)}
+        self._tokens = {token for token in self._tokens if self._cache.leases.tokens.is_held(token)}
 
     async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> None:
-        lease = await self._cache.leases.acquire(self._asked(request))
+        if request.token:
+            lease = await self._acquire_by_token(request)
+        else:
+            lease = await self._cache.leases.acquire(self._asked(request))
         self._grant(request, lease, message)
         if request.is_brief:
             return
@@ -334,11 +340,25 @@ class LocalClient:
 
         False where that is not so.
         """
+        if request.token:
+            return False
         lease = self._cache.leases.acquire_at_once(self._asked(request)) if request.is_brief else None
         if lease is None:
             return False
         self._grant(request, lease, result.lease)
         return True
+
+    async def _acquire_by_token(self, request: arena_pb2.AcquireLease) -> Lease:
+        if self._admission.is_draining:
+            raise Draining
+        for field in ("session", "range", "if_generation_match", "leave_on_ssd"):
+            is_there = request.HasField(field) if field in _OPTIONAL else bool(getattr(request, field))  # type: ignore[arg-type]  # their names
+            if is_there:
+                raise InvalidArgument(field=field, problem="comes with a token, which says it")
+        token, leases = blocks.lease_token(request.token), self._cache.leases
+        fingerprint = validate.fingerprint(request.model_fingerprint)
+        held = partial(leases.tokens.prefix, self._tenant, token, fingerprint)
+        return await leases.again(held, self._tenant, self.client)
 
     def _asked(self, request: arena_pb2.AcquireLease) -> ReadRequest:
         if self._admission.is_draining:

@@ -9,6 +9,7 @@ from ctxcache.core.prefix.keys import BLOCK_BYTES, KEY_BYTES
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKEN_ROW_BYTES, Content
 from ctxcache.service import convert, validate
+from ctxcache.service.blocks import lease_ttl_ns
 from ctxcache.service.callers import Context, current
 from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.v1 import prefix_pb2, prefix_pb2_grpc, session_pb2
@@ -75,14 +76,20 @@ async def match(
         _prefix(request.prefix),
         salt=validate.salt(request.salt),
         contents=_contents(request.prefix),
+        lease_ttl_ns=lease_ttl_ns(request.lease_ttl, "lease_ttl") if request.HasField("lease_ttl") else 0,
         pace=pace,
     )
-    return prefix_pb2.MatchPrefixResponse(
+    response = prefix_pb2.MatchPrefixResponse(
         state=_STATES[found.found],
         token_count=found.token_count,
         dram_token_count=found.dram_token_count,
         reason=found.shortfall.name if found.shortfall else "",
     )
+    if found.lease is not None:
+        response.lease_token = found.lease.token
+        expire_time_ns = convert.wall_time_ns(cache.state.clock, found.lease.deadline_ns)
+        response.lease_expire_time.FromNanoseconds(expire_time_ns)
+    return response
 
 
 async def adopt(

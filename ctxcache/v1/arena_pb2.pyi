@@ -357,8 +357,9 @@ class AcquireLease(_message.Message):
     RANGE_FIELD_NUMBER: _builtins.int
     IS_BRIEF_FIELD_NUMBER: _builtins.int
     LEAVE_ON_SSD_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     session: _builtins.str
-    """Resource name, `sessions/{session_id}`. Required."""
+    """Resource name, `sessions/{session_id}`. Required, unless there is a `token`."""
     model_fingerprint: _builtins.bytes
     """Fingerprint of the model that will use the rows, 32 bytes. Required."""
     if_generation_match: _builtins.int
@@ -371,6 +372,12 @@ class AcquireLease(_message.Message):
     """Leave segments that lie only on SSD where they are, and say where: for a reader that takes them from
     `Arena.ssd_files` and verifies them itself. They take no room in the arena. A server that does not know this brings
     them into the arena. Not with `is_brief`. Default false.
+    """
+    token: _builtins.bytes
+    """A lease token of PrefixService.MatchPrefix, 16 bytes, of whatever connection of the tenant: the lease is of the rows
+    that it holds, whatever became of their session since, and has a life of its own. Without session, range,
+    generation and `leave_on_ssd`. Errors: NOT_FOUND (LEASE_NOT_FOUND) for a token that is over or another tenant's;
+    INVALID_ARGUMENT (INVALID_FIELD) for one of blocks.
     """
     @_builtins.property
     def range(self) -> _session_pb2.TokenRange:
@@ -385,10 +392,11 @@ class AcquireLease(_message.Message):
         range: _session_pb2.TokenRange | None = ...,
         is_brief: _builtins.bool = ...,
         leave_on_ssd: _builtins.bool = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "range", b"range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_brief", b"is_brief", "leave_on_ssd", b"leave_on_ssd", "model_fingerprint", b"model_fingerprint", "range", b"range", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_brief", b"is_brief", "leave_on_ssd", b"leave_on_ssd", "model_fingerprint", b"model_fingerprint", "range", b"range", "session", b"session", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015

@@ -120,7 +120,7 @@ class BlockServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseBlocks(self, request, context):
-        """Ends a lease of blocks. Errors: NOT_FOUND (LEASE_NOT_FOUND).
+        """Ends a lease of blocks, or of a prefix (PrefixService.MatchPrefix). Errors: NOT_FOUND (LEASE_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,7 @@ class BlockServiceStub:
     (TIER_FAILURE): then nothing is held. Over gRPC a lease lasts until it is released or its time has passed.
     """
     ReleaseBlocks: _grpc.UnaryUnaryMultiCallable[_block_pb2.ReleaseBlocksRequest, _block_pb2.ReleaseBlocksResponse]
-    """Ends a lease of blocks. Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
+    """Ends a lease of blocks, or of a prefix (PrefixService.MatchPrefix). Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_block_pb2.ReadBlocksRequest, _block_pb2.ReadBlocksResponse]
     """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks; DATA_LOSS
     (CORRUPT_SEGMENT).
@@ -108,7 +108,7 @@ class BlockServiceAsyncStub(BlockServiceStub):
     (TIER_FAILURE): then nothing is held. Over gRPC a lease lasts until it is released or its time has passed.
     """
     ReleaseBlocks: _aio.UnaryUnaryMultiCallable[_block_pb2.ReleaseBlocksRequest, _block_pb2.ReleaseBlocksResponse]  # type: ignore[assignment]
-    """Ends a lease of blocks. Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
+    """Ends a lease of blocks, or of a prefix (PrefixService.MatchPrefix). Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
     ReadBlocks: _aio.UnaryStreamMultiCallable[_block_pb2.ReadBlocksRequest, _block_pb2.ReadBlocksResponse]  # type: ignore[assignment]
     """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks; DATA_LOSS
     (CORRUPT_SEGMENT).
@@ -178,7 +178,7 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _block_pb2.ReleaseBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_block_pb2.ReleaseBlocksResponse, _abc.Awaitable[_block_pb2.ReleaseBlocksResponse]]:
-        """Ends a lease of blocks. Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
+        """Ends a lease of blocks, or of a prefix (PrefixService.MatchPrefix). Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
 
     @_abc_1.abstractmethod
     def ReadBlocks(

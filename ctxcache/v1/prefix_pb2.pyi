@@ -7,7 +7,9 @@ from collections import abc as _abc
 from ctxcache.v1 import model_pb2 as _model_pb2
 from ctxcache.v1 import session_pb2 as _session_pb2
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
@@ -68,6 +70,7 @@ class MatchPrefixRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    LEASE_TTL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model that the state must be of, `models/{model_id}`. Required."""
     salt: _builtins.bytes
@@ -82,6 +85,12 @@ class MatchPrefixRequest(_message.Message):
     def prefix(self) -> Global___Prefix:
         """What is looked for. Required."""
 
+    @_builtins.property
+    def lease_ttl(self) -> _duration_pb2.Duration:
+        """Bring what is found into DRAM and hold it for this long, above 0 and at most 300 s, whoever asks for it: see
+        `MatchPrefixResponse.lease_token`. It counts as an access. Unset: nothing is held.
+        """
+
     def __init__(
         self,
         *,
@@ -89,10 +98,11 @@ class MatchPrefixRequest(_message.Message):
         layout: _abc.Iterable[_model_pb2.StreamRange] | None = ...,
         prefix: Global___Prefix | None = ...,
         salt: _builtins.bytes = ...,
+        lease_ttl: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_ttl", b"lease_ttl", "prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "prefix", b"prefix", "salt", b"salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "lease_ttl", b"lease_ttl", "model", b"model", "prefix", b"prefix", "salt", b"salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -108,6 +118,8 @@ class MatchPrefixResponse(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DRAM_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
+    LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     state: _session_pb2.LookupState.ValueType
     """HIT where it can be adopted at once. PENDING where memory alone has some of it: an adoption writes it to disk
     first. MISS where no session has the first 64 tokens.
@@ -120,6 +132,15 @@ class MatchPrefixResponse(_message.Message):
     """Why no more was found: NOT_STORED where no session of the model and layout has the next 64 tokens; CUT where one
     has them and lost tokens before them; SHORT where fewer than 64 tokens are left. Empty where all were found.
     """
+    lease_token: _builtins.bytes
+    """What names the lease, 16 bytes; empty where none was asked for, nothing was found, or what was found went before it
+    could be held. Any connection of the tenant may use it until it ends: AcquireLease with it is a lease of the rows,
+    ReleaseBlocks ends it. It does not end with the connection.
+    """
+    @_builtins.property
+    def lease_expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When the lease ends by itself. Unset without one."""
+
     def __init__(
         self,
         *,
@@ -127,10 +148,12 @@ class MatchPrefixResponse(_message.Message):
         token_count: _builtins.int = ...,
         dram_token_count: _builtins.int = ...,
         reason: _builtins.str = ...,
+        lease_token: _builtins.bytes = ...,
+        lease_expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_expire_time", b"lease_expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_token_count", b"dram_token_count", "reason", b"reason", "state", b"state", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_token_count", b"dram_token_count", "lease_expire_time", b"lease_expire_time", "lease_token", b"lease_token", "reason", b"reason", "state", b"state", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,8 +71,10 @@ class PrefixServiceServicer:
     """
 
     def MatchPrefix(self, request, context):
-        """Says how many of the first tokens are there. Counts as no access. Nothing found is a result, not an error. Errors:
-        INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND).
+        """Says how many of the first tokens are there, and holds them where that is asked for. Counts as no access without a
+        lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
+        (MODEL_NOT_FOUND); with a lease RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS) and UNAVAILABLE
+        (TIER_FAILURE): then nothing is held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

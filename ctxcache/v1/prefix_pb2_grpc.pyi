@@ -42,8 +42,10 @@ class PrefixServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefixServiceAsyncStub: ...
     MatchPrefix: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.MatchPrefixRequest, _prefix_pb2.MatchPrefixResponse]
-    """Says how many of the first tokens are there. Counts as no access. Nothing found is a result, not an error. Errors:
-    INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND).
+    """Says how many of the first tokens are there, and holds them where that is asked for. Counts as no access without a
+    lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
+    (MODEL_NOT_FOUND); with a lease RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS) and UNAVAILABLE
+    (TIER_FAILURE): then nothing is held.
     """
     AdoptPrefix: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.AdoptPrefixRequest, _prefix_pb2.AdoptPrefixResponse]
     """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
@@ -72,8 +74,10 @@ class PrefixServiceAsyncStub(PrefixServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     MatchPrefix: _aio.UnaryUnaryMultiCallable[_prefix_pb2.MatchPrefixRequest, _prefix_pb2.MatchPrefixResponse]  # type: ignore[assignment]
-    """Says how many of the first tokens are there. Counts as no access. Nothing found is a result, not an error. Errors:
-    INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND).
+    """Says how many of the first tokens are there, and holds them where that is asked for. Counts as no access without a
+    lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
+    (MODEL_NOT_FOUND); with a lease RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS) and UNAVAILABLE
+    (TIER_FAILURE): then nothing is held.
     """
     AdoptPrefix: _aio.UnaryUnaryMultiCallable[_prefix_pb2.AdoptPrefixRequest, _prefix_pb2.AdoptPrefixResponse]  # type: ignore[assignment]
     """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
@@ -105,8 +109,10 @@ class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefix_pb2.MatchPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefix_pb2.MatchPrefixResponse, _abc.Awaitable[_prefix_pb2.MatchPrefixResponse]]:
-        """Says how many of the first tokens are there. Counts as no access. Nothing found is a result, not an error. Errors:
-        INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND).
+        """Says how many of the first tokens are there, and holds them where that is asked for. Counts as no access without a
+        lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
+        (MODEL_NOT_FOUND); with a lease RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS) and UNAVAILABLE
+        (TIER_FAILURE): then nothing is held.
         """
 
     @_abc_1.abstractmethod

@@ -1,12 +1,24 @@
-"""Salt and contents: equal token ids with other state behind them are told apart, whatever happened since."""
+"""What keys are made with, salt and contents, and what a match holds: leases that any connection may use."""
 
 from pathlib import Path
 
 import pytest
-from cache_rig import FINGERPRINT, MODEL, STREAMS, TENANT, MemoryRig, Token, Writer, expected
+from cache_rig import (
+    FINGERPRINT,
+    MODEL,
+    SLOT_BYTES,
+    STREAMS,
+    TENANT,
+    MemoryRig,
+    Token,
+    Writer,
+    expected,
+    rows_of,
+)
 
-from ctxcache.errors import InvalidArgument
-from ctxcache.format.streams import CONTENTS_LIMIT, Content, ranges_of
+from ctxcache.cache.leases import SECOND_NS, Lease, ReadRequest, TokenLease
+from ctxcache.errors import InvalidArgument, LeaseNotFound, ModelFingerprintMismatch
+from ctxcache.format.streams import CONTENTS_LIMIT, TOKENS, Content, ranges_of
 
 CAT, DOG = b"c" * 32, b"d" * 32
 PICTURE = (Content(100, 130, CAT),)
@@ -134,3 +146,87 @@ async def test_a_session_has_a_bounded_number_of_contents(rig: MemoryRig, tokens
         await rig.append("a", tokens[200:], contents=more)
     assert rig.token_count("a") == 200
     assert not rig.cache.appends.reservation_count
+
+
+async def leased(rig: MemoryRig, tokens: list[Token], ttl_ns: int = SECOND_NS) -> TokenLease | None:
+    """What a match holds."""
+    layout = ranges_of(STREAMS)
+    match = await rig.cache.prefixes.match(
+        rig.tenant, MODEL.model_id, layout, rows_of(tokens, TOKENS), lease_ttl_ns=ttl_ns
+    )
+    return match.lease
+
+
+async def used(rig: MemoryRig, token: bytes, tenant: str = TENANT) -> Lease:
+    """A lease by a token, as a connection takes it."""
+    leases = rig.cache.leases
+    return await leases.again(lambda: leases.tokens.prefix(tenant, token, FINGERPRINT), tenant, 7)
+
+
+async def test_a_match_holds_what_it_found_for_all_of_the_tenant(rig: MemoryRig, tokens: list[Token]) -> None:
+    """Whatever becomes of the session; each use is a lease that outlives the token."""
+    await rig.create("a")
+    await rig.append("a", tokens, is_durable=True)
+    await rig.demote("a")
+    found = await leased(rig, [*tokens[:200], *Writer(2).make(10)])
+    assert found is not None
+    assert rig.cache.leases.pins.used_bytes == 3 * SLOT_BYTES
+    await rig.delete("a")
+    lease = await used(rig, found.token)
+    assert rig.leased(lease) == expected(tokens[:192])
+    for tenant in ("other", TENANT):
+        with pytest.raises(LeaseNotFound):
+            await used(rig, found.token if tenant == "other" else bytes(16), tenant)
+    with pytest.raises(ModelFingerprintMismatch):
+        rig.cache.leases.tokens.prefix(TENANT, found.token, bytes(32))
+    with pytest.raises(InvalidArgument, match="is that of a prefix: AcquireLease takes it"):
+        rig.cache.blocks.leased(TENANT, found.token)
+    rig.clock.advance(seconds=1)
+    with pytest.raises(LeaseNotFound):
+        await used(rig, found.token)
+    rig.cache.leases.expire_due()
+    assert (len(rig.cache.leases.tokens), rig.cache.leases.lease_count) == (0, 1)
+    assert rig.leased(lease) == expected(tokens[:192])
+    rig.cache.leases.release(lease.lease_id)
+    assert rig.cache.leases.pins.used_bytes == 0
+    await rig.check()
+
+
+async def test_tokens_that_ended_are_forgotten_though_an_older_one_lives(
+    rig: MemoryRig, tokens: list[Token]
+) -> None:
+    """As many as there are leases at most, whoever asks how often and releases nothing."""
+    await rig.create("a")
+    await rig.append("a", tokens, is_durable=True)
+    oldest = await leased(rig, tokens, 300 * SECOND_NS)
+    for _ in range(50):
+        assert await leased(rig, tokens, 1)
+        rig.clock.advance(ns=1)
+        rig.cache.leases.expire_due()
+    assert oldest is not None
+    assert len(rig.cache.leases.tokens) == 1
+    rig.cache.leases.tokens.release(TENANT, oldest.token)
+    assert await leased(rig, Writer(3).make(64)) is None
+    await rig.check()
+
+
+async def test_what_changes_before_it_is_held_is_not_held(
+    tmp_path: Path, tokens: list[Token], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that was cut between the look and the lease has other tokens at these places."""
+    rig = MemoryRig(tmp_path)
+    await rig.open()
+    await rig.create("a")
+    await rig.append("a", tokens, is_durable=True)
+    acquire, cuts = rig.cache.leases.acquire, [(0, 1)]
+
+    async def late(request: ReadRequest) -> Lease:
+        if cuts:
+            await rig.truncate("a", cuts.pop())
+        return await acquire(request)
+
+    monkeypatch.setattr(rig.cache.leases, "acquire", late)
+    assert await leased(rig, tokens) is None
+    assert rig.cache.leases.lease_count == 0
+    await rig.check()
+    await rig.close()

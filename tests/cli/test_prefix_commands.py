@@ -44,6 +44,8 @@ def test_match_says_what_is_there(target: str, prompt: str) -> None:
         "token_count": 128,
         "dram_token_count": 128,
         "reason": "NOT_STORED",
+        "lease_token": "",
+        "lease_expire_time": None,
     }
     like = ctxcache_json(target, "prefix", "match", "models/tiny", prompt, "--like", "first")
     assert like == found

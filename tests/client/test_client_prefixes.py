@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,19 @@ from ctxcache.archive.outcomes import ImportWishes, OnConflict
 from ctxcache.archive.reader import ArchiveReader
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.routes import Access, Transport
-from ctxcache.client.types import Durability, LookupState, PrefixMatch
-from ctxcache.errors import CacheError, InvalidArgument, ModelNotFound
+from ctxcache.client.types import BlockSpace, Durability, LookupState, PrefixMatch
+from ctxcache.errors import (
+    CacheError,
+    InvalidArgument,
+    LeaseNotFound,
+    ModelFingerprintMismatch,
+    ModelNotFound,
+)
 from ctxcache.format.layout import slot_bytes
 from ctxcache.format.streams import TOKENS, Content, Stream, contents_within
 from ctxcache.settings.config import Settings
+from ctxcache.v1.arena_pb2 import AcquireLease, Operation
+from ctxcache.v1.session_pb2 import TokenRange
 
 PROMPT = np.arange(5, 205, dtype=np.int64)
 
@@ -205,3 +214,59 @@ def test_what_is_imported_is_found_as_far_as_nothing_was_dropped(
             assert found.array(stream).tobytes() == expected.tobytes()
     match = client.prefixes.match(OWN, left, layout=LAYOUT, salt=b"s", contents=contents)
     assert match.token_count == whole_count // 64 * 64
+
+
+def test_a_match_holds_its_tokens_for_another_connection(client: Client, live: LiveServer) -> None:
+    """A scheduler matches by any way; a worker on the host reads, whatever came of the session."""
+    session = client.sessions.create(OWN, id="a", layout=LAYOUT)
+    session.append(rows_of(PROMPT), durability=Durability.DISK)
+    assert client.prefixes.match(OWN, PROMPT, layout=LAYOUT).lease_token == b""
+    match = client.prefixes.match(OWN, PROMPT, layout=LAYOUT, lease_ttl=timedelta(seconds=100))
+    assert (match.token_count, len(match.lease_token)) == (192, 16)
+    assert match.lease_expire_time_ns is not None
+    session.delete()
+    with ctxcache.connect(live.target, timeout_s=10) as worker:
+        with worker.prefixes.leased(match.lease_token, OWN) as rows:
+            client.prefixes.release(match.lease_token)
+            for stream, expected in rows_of(PROMPT[:192]).items():
+                assert rows.array(stream).tobytes() == expected.tobytes()
+        for token in (match.lease_token, bytes(16)):
+            with pytest.raises(LeaseNotFound):
+                worker.prefixes.leased(token, OWN)
+            with pytest.raises(LeaseNotFound):
+                client.prefixes.release(token)
+        with pytest.raises(InvalidArgument, match="token: 16 bytes expected, 3 given"):
+            worker.prefixes.leased(b"abc", OWN)
+    for ttl in (timedelta(), timedelta(seconds=301)):
+        with pytest.raises(InvalidArgument, match="lease_ttl"):
+            client.prefixes.match(OWN, PROMPT, layout=LAYOUT, lease_ttl=ttl)
+
+
+def test_a_token_is_of_blocks_or_of_a_prefix(live: LiveServer) -> None:
+    """And says so where the other is asked for; nothing comes with it."""
+    with ctxcache.connect(live.target, timeout_s=10) as client:
+        client.models.register(SPEC)
+        client.sessions.create(OWN, id="a", layout=LAYOUT).append(rows_of(PROMPT))
+        prefix = client.prefixes.match(OWN, PROMPT, layout=LAYOUT, lease_ttl=timedelta(seconds=9)).lease_token
+        space = BlockSpace(model_fingerprint=bytes(32))
+        client.blocks.put(space, {bytes(32): b"block"})
+        with client.blocks.lease(space, [bytes(32)]) as blocks:
+            with pytest.raises(InvalidArgument, match="token: is that of blocks: LeaseBlocks takes it"):
+                client.prefixes.leased(blocks.token, OWN)
+            with pytest.raises(InvalidArgument, match="token: is that of a prefix: AcquireLease takes it"):
+                client.blocks.leased(prefix)
+        other = CallerModel(replace(SPEC, weights_digest="others"))
+        with pytest.raises(ModelFingerprintMismatch):
+            client.prefixes.leased(prefix, other)
+        attachment = client._routes.attach()
+        assert attachment is not None
+        for field, value in {
+            "session": "sessions/a",
+            "range": TokenRange(begin=0, end=1),
+            "if_generation_match": 2,
+            "leave_on_ssd": True,
+        }.items():
+            facts: dict[str, Any] = {field: value}
+            lease = AcquireLease(token=prefix, model_fingerprint=OWN.fingerprint, **facts)
+            with pytest.raises(InvalidArgument, match=f"{field}: comes with a token"):
+                attachment.stream.carry_out(Operation(acquire_lease=lease))

@@ -4,6 +4,7 @@ import signal
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from ctxcache.errors import (
     SessionNotFound,
     Unauthenticated,
 )
+from ctxcache.format.streams import TOKENS
 from ctxcache.identity.grants import ArenaGrant, Role
 from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.v1 import arena_pb2, session_pb2, session_pb2_grpc
@@ -333,3 +335,20 @@ def test_a_path_may_be_a_string(tmp_path: Path) -> None:
     ctxcache.connect(token_file=str(tmp_path / "token")).close()
     with pytest.raises(InvalidConfiguration, match="/nonexistent: No such file"):
         ctxcache.connect(tls=ClientTls(ca="/nonexistent"))
+
+
+@pytest.mark.parametrize("access", ["local-socket", "local-grpc"])
+def test_a_match_s_token_is_its_tenants_alone(connect: Callable[..., Client], access: Route) -> None:
+    """Another tenant neither reads by it nor ends it, and is told what a token that never was is told."""
+    owner, other = connect("a", access), connect("b", access)
+    fill(owner, f"m-{access}")
+    other.models.register(SPEC)
+    ids = make_rows(70)[TOKENS].view("<i4").reshape(-1)
+    held = owner.prefixes.match(OWN, ids, layout=LAYOUT, lease_ttl=timedelta(seconds=60))
+    assert (held.token_count, len(held.lease_token)) == (64, 16)
+    for call in (lambda token: other.prefixes.leased(token, OWN), other.prefixes.release):
+        with pytest.raises(LeaseNotFound):
+            call(held.lease_token)
+    with owner.prefixes.leased(held.lease_token, OWN) as rows:
+        assert rows.array(TOKENS).view("<i4").reshape(-1).tolist() == ids[:64].tolist()
+    owner.prefixes.release(held.lease_token)
