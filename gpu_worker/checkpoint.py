@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.probe import probe_of

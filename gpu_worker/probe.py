@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import DType
 from gpu_worker.families import Adapter
 from gpu_worker.rows import row_dtype

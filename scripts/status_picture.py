@@ -28,8 +28,12 @@ from ctxcache.core.placement.shares import Share  # noqa: E402
 from ctxcache.errors import CacheError  # noqa: E402
 from ctxcache.format.model import ModelSpec  # noqa: E402
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec  # noqa: E402
-from ctxcache.identity.grants import ArenaGrant  # noqa: E402
-from ctxcache.identity.tokens import Token, digest_of, new_secret  # noqa: E402
+from ctxcache.identity import (  # noqa: E402
+    ArenaGrant,
+    Token,
+    digest_of,
+    new_secret,
+)
 from ctxcache.observe import moment  # noqa: E402
 from ctxcache.server.server import Server  # noqa: E402
 from ctxcache.settings.config import Settings  # noqa: E402

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 from ctxcache.errors import TierFailure
-from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.storage.tiers.base import Range, TierRefusal
 
 NANOSECONDS = 1_000_000_000

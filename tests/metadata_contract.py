@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ctxcache.format.header import SegmentIdentity
+from ctxcache.format.layout import Slot
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.slot import Slot
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord
 

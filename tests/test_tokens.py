@@ -8,8 +8,7 @@ import pytest
 from server_process import write_secret
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.identity.grants import ArenaGrant, Role
-from ctxcache.identity.tokens import Token, digest_of, new_secret, read_tokens
+from ctxcache.identity import ArenaGrant, Role, Token, digest_of, new_secret, read_tokens
 
 
 def test_a_token_is_found_by_all_of_its_text(tmp_path: Path) -> None:

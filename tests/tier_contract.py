@@ -14,8 +14,7 @@ from typing import Protocol
 
 import pytest
 
-from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.storage.tiers.base import Tier
 
 SMALLEST_CAPACITY_BYTES = 48 << 20

@@ -19,15 +19,13 @@ from itertools import chain
 from pathlib import Path
 
 from ctxcache.archive.contents import STRETCH, ArchivedSession
-from ctxcache.archive.files import Source
-from ctxcache.archive.frames import ROWS, ArchiveFrameReader
+from ctxcache.archive.frames import ROWS, ArchiveFrameReader, Source
 from ctxcache.archive.reader import ArchiveContents, Rows, Stretch, split, survey
 from ctxcache.core import ranges
 from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable
 from ctxcache.format.checksums import chunk_checksum
 from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
-from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout, align
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout, Slot, align
 from ctxcache.format.streams import StreamSpec
 from ctxcache.runtime.files import claim_directory, sync_directory
 from ctxcache.settings.sizes import ssd_bytes

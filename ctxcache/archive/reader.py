@@ -21,7 +21,6 @@ from ctxcache.archive.contents import (
     decode_origin,
     decode_session,
 )
-from ctxcache.archive.files import Source
 from ctxcache.archive.frames import (
     END,
     MADE,
@@ -32,6 +31,7 @@ from ctxcache.archive.frames import (
     VOID,
     ArchiveFrame,
     ArchiveFrameReader,
+    Source,
 )
 from ctxcache.core import ranges
 from ctxcache.errors import FileDamaged

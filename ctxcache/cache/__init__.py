@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Sequence
 
 from ctxcache.cache.appends import Appends
-from ctxcache.cache.background import Background
 from ctxcache.cache.blocks import Blocks
 from ctxcache.cache.budgets import DirtyBound, MemoryRoom, Pins
 from ctxcache.cache.devices import Devices
@@ -25,10 +24,9 @@ from ctxcache.cache.queues import Queues
 from ctxcache.cache.scrubbing import Mending, Scrubbing
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.sessions import Sessions
-from ctxcache.cache.state import State
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.cache.state import Background, State
+from ctxcache.core.ledger.segment import Segment, Shelf
 from ctxcache.core.ledger.session import Expiration, Session
-from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.limits import (
     DEFAULT_LIMITS,
     DEFAULT_QUEUE_LIMITS,

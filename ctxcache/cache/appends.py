@@ -36,8 +36,7 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.format.checksums import SumPlace, Sums, Tally, covers
-from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.format.streams import CONTENTS_LIMIT, TOKENS, Content, Stream
 
 

@@ -22,14 +22,13 @@ from enum import Enum
 from typing import NamedTuple
 
 from ctxcache.cache.appends import Appends, Reservation
-from ctxcache.cache.background import STEP_BY_STEP, Pace
 from ctxcache.cache.block_news import Subscriptions
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.leases import Lease, Leases, ReadRequest, TokenLease
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.cache.segments import SegmentIO
-from ctxcache.cache.state import State
+from ctxcache.cache.state import STEP_BY_STEP, Pace, State
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import Expiration, Session, block_id, block_key
 from ctxcache.core.limits import Pinner

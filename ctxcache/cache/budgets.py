@@ -27,7 +27,7 @@ from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Bound, Budget, Limits, Pinner, RoomRequest, WaitingLine
 from ctxcache.core.placement.shares import EVERYONE
 from ctxcache.errors import CapacityExceeded, CorruptSegment, SessionNotFound, TooManyRequests
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 
 QUEUE_LENGTH = 256
 """Callers that wait at a time, of whom no tenant's are all; more are refused at once."""

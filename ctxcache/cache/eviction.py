@@ -13,15 +13,14 @@ Worst case: no session may go, and the caller is refused.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from ctxcache.cache.background import Background
 from ctxcache.cache.segments import SegmentIO
-from ctxcache.cache.state import State
+from ctxcache.cache.state import Background, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CapacityExceeded, TierFailure
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.format.streams import contents_within
 from ctxcache.storage.metadata.base import BlockRecord, Changes, MetadataStore, SessionRecord
 

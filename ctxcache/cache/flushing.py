@@ -17,17 +17,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from ctxcache.cache.background import Background
 from ctxcache.cache.eviction import SsdRoom, record_of
 from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.segments import SegmentIO, Written
-from ctxcache.cache.state import State
+from ctxcache.cache.state import Background, State
 from ctxcache.core.ledger.places import Place, Use
 from ctxcache.core.ledger.segment import LISTED, Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Allowance
 from ctxcache.errors import CorruptSegment, SessionNotFound, TierFailure
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import Changes, MetadataStore, SegmentRecord
 
 WINDOW_BYTES = 32 << 20

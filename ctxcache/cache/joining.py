@@ -15,12 +15,11 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from ctxcache.cache.background import Background
 from ctxcache.cache.budgets import MemoryRoom
 from ctxcache.cache.eviction import FREED_PER_SLICE, Departures, SsdRoom, record_of
 from ctxcache.cache.flushing import Flushing, Staging, WriteBehind
 from ctxcache.cache.segments import SegmentIO, Written
-from ctxcache.cache.state import State
+from ctxcache.cache.state import Background, State
 from ctxcache.core import ranges
 from ctxcache.core.ledger.places import Place
 from ctxcache.core.ledger.segment import Segment

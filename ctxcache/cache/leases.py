@@ -37,7 +37,7 @@ from ctxcache.errors import (
     TooManyRequests,
 )
 from ctxcache.format.checksums import Sums, rows_checksum
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.format.streams import StateKind, Stream, StreamRange
 
 

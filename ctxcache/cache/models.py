@@ -4,11 +4,9 @@ import hashlib
 from bisect import bisect_right
 from dataclasses import replace
 
-from ctxcache.cache.background import STEP_BY_STEP, Pace
-from ctxcache.cache.state import State
+from ctxcache.cache.state import STEP_BY_STEP, Pace, State
 from ctxcache.errors import InvalidArgument, TooManyRequests
-from ctxcache.format.model import ModelSpec, mismatch
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec, mismatch
 from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord
 
 Registered = ModelRecord

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from ctxcache.cache.background import Background, in_window
 from ctxcache.cache.budgets import MemoryRoom
 from ctxcache.cache.flushing import window
 from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.segments import SegmentIO
-from ctxcache.cache.state import State
+from ctxcache.cache.state import Background, State, in_window
 from ctxcache.core.ledger.places import Place
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.observations import Throughput
 from ctxcache.errors import CorruptSegment, TierFailure
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 
 SECOND_NS = 10**9
 MayGive = Callable[[bytes], bool]

@@ -20,10 +20,9 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequ
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from ctxcache.cache.background import Background
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.segments import SegmentIO
-from ctxcache.cache.state import State
+from ctxcache.cache.state import Background, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.places import Place
@@ -31,7 +30,7 @@ from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CorruptSegment, TooManyRequests
 from ctxcache.format.checksums import Sums
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 
 FAILED = "a segment failed verification"

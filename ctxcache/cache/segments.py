@@ -28,8 +28,7 @@ from ctxcache.format.checksums import (
     settled,
 )
 from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
-from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, Slot, align
 from ctxcache.format.streams import Stream
 from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.tiers.base import MappedTier, Range, Tier, TierRefusal

@@ -11,11 +11,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ctxcache.cache.background import STEP_BY_STEP, Pace
 from ctxcache.cache.eviction import Departures, SsdRoom, record_of
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.journal import EMPTY, LOOKUP, Call, Fact
-from ctxcache.cache.state import State
+from ctxcache.cache.state import STEP_BY_STEP, Pace, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Count

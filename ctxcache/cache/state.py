@@ -1,21 +1,24 @@
-"""State: every model the cache knows, the ledger of its sessions and segments, and what was counted.
+"""State: a cache's models, ledger and counts, and the tasks that end although their caller is gone.
 
-Owned by the event loop. Nothing here awaits or does I/O. `loading.py` fills it from the records.
+Owned by the event loop; the state does no I/O. `loading.py` fills it from the records. A move between tiers
+must not stop half-way: a device may still write to its slot. So a caller waits for a move with
+`asyncio.shield`, and a cancelled caller leaves the move running. Worst case: a move that a device never
+answers, for which `drain` waits.
 """
 
 import asyncio
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from ctxcache.cache.journal import Journal
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.ledger import Below, Ledger
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Segment, Shelf
 from ctxcache.core.ledger.session import Session
-from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.limits import DEFAULT_LIMITS, DEFAULT_WATERMARKS, Limits, Watermarks
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.policy import Ranked
@@ -150,3 +153,83 @@ class State:
         """See Wishes."""
         paths = ", ".join(self.ledger.lost_paths_of(session))
         self.journal.happened(session, Event.DEVICE_LOST, detail=paths, token_count=token_count)
+
+
+T = TypeVar("T")
+
+
+class Background:
+    """The moves under way."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, move: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Begin a move; its failure is for whoever waits for it, and for nobody else."""
+        task = asyncio.get_running_loop().create_task(move)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    async def drain(self) -> None:
+        """Wait for every move under way."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _end(self, move: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(move)
+        # Looked at, so that asyncio does not complain when whoever wanted it has stopped waiting.
+        if not move.cancelled():
+            move.exception()
+
+
+async def in_window(moves: Iterable[Callable[[], "asyncio.Task[None]"]], count: int) -> None:
+    """Start moves in order, never more than `count` under way, and raise the first failure.
+
+    After a failure none is started any more; those under way end first. A cancellation leaves them to it.
+    """
+    pending: set[asyncio.Task[None]] = set()
+    failure: BaseException | None = None
+    waiting = iter(moves)
+    while True:
+        if len(pending) >= count:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            failure = _failure(done)
+        # The next one is asked for when it can start: what it rests on may have changed in the meantime.
+        move = next(waiting, None) if failure is None else None
+        if move is None:
+            break
+        pending.add(move())
+    if pending:
+        done, _ = await asyncio.wait(pending)
+        failure = failure or _failure(done)
+    if failure is not None:
+        raise failure
+
+
+def _failure(done: Iterable["asyncio.Task[None]"]) -> BaseException | None:
+    return next(filter(None, (task.exception() for task in done)), None)
+
+
+class Pace(Protocol):
+    """When it is time to rest."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether others should have their turn now."""
+
+    async def rest(self) -> None:
+        """Let others have their turn."""
+
+
+class StepByStep:
+    """Rests whenever it is asked, for one turn of the loop: for work that nobody waits for."""
+
+    is_over = True
+
+    async def rest(self) -> None:
+        """See Pace."""
+        await asyncio.sleep(0)
+
+
+STEP_BY_STEP = StepByStep()

@@ -1,8 +1,12 @@
-"""Commands that ask a server. Such a command takes a `CliCall` first.
+"""Commands that ask a server: the call, its printed answer, and names for shell completion.
 
-Neither this module nor a command's own imports the client before a server is asked: see `ctxcache.client`.
-`online` gives a command the options --target, --output and --timeout in place of that parameter. `watched`
-adds --watch, which runs the command again and again; `of_tenant` adds --tenant.
+A command takes a `CliCall` first. `online` gives it the options --target, --output and --timeout in that
+parameter's place; `watched` adds --watch, which runs the command again and again; `of_tenant` adds --tenant.
+One JSON document per command is for scripts, tables are for people; both go to standard output. As JSON a
+fact has the contract's own field names, and every field is always there: see `convert.document`.
+
+The client is imported when a server is asked: see `ctxcache.client`. Worst case of completion: the server
+does not answer within a second, and nothing is offered.
 """
 
 import functools
@@ -20,12 +24,104 @@ import typer
 
 import ctxcache.client
 from ctxcache.cli.documents import Output
-from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS, TENANT, Credentials, Shared, TenantOption, shared_of
-from ctxcache.cli.printers import print_fact, print_list
-from ctxcache.cli.signature import option, with_signature
+from ctxcache.cli.options import (
+    CONTEXT,
+    SHARED_OPTIONS,
+    TENANT,
+    Credentials,
+    Shared,
+    TenantOption,
+    option,
+    shared_of,
+    with_signature,
+)
 
 if TYPE_CHECKING:
     from ctxcache.client import Client, ClientTls
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from ctxcache.cli import tables
+from ctxcache.cli.documents import Plain, as_json, as_yaml
+from ctxcache.client.types import (
+    HeldLease,
+    InjectedFault,
+    MissReport,
+    ModelInfo,
+    PrefixMatch,
+    SessionInfo,
+    StoreStats,
+    TenantStats,
+    TierStats,
+)
+from ctxcache.errors import CacheError
+
+if TYPE_CHECKING:
+    from ctxcache.client import Client
+
+
+PIPE_WIDTH = 10_000
+"""Columns of a table where no terminal limits it: names must never be cut."""
+# By the class of what is shown; each view takes its own.
+_VIEWS: Mapping[type, Callable[..., RenderableType]] = {
+    SessionInfo: tables.session_grid,
+    ModelInfo: tables.model_grid,
+    StoreStats: tables.stats_view,
+    MissReport: tables.why_miss_view,
+    PrefixMatch: tables.prefix_grid,
+    TenantStats: lambda use: tables.tenants_table([use]),
+    TierStats: lambda tier: tables.paths_table([tier]),
+    HeldLease: tables.lease_grid,
+    InjectedFault: lambda fault: tables.faults_table([fault]),
+}
+_LISTS: Mapping[str, Callable[..., RenderableType]] = {
+    "sessions": tables.sessions_table,
+    "models": tables.models_table,
+    "tenants": tables.tenants_table,
+    "paths": tables.paths_table,
+    "leases": tables.leases_table,
+    "engines": tables.engines_table,
+    "hints": tables.hints_table,
+    "prefixes": tables.prefixes_table,
+    "faults": tables.faults_table,
+}
+
+
+def print_document(facts: Mapping[str, Plain], output: Output) -> None:
+    """Print what scripts read."""
+    sys.stdout.write((as_yaml if output is Output.YAML else as_json)(facts) + "\n")
+
+
+def print_table(table: RenderableType) -> None:
+    """Print for a person, or for a pipe that a person looks at later."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=PIPE_WIDTH)
+    console.print(table)
+
+
+def print_fact(fact: object, output: Output) -> None:
+    """Print one of the client's plain types."""
+    if output is Output.TABLE:
+        print_table(_VIEWS[type(fact)](fact))
+    else:
+        print_document(ctxcache.client.document(fact), output)
+
+
+def print_list(noun: str, facts: Sequence[object], *, has_more: bool, output: Output) -> None:
+    """Print facts under `noun`, and whether there are more of them than were asked for."""
+    if output is not Output.TABLE:
+        documents: list[Plain] = [ctxcache.client.document(fact) for fact in facts]
+        print_document({noun: documents, "has_more": has_more}, output)
+        return
+    print_table(_LISTS[noun](facts))
+    if has_more:
+        print_table(Text(f"there are more {noun}: --limit or --all shows them", style="dim"))
+
 
 WATCH_INTERVAL_S = 2.0
 CLEAR = "\x1b[H\x1b[2J"
@@ -151,3 +247,52 @@ def _with_options(
         doc=function.__doc__,
         hints=get_type_hints(function, include_extras=True),
     )
+
+
+TIMEOUT_S = 1.0
+LIMIT = 200
+"""Names that are looked at."""
+
+
+def session_names(context: typer.Context, incomplete: str) -> list[str]:
+    """IDs of sessions."""
+    return _matching(context, incomplete, lambda client: (_id(s.name) for s in client.sessions.list()))
+
+
+def model_names(context: typer.Context, incomplete: str) -> list[str]:
+    """IDs of models."""
+    return _matching(context, incomplete, lambda client: (_id(m.name) for m in client.models.list()))
+
+
+def tenant_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Tenants."""
+    return _matching(context, incomplete, lambda client: (t.tenant for t in client.admin.list_tenants()))
+
+
+def ssd_paths(context: typer.Context, incomplete: str) -> list[str]:
+    """SSD files."""
+    return _matching(context, incomplete, _paths)
+
+
+def _paths(client: "Client") -> Iterator[str]:
+    return (tier.path for tier in client.admin.stats().tiers[1:])
+
+
+def _matching(
+    context: typer.Context, incomplete: str, names: "Callable[[Client], Iterable[str]]"
+) -> list[str]:
+    given = context.find_root().params
+    # Their variables, where options are not given, are among the parameters.
+    names_of = ("token_file", "tls_ca", "tls_client_certificate", "tls_client_key")
+    call = CliCall(credentials=Credentials(*map(given.get, names_of)), timeout_s=TIMEOUT_S)
+    target = given.get("target") or os.environ.get("CTXCACHE_TARGET")
+    try:
+        with call.but(target, None, None).client() as client:
+            found = list(islice(names(client), LIMIT))
+    except CacheError:
+        return []
+    return [name for name in found if name.startswith(incomplete)]
+
+
+def _id(name: str) -> str:
+    return name.partition("/")[2]

@@ -23,8 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from ctxcache.cli.documents import Output
-from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.cli.failures import UsageFailure, asked_output
+from ctxcache.cli.failures import ExitCode, UsageFailure, asked_output
 
 
 class CommandLine(NamedTuple):

@@ -6,11 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from ctxcache.cli.call import CliCall, online
-from ctxcache.cli.documents import Plain
-from ctxcache.cli.examples import examples
-from ctxcache.cli.options import shared_of
+from ctxcache.cli.documents import Plain, examples
+from ctxcache.cli.options import option, shared_of
 from ctxcache.cli.settings import settings_of, taking_settings
-from ctxcache.cli.signature import option
 from ctxcache.settings.config import Settings
 from ctxcache.settings.knobs.reference import toml
 

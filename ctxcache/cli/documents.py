@@ -1,9 +1,7 @@
-"""How commands print for scripts: JSON on one line, or YAML. Knows no protobuf.
+"""How commands print for scripts, JSON on one line or YAML, and how their help shows examples.
 
-`printers` makes messages plain.
-
-The YAML is block style with every string in JSON's quotes, which every YAML reader takes for what they are:
-no name turns into a date, a number or a boolean. That little needs no library.
+`call` makes answers plain. The YAML is block style with every string in JSON's quotes, so no name turns into
+a date, a number or a boolean. That little needs no library. A test runs each example against a server.
 """
 
 import enum
@@ -75,3 +73,12 @@ def _scalar(value: Plain) -> str:
 def _character(pair: re.Match[str]) -> str:
     high, low = (int(part, 16) for part in pair.groups())
     return f"\\U{0x10000 + ((high & 0x3FF) << 10 | low & 0x3FF):08x}"
+
+
+TITLE = "EXAMPLES"
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help; each line is one of the command line."""
+    # An empty line between two: help runs the others together.
+    return "\n\n".join((TITLE, *lines))

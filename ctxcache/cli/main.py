@@ -14,10 +14,16 @@ from typing import Annotated, NoReturn
 import typer
 
 from ctxcache.cli.commands import CommandGroup
-from ctxcache.cli.documents import Output
-from ctxcache.cli.examples import examples
-from ctxcache.cli.exit_codes import ExitCode, exit_code_of
-from ctxcache.cli.failures import UsageFailure, asked_output, error_document, sentence, usage_document
+from ctxcache.cli.documents import Output, examples
+from ctxcache.cli.failures import (
+    ExitCode,
+    UsageFailure,
+    asked_output,
+    error_document,
+    exit_code_of,
+    sentence,
+    usage_document,
+)
 from ctxcache.cli.options import (
     CaOption,
     CertificateOption,

@@ -12,9 +12,8 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import CliCall, online, watched
-from ctxcache.cli.completion import ssd_paths, tenant_names
-from ctxcache.cli.examples import examples
+from ctxcache.cli.call import CliCall, online, ssd_paths, tenant_names, watched
+from ctxcache.cli.documents import examples
 from ctxcache.cli.tables import drain_line
 from ctxcache.cli.units import parse_span, parsed
 from ctxcache.client.convert import document

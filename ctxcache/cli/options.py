@@ -7,22 +7,72 @@ Imports neither gRPC nor protobuf, for `ctxcache --help` and commands that ask n
 client reads tokens and certificates. Worst case: a file that cannot be used, which the client's error names.
 """
 
+import dataclasses
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar, get_type_hints
 
 import typer
 
 from ctxcache.cli.documents import Output, Plain, as_json, as_yaml
-from ctxcache.cli.signature import option
 
+Options = TypeVar("Options")
 DEFAULT_TARGET = "127.0.0.1:7420"
 DEFAULT_TIMEOUT_S = 30.0
 TENANT = "whose"
 """The parameter behind --tenant, where that says for whom an operator calls."""
+
+
+def option(name: str, annotation: Any) -> inspect.Parameter:
+    """Return a parameter that is None unless it is given. `annotation` is typer's, an Annotated."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def with_signature(
+    function: Callable[..., None],
+    parameters: Iterable[inspect.Parameter],
+    *,
+    name: str,
+    doc: str | None,
+    hints: Mapping[str, Any] | None = None,
+) -> Callable[..., None]:
+    """Return `function` as typer shall see it; it is called with every parameter by its name."""
+
+    def command(**given: Any) -> None:  # Any: typer has checked each against the signature
+        function(**given)
+
+    shown = list(parameters)
+    command.__name__, command.__doc__ = name, doc
+    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]  # inspect looks for it
+    command.__annotations__ = {p.name: (hints or {}).get(p.name, p.annotation) for p in shown}
+    return command
+
+
+def taking(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Decorate a command whose parameters are the fields of `kind`, a dataclass of Annotated."""
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError(kind)
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(kind)
+    ]
+
+    def decorated(function: Callable[[Options], None]) -> Callable[..., None]:
+        return with_signature(
+            lambda **given: function(kind(**given)), fields, name=function.__name__, doc=function.__doc__
+        )
+
+    return decorated
+
 
 TargetOption = Annotated[
     str | None,

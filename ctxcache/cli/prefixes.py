@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import CliCall, online, watched
-from ctxcache.cli.completion import model_names, session_names
-from ctxcache.cli.examples import examples
+from ctxcache.cli.call import CliCall, model_names, online, session_names, watched
+from ctxcache.cli.documents import examples
 from ctxcache.cli.units import model_name, parsed, session_name
 from ctxcache.client.convert import document
 from ctxcache.client.types import PrefixMatch

@@ -10,11 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ctxcache.cli.documents import Plain
-from ctxcache.cli.examples import examples
-from ctxcache.cli.options import shared_of
+from ctxcache.cli.documents import Plain, examples
+from ctxcache.cli.options import option, shared_of
 from ctxcache.cli.settings import load_settings, taking_settings
-from ctxcache.cli.signature import option
 from ctxcache.cli.units import human_size
 from ctxcache.runtime.files import keep_private
 from ctxcache.storage.opening import ssd_directories_of

@@ -18,9 +18,8 @@ from typing import Any
 
 import typer
 
-from ctxcache.cli.documents import Output
-from ctxcache.cli.examples import examples
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.documents import Output, examples
+from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.options import shared_of
 from ctxcache.cli.settings import load_settings, taking_settings
 from ctxcache.cli.units import human_size

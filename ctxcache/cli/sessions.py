@@ -13,10 +13,8 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import CliCall, of_tenant, watched, watched_of_tenant
-from ctxcache.cli.completion import model_names, session_names
-from ctxcache.cli.documents import Output
-from ctxcache.cli.examples import examples
+from ctxcache.cli.call import CliCall, model_names, of_tenant, session_names, watched, watched_of_tenant
+from ctxcache.cli.documents import Output, examples
 from ctxcache.cli.units import (
     check_one_of,
     model_name,

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ctxcache.cli.options import CONTEXT, OutputOption
-from ctxcache.cli.signature import option, with_signature
+from ctxcache.cli.options import CONTEXT, OutputOption, option, with_signature
 from ctxcache.settings.config import Settings, Source, load_with_sources
 from ctxcache.settings.knobs import KNOBS, Knob, KnobKind
 

@@ -17,18 +17,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ctxcache.cli.documents import Output, Plain
-from ctxcache.cli.examples import examples
-from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.cli.options import Shared
-from ctxcache.cli.signature import taking
+from ctxcache.cli.documents import Output, Plain, examples
+from ctxcache.cli.failures import ExitCode
+from ctxcache.cli.options import Shared, taking
 from ctxcache.cli.simulate_options import Options
 from ctxcache.cli.units import human_size
-from ctxcache.recordings.reading import contents, is_recording
-from ctxcache.simulate.census import Census
+from ctxcache.recordings import contents, is_recording
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.study import ALL_POLICIES, StudyOutcome, study
 from ctxcache.simulate.sweeps import SWEEPS, Sweep, SweepRow, by_capacity, play, prepare
+from ctxcache.simulate.tally import Census
 from ctxcache.simulate.trace import PacedTrace, Trace
 
 SUFFIXES = (".png", ".svg")

@@ -5,11 +5,9 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import CliCall, of_tenant, online, watched
-from ctxcache.cli.completion import session_names
-from ctxcache.cli.documents import Plain
-from ctxcache.cli.examples import examples
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.call import CliCall, of_tenant, online, session_names, watched
+from ctxcache.cli.documents import Plain, examples
+from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.units import parse_trace, parsed, session_name
 
 app = typer.Typer()

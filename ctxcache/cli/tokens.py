@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli.examples import examples
+from ctxcache.cli.documents import examples
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.identity.grants import ArenaGrant, Role, is_tenant
-from ctxcache.identity.tokens import Token, digest_of, new_secret, read_tokens
+from ctxcache.identity import ArenaGrant, Role, Token, digest_of, is_tenant, new_secret, read_tokens
 
 app = typer.Typer()
 tokens = typer.Typer(no_args_is_help=True, help="Make tokens for clients.")

@@ -26,8 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ctxcache.cli.call import CliCall, online
-from ctxcache.cli.documents import Output
-from ctxcache.cli.examples import examples
+from ctxcache.cli.documents import Output, examples
 from ctxcache.cli.failures import sentence
 from ctxcache.cli.tables import duration, fragmented
 from ctxcache.cli.units import human_duration, human_size

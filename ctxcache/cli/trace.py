@@ -15,11 +15,9 @@ from typing import Annotated
 import typer
 
 from ctxcache.cli.call import CliCall, online
-from ctxcache.cli.documents import Plain
-from ctxcache.cli.examples import examples
+from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.units import human_duration, parse_span, parsed
-from ctxcache.recordings.reading import contents
-from ctxcache.recordings.writing import RecordedFile, created, write
+from ctxcache.recordings import RecordedFile, contents, created, write
 from ctxcache.simulate.trace import Trace
 
 app = typer.Typer()

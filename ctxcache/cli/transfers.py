@@ -27,22 +27,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ctxcache.archive.contents import ArchivedSession
-from ctxcache.archive.exporting import Exporter, receive
-from ctxcache.archive.files import destination, source
-from ctxcache.archive.frames import FILE_ID_BYTES, FrameWriter
-from ctxcache.archive.importing import Importer, present
+from ctxcache.archive.contents import ArchivedSession, ArchiveOutcome, ArchiveStatus, ImportWishes, OnConflict
+from ctxcache.archive.frames import FILE_ID_BYTES, FrameWriter, destination, source
 from ctxcache.archive.laying_out import Restored, lay_out, look
-from ctxcache.archive.outcomes import ArchiveOutcome, ArchiveStatus, ImportWishes, OnConflict
 from ctxcache.archive.reader import ArchiveReader, survey
-from ctxcache.cli.call import CliCall, call_of, online
-from ctxcache.cli.completion import session_names
-from ctxcache.cli.documents import Plain
-from ctxcache.cli.examples import examples
-from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS
+from ctxcache.archive.transfer import Exporter, Importer, present, receive
+from ctxcache.cli.call import CliCall, call_of, online, session_names
+from ctxcache.cli.documents import Plain, examples
+from ctxcache.cli.failures import ExitCode
+from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS, with_signature
 from ctxcache.cli.settings import load_settings, setting_options
-from ctxcache.cli.signature import with_signature
 from ctxcache.cli.units import human_size, human_time, parse_duration_s, parsed, session_name
 from ctxcache.client import Client
 from ctxcache.client.types import BackupPart

@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ctxcache.cli.call import CliCall, online
-from ctxcache.cli.documents import Plain
-from ctxcache.cli.examples import examples
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.documents import Plain, examples
+from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.units import human_size, parsed
 from ctxcache.client.convert import document, from_wire
 from ctxcache.client.types import BadSegment, VerifyProgress

@@ -25,8 +25,8 @@ from ctxcache.client.access import AccessStream, Hold, acquire
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import durability_to_wire, to_wire
-from ctxcache.client.grpc_rows import draw_end
 from ctxcache.client.routes import RowRoutes
+from ctxcache.client.streamed_rows import draw_end
 from ctxcache.client.types import BlockChange, BlockNews, BlockSpace, Durability, FoundBlock, LookupState
 from ctxcache.client.wire import Wire, trace_metadata
 from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, LeaseNotFound

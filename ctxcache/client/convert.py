@@ -18,8 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from ctxcache.client import types
 from ctxcache.client.types import SPEC_FIELDS, Durability, LookupResult, ModelInfo, SessionInfo
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Content, DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
 from ctxcache.v1 import (
     admin_pb2,

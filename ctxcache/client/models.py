@@ -9,8 +9,7 @@ from ctxcache.client.convert import from_wire, model_to_wire, probe_from_wire
 from ctxcache.client.types import ModelInfo
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, ModelProbeMismatch
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1 import model_pb2
 

@@ -10,11 +10,11 @@ from typing import Literal
 from ctxcache.client.attach import ArenaAttachment, BoundedMemo, LocalAccess
 from ctxcache.client.bulk_rows import BulkChannel, BulkRows
 from ctxcache.client.convert import contents_to_wire
-from ctxcache.client.grpc_rows import GrpcRows
 from ctxcache.client.leased_rows import lease_rows
 from ctxcache.client.models import CallerModel
 from ctxcache.client.rows import RowTransport, SessionRows
 from ctxcache.client.ssd_files import SsdReader
+from ctxcache.client.streamed_rows import GrpcRows
 from ctxcache.client.types import SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import ReservedWriter, reserve

@@ -12,8 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Self
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import (
     TOKENS_RANGE,
     Content,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 
 FREE_BYTES = attrgetter("free_bytes")
 SLACK = 64

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from ctxcache.format.streams import DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
 
@@ -153,3 +154,11 @@ def block_layout(part_bytes: tuple[int, ...]) -> SegmentLayout:
         for number, size_bytes in enumerate(part_bytes)
     )
     return SegmentLayout(tuple(specs), BLOCK_ROWS)
+
+
+class Slot(NamedTuple):
+    """`[offset_bytes, offset_bytes + size_bytes)` of a tier's path number `path_index`. 4 KiB-aligned."""
+
+    path_index: int
+    offset_bytes: int
+    size_bytes: int

@@ -1,1 +1,258 @@
-"""Who calls: tokens, and what a proven subject is granted."""
+"""Identity: subjects and tokens of callers, and the grant each is let in with.
+
+A subject is a text with its kind in front: `spiffe://…`, `dns:…`, `cn:…` of a certificate, `uid:…` of a
+process. A token is a secret; the server has only its hash, in a file of one line each:
+
+    NAME SHA-256-IN-HEX TENANT[:ROLE][:shared-memory|:write-in-place]
+
+Names are for people and logs. Worst case: a file that cannot be used, which raises InvalidConfiguration with
+the line; every rule is looked at, once for each of a subject's names.
+"""
+
+import enum
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ctxcache.errors import InvalidConfiguration
+from ctxcache.runtime.files import check_secret, secret_refusal
+
+KINDS = ("spiffe://", "dns:", "cn:", "uid:")
+SHARED_MEMORY, WRITE_IN_PLACE = "shared-memory", "write-in-place"
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TEMPLATE = re.compile(r"(?:[A-Za-z0-9._-]|\$[1-9])+")
+# What one `*` stands for: never a border of what it is a part of, nor a certificate's own wildcard.
+_ANYTHING = {"spiffe://": r"([^/*]+)", "dns:": r"([^.*]+)", "cn:": r"([^*]+)", "uid:": r"([0-9]+)"}
+
+
+class Role(enum.StrEnum):
+    """What a caller may ask for: everything within its tenant, or what concerns the whole server too."""
+
+    USER = "user"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaGrant:
+    """What a caller is let in as.
+
+    `has_shared_memory`: it may map the arena, where all tenants' bytes lie, to read. `writes_in_place`: to
+    write as well.
+    """
+
+    tenant: str
+    role: Role = Role.USER
+    has_shared_memory: bool = False
+    writes_in_place: bool = False
+
+    def words(self) -> list[str]:
+        """What configuration adds to the tenant's name to say it."""
+        role = [self.role.value] if self.role is not Role.USER else []
+        return role + ([WRITE_IN_PLACE] if self.writes_in_place else [SHARED_MEMORY] * self.has_shared_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A subject and its grant. `*` in the subject stands for a part; `$1` in the tenant is the first one."""
+
+    subject: str
+    grant: ArenaGrant
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no subject could be, or no tenant be called."""
+        kind = next((kind for kind in KINDS if self.subject.startswith(kind)), None)
+        if kind is None or self.subject == kind:
+            raise ValueError(f"{self.subject!r} begins with none of {', '.join(KINDS)}")
+        if not _TEMPLATE.fullmatch(self.grant.tenant):
+            raise ValueError(f"{self.grant.tenant!r} is no name of a tenant")
+        if any(int(number) > self.subject.count("*") for number in re.findall(r"\$(\d)", self.grant.tenant)):
+            raise ValueError(f"{self.grant.tenant!r} names more parts than {self.subject!r} has")
+
+    def apply(self, subject: str) -> ArenaGrant | None:
+        """What the subject is let in as; None where the rule does not speak of it."""
+        match = self._pattern().fullmatch(subject)
+        if match is None:
+            return None
+        tenant = re.sub(r"\$(\d)", lambda part: match[int(part[1])], self.grant.tenant)
+        if not is_tenant(tenant):
+            return None
+        return replace(self.grant, tenant=tenant)
+
+    def _pattern(self) -> re.Pattern[str]:
+        kind = next(kind for kind in KINDS if self.subject.startswith(kind))
+        return re.compile(_ANYTHING[kind].join(map(re.escape, normal(self.subject).split("*"))))
+
+
+def normal(subject: str) -> str:
+    """A subject as it is compared: the case of a DNS name means nothing."""
+    return subject.lower() if subject.startswith("dns:") else subject
+
+
+def is_tenant(name: str) -> bool:
+    """Whether a tenant may be called so: 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit."""
+    return _TENANT.fullmatch(name) is not None
+
+
+def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, ArenaGrant] | None:
+    """The first rule's grant that speaks of any of the subjects, with that subject.
+
+    What cannot be printed is nobody.
+    """
+    names = [normal(subject) for subject in subjects if subject.isprintable()]
+    for rule in rules:
+        for name in names:
+            if grant := rule.apply(name):
+                return name, grant
+    return None
+
+
+def parse_grant(
+    tenant: str, *, role: str = Role.USER, shared_memory: object = False, write_in_place: object = False
+) -> ArenaGrant:
+    """A grant as configuration says it; to write in place is to read too. Raises ValueError."""
+    if role not in list(Role):
+        raise ValueError(f"{role!r} is neither {' nor '.join(Role)}")
+    for name, value in (("shared_memory", shared_memory), ("write_in_place", write_in_place)):
+        if not isinstance(value, bool):
+            problem = f"{name}: {value!r} is neither true nor false"
+            raise ValueError(problem)  # noqa: TRY004  a setting's value
+    return ArenaGrant(tenant, Role(role), bool(shared_memory or write_in_place), bool(write_in_place))
+
+
+def parse_words(tenant: str, words: Iterable[str]) -> ArenaGrant:
+    """A grant as one line says it: `TENANT`, then `ROLE`, `shared-memory` or `write-in-place`.
+
+    Raises ValueError.
+    """
+    given = set(words)
+    roles = given - {SHARED_MEMORY, WRITE_IN_PLACE}
+    if len(roles) > 1:
+        raise ValueError(f"{' and '.join(sorted(roles))} are not one role")
+    return parse_grant(
+        tenant,
+        role=next(iter(roles), Role.USER),
+        shared_memory=SHARED_MEMORY in given,
+        write_in_place=WRITE_IN_PLACE in given,
+    )
+
+
+def parse_rules(value: object) -> object:
+    """`SUBJECT=TENANT[:ROLE][:shared-memory|:write-in-place],…`, or a list of tables. Raises ValueError."""
+    if isinstance(value, str):
+        value = [_parse_rule(text.strip()) for text in value.split(",") if text.strip()]
+    if not isinstance(value, (list, tuple)):
+        return value
+    return tuple(given if isinstance(given, Rule) else _rule(given) for given in value)
+
+
+def _parse_rule(text: str) -> Rule:
+    subject, equals, rest = text.rpartition("=")
+    tenant, *words = rest.split(":")
+    if not equals:
+        shape = f"SUBJECT=TENANT[:ROLE][:{SHARED_MEMORY}|:{WRITE_IN_PLACE}]"
+        raise ValueError(f"{text!r} is not {shape}")
+    return Rule(subject, parse_words(tenant, words))
+
+
+def _rule(given: object) -> Rule:
+    fields = {"subject", "tenant", "role", "shared_memory", "write_in_place"}
+    if not isinstance(given, Mapping) or set(given) - fields:
+        raise ValueError(
+            f"{given!r} is not a table of subject, tenant, role, shared_memory and write_in_place"
+        )
+    grant = parse_grant(
+        str(given.get("tenant", "")),
+        role=str(given.get("role", Role.USER)),
+        shared_memory=given.get("shared_memory", False),
+        write_in_place=given.get("write_in_place", False),
+    )
+    return Rule(str(given.get("subject", "")), grant)
+
+
+PREFIX = "ctxcache_"
+"""So that whoever looks for secrets where none should be finds these."""
+SECRET_BYTES = 32
+FILE_LIMIT_BYTES = 4 << 20
+_ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What a server knows of a token. `digest`: SHA-256 of all of its text."""
+
+    name: str
+    digest: bytes
+    grant: ArenaGrant
+
+    def line(self) -> str:
+        """Its line in the file."""
+        return f"{self.name} {self.digest.hex()} {':'.join((self.grant.tenant, *self.grant.words()))}"
+
+
+def new_secret() -> str:
+    """A new token's text."""
+    return PREFIX + secrets.token_urlsafe(SECRET_BYTES)
+
+
+def digest_of(secret: str) -> bytes:
+    """What the file has of a token. Its text is too random to be guessed from that, without salt too."""
+    return hashlib.sha256(secret.encode()).digest()
+
+
+class Tokens:
+    """Tokens by their hash. Never changed."""
+
+    def __init__(self, tokens: Mapping[bytes, Token] | None = None) -> None:
+        """`tokens`: by digest."""
+        self.by_digest = dict(tokens or {})
+        # Found by a part of the hash, which a caller cannot choose, and compared in constant time by all of
+        # it.
+        self._by_id = {digest[:_ID_BYTES]: token for digest, token in self.by_digest.items()}
+
+    def find(self, secret: str) -> Token | None:
+        """The token of that text."""
+        digest = digest_of(secret)
+        token = self._by_id.get(digest[:_ID_BYTES])
+        return token if token is not None and hmac.compare_digest(token.digest, digest) else None
+
+
+def read_tokens(path: Path) -> Tokens:
+    """The tokens of a file. Raises InvalidConfiguration."""
+    try:
+        # The callers' rights are there to be changed by who may write it.
+        check_secret(path, secret_refusal("token_hashes", path))
+        with path.open("rb") as file:
+            text = file.read(FILE_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise InvalidConfiguration(source=str(path), problem=error.strerror or str(error)) from error
+    if len(text) > FILE_LIMIT_BYTES:
+        raise InvalidConfiguration(source=str(path), problem=f"is larger than {FILE_LIMIT_BYTES} B")
+    found: dict[bytes, Token] = {}
+    for number, line in enumerate(text.decode(errors="replace").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            token = _parse(line)
+        except ValueError as error:
+            # Not the line itself, which may be a secret that should not be there.
+            raise InvalidConfiguration(source=f"{path}, line {number}", problem=str(error)) from error
+        if token.digest in found:
+            raise InvalidConfiguration(source=f"{path}, line {number}", problem="the token is there twice")
+        found[token.digest] = token
+    return Tokens(found)
+
+
+def _parse(line: str) -> Token:
+    name, *rest = line.split()
+    if len(rest) != 2 or not name.isprintable():
+        raise ValueError("is not NAME HASH TENANT[:ROLE][:shared-memory|:write-in-place]")
+    digest, (tenant, *words) = bytes.fromhex(rest[0]), rest[1].split(":")
+    if len(digest) != hashlib.sha256().digest_size:
+        raise ValueError("its second word is no SHA-256 hash")
+    if not is_tenant(tenant):
+        raise ValueError(f"{tenant!r} is no name of a tenant")
+    return Token(name, digest, parse_words(tenant, words))

@@ -13,7 +13,7 @@ from contextlib import ExitStack, aclosing
 from ctxcache.cache import Cache
 from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.ledger.session import Expiration
-from ctxcache.core.placement.classic import LeastRecentlyUsed
+from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.errors import DataDirectoryUnusable
 from ctxcache.runtime.clock import StoreClock
 from ctxcache.server.server import Server

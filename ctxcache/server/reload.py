@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from ctxcache.cache import Cache
 from ctxcache.core.ledger.session import Expiration
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.settings.bounds import limits_of, queue_limits_of, watermarks_of
-from ctxcache.settings.config import Settings
+from ctxcache.settings.config import Settings, limits_of, queue_limits_of, watermarks_of
 from ctxcache.settings.knobs import KNOBS
 
 log = logging.getLogger(__name__)

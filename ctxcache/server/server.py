@@ -20,7 +20,7 @@ from grpc_health.v1.health import SERVICE_NAME
 from ctxcache import __version__
 from ctxcache.cache import Cache
 from ctxcache.core.ledger.session import Expiration
-from ctxcache.core.placement.policies import ranked_policy
+from ctxcache.core.placement.baselines import ranked_policy
 from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import Shares
 from ctxcache.core.placement.value import MissCost, Objective
@@ -34,7 +34,7 @@ from ctxcache.observe.bearer import Bearer
 from ctxcache.observe.endpoint import Endpoint
 from ctxcache.observe.exposition import LoopLag, Sources, read
 from ctxcache.observe.moment import Moment, Recording
-from ctxcache.observe.status_pages import pages_of
+from ctxcache.observe.status_page import pages_of
 from ctxcache.observe.tracing import open_spans
 from ctxcache.runtime.clock import Clock, StoreClock
 from ctxcache.runtime.memory import give_back_unused
@@ -59,16 +59,14 @@ from ctxcache.service.callers import Identification, identified_by
 from ctxcache.service.control_socket import ControlSocket
 from ctxcache.service.edge import Edge
 from ctxcache.service.fairness import Newcomers, Turns
-from ctxcache.service.health import Health
+from ctxcache.service.health import Health, Reflection
 from ctxcache.service.hints import HintService
 from ctxcache.service.local_client import ArenaService
 from ctxcache.service.models import ModelService
 from ctxcache.service.prefixes import PrefixService
-from ctxcache.service.reflection import Reflection
 from ctxcache.service.sessions import DECODERS, SessionService
 from ctxcache.service.tls import load_tls
-from ctxcache.settings.bounds import limits_of, queue_limits_of, watermarks_of
-from ctxcache.settings.config import Settings, differing
+from ctxcache.settings.config import Settings, differing, limits_of, queue_limits_of, watermarks_of
 from ctxcache.storage.opening import Storage, open_storage, ssd_directories_of
 from ctxcache.storage.rebuild import rebuild
 from ctxcache.v1 import (

@@ -27,7 +27,7 @@ from ctxcache.service.activity import activity
 from ctxcache.service.admission import Doors, RpcTimes
 from ctxcache.service.callers import Context, current
 from ctxcache.service.recorder import recorded
-from ctxcache.storage.injection.faults import (
+from ctxcache.storage.injection import (
     COUNT_LIMIT,
     DELAY_LIMIT_NS,
     DURATION_LIMIT_NS,

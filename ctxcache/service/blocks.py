@@ -17,10 +17,10 @@ from google.protobuf.duration_pb2 import Duration
 from xxhash import xxh3_64
 
 from ctxcache.cache import Cache
-from ctxcache.cache.background import Pace
 from ctxcache.cache.block_news import BlockNews
 from ctxcache.cache.blocks import BlockState, Room, Wanted, WrittenPart
 from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Lease, TokenLease
+from ctxcache.cache.state import Pace
 from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.prefix.spaces import (
     TAG_LIMIT_BYTES,

@@ -32,8 +32,7 @@ from ctxcache.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from ctxcache.identity.grants import ArenaGrant, Role, Rule, find, is_tenant
-from ctxcache.identity.tokens import Token, Tokens, read_tokens
+from ctxcache.identity import ArenaGrant, Role, Rule, Token, Tokens, find, is_tenant, read_tokens
 from ctxcache.runtime import spans
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

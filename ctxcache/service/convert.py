@@ -25,8 +25,7 @@ from ctxcache.core.ledger.session import Piece, SessionView
 from ctxcache.core.placement.schedule import PRIORITY_LIMIT, Job
 from ctxcache.errors import CacheError, CapacityExceeded, InvalidArgument
 from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout, slot_bytes
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import (
     TOKENS,
     TOKENS_SPEC,

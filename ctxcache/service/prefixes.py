@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from ctxcache.cache import Cache
-from ctxcache.cache.background import Pace
 from ctxcache.cache.prefixes import Found
+from ctxcache.cache.state import Pace
 from ctxcache.core.prefix.keys import BLOCK_BYTES, KEY_BYTES
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKEN_ROW_BYTES, Content

@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ctxcache.core.placement.baselines import POLICIES, policy_of
 from ctxcache.core.placement.look_ahead import Belady
-from ctxcache.core.placement.policies import POLICIES, policy_of
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.value import MissCost
 from ctxcache.simulate.blocks import HOLDERS, BlockReplay, Future, next_uses

@@ -22,9 +22,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 
 from ctxcache.errors import CacheError
-from ctxcache.simulate.census import Census, count
 from ctxcache.simulate.load import GIB, MODELS, Load, Overflow
 from ctxcache.simulate.study import ALL_POLICIES, Capacity, Step, StudyOutcome, footprint_bytes, look, study
+from ctxcache.simulate.tally import Census, count
 from ctxcache.simulate.trace import PacedTrace
 
 

@@ -20,8 +20,7 @@ from ctxcache.runtime.files import claim_directory, tighten
 from ctxcache.settings.config import Settings
 from ctxcache.settings.sizes import arena_bytes, ssd_bytes
 from ctxcache.storage.data_directory import DataDirectory, check_not_restoring
-from ctxcache.storage.injection.faults import Faults
-from ctxcache.storage.injection.ssd import FaultySsdFiles, SlowMetadata
+from ctxcache.storage.injection import Faults, FaultySsdFiles, SlowMetadata
 from ctxcache.storage.metadata.catalog import Catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.runtime.files import sync_directory
 from ctxcache.storage.data_directory import METADATA, DataDirectory
 from ctxcache.storage.metadata import records

@@ -2,10 +2,9 @@
 
 import typer
 
-from ctxcache.cli.examples import examples
+from ctxcache.cli.documents import examples
 from gpu_worker.cli.llamacpp import llamacpp
-from gpu_worker.cli.plan import layout, plan
-from gpu_worker.cli.profile import profile
+from gpu_worker.cli.plan import layout, plan, profile
 from gpu_worker.cli.serve import serve, stats
 
 app = typer.Typer(

@@ -1,12 +1,15 @@
-"""`ctxcache worker plan` and `layout`: how a session would come back, and what to save of a new one.
+"""`ctxcache worker plan`, `layout`, `profile`: how a session comes back, and what to save of a new one.
 
-Needs no torch. Worst case: a model or machine that is not known, which is one sentence.
+`plan` and `layout` need no torch; `profile` imports it when it runs, and measures a model on this machine.
+Worst case: a model or machine that is not known, which is one sentence; some minutes for long lengths on a
+CPU.
 """
 
 import json
 import sys
 from collections.abc import Mapping
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +24,7 @@ from gpu_worker.planning.holding import HeldSpan, Holding
 from gpu_worker.planning.layout import Return, SessionLayout, choose_layout
 from gpu_worker.planning.planner import Plan, PlanRequest, compare
 from gpu_worker.planning.planner import plan as decide
+from gpu_worker.profiling.profile_file import profile_path, write_profile
 
 
 def plan(
@@ -235,4 +239,56 @@ def _returns(text: str) -> list[tuple[int, float]]:
         found = [(-1, 0.0)]
     if any(tokens < 0 or not 0 <= count < float("inf") for tokens, count in found):
         raise InvalidArgument(field="--returns", problem=f"{text!r} is not a list such as 1024x3,16384")
+    return found
+
+
+def profile(
+    *,
+    model: Annotated[
+        Path, typer.Argument(help="A local transformers model directory.", exists=True, file_okay=False)
+    ],
+    name: Annotated[str, typer.Option(help="The model's name.", show_default="its directory's")] = "",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens to measure at.", metavar="TOKENS,...")
+    ] = "1,64,256,1024",
+    ssd_directory: Annotated[
+        Path | None, typer.Option(help="Measure reading here.", exists=True, file_okay=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Element type to load the model in.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to compute, such as cpu or cuda:0.")] = "cpu",
+    repeats: Annotated[int, typer.Option(help="Measurements of each time; their median counts.", min=1)] = 3,
+    directory: given.Directory = None,
+) -> None:
+    """Measure what a model takes for each stage on this machine, and keep it for `worker plan`."""
+    counts = _lengths(lengths)
+    from gpu_worker.profiling.measure import measure_directory  # noqa: PLC0415  --help needs no torch
+
+    measured = measure_directory(
+        model,
+        name=name or model.resolve().name,
+        dtype=dtype,
+        device=device,
+        lengths=counts,
+        repeats=repeats,
+        ssd_directory=ssd_directory,
+        on_step=_say,
+    )
+    path = profile_path(
+        given.profile_directory(directory), hardware=measured.profile.name, model=measured.model.name
+    )
+    write_profile(path, measured)
+    typer.echo(str(path))
+
+
+def _say(step: str) -> None:
+    sys.stderr.write(f"measuring {step}\n")
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        found = (0,)
+    if found[0] < 1:
+        raise InvalidArgument(field="--lengths", problem=f"{text!r} is not a list such as 1,64,256,1024")
     return found

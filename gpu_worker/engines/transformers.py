@@ -41,10 +41,9 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.capture import Capture
-from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
 from gpu_worker.errors import LaneStuck, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
-from gpu_worker.generation import prefill, stream_greedy
+from gpu_worker.generation import SINK_TOKENS, common_prefix, fit, prefill, stream_greedy
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration

@@ -50,8 +50,7 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import DeviceFailed
 from gpu_worker.saving.staging import (

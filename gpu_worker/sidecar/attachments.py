@@ -28,8 +28,7 @@ from ctxcache.errors import (
     InvalidArgument,
     ModelFingerprintMismatch,
 )
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from gpu_worker.errors import RestoreCancelled
 from gpu_worker.parallel.ranks import EngineRanks, parse_rendezvous
 from gpu_worker.parallel.share import ModelShare

@@ -18,8 +18,8 @@ from ctxcache.client.leased_rows import FiledRows
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import TokenRangeOutOfBounds
 from ctxcache.format.streams import TOKENS, Stream
-from gpu_worker.conversation import common_prefix
 from gpu_worker.direct.storage import DirectStorage
+from gpu_worker.generation import common_prefix
 from gpu_worker.parallel.rounds import Alone, Gathering, SharedRound, StageTarget, taking_part
 from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.lane import device_of

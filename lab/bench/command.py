@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ctxcache.cli.examples import examples
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.documents import examples
+from ctxcache.cli.failures import ExitCode
 
 if TYPE_CHECKING:
     from lab.bench.row import Row

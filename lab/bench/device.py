@@ -16,7 +16,7 @@ from statistics import median
 from types import TracebackType
 from typing import Self
 
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.storage.tiers.base import DeviceTier, Range, TierRefusal
 
 MIB = 1 << 20

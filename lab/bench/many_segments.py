@@ -18,8 +18,7 @@ from pathlib import Path
 
 from ctxcache.format.checksums import chunk_checksum
 from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
-from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.storage.data_directory import DataDirectory
 from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata

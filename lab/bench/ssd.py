@@ -29,11 +29,10 @@ from ctxcache.cache.appends import Reservation
 from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits
-from ctxcache.core.placement.classic import LeastRecentlyUsed
+from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.format.checksums import rows_checksum
-from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
+from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, Slot, align
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata

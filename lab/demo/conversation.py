@@ -18,9 +18,8 @@ from itertools import islice
 from transformers import DynamicCache
 
 from ctxcache.errors import InvalidArgument, PositionsNotRelocatable
-from gpu_worker.conversation import SINK_TOKENS
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.generation import prefill, stream_greedy
+from gpu_worker.generation import SINK_TOKENS, prefill, stream_greedy
 from gpu_worker.plan import Method
 from lab.demo.embedded_store import EmbeddedStore
 from lab.demo.replay import Replay

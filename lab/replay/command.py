@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctxcache.cli.call import CliCall, online
-from ctxcache.cli.examples import examples
+from ctxcache.cli.documents import examples
 
 if TYPE_CHECKING:
     from ctxcache.cli.documents import Plain

@@ -18,7 +18,7 @@ from queue import Queue
 from typing import TypeAlias
 
 from ctxcache.client import Client
-from ctxcache.recordings.reading import RecordingContents, calls, contents
+from ctxcache.recordings import RecordingContents, calls, contents
 from ctxcache.simulate.recorded import Called
 from ctxcache.simulate.tally import FineHistogram
 from lab.replay.player import NOT_PLAYED, MadeUp, Player

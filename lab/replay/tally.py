@@ -14,7 +14,7 @@ from typing import Any, Self, TypeAlias
 from ctxcache.client import Client
 from ctxcache.client.types import RecordedCall, RecordingPart
 from ctxcache.errors import CacheError, Unavailable
-from ctxcache.recordings.writing import values_of
+from ctxcache.recordings import values_of
 from ctxcache.simulate.recorded import Called
 from ctxcache.simulate.tally import FineHistogram
 

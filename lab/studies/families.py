@@ -378,7 +378,7 @@ HEAD = f"""# Families by kinds of state
 
 `python -m lab.studies.families`, transformers {transformers.__version__}, torch {torch.__version__},
 CPU, one thread. Random models of {LAYERS} layers; windows and chunks of {WINDOW} tokens.
-A conversation of three turns ({", ".join(map(str, TURNS))} tokens) on a real store, by a new engine each turn.
+Three turns ({", ".join(map(str, TURNS))} tokens) on a real store, by a new engine each turn.
 `=`: every turn's logits equal those of a cache that was never dropped, bit by bit; otherwise the largest
 difference over the largest logit. `-`: not proven.
 """

@@ -15,8 +15,7 @@ from typing import TypeVar
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from gpu_worker.executed import digest_execution, digest_weights
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec

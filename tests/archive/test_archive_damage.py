@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from ctxcache.archive import reader
 from ctxcache.archive.contents import FRAME_NUMBER, STRETCH, TOTALS, ArchivedModel
-from ctxcache.archive.files import Source
 from ctxcache.archive.frames import (
     DESCRIPTION_LIMIT_BYTES,
     END,
@@ -32,6 +31,7 @@ from ctxcache.archive.frames import (
     VOID,
     ArchiveFrameReader,
     FrameWriter,
+    Source,
     header_checksum,
 )
 from ctxcache.archive.reader import ArchiveContents, survey
@@ -174,7 +174,7 @@ def test_a_pipe_that_promises_much_costs_little() -> None:
     """1 GiB in the head of a frame, and then nothing: no such room is filled."""
     script = (
         "import re\nfrom ctxcache.errors import FileDamaged\n"
-        "from ctxcache.archive.files import Source\nfrom ctxcache.archive.reader import survey\n"
+        "from ctxcache.archive.frames import Source\nfrom ctxcache.archive.reader import survey\n"
         "try:\n    survey(Source(0, 'pipe', None), print)\nexcept FileDamaged as error:\n    print(error)\n"
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )

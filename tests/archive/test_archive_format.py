@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 
 from ctxcache.archive import contents, frames, reader
 from ctxcache.archive.contents import decode_archived_model, decode_origin, decode_session
-from ctxcache.archive.files import source
+from ctxcache.archive.frames import source
 from ctxcache.archive.reader import ArchiveReader
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "archive_format.md").read_text(encoding="utf-8")

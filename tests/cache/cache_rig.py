@@ -25,7 +25,7 @@ from ctxcache.cache.prefixes import Match
 from ctxcache.core.ledger.ledger import MANY_SEGMENTS
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration, SessionView
 from ctxcache.core.limits import DEFAULT_WATERMARKS, Limits, Watermarks
-from ctxcache.core.placement.classic import LeastRecentlyUsed
+from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.policy import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout

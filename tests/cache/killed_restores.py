@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ctxcache.archive.files import source
+from ctxcache.archive.frames import source
 from ctxcache.archive.laying_out import lay_out
 from ctxcache.errors import CacheError
 from ctxcache.server.lifecycle import verify_directory

@@ -28,8 +28,17 @@ from fakes import Operation
 from ctxcache.archive import backup
 from ctxcache.archive.backup import Backup, Copied
 from ctxcache.archive.contents import STRETCH, TOTALS, ArchivedModel, ArchivedSession, Origin
-from ctxcache.archive.files import source
-from ctxcache.archive.frames import END, MADE, ROWS, SAME, SESSION, VOID, ArchiveFrameReader, FrameWriter
+from ctxcache.archive.frames import (
+    END,
+    MADE,
+    ROWS,
+    SAME,
+    SESSION,
+    VOID,
+    ArchiveFrameReader,
+    FrameWriter,
+    source,
+)
 from ctxcache.archive.frames import MODEL as MODEL_FRAME
 from ctxcache.archive.laying_out import Restored, lay_out
 from ctxcache.archive.reader import survey

@@ -13,7 +13,7 @@ import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, MemoryRig, Token, Writer, expected
 
 from ctxcache.core.limits import Watermarks
-from ctxcache.core.placement.classic import LeastRecentlyUsed
+from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.shares import NO_SHARES, Share, Shares
 from ctxcache.errors import CapacityExceeded

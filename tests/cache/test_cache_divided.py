@@ -13,7 +13,7 @@ from ctxcache.cache.queues import Queues
 from ctxcache.core.limits import Bound, Limits, QueueLimits
 from ctxcache.errors import CapacityExceeded, TooManyRequests
 from ctxcache.format.streams import ranges_of
-from ctxcache.identity.grants import ArenaGrant
+from ctxcache.identity import ArenaGrant
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.service.admission import Admission
 from ctxcache.service.bulk_connection import Tickets

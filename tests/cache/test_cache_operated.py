@@ -14,11 +14,11 @@ from cache_rig import SLOT_BYTES, TENANT, MemoryRig
 from test_cache_storm import CUTS, Dice, SlowMetadata, SlowTier, Storm
 
 from ctxcache.core.limits import Watermarks
-from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import CapacityExceeded, DeadlineExceeded, LeaseNotFound, TierFailure
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.storage.tiers.base import Range, TierRefusal
 
 

@@ -32,7 +32,7 @@ from ctxcache.errors import (
     TooManyRequests,
 )
 from ctxcache.format.header import decode_header
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 
 LEASE_S = LEASE_LIFETIME_NS / 10**9
 End = Callable[[MemoryRig], Awaitable[object]]

@@ -20,7 +20,7 @@ from fakes import FakeClock, MemoryTier, Operation
 from ctxcache.cache.hints import Action, Hint
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.queues import Queue
-from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.schedule import Job
 from ctxcache.core.placement.shares import Share, Shares

@@ -8,7 +8,7 @@ from ctxcache.client.convert import from_wire
 from ctxcache.client.types import RecordingPart
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
-from ctxcache.recordings.writing import Lines
+from ctxcache.recordings import Lines
 from ctxcache.service.recorder import Recorder
 
 LAYOUT = SegmentLayout(

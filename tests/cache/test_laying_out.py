@@ -16,7 +16,7 @@ from cache_rig import SLOT_BYTES, MemoryRig, Writer
 
 from ctxcache.archive import laying_out
 from ctxcache.archive.backup import Backup
-from ctxcache.archive.files import source
+from ctxcache.archive.frames import source
 from ctxcache.archive.laying_out import Restored, Step, lay_out
 from ctxcache.errors import (
     CacheError,

@@ -9,9 +9,8 @@ from cache_rig import LAYOUT, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Wri
 from ctxcache.core.ledger import feed
 from ctxcache.core.ledger.rankings import Evictable, Verdict
 from ctxcache.core.ledger.session import Expiration
-from ctxcache.core.placement.classic import LeastRecentlyUsed
+from ctxcache.core.placement.baselines import RANKED, LeastRecentlyUsed
 from ctxcache.core.placement.order import Key
-from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
 
 Told = tuple[str, str, tuple[object, ...]]

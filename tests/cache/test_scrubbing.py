@@ -13,7 +13,7 @@ from fakes import Operation
 from ctxcache.cache.scrubbing import PASS_NS, Bad
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TooManyRequests
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.server.upkeep import Upkeep
 
 PLANTED = 100

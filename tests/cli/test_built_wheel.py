@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from command_line import TIMEOUT_S
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from tests.nursery import without_settings
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from metadata_contract import make_model
 from server_process import ServerProcess
 
 from ctxcache import connect
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.storage.data_directory import DATA_FORMAT
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")

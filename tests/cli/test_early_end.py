@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from server_process import ServerProcess
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.storage.data_directory import DataDirectory
 from tests.nursery import without_settings
 

@@ -18,7 +18,7 @@ from stored_model import stored_model
 from ctxcache import connect
 from ctxcache.cli.commands import COMMANDS as LISTED
 from ctxcache.cli.commands import imported
-from ctxcache.cli.examples import TITLE
+from ctxcache.cli.documents import TITLE
 from ctxcache.cli.main import app
 from tests.nursery import shared, without_settings
 

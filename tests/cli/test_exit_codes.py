@@ -9,8 +9,7 @@ import pytest
 from server_process import COMMAND_LINE
 
 from ctxcache import errors
-from ctxcache.cli.exit_codes import EXIT_CODES, ExitCode, exit_code_of
-from ctxcache.cli.failures import sentence
+from ctxcache.cli.failures import EXIT_CODES, ExitCode, exit_code_of, sentence
 from ctxcache.errors import CacheError
 from tests.nursery import without_settings
 

@@ -17,7 +17,7 @@ from command_line import TIMEOUT_S, Ran, asked, ctxcache_json
 from server_process import COMMAND_LINE, ServerProcess
 from stored import connected
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client import CallerModel
 from tests.nursery import without_settings
 

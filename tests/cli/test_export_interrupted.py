@@ -19,14 +19,12 @@ from server_process import COMMAND_LINE, ServerProcess
 from stored import connected
 
 import ctxcache
-from ctxcache.archive import exporting
-from ctxcache.archive.exporting import Exporter
-from ctxcache.archive.files import Source, destination
-from ctxcache.archive.frames import FrameWriter
-from ctxcache.archive.importing import GATHERED_BYTES, UNFINISHED, UNFINISHED_TTL_S, Importer
-from ctxcache.archive.outcomes import ArchiveOutcome, ArchiveStatus, ImportWishes, OnConflict, Step
+from ctxcache.archive import transfer
+from ctxcache.archive.contents import ArchiveOutcome, ArchiveStatus, ImportWishes, OnConflict, Step
+from ctxcache.archive.frames import FrameWriter, Source, destination
 from ctxcache.archive.reader import ArchiveReader
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.archive.transfer import GATHERED_BYTES, UNFINISHED, UNFINISHED_TTL_S, Exporter, Importer
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import FileUnusable, Unavailable
 from tests.nursery import without_settings
@@ -42,7 +40,7 @@ def nothing(_name: str, _count: int, _size_bytes: int) -> None:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three to a session of ours."""
-    monkeypatch.setattr(exporting, "ROWS_BYTES", 64 * (4 + sum(one.row_bytes for one in SPEC.streams)))
+    monkeypatch.setattr(transfer, "ROWS_BYTES", 64 * (4 + sum(one.row_bytes for one in SPEC.streams)))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +207,7 @@ def test_what_a_killed_export_leaves_is_used_up(tmp_path: Path) -> None:
     """Its name is never there; the next one takes the rest over, however long it was."""
     file = tmp_path / "x"
     script = (
-        "import os, signal, sys\nfrom ctxcache.archive.files import destination\n"
+        "import os, signal, sys\nfrom ctxcache.archive.frames import destination\n"
         "with destination(sys.argv[1], is_forced=False) as fd:\n"
         "    os.write(fd, bytes(1000))\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

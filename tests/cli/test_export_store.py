@@ -17,9 +17,9 @@ from command_line import ctxcache, ctxcache_json
 from server_process import COMMAND_LINE, ServerProcess
 from stored import HIDDEN, ROW_BYTES, connected, model_spec
 
-from ctxcache.archive.exporting import receive
-from ctxcache.archive.files import destination
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.archive.frames import destination
+from ctxcache.archive.transfer import receive
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client import CallerModel
 from ctxcache.errors import TooManyRequests
 from ctxcache.format.streams import TOKENS, Stream

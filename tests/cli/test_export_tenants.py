@@ -11,11 +11,10 @@ from pki import Pki
 from server_process import ServerProcess, write_secret
 
 from ctxcache import connect
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client import Client
 from ctxcache.client.credentials import ClientTls
-from ctxcache.identity.grants import ArenaGrant, Role
-from ctxcache.identity.tokens import Token, digest_of
+from ctxcache.identity import ArenaGrant, Role, Token, digest_of
 
 GRANTS = {
     "a": ArenaGrant("a", has_shared_memory=True),

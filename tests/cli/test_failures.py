@@ -10,8 +10,7 @@ import pytest
 
 from ctxcache.cli import main
 from ctxcache.cli.documents import Output
-from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.cli.failures import asked_output
+from ctxcache.cli.failures import ExitCode, asked_output
 
 NOBODY = ("--target", "localhost:1")
 KEYS = ["status", "reason", "message", "field", "hint", "exit_code", "facts"]

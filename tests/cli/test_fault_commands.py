@@ -7,7 +7,7 @@ from command_line import asked, ctxcache, ctxcache_json
 from operated import SESSION, operated_server, prepare
 from server_process import ServerProcess
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from stored_model import stored_model
 
 from ctxcache import connect
 from ctxcache.cli.documents import as_yaml
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.errors import LeaseNotFound
 from tests.nursery import without_settings
 

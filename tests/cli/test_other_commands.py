@@ -10,7 +10,7 @@ from server_process import ServerProcess
 from stored import connected, model_spec, store_session
 
 from ctxcache import __version__
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.v1 import session_pb2, session_pb2_grpc
 from ctxcache.v1.admin_pb2 import Stats, TenantUse
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from command_line import ctxcache
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 
 PLUGIN = '''
 """A plugin."""

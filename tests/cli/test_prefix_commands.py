@@ -9,7 +9,7 @@ from command_line import ctxcache, ctxcache_json
 from server_process import ServerProcess
 from stored import connected, model_spec, store_session
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client import CallerModel
 from ctxcache.format.streams import TOKENS, Content
 

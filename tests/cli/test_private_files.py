@@ -15,7 +15,7 @@ from server_process import ServerDidNotStart, ServerProcess, write_secret
 from stored import store_session
 
 from ctxcache import connect
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client.credentials import ClientTls
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.runtime.files import check_secret, secret_refusal

@@ -13,7 +13,7 @@ from server_process import ARENA_SIZE_BYTES, COMMAND_LINE, SSD_SIZE_BYTES, STOP_
 from stored import TOKEN_COUNT, store_session
 
 from ctxcache import __version__
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.settings.config import Settings, default_data_directory
 from ctxcache.settings.knobs import KNOBS
 from tests.nursery import without_settings

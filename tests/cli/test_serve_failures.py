@@ -9,7 +9,7 @@ from command_line import Ran, ctxcache
 from failing_places import powerless, small_filesystem
 from server_process import ServerDidNotStart, ServerProcess
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.settings.config import Settings
 from ctxcache.storage.data_directory import DATA_FORMAT
 

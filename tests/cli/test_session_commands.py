@@ -12,7 +12,7 @@ from server_process import COMMAND_LINE, ServerProcess
 from stored import TOKEN_COUNT, model_spec, store_session
 
 from ctxcache import connect
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client import CallerModel
 from ctxcache.v1.session_pb2 import Session
 from tests.nursery import without_settings

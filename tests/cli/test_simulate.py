@@ -12,7 +12,7 @@ from command_line import ctxcache
 from server_process import COMMAND_LINE
 from typer.testing import CliRunner
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.main import app
 from ctxcache.simulate.study import ALL_POLICIES
 from tests.nursery import without_settings

@@ -7,7 +7,7 @@ import pytest
 from command_line import ctxcache
 from typer.testing import CliRunner
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.main import app
 
 

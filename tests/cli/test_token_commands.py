@@ -7,8 +7,8 @@ import pytest
 from command_line import ctxcache
 from server_process import ServerProcess, write_secret
 
-from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.identity.tokens import read_tokens
+from ctxcache.cli.failures import ExitCode
+from ctxcache.identity import read_tokens
 
 
 def new(hashes: Path, *options: str, name: str = "ci") -> str:

@@ -21,8 +21,7 @@ from server_process import ServerProcess, write_secret
 import ctxcache
 from ctxcache.client import BlockSpace, Client
 from ctxcache.errors import PermissionDenied, Unavailable
-from ctxcache.identity.grants import ArenaGrant
-from ctxcache.identity.tokens import Token, digest_of
+from ctxcache.identity import ArenaGrant, Token, digest_of
 from ctxcache.v1 import arena_pb2
 from ctxcache.v1.arena_pb2 import Operation
 from lab.routes import Route, route_options

@@ -13,12 +13,10 @@ from far_side import LAYOUT, OWN, SPEC
 from live_server import LiveServer
 
 import ctxcache
-from ctxcache.archive.exporting import Exporter
-from ctxcache.archive.files import destination, source
-from ctxcache.archive.frames import FrameWriter
-from ctxcache.archive.importing import Importer
-from ctxcache.archive.outcomes import ImportWishes, OnConflict
+from ctxcache.archive.contents import ImportWishes, OnConflict
+from ctxcache.archive.frames import FrameWriter, destination, source
 from ctxcache.archive.reader import ArchiveReader
+from ctxcache.archive.transfer import Exporter, Importer
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.routes import Access, Transport
 from ctxcache.client.types import BlockSpace, Durability, LookupState, PrefixMatch

@@ -15,7 +15,7 @@ from far_side import KV, LAYOUT, OWN, SPEC, make_rows
 from server_process import ServerDidNotStart, ServerProcess, write_secret
 
 import ctxcache
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client import Client, QueuedJob
 from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.control import connect_control
@@ -32,8 +32,7 @@ from ctxcache.errors import (
     Unauthenticated,
 )
 from ctxcache.format.streams import TOKENS
-from ctxcache.identity.grants import ArenaGrant, Role
-from ctxcache.identity.tokens import Token, digest_of
+from ctxcache.identity import ArenaGrant, Role, Token, digest_of
 from ctxcache.v1 import arena_pb2, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import from_rpc_error
 from lab.routes import Route, route_options

@@ -33,7 +33,7 @@ def test_rows_larger_than_a_message_arrive_whole(
     connect: Connect, far_side: FarSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are cut into messages at row borders."""
-    monkeypatch.setattr("ctxcache.client.grpc_rows.CHUNK_BYTES", 40)
+    monkeypatch.setattr("ctxcache.client.streamed_rows.CHUNK_BYTES", 40)
     far_side.add(NAME, 0)
 
     connect(access="remote").sessions.open(NAME, OWN).append(make_rows(23))

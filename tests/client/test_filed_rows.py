@@ -24,8 +24,7 @@ from ctxcache.errors import (
     TierFailure,
     Unavailable,
 )
-from ctxcache.format.layout import HEADER_FIXED_BYTES
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import HEADER_FIXED_BYTES, Slot
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings

@@ -18,10 +18,9 @@ from live_server import LiveServer
 from xxhash import xxh3_64_intdigest
 
 import ctxcache
-from ctxcache.archive.exporting import Exporter
-from ctxcache.archive.files import source
-from ctxcache.archive.frames import FILE_ID_BYTES, ROWS, ArchiveFrameReader, FrameWriter
-from ctxcache.archive.outcomes import ArchiveOutcome, ArchiveStatus
+from ctxcache.archive.contents import ArchiveOutcome, ArchiveStatus
+from ctxcache.archive.frames import FILE_ID_BYTES, ROWS, ArchiveFrameReader, FrameWriter, source
+from ctxcache.archive.transfer import Exporter
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.client import Client
 from ctxcache.client.types import Durability, StorageTier

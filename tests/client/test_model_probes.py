@@ -19,8 +19,7 @@ import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.convert import model_to_wire
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, ModelProbeMismatch
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe, decode_probe
+from ctxcache.format.model import ModelProbe, ModelSpec, decode_probe
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1 import model_pb2
 

@@ -18,7 +18,7 @@ from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import SessionNotFound
 from ctxcache.format.checksums import Sums
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 
 # Sampled, not drawn: hypothesis prefers small numbers.
 picks = st.sampled_from(range(24))

@@ -9,16 +9,14 @@ from itertools import count
 
 from ctxcache.core import ranges
 from ctxcache.core.ledger.ledger import Flushed, Ledger
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Segment, Shelf
 from ctxcache.core.ledger.session import Expiration, Session
-from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.limits import DEFAULT_WATERMARKS, Limits
 from ctxcache.core.observations import Observations
-from ctxcache.core.placement.classic import LeastRecentlyUsed
+from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.format.checksums import Sums
-from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 
 ROWS = 4

@@ -8,6 +8,7 @@ import pytest
 
 from ctxcache.core.placement.baselines import (
     AGE_BINS,
+    FirstInFirstOut,
     GreedyDualSizeFrequency,
     LeastFrequentlyUsed,
     LeastHitDensity,
@@ -15,7 +16,6 @@ from ctxcache.core.placement.baselines import (
     WindowTinyLfu,
     hit_densities,
 )
-from ctxcache.core.placement.classic import FirstInFirstOut
 from ctxcache.core.placement.policy import Facts, Level, Policy
 
 CAPACITY = 200

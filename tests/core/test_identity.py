@@ -2,7 +2,7 @@
 
 import pytest
 
-from ctxcache.identity.grants import ArenaGrant, Role, Rule, find, parse_rules
+from ctxcache.identity import ArenaGrant, Role, Rule, find, parse_rules
 
 
 def rules(text: str) -> tuple[Rule, ...]:

@@ -10,10 +10,9 @@ from ledger_machine import LedgerMachine
 
 from ctxcache.core.ledger.ledger import Ledger
 from ctxcache.core.ledger.rankings import Unwritten
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Segment, Shelf
 from ctxcache.core.ledger.session import Session
-from ctxcache.core.ledger.shelf import Shelf
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 
 SETTINGS = settings(
     max_examples=100,

@@ -26,7 +26,7 @@ from ctxcache.core.ledger.places import (
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.format.checksums import Sums
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 
 Table = Mapping[tuple[Any, Any], Any]
 Step = tuple[enum.Enum, enum.Enum]

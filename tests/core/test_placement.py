@@ -7,9 +7,15 @@ from documented_policy import documented_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.core.placement.classic import AdaptiveReplacement, LeastRecentlyUsed, S3Fifo, TailOptimised
+from ctxcache.core.placement.baselines import (
+    POLICIES,
+    RANKED,
+    AdaptiveReplacement,
+    LeastRecentlyUsed,
+    S3Fifo,
+    TailOptimised,
+)
 from ctxcache.core.placement.look_ahead import Belady, LookAhead, Window
-from ctxcache.core.placement.policies import POLICIES, RANKED
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy, Ranked
 from ctxcache.core.placement.returns import class_of
 from ctxcache.core.placement.value import MissCost, Objective, ReturnValue, public_return_times

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.core.placement.classic import LeastRecentlyUsed
+from ctxcache.core.placement.baselines import POLICIES, LeastRecentlyUsed
 from ctxcache.core.placement.order import Accepts, Key
-from ctxcache.core.placement.policies import POLICIES
 from ctxcache.core.placement.policy import Capacities, Facts, Level
 from ctxcache.simulate.store import Act, InclusiveTiers, Move
 

@@ -11,8 +11,7 @@ from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.core.ranges import Ranges
-from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.format.streams import TOKENS_SPEC
 
 SIZE = 60

@@ -7,8 +7,7 @@ import pytest
 from ctxcache.core.ledger.segment import Kin, Residence, Segment
 from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.placement.shares import NO_SHARES
-from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.format.streams import TOKENS_SPEC
 
 LAYOUT = SegmentLayout((TOKENS_SPEC,), 8)

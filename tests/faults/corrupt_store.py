@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ctxcache.cache import Cache
 from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.ledger.session import Expiration
-from ctxcache.core.placement.classic import LeastRecentlyUsed
+from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec

@@ -96,9 +96,9 @@ class Lifecycle:
             stream: rows_of(known.owner, stream, begin, begin + count, row_bytes)
             for stream, row_bytes in STREAMS.items()
         }
-        durability = {"durability": Durability.DISK} if is_durable else {}
+        durability = Durability.DISK if is_durable else Durability.MEMORY
         done = self.try_(
-            f"append {name}", lambda: client.sessions.open(before, OWN).append(rows, **durability), known
+            f"append {name}", lambda: client.sessions.open(before, OWN).append(rows, durability=durability), known
         )
         if done is not None and is_durable:
             known.least = max(known.least, begin + count)

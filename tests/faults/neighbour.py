@@ -33,8 +33,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from ctxcache.identity.grants import ArenaGrant
-from ctxcache.identity.tokens import Token, digest_of
+from ctxcache.identity import ArenaGrant, Token, digest_of
 from ctxcache.v1 import model_pb2, model_pb2_grpc, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import from_rpc_error
 from tests import expensive_calls as calls

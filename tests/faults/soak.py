@@ -163,7 +163,7 @@ class Churn:
         is_durable = self._draw.random() < 0.1
         client.sessions.open(session, stored_model(client, name)).append(
             rows,
-            **({"durability": Durability.DISK} if is_durable else {}),
+            durability=Durability.DISK if is_durable else Durability.MEMORY,
         )
 
     def _read(self, client: Client, name: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import ctxcache
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client import CallerModel
 from tests.faults.drain import HARNESS
 from tests.faults.planted import command

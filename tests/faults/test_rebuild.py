@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import ctxcache
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from ctxcache.client import CallerModel
 from ctxcache.client.types import Durability, PrefixMatch
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.rebuild import Rebuilt, rebuild

@@ -21,9 +21,8 @@ from ctxcache.client import Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS, StateKind
-from gpu_worker.conversation import common_prefix, fit
 from gpu_worker.engines.transformers import TransformersEngine, _Start
-from gpu_worker.generation import prefill
+from gpu_worker.generation import common_prefix, fit, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.plan import RestorePlan

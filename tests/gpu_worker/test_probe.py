@@ -14,8 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ctxcache.client import Client
 from ctxcache.errors import ModelFingerprintMismatch, ModelProbeMismatch
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import Difference, ModelProbe
+from ctxcache.format.model import Difference, ModelProbe, ModelSpec
 from ctxcache.format.streams import DType
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import UnsupportedArchitecture

@@ -20,7 +20,13 @@ from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import NO_LIMIT, Stage, StatePlace
 from gpu_worker.planning.shape import LayerKind
-from gpu_worker.profiling.measure import LENGTHS, Stopwatch, copy_bytes_per_s, measure, read_bytes_per_s
+from gpu_worker.profiling.measure import (
+    LENGTHS,
+    Stopwatch,
+    copy_bytes_per_s,
+    measure,
+    read_bytes_per_s,
+)
 from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile, write_profile
 from gpu_worker.proof import adapt

@@ -30,8 +30,7 @@ from ctxcache.client.types import Durability
 from ctxcache.errors import Unauthenticated
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from ctxcache.identity.grants import parse_grant
-from ctxcache.identity.tokens import Token, digest_of, new_secret
+from ctxcache.identity import Token, digest_of, new_secret, parse_grant
 
 IMAGES = built_images()
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeClock
 
 from ctxcache.errors import TooManyRequests
-from ctxcache.storage.injection.faults import FAULT_LIMIT, Fault, FaultKind, Faults
+from ctxcache.storage.injection import FAULT_LIMIT, Fault, FaultKind, Faults
 
 READ, WRITE = FaultKind.SSD_READ_ERROR, FaultKind.SSD_WRITE_ERROR
 S = 10**9

@@ -12,8 +12,8 @@ from command_line import Ran, ctxcache
 from server_process import ServerProcess
 from typer.main import get_command
 
-from ctxcache.cli.examples import TITLE
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.documents import TITLE
+from ctxcache.cli.failures import ExitCode
 from lab.bench.command import app as bench
 from lab.replay.command import app as replay
 

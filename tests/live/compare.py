@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.core.placement.policy import Level
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.settings.config import Settings

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ctxcache
-from ctxcache.recordings.writing import created, write
+from ctxcache.recordings import created, write
 from ctxcache.simulate.recorded import Called
 from lab.replay.replay import Due
 from tests.live.running import RunningServer

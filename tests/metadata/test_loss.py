@@ -14,7 +14,7 @@ from hung_device import HungDevice
 from metadata_contract import make_model, make_session
 
 from ctxcache.errors import CorruptMetadata
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata import catalog as catalogs
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import Changes

@@ -7,8 +7,7 @@ import pytest
 from fakes import FakeClock
 from metadata_contract import MetadataContract
 
-from ctxcache.storage.injection.faults import COUNT_LIMIT, Fault, FaultKind, Faults
-from ctxcache.storage.injection.ssd import SlowMetadata
+from ctxcache.storage.injection import COUNT_LIMIT, Fault, FaultKind, Faults, SlowMetadata
 from ctxcache.storage.metadata.base import MetadataStore
 from ctxcache.storage.metadata.memory import MemoryMetadata
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata

@@ -13,9 +13,8 @@ from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata
 from ctxcache.format.header import SegmentIdentity
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Content, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import BlockRecord, ModelRecord, SegmentRecord, SessionRecord

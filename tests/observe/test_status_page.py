@@ -20,12 +20,11 @@ from service_rig import TOKENS, rows
 from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.format.checksums import wire_checksum
-from ctxcache.observe import status_page, status_pages
+from ctxcache.observe import status_page
 from ctxcache.observe.conditions import CONDITIONS, holding
 from ctxcache.observe.moment import MINUTES, Moment, Ring, Sample, quantile, taken
 from ctxcache.observe.status import SHOWN, Engine, SessionLine, SessionList, status_of
-from ctxcache.observe.status_page import element, page
-from ctxcache.observe.status_pages import is_own_name
+from ctxcache.observe.status_page import element, is_own_name, page
 from ctxcache.observe.table import METRICS
 from ctxcache.server.server import Server
 from ctxcache.v1.block_pb2 import (
@@ -395,7 +394,7 @@ async def test_many_who_look_cost_one_look(tmp_path: Path, monkeypatch: pytest.M
             return reads[-1]
 
         monkeypatch.setattr(server._recording, "read", counted)
-        monkeypatch.setattr(status_pages, "FRESH_S", 3600)
+        monkeypatch.setattr(status_page, "FRESH_S", 3600)
         for _ in range(5):
             await _get(server, "/")
             await _get(server, "/status.json")
@@ -450,7 +449,7 @@ async def test_a_browser_shows_it_and_keeps_it_fresh(tmp_path: Path, monkeypatch
 
     An evil name stays text.
     """
-    monkeypatch.setattr(status_pages, "FRESH_S", 0)
+    monkeypatch.setattr(status_page, "FRESH_S", 0)
     async with observed(tmp_path) as (server, client, clock):
         await load(client, clock)
         count = 0

@@ -20,7 +20,7 @@ from ctxcache.server.listening import MESSAGE_LIMIT_BYTES
 from ctxcache.server.server import SERVICES, Server
 from ctxcache.service import edge as arriving
 from ctxcache.service.edge import SMALL_BYTES, Arrivals, Incoming
-from ctxcache.service.reflection import SERVICE_NAMES
+from ctxcache.service.health import SERVICE_NAMES
 from ctxcache.v1 import session_pb2
 
 Code = grpc.StatusCode

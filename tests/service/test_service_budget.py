@@ -18,8 +18,7 @@ from service_rig import Access, Client, GrpcWay, SocketWay, until
 from ctxcache.cache.appends import Reservation
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.core.placement.shares import Share
-from ctxcache.identity.grants import ArenaGrant, Role
-from ctxcache.identity.tokens import Token, digest_of
+from ctxcache.identity import ArenaGrant, Role, Token, digest_of
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2, faults_pb2

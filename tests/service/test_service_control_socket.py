@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.errors import AddressUnusable
-from ctxcache.identity.grants import parse_rules
+from ctxcache.identity import parse_rules
 from ctxcache.server.server import Server
 from ctxcache.service import fairness
 from ctxcache.service.local_client import LocalClient

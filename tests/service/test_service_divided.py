@@ -16,8 +16,7 @@ from fakes import FakeClock
 from server_process import write_secret
 from service_rig import Client, refused, until
 
-from ctxcache.identity.grants import ArenaGrant
-from ctxcache.identity.tokens import Token, digest_of
+from ctxcache.identity import ArenaGrant, Token, digest_of
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2, block_pb2, block_pb2_grpc, bulk_pb2, bulk_pb2_grpc, session_pb2

@@ -611,7 +611,7 @@ async def test_a_client_that_says_nothing_is_cut_off(
     connect: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream without a hello does not take a place for ever."""
-    monkeypatch.setattr("ctxcache.service.queue_stream.HELLO_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("ctxcache.service.hints.HELLO_TIMEOUT_S", 0.01)
     await refused(connect().drain(), Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
 
 

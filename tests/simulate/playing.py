@@ -6,7 +6,7 @@ A token is 10 B, a turn 100 tokens long, unless a test says otherwise.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.tally import HitTally

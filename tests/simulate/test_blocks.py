@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.simulate.blocks import BlockReplay
 from ctxcache.simulate.load import Load, TraceHint

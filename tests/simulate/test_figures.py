@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playing import LOAD, ROOMY, played, turn
 
-from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.simulate.load import Load, Prices
 from ctxcache.simulate.tally import FineHistogram, HitTally
 from ctxcache.simulate.trace import TraceTurn

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from chatting import make_turns
 
-from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.simulate.load import Lie, Load, TraceHint
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.study import Capacity, footprint_bytes, look

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.study import ALL_POLICIES, Capacity, StudyOutcome, look, study

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.simulate.census import Census, count
 from ctxcache.simulate.sweeps import SWEEPS, ReplayLost, SweepRow, play, prepare
+from ctxcache.simulate.tally import Census, count
 from ctxcache.simulate.trace import PacedTrace, Trace, TraceTurn
 from lab.bench.generate_load import PROFILES, Pace, rows, write
 

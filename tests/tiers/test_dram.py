@@ -12,8 +12,7 @@ import pytest
 from tier_contract import buffer
 
 from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
-from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.storage.tiers.dram import DramArena, remove_abandoned
 from ctxcache.storage.tiers.shared_memory import HugePages
 

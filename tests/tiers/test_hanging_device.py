@@ -11,7 +11,7 @@ from hung_device import HungDevice
 from tier_contract import buffer
 
 from ctxcache.errors import TierFailure
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
 
 SIZE_BYTES = 16 << 20

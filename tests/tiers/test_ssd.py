@@ -17,8 +17,7 @@ from fakes import FakeClock
 from tier_contract import buffer
 
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
-from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.runtime.clock import Clock
 from ctxcache.storage.tiers.base import TierRefusal
 from ctxcache.storage.tiers.ssd import FILE_NAME, SsdFiles, SsdPath, _choose_mode

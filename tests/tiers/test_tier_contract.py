@@ -9,8 +9,7 @@ import pytest
 from fakes import FakeClock, MemoryTier
 from tier_contract import SMALLEST_CAPACITY_BYTES, PlacedTier, TierContract
 
-from ctxcache.storage.injection.faults import COUNT_LIMIT, Fault, FaultKind, Faults
-from ctxcache.storage.injection.ssd import FaultySsdFiles
+from ctxcache.storage.injection import COUNT_LIMIT, Fault, FaultKind, Faults, FaultySsdFiles
 from ctxcache.storage.tiers.dram import DramArena
 from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
 

@@ -11,10 +11,9 @@ import typer
 
 from ctxcache.cli.call import CliCall, call_of
 from ctxcache.cli.config import doubts
-from ctxcache.cli.doctor import disks, gpu, machine
+from ctxcache.cli.doctor import disks, machine
 from ctxcache.cli.doctor.finding import Finding
-from ctxcache.cli.documents import Plain
-from ctxcache.cli.examples import examples
+from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.options import SHARED_OPTIONS
 from ctxcache.cli.settings import load_settings, taking_settings
 from ctxcache.settings.config import Settings
@@ -63,9 +62,9 @@ def examine(settings: Settings, call: CliCall) -> Iterator[Finding]:
     if settings.listen:
         yield machine.listen_address(settings)
     yield machine.server(call)
-    yield gpu.gpu()
-    yield gpu.reads_into_gpu()
-    yield gpu.torch()
+    yield machine.gpu()
+    yield machine.reads_into_gpu()
+    yield machine.torch()
 
 
 def _facts(findings: list[Finding]) -> dict[str, Plain]:

@@ -23,9 +23,8 @@ from ctxcache.core.ledger.leaving import Leaving
 from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
 from ctxcache.core.ledger.rankings import Evictable, Resident, Unwritten
 from ctxcache.core.ledger.retaining import Retaining
-from ctxcache.core.ledger.segment import Kin, Residence, Segment
+from ctxcache.core.ledger.segment import Kin, Residence, Segment, Shelf
 from ctxcache.core.ledger.session import BEGIN, ExpiryQueue, Piece, Session
-from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.ledger.usage import Quotas, Usage
 from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
@@ -35,8 +34,7 @@ from ctxcache.core.prefix.keys import BLOCK_TOKENS, Scope
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import SessionNotFound
 from ctxcache.format.checksums import Sums
-from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout, Slot
 
 SECOND_NS = 10**9
 MANY_SEGMENTS = 128

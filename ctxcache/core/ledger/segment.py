@@ -1,4 +1,4 @@
-"""Segment: up to 64 tokens of every stream a session stores; the unit of placement. And where it is counted.
+"""Segment: tokens of every stream a session stores; the unit of placement. And where it is counted.
 
 Rows are only ever added, never changed. The copy in a tier below covers its first `durable_row_count` rows.
 Several sessions list one segment after a fork.
@@ -15,15 +15,15 @@ every look, while what it shares keeps moving.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.ledger.places import SEGMENT_TABLE, Place, SegmentEvent, illegal
 from ctxcache.core.ledger.usage import TenantUse
 from ctxcache.format.checksums import Sums
 from ctxcache.format.header import SegmentIdentity
-from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import SegmentLayout, Slot
 
 
 class Amounts(NamedTuple):
@@ -474,3 +474,24 @@ class Segment:
             memory_bytes = self.memory.size_bytes if self.memory else 0
             durable_bytes = self.durable.size_bytes if self.durable else 0
             self._home.add(sign * bool(self.memory), sign * memory_bytes, sign * durable_bytes)
+
+
+class Shelf(SlotAllocator):
+    """Hands out a tier's slots. Owned by the ledger. To others the sets are to be looked at, not changed."""
+
+    def __init__(self, capacities_bytes: Sequence[int], *, first_offset: int = 0) -> None:
+        super().__init__(capacities_bytes, first_offset=first_offset)
+        self.stranded: dict[Slot, Segment | None] = {}
+        """Slots whose records may be gone or not, since a commit failed. Taken until commits succeed again.
+
+        Each comes with the segment whose record was to go, which may still be held; None for a replaced slot.
+        """
+        self.quarantined: set[Slot] = set()
+        """Slots that gave back other bytes than were written there. Taken until they are released."""
+        self.spoiled: set[Slot] = set()
+        """Slots in memory that do not keep what is written there. Taken until a restart."""
+
+    def give_back(self, slot: Slot | None) -> None:
+        """Let a slot be taken again, unless a record may still name it."""
+        if slot is not None and slot not in self.stranded:
+            self.give(slot)

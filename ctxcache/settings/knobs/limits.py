@@ -1,4 +1,4 @@
-"""Knobs of how much at a time."""
+"""Knobs of how much at a time, and of the process."""
 
 from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
 
@@ -66,6 +66,87 @@ LIMITS = Section(
             help="How long a caller waits for others to let go of the arena before it is refused.",
             least=0,
             most=DAY_S,
+        ),
+    ),
+)
+
+
+LIFECYCLE = Section(
+    "Process",
+    "Its start, its end, and what it says.",
+    (
+        Knob(
+            name="rebuild_metadata",
+            kind=KnobKind.SWITCH,
+            default=False,
+            help="Make metadata that cannot be trusted anew at the start instead of refusing it.",
+            more="As `ctxcache rebuild` does; the old is kept.",
+            advice="true where nobody is there to run `ctxcache rebuild`",
+        ),
+        Knob(
+            name="drain_timeout_s",
+            kind=KnobKind.SECONDS,
+            default=30,
+            help="How long running rpcs may take to end on shutdown.",
+            least=0,
+            most=DAY_S,
+        ),
+        Knob(
+            name="flush_timeout_s",
+            kind=KnobKind.SECONDS,
+            default=120,
+            help=(
+                "How long what is not on disk may take to get there after that; then the process ends"
+                " without it."
+            ),
+            advice="`dirty_limit` times the arena by the device's write bandwidth, and as much again",
+            watch="ctxcache_dirty_bytes",
+            least=0,
+            most=DAY_S,
+        ),
+        Knob(
+            name="trace_endpoint",
+            kind=KnobKind.ADDRESS,
+            default="",
+            help="OTLP collector that spans are sent to over gRPC, http://host:port; empty for none.",
+            more="Needs `pip install 'ctxcache[otel]'`. See logs.md.",
+            advice="a collector on the same host",
+        ),
+        Knob(
+            name="trace_ratio",
+            kind=KnobKind.SHARE,
+            default=0.0,
+            help="Share of what comes without a trace that is traced; callers decide about the rest.",
+            advice="0, or 0.01 to see upkeep's flushes too",
+            least=0,
+            most=1,
+        ),
+        Knob(
+            name="fault_injection",
+            kind=KnobKind.SWITCH,
+            default=False,
+            help="Let operators inject faults (`ctxcache fault`): for tests of what lies around the store.",
+            more=(
+                "Devices can then be made slow, refuse, or give back wrong bits, as operations.md says; the"
+                " chart has no such setting."
+            ),
+            advice="false; true never where anybody's sessions matter",
+        ),
+        Knob(
+            name="log_level",
+            kind=KnobKind.WORD,
+            default="info",
+            help="Least severe events that are logged, to stderr.",
+            choices=("debug", "info", "warning", "error"),
+            can_reload=True,
+        ),
+        Knob(
+            name="log_format",
+            kind=KnobKind.WORD,
+            default="text",
+            help="`text` for people, `json` for machines: an object per line.",
+            advice="json where something collects logs",
+            choices=("text", "json"),
         ),
     ),
 )

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ctxcache.format.header import SegmentIdentity
-from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import SEGMENT_TOKENS, Slot
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Content, Stream
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ctxcache.errors import CapacityExceeded, TierFailure
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
 
 

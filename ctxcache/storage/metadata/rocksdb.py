@@ -41,7 +41,7 @@ from rocksdict import (
 )
 
 from ctxcache.errors import CapacityExceeded, CorruptMetadata, DataDirectoryUnusable, TierFailure
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.runtime.files import claim_directory
 from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.metadata import records

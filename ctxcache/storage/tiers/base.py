@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 
 Range = tuple[int, int]
 """`[begin, end)` of a buffer, in bytes; both multiples of 4 KiB."""

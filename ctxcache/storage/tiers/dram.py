@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.runtime.memory import Populate
 from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.tiers.base import Range, TierRefusal

@@ -29,8 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
-from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.runtime.clock import Clock, SystemClock
 from ctxcache.runtime.files import claim_directory, open_private
 from ctxcache.storage.device_threads import Threads

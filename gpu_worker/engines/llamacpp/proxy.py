@@ -27,8 +27,7 @@ from ctxcache.client.types import Durability
 from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.link import StoreLink
 from gpu_worker.engines.llamacpp import LlamaSettings
-from gpu_worker.engines.llamacpp.keeper import DRAIN_S, SlotKeeper
-from gpu_worker.engines.llamacpp.llama import LlamaRefused, LlamaServer, model_files
+from gpu_worker.engines.llamacpp.keeper import DRAIN_S, LlamaRefused, LlamaServer, SlotKeeper, model_files
 
 log = logging.getLogger(__name__)
 

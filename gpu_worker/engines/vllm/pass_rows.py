@@ -29,6 +29,7 @@ from gpu_worker.saving import Saver, Slice
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+import functools
 
 Halves = tuple[Tensor, Tensor]
 """K with its positions and V, as attention gets them: [T, H, C], [T, H, C_v]."""
@@ -326,3 +327,39 @@ def _model_with(attention: nn.Module) -> nn.Module:
     if not holders:
         raise Refused("the model of the K/V caches was not found")
     return max(holders, key=lambda module: sum(1 for _ in module.modules()))
+
+
+class KvRows(PassRows):
+    """Rows of K and V of an engine whose layers each have a rotary embedding beside their attention."""
+
+    kind = StateKind.KV
+
+    def _listen(self) -> None:
+        self._key: Tensor | None = None
+        self._rotaries: dict[str, nn.Module] = {}
+        for number, layer in enumerate(self._layers):
+            rotary = getattr(layer.parent, "rotary_emb", None)
+            if not isinstance(rotary, nn.Module):
+                kind = type(layer.attention).__name__
+                raise Refused(f"layer {layer.name} has no rotary embedding of its own: {kind}")
+            self._rotaries[layer.name] = rotary
+            layer.attention.register_forward_pre_hook(functools.partial(self._value_comes, number))
+        for rotary in dict.fromkeys(self._rotaries.values()):
+            rotary.register_forward_pre_hook(self._key_comes)
+
+    def _halves(self, layer: AttentionLayer, rows: Tensor, positions: Tensor) -> Halves:
+        key_size = layer.attention.num_kv_heads * layer.attention.head_size
+        key = rows[:, :key_size].contiguous()
+        turned = self._rotaries[layer.name](positions, key)[0]
+        return layer.halves(turned, rows[:, key_size:].contiguous())
+
+    def _key_comes(self, _rotary: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._is_listening and len(args) > 2 and args[2] is not None:
+            # A copy: positions are put into it where it lies.
+            self._key = args[2].clone()
+
+    def _value_comes(self, number: int, _attention: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_listening or self._key is None:
+            return
+        key, self._key = self._key, None
+        self._emit(number, torch.cat((key.flatten(1), args[2].flatten(1)), dim=1))

@@ -25,7 +25,7 @@ from ctxcache.format.streams import Stream
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
 from gpu_worker.engines.vllm.hidden_rows import HiddenRows
 from gpu_worker.engines.vllm.hints import HintTeller
-from gpu_worker.engines.vllm.kv_rows import KvRows
+from gpu_worker.engines.vllm.pass_rows import KvRows
 from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
 from gpu_worker.saving import Saver

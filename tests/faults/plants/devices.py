@@ -7,7 +7,7 @@ from ctxcache.cache import eviction, flushing, sessions
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.ledger.ledger import Ledger
 from ctxcache.core.ledger.session import Session
-from ctxcache.format.slot import Slot
+from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import SessionRecord
 from ctxcache.storage.metadata.catalog import Catalog, Entry
 from ctxcache.storage.tiers.ssd import PathHealth, SsdFiles

@@ -15,8 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from ctxcache.client.convert import model_to_wire
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.probe import ModelProbe
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter

@@ -15,7 +15,7 @@ from tiny_models import build
 from typer.testing import CliRunner
 from worker_process import WorkerProcess, examples_of
 
-from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import ExitCode
 from gpu_worker.cli.app import app
 
 COMMANDS = [str(command.name) for command in app.registered_commands]

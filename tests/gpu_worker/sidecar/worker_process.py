@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ctxcache.cli.examples import TITLE
+from ctxcache.cli.documents import TITLE
 from gpu_worker.cli.app import app
 from tests.nursery import Entry, Forked, Nursery
 
