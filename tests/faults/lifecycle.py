@@ -97,9 +97,8 @@ class Lifecycle:
             for stream, row_bytes in STREAMS.items()
         }
         durability = Durability.DISK if is_durable else Durability.MEMORY
-        done = self.try_(
-            f"append {name}", lambda: client.sessions.open(before, OWN).append(rows, durability=durability), known
-        )
+        handle = client.sessions.open(before, OWN)
+        done = self.try_(f"append {name}", lambda: handle.append(rows, durability=durability), known)
         if done is not None and is_durable:
             known.least = max(known.least, begin + count)
 
