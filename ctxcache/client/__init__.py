@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ctxcache.client.block_bytes import MemoryRows, Scattered
     from ctxcache.client.client import Client, connect
     from ctxcache.client.convert import document
     from ctxcache.client.credentials import ClientTls
@@ -41,8 +42,10 @@ __all__ = [
     "DecodeBatch",
     "Durability",
     "EngineQueue",
+    "MemoryRows",
     "QueuedJob",
     "RowPiece",
+    "Scattered",
     "SessionHandle",
     "SessionInfo",
     "SessionRows",
@@ -63,8 +66,10 @@ _MODULES = {
     "ClientTls": "credentials",
     "DecodeBatch": "decode_batch",
     "EngineQueue": "engine_queue",
+    "MemoryRows": "block_bytes",
     "QueuedJob": "engine_queue",
     "RowPiece": "rows",
+    "Scattered": "block_bytes",
     "SessionHandle": "sessions",
     "SessionRows": "rows",
     "SessionWriter": "writer",

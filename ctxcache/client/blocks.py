@@ -9,43 +9,37 @@ much is several calls, each of which is done or not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice, starmap
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
-from typing_extensions import Buffer
-from xxhash import xxh3_64
 
 from ctxcache.client.access import AccessStream, Hold, acquire
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import ArenaAttachment
+from ctxcache.client.block_bytes import Array, BlockData, PartMemory, check_sizes, parts_of
 from ctxcache.client.convert import durability_to_wire, to_wire
+from ctxcache.client.futures import Completions
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.streamed_rows import draw_end
 from ctxcache.client.types import BlockChange, BlockNews, BlockSpace, Durability, FoundBlock, LookupState
 from ctxcache.client.wire import Wire, trace_metadata
 from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, LeaseNotFound
-from ctxcache.format.checksums import rows_checksum, wire_checksum
+from ctxcache.format.checksums import wire_checksum
 from ctxcache.v1 import block_pb2
 from ctxcache.v1.arena_pb2 import Operation, ReleaseReservation
 
-PartData: TypeAlias = "Buffer | npt.NDArray[np.generic]"
-"""Bytes of a part: a buffer, or an array of any shape and strides, whose elements count in C order."""
-BlockData: TypeAlias = "PartData | Sequence[PartData]"
-"""Bytes of a block, or of each of its parts."""
 KEYS_PER_CALL = 4096
 PARTS_PER_CALL = 4096
 BYTES_PER_CALL = 64 << 20
 """Of blocks that are held at a time, and never more than a part of the arena."""
 ARENA_SHARE = 8
 """One such part."""
-RUN_BYTES = 1 << 19
-"""Bytes that are copied before they are added up: they are in the processor's cache then."""
 MESSAGE_BYTES = 1 << 20
 _NS_PER_S = 10**9
 SPACES_KEPT = 64
@@ -60,15 +54,15 @@ class _New(NamedTuple):
 
     key: bytes
     parent: bytes
-    data: list[npt.NDArray[np.generic]]
+    data: list[PartMemory]
     part_bytes: Sequence[int]
 
 
 class BlockCalls:
     """The calls about blocks."""
 
-    def __init__(self, wire: Wire, routes: RowRoutes) -> None:
-        self._wire, self._routes = wire, routes
+    def __init__(self, wire: Wire, routes: RowRoutes, completions: Completions) -> None:
+        self._wire, self._routes, self._completions = wire, routes, completions
 
     def look_up(self, space: BlockSpace, keys: Sequence[bytes]) -> list[FoundBlock]:
         """What is there under each key. Counts as no access. Raises InvalidArgument."""
@@ -133,19 +127,56 @@ class BlockCalls:
                 put_count += _put_in_place(attachment.stream, arena, request, some, durability)
         return put_count
 
+    def put_async(
+        self,
+        space: BlockSpace,
+        blocks: Mapping[bytes, BlockData],
+        *,
+        parents: Mapping[bytes, bytes] | None = None,
+        parts: Sequence[int] = (),
+        part_bytes: Sequence[int] = (),
+        ttl_s: float | None = None,
+        durability: Durability = Durability.MEMORY,
+    ) -> Future[int]:
+        """As `put`, on the client's thread. The bytes must not change until the future has ended.
+
+        Raises TooManyRequests, Unavailable; what `put` raises is the future's.
+        """
+        return self._completions.submit(
+            self.put,
+            space,
+            blocks,
+            parents=parents,
+            parts=parts,
+            part_bytes=part_bytes,
+            ttl_s=ttl_s,
+            durability=durability,
+        )
+
+    def load_async(
+        self, space: BlockSpace, keys: Sequence[bytes], into: Sequence[BlockData] | None = None
+    ) -> Future[list[list[Array] | None]]:
+        """As `load`, on the client's thread. What is in `into` counts when the future has ended.
+
+        Raises TooManyRequests, Unavailable; what `load` raises is the future's.
+        """
+        return self._completions.submit(self.load, space, keys, into)
+
     def load(
         self, space: BlockSpace, keys: Sequence[bytes], into: Sequence[BlockData] | None = None
-    ) -> list[list[npt.NDArray[np.generic]] | None]:
+    ) -> list[list[Array] | None]:
         """The bytes of each block, by part; None for one that is not there. Verified. Counts as an access.
 
-        `into`: for each key, arrays for the bytes of its parts, of any shape and strides, or writable
-        buffers; by default new ones are made. Raises InvalidArgument (one has another size),
-        CapacityExceeded, TooManyRequests, TierFailure.
+        `into`: for each key, arrays for the bytes of its parts, of any shape and strides, writable buffers,
+        `MemoryRows` or `Scattered`, whose arrays are returned in their order; by default new ones are made.
+        Raises InvalidArgument (one has another size), CapacityExceeded, TooManyRequests, TierFailure.
         """
         if into is not None and len(into) != len(keys):
             raise InvalidArgument(field="into", problem=f"{len(keys)} expected")
-        targets = [None] * len(keys) if into is None else list(map(_targets, into))
-        found: list[list[npt.NDArray[np.generic]] | None] = []
+        targets: list[list[PartMemory] | None] = [None] * len(keys)
+        if into is not None:
+            targets = [parts_of(one, "into", is_written=True) for one in into]
+        found: list[list[Array] | None] = []
         step = max(PARTS_PER_CALL // max(len(space.parts), 1), 1)
         attachment = self._routes.attach()
         for begin in range(0, len(keys), step):
@@ -212,11 +243,11 @@ class BlockCalls:
         self,
         space: BlockSpace,
         keys: Sequence[bytes],
-        targets: Sequence[list[npt.NDArray[np.generic]] | None],
+        targets: Sequence[list[PartMemory] | None],
         attachment: ArenaAttachment,
-    ) -> list[list[npt.NDArray[np.generic]] | None]:
+    ) -> list[list[Array] | None]:
         most_bytes = min(BYTES_PER_CALL, attachment.arena.readable.size // ARENA_SHARE)
-        found: list[list[npt.NDArray[np.generic]] | None] = []
+        found: list[list[Array] | None] = []
         # The first one says how large blocks are, if `into` does not.
         begin, count = 0, 1
         for target in targets[:1]:
@@ -242,16 +273,16 @@ class BlockCalls:
         self,
         space: BlockSpace,
         keys: Sequence[bytes],
-        targets: Sequence[list[npt.NDArray[np.generic]] | None],
+        targets: Sequence[list[PartMemory] | None],
         attachment: ArenaAttachment,
         *,
         recheck: bool,
-    ) -> list[list[npt.NDArray[np.generic]] | None]:
+    ) -> list[list[Array] | None]:
         """What was loaded of each; `_BAD` for what was not what its writer said."""
         request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys, recheck=recheck)
         with _leased(attachment, request) as leased:
             loaded = [
-                leased.copy(i, target, is_verified=self._routes.is_verified)
+                leased.copied(i, target, is_verified=self._routes.is_verified)
                 for i, target in enumerate(targets)
             ]
             if any(loaded):
@@ -271,7 +302,7 @@ class BlockCalls:
             yield block_pb2.PutBlocksRequest(header=header)
             for i, one in enumerate(new):
                 for part, data in zip(numbers, one.data, strict=True):
-                    for begin, run in _runs(data):
+                    for begin, run in data.runs(MESSAGE_BYTES):
                         message = block_pb2.BlockBytes(
                             block=i,
                             part=part,
@@ -292,8 +323,8 @@ class BlockCalls:
         self,
         space: BlockSpace,
         keys: Sequence[bytes],
-        targets: Sequence[list[npt.NDArray[np.generic]] | None],
-    ) -> list[list[npt.NDArray[np.generic]] | None]:
+        targets: Sequence[list[PartMemory] | None],
+    ) -> list[list[Array] | None]:
         request = block_pb2.ReadBlocksRequest(
             blocks=block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys)
         )
@@ -372,25 +403,28 @@ class LeasedBlocks:
         ]
 
     def copy(
-        self, number: int, into: list[npt.NDArray[np.generic]] | None = None, *, is_verified: bool = True
-    ) -> list[npt.NDArray[np.generic]] | None:
+        self, number: int, into: BlockData | None = None, *, is_verified: bool = True
+    ) -> list[Array] | None:
         """Copy a block's parts out, to new arrays by default; None for one that is not there.
 
         An empty list for one whose bytes are not what its writer said. `check` afterwards. Raises
         InvalidArgument.
         """
+        parts = None if into is None else parts_of(into, "into", is_written=True)
+        return self.copied(number, parts, is_verified=is_verified)
+
+    def copied(self, number: int, into: list[PartMemory] | None, *, is_verified: bool) -> list[Array] | None:
+        """As `copy`."""
         parts = self.parts(number)
         if parts is None:
             return None
-        targets: list[npt.NDArray[np.generic]] = (
-            [np.empty(part.size, np.uint8) for part in parts] if into is None else into
-        )
-        _check_sizes(targets, [part.size for part in parts])
+        targets = [PartMemory([np.empty(part.size, np.uint8)]) for part in parts] if into is None else into
+        check_sizes(targets, [part.size for part in parts])
         checksums = self._blocks[number].checksums
         for target, part, checksum in zip(targets, parts, checksums, strict=True):
-            if _copied_out(target, part, is_summed=is_verified) != checksum and is_verified:
+            if target.copy_out(part, is_summed=is_verified) != checksum and is_verified:
                 return _BAD
-        return targets
+        return [array for target in targets for array in target.arrays]
 
     def check(self) -> None:
         """Raise LeaseNotFound unless the lease holds."""
@@ -413,7 +447,7 @@ class LeasedBlocks:
         self.release()
 
 
-_BAD: list[npt.NDArray[np.generic]] = []
+_BAD: list[Array] = []
 """Stands for a block whose bytes are not what its writer said."""
 
 
@@ -441,7 +475,7 @@ def _put_in_place(
             if not room.reservation_id:
                 continue
             for number, begin, data in zip(numbers, room.offset_bytes, one.data, strict=True):
-                checksum = _copied_in(arena[begin : begin + data.nbytes], data)
+                checksum = data.copy_in(arena[begin : begin + data.nbytes])
                 commit.reservation_ids.append(room.reservation_id)
                 commit.parts.append(number)
                 commit.checksums.append(checksum)
@@ -461,17 +495,17 @@ def _put_in_place(
 
 def _received(
     call: Iterable[block_pb2.ReadBlocksResponse],
-    targets: Sequence[list[npt.NDArray[np.generic]] | None],
-) -> list[list[npt.NDArray[np.generic]] | None]:
+    targets: Sequence[list[PartMemory] | None],
+) -> list[list[Array] | None]:
     """What a stream brings. Raises ChecksumMismatch, InvalidArgument."""
     messages = iter(call)
     first = next(messages, None)
     if first is None or not first.HasField("header"):
         raise CacheError("the read does not start with a header")
-    found: list[list[npt.NDArray[np.generic]] | None] = []
+    found: list[list[Bytes] | None] = []
     for sizes, target in zip(first.header.blocks, targets, strict=True):
         if target is not None and sizes.part_bytes:
-            _check_sizes(target, sizes.part_bytes)
+            check_sizes(target, sizes.part_bytes)
         found.append([np.empty(size_bytes, np.uint8) for size_bytes in sizes.part_bytes] or None)
     for message in messages:
         given = message.bytes
@@ -482,71 +516,17 @@ def _received(
             end = given.begin_bytes + len(given.data)
             parts[given.part][given.begin_bytes : end] = np.frombuffer(given.data, np.uint8)
     return [
-        parts if parts is None or target is None else _put_into(target, parts)
+        None if parts is None else _put_into(target, parts)
         for parts, target in zip(found, targets, strict=True)
     ]
 
 
-def _put_into(
-    target: list[npt.NDArray[np.generic]], parts: Sequence[npt.NDArray[np.generic]]
-) -> list[npt.NDArray[np.generic]]:
+def _put_into(target: list[PartMemory] | None, parts: Sequence[Bytes]) -> list[Array]:
+    if target is None:
+        return list(parts)
     for place, part in zip(target, parts, strict=True):
-        np.copyto(place, part.view(place.dtype).reshape(place.shape))
-    return target
-
-
-# -- bytes ----------------------------------------------------------------------------------------------
-
-
-def _copied_in(target: Bytes, source: npt.NDArray[np.generic]) -> int:
-    """Copy a part into the arena; returns the XXH3-64 of its bytes."""
-    if not source.flags.c_contiguous:
-        np.copyto(target.view(source.dtype).reshape(source.shape), source)
-        return rows_checksum(target.data)
-    flat, hasher = source.reshape(-1).view(np.uint8), xxh3_64()
-    for begin in range(0, flat.size, RUN_BYTES):
-        run = flat[begin : begin + RUN_BYTES]
-        np.copyto(target[begin : begin + RUN_BYTES], run)
-        hasher.update(run.data)
-    return hasher.intdigest()
-
-
-def _copied_out(target: npt.NDArray[np.generic], source: Bytes, *, is_summed: bool) -> int:
-    """Copy a part out of the arena; returns the XXH3-64 of its bytes where that is asked for."""
-    if not (target.flags.c_contiguous and is_summed):
-        np.copyto(target, source.view(target.dtype).reshape(target.shape))
-        return rows_checksum(source.data) if is_summed else 0
-    flat, hasher = target.reshape(-1).view(np.uint8), xxh3_64()
-    for begin in range(0, flat.size, RUN_BYTES):
-        run = flat[begin : begin + RUN_BYTES]
-        np.copyto(run, source[begin : begin + RUN_BYTES])
-        hasher.update(run.data)
-    return hasher.intdigest()
-
-
-def _runs(data: npt.NDArray[np.generic]) -> Iterator[tuple[int, Bytes]]:
-    """A part in pieces for messages, each with where it begins."""
-    flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    for begin in range(0, flat.size, MESSAGE_BYTES):
-        yield begin, flat[begin : begin + MESSAGE_BYTES]
-
-
-def _arrays(data: BlockData) -> list[npt.NDArray[np.generic]]:
-    """A block's parts as arrays that share their memory."""
-    parts = cast("Sequence[PartData]", data) if isinstance(data, (list, tuple)) else [data]
-    return [_array(cast("PartData", part)) for part in parts]
-
-
-def _array(part: PartData) -> npt.NDArray[np.generic]:
-    return part if isinstance(part, np.ndarray) else np.frombuffer(memoryview(part), np.uint8)
-
-
-def _targets(data: BlockData) -> list[npt.NDArray[np.generic]]:
-    """As `_arrays`, to be written to. Raises InvalidArgument."""
-    arrays = _arrays(data)
-    if not all(array.flags.writeable and not array.dtype.hasobject for array in arrays):
-        raise InvalidArgument(field="into", problem="is not memory that may be written to")
-    return arrays
+        place.copy_out(part, is_summed=False)
+    return [array for place in target for array in place.arrays]
 
 
 def _new(
@@ -556,24 +536,15 @@ def _new(
     numbers: Sequence[int],
     part_bytes: Sequence[int] | None,
 ) -> _New:
-    arrays = _arrays(data)
-    if len(arrays) != len(numbers):
-        raise InvalidArgument(field="blocks", problem=f"{len(arrays)} parts given, {len(numbers)} expected")
-    if any(array.dtype.hasobject for array in arrays):
-        raise InvalidArgument(field="blocks", problem="objects are not bytes")
-    sizes = [array.nbytes for array in arrays]
+    memory = parts_of(data, "blocks")
+    if len(memory) != len(numbers):
+        raise InvalidArgument(field="blocks", problem=f"{len(memory)} parts given, {len(numbers)} expected")
     if part_bytes is None:
         # All parts, in the order in which they are named.
-        by_number = dict(zip(numbers, sizes, strict=True))
-        return _New(key, parent, arrays, [by_number[number] for number in sorted(by_number)])
-    _check_sizes(arrays, [part_bytes[number] for number in numbers])
-    return _New(key, parent, arrays, part_bytes)
-
-
-def _check_sizes(arrays: Sequence[npt.NDArray[np.generic]], sizes: Sequence[int]) -> None:
-    given = [array.nbytes for array in arrays]
-    if given != list(sizes):
-        raise InvalidArgument(field="part_bytes", problem=f"{given} B given, {list(sizes)} B expected")
+        by_number = {number: part.nbytes for number, part in zip(numbers, memory, strict=True)}
+        return _New(key, parent, memory, [by_number[number] for number in sorted(by_number)])
+    check_sizes(memory, [part_bytes[number] for number in numbers])
+    return _New(key, parent, memory, part_bytes)
 
 
 def _by_size(new: Sequence[_New], part_count: int, most_bytes: int) -> Iterator[list[_New]]:

@@ -11,6 +11,7 @@ from typing import Literal, Self, get_args
 from ctxcache.client.admin import AdminCalls
 from ctxcache.client.blocks import BlockCalls
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
+from ctxcache.client.futures import Completions
 from ctxcache.client.hints import HintCalls
 from ctxcache.client.models import ModelCalls
 from ctxcache.client.prefixes import PrefixCalls
@@ -34,11 +35,13 @@ class Client:
     """
 
     def __init__(self, wire: Wire, routes: RowRoutes) -> None:
-        self.sessions = SessionCalls(wire, routes)
+        self.completions = Completions(wire.target)
+        """Carries out `match_async`, `put_async` and `load_async`, and says when some have ended."""
+        self.prefixes = PrefixCalls(wire, routes, self.completions)
+        self.sessions = SessionCalls(wire, routes, self.prefixes)
         self.hints = HintCalls(wire)
         self.models = ModelCalls(wire)
-        self.prefixes = PrefixCalls(wire, routes)
-        self.blocks = BlockCalls(wire, routes)
+        self.blocks = BlockCalls(wire, routes, self.completions)
         self.admin = AdminCalls(wire)
         self._wire = wire
         self._routes = routes
@@ -51,9 +54,11 @@ class Client:
         return self._routes.ssd_files()
 
     def close(self) -> None:
-        """End every call, lease and reservation of this connection."""
+        """End every call, lease and reservation of this connection. Futures that wait are cancelled."""
+        self.completions.stop()
         self._wire.close()
         self._routes.close()
+        self.completions.close()
 
     def __enter__(self) -> Self:
         return self

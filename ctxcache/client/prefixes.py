@@ -4,6 +4,7 @@ On the server's host they go over the control socket. Worst case: one deadline p
 """
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from itertools import chain
 
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.convert import contents_to_wire, duration, from_wire, ranges_to_wire, session_from_wire
+from ctxcache.client.futures import Completions
 from ctxcache.client.models import CallerModel
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.rows import SessionRows
@@ -33,8 +35,8 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer]
 class PrefixCalls:
     """The calls about prefixes."""
 
-    def __init__(self, wire: Wire, routes: RowRoutes) -> None:
-        self._wire, self._routes = wire, routes
+    def __init__(self, wire: Wire, routes: RowRoutes, completions: Completions) -> None:
+        self._wire, self._routes, self._completions = wire, routes, completions
 
     def match(
         self,
@@ -70,6 +72,32 @@ class PrefixCalls:
             return from_wire(PrefixMatch, self._wire.call(self._wire.prefixes.MatchPrefix, request))
         result = attachment.stream.carry_out(Operation(match_prefix=request))
         return from_wire(PrefixMatch, result.matched)
+
+    def match_async(
+        self,
+        model: CallerModel | ModelInfo,
+        token_ids: TokenIds,
+        *,
+        keys: Sequence[bytes] = (),
+        contents: Iterable[Content] = (),
+        salt: bytes = b"",
+        layout: Iterable[Stream] | None = None,
+        lease_ttl: timedelta | None = None,
+    ) -> Future[PrefixMatch]:
+        """As `match`, on the client's thread.
+
+        Raises TooManyRequests, Unavailable; what `match` raises is the future's.
+        """
+        return self._completions.submit(
+            self.match,
+            model,
+            token_ids,
+            keys=keys,
+            contents=contents,
+            salt=salt,
+            layout=layout,
+            lease_ttl=lease_ttl,
+        )
 
     def leased(self, token: bytes, model: CallerModel, *, streams: Iterable[Stream] = ()) -> SessionRows:
         """The rows that a match of this tenant holds, by its token, whoever made it: a context manager.

@@ -41,10 +41,10 @@ LOOKUP_BATCH = 1000
 class SessionCalls:
     """The calls about sessions. `create` and `open` return a handle; the others take a session's name."""
 
-    def __init__(self, wire: Wire, routes: RowRoutes) -> None:
+    def __init__(self, wire: Wire, routes: RowRoutes, prefixes: PrefixCalls) -> None:
         self._wire = wire
         self._routes = routes
-        self.prefixes = PrefixCalls(wire, routes)
+        self.prefixes = prefixes
 
     def create(
         self,

@@ -222,6 +222,22 @@ test('a prompt is found by its token ids, and by keys that are computed here', a
   assert.deepEqual([nothing.state, nothing.tokenCount], ['LOOKUP_STATE_MISS', '0']);
 });
 
+test('a match holds what it found, by a token', async () => {
+  const base = Math.floor(Math.random() * 2 ** 30);
+  const tokenIds = idsOf(0, 200, base);
+  await sessionOf(tokenIds);
+  const match = (leaseTtl) => call(client.prefixes, 'matchPrefix', { model: model.name, layout, prefix: { tokenIds }, leaseTtl });
+
+  const { tokenCount, leaseToken, leaseExpireTime } = await match({ seconds: 60 });
+
+  assert.deepEqual([tokenCount, leaseToken.length, (await match(null)).leaseToken.length], ['192', 16, 0]);
+  assert.ok(Number(leaseExpireTime.seconds) > Date.now() / 1000);
+  await fails(call(client.blocks, 'leaseBlocks', { token: leaseToken }), 'INVALID_ARGUMENT', 'INVALID_FIELD', 'token');
+  await call(client.blocks, 'releaseBlocks', { token: leaseToken });
+  await fails(call(client.blocks, 'releaseBlocks', { token: leaseToken }), 'NOT_FOUND', 'LEASE_NOT_FOUND');
+  await fails(match({ seconds: 301 }), 'INVALID_ARGUMENT', 'INVALID_FIELD', 'lease_ttl');
+});
+
 test('pictures and a salt are in keys that are computed here', async () => {
   const base = Math.floor(Math.random() * 2 ** 30);
   const salt = Buffer.from('user 17');
