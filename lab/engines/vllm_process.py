@@ -165,7 +165,9 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
         arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
     llm: Any = LLM(model=model, **arguments)
     if transfer is not None and transfer["kv_connector"].startswith("Ctxcache"):
-        connectors = [llm.llm_engine.engine_core.engine_core.scheduler.connector]
+        # An engine in a process of its own is asked by requests alone.
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        connectors = [core.scheduler.connector] if core is not None else []
         # Of several ranks each is a process of its own.
         connectors += [get_kv_transfer_group()] if has_kv_transfer_group() else []
         for connector in connectors:

@@ -334,6 +334,43 @@ def test_routers_hear_what_the_store_has(
         router.close()
 
 
+def test_routers_hear_what_becomes_of_chunks_while_nobody_asks(
+    model: Path, replies: list[tuple[int, ...]], store: ServerProcess, tmp_path: Path
+) -> None:
+    """An engine without requests, in a process of its own, publishes what the store has and what it lost."""
+    endpoint = f"ipc://{tmp_path / 'events'}"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    options: dict[str, Any] = {"kv_events_config": events, "environment": own_process}
+    with offloading(model, store.target, tmp_path / "log", **options) as engine:
+        router = Router(endpoint)
+
+        def until(condition: Callable[[], bool]) -> None:
+            deadline_s = time.monotonic() + 30
+            while not condition():
+                assert time.monotonic() < deadline_s, (len(router.stored), len(router.removed))
+                router.hear()
+
+        # The engine links to the store in the background: only what it computes then is saved.
+        for number in range(12):
+            ask(engine, replies, [number])
+            with ctxcache.connect(store.target) as cache:
+                if cache.admin.stats().segment_count:
+                    break
+            time.sleep(1)
+        until(lambda: len(router.stored) > 0)
+        wait_for_blocks(store, FOUND // BLOCK_TOKENS)
+        with ctxcache.connect(store.target) as cache:
+            count = cache.admin.stats().segment_count
+        until(lambda: len(router.stored) >= count)
+        store.kill9()
+        shutil.rmtree(tmp_path / "data")
+        (tmp_path / "data").mkdir()
+        store.start()
+        until(lambda: len(router.removed) >= count)
+        router.close()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -277,6 +277,10 @@ class CtxcacheTier(SecondaryTierManager):
         """Events of this engine's chunks: stored in the store, and removed from it."""
         return self._events.take() if self._events is not None else ()
 
+    def has_pending_work(self) -> bool:
+        """Whether a step is needed although no request asks for one: there are events to publish."""
+        return self._events is not None and self._events.has_news
+
     def give_way(self) -> None:
         """Wait a moment for what is under way: a loop of empty steps would keep the interpreter from it."""
         self._progress.clear()
