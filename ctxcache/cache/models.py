@@ -7,10 +7,20 @@ from dataclasses import replace
 from ctxcache.cache.state import STEP_BY_STEP, Pace, State
 from ctxcache.errors import InvalidArgument, TooManyRequests
 from ctxcache.format.model import ModelProbe, ModelSpec, mismatch
-from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord
+from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord, streams_texts
 
 Registered = ModelRecord
 """A model, as services see it."""
+
+
+async def _write_down(record: ModelRecord, pace: Pace) -> None:
+    """Make the long part of a record before it is anybody's: its commit must follow at once then."""
+    pieces = []
+    for piece in streams_texts(record.spec):
+        pieces.append(piece)
+        if pace.is_over:
+            await pace.rest()
+    record.keep_streams_text(",".join(pieces))
 
 
 class Models:
@@ -36,6 +46,7 @@ class Models:
             if pace.is_over:
                 await pace.rest()
         made.keep_fingerprint(fingerprint := digest.digest())
+        await _write_down(made, pace)
         known = self._state.models.get((tenant, spec.model_id))
         if known is None:
             limit = self._state.limits.model_count
@@ -52,6 +63,7 @@ class Models:
         elif known.probe is None and probe is not None:
             self._metadata.check()
             known = replace(known, probe=probe)
+            known.keep_streams_text(made.streams_text)
             self._state.models[tenant, spec.model_id] = known
             self._unrecorded.add((tenant, spec.model_id))
         # Also when it was known: another call may still be waiting for its commit, or have waited in vain.
@@ -59,6 +71,7 @@ class Models:
             await self._metadata.commit(Changes(models=[known]), is_durable=True)
             if self._state.models.get((tenant, spec.model_id)) is known:
                 self._unrecorded.discard((tenant, spec.model_id))
+            known.keep_streams_text("")
         return known
 
     def _check_streams(self, tenant: str, more: int) -> None:

@@ -44,13 +44,14 @@ LOOK_INTERVAL_S = 10.0
 LEAST_LOOKS, MOST_LOOKS = 2, 64
 """Looks that find too much before free memory is given back: at first, and where that gave nothing."""
 log = logging.getLogger(__name__)
-MIDDLE_COLLECTIONS, YOUNGER_COLLECTIONS = 3, 3
-"""Collections of the youngest generation before one of the middle, and of that before a full one.
+YOUNGEST_OBJECTS, MIDDLE_COLLECTIONS, YOUNGER_COLLECTIONS = 300, 2, 2
+"""New objects before the youngest generation is collected; such collections before one of the middle, and of
+that before a full one.
 
 Each object that stays is looked at once in each generation, however many are looked at together. So small
-numbers cost nothing, and none of the collections takes long: a full one looks at 6,300 objects.
+numbers cost nothing, and none of the collections takes long: a full one looks at 2,700 objects.
 """
-COLLECTIONS_PER_COUNT = 180
+COLLECTIONS_PER_COUNT = 420
 """Full collections between two counts of what stays: a count takes some milliseconds for a million
 objects."""
 GROWTH_OBJECTS = 200_000
@@ -132,8 +133,7 @@ def look_seldom_at_what_stays() -> None:
     """
     # The interpreter's own 10 and 10 would let 70,000 objects gather, which a few registrations of large
     # models make.
-    youngest, *_ = gc.get_threshold()
-    gc.set_threshold(youngest, MIDDLE_COLLECTIONS, YOUNGER_COLLECTIONS)
+    gc.set_threshold(YOUNGEST_OBJECTS, MIDDLE_COLLECTIONS, YOUNGER_COLLECTIONS)
     gc.callbacks.append(WhatStays())
 
 

@@ -192,6 +192,47 @@ async def test_no_turn_is_longer_than_its_bound(
     assert max(counts) <= CALLS[call]
 
 
+VAST = replace(
+    MODEL,
+    model_id="vast",
+    layer_count=2048,
+    streams=tuple(
+        StreamSpec(Stream(layer, kind), 160, DType.FLOAT16)
+        for kind in (StateKind.HIDDEN, StateKind.KV)
+        for layer in range(2048)
+    ),
+)
+
+
+class Rests:
+    """A pace that rests whenever it is asked, and counts how often."""
+
+    is_over = True
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def rest(self) -> None:
+        """Let others have their turn."""
+        self.count += 1
+        await asyncio.sleep(0)
+
+
+async def test_a_model_of_thousands_of_streams_is_written_down_in_pieces(tmp_path: Path) -> None:
+    """Others have their turns between pieces of its fingerprint, and between those of its record."""
+    rig, pace = MemoryRig(tmp_path), Rests()
+    await rig.open()
+
+    await rig.cache.models.register(TENANT, VAST, pace=pace)
+
+    pieces_of_fingerprint = len(list(VAST.encoded_parts()))
+    assert pace.count >= pieces_of_fingerprint + len(VAST.streams) // 256
+    await rig.crash()
+    await rig.open()
+    assert rig.cache.models.get(TENANT, "vast").spec == VAST
+    await rig.close()
+
+
 GROWN = 1 << 18
 A_TURN = 1 << 13
 

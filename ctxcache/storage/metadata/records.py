@@ -46,6 +46,8 @@ from ctxcache.storage.metadata.base import (
     ModelRecord,
     SegmentRecord,
     SessionRecord,
+    as_json,
+    streams_texts,
 )
 
 MODEL_PREFIX = b"m/"
@@ -168,14 +170,13 @@ def encode_model(record: ModelRecord) -> bytes:
     spec = record.spec
     # By name, whatever the fields are: one that was left out would come back as its default.
     body = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "model_id"}
-    # Plain numbers: the encoder takes ten times as long for each that is a member of an enumeration.
-    body["streams"] = [
-        (layer, int(kind), row_bytes, int(dtype)) for (layer, kind), row_bytes, dtype in spec.streams
-    ]
+    body["streams"] = []
     body["create_time_ns"] = record.create_time_ns
     if record.probe is not None:
         body["probe"] = base64.b64encode(record.probe.encode()).decode()
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    streams = record.streams_text or ",".join(streams_texts(spec))
+    # Quotes within a string are escaped: these are the field's.
+    text = as_json(body).replace('"streams":[]', f'"streams":[{streams}]')
     return _seal(model_key(record.tenant, spec.model_id), text.encode())
 
 
