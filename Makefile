@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench-table engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo bench-table engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,6 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/import_law.py
-	$(BIN)/python scripts/generate_settings.py --check
 	$(BIN)/python scripts/generate_chart.py --check
 	$(BIN)/python scripts/generate_observability.py --check
 	$(BIN)/mypy $(SOURCES)
@@ -39,9 +38,6 @@ format: setup ## Rewrite sources in the project's format
 docs: ## Build the documentation site into build/site, strictly (mkdocs-material, in .venv-docs)
 	@$(PYTHON) scripts/setup.py docs
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
-
-settings: setup ## Write docs/settings.md from ctxcache/knobs
-	$(BIN)/python scripts/generate_settings.py
 
 chart: setup ## Write the chart's README, schema and renders
 	$(BIN)/python scripts/generate_chart.py

@@ -105,12 +105,12 @@ def runbook(head: str) -> str:
 
 
 def _entry(alert: Alert) -> str:
-    """An entry. The condition itself is in the rule file."""
+    """Return an entry. The rule file has the condition, and what the alert means as its description."""
     return "\n".join(
         (
             f"## {alert.name}",
             "",
-            f"*{alert.severity}*: {alert.means}",
+            f"*{alert.severity}*: {alert.summary}.",
             "",
             f"**Look at:** {alert.look}",
             "",

@@ -1,22 +1,33 @@
-"""What the documentation site does with links that leave docs/.
+"""Changes that the documentation site makes to the pages of docs/.
 
-Files of the repository that are no page of it.
+Two pages end in lists that only the site has: all settings and all metrics, written from the tables in the
+code. The lists would say once more what `ctxcache config reference` and the exposition's HELP lines say.
 
-The site is built without a known address of the repository. A link such as
-`[notes](../lab/notes/truncation.md)` therefore becomes its text and the path. Everything else is left to
-mkdocs, which refuses links that lead nowhere.
+Links to files of the repository that are not pages change too: the site is built without a known address of
+the repository. A link such as `[notes](../lab/notes/truncation.md)` becomes its text and the path. mkdocs
+refuses the links that lead nowhere.
 """
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+# mkdocs runs in an environment without the project; the tables need nothing but Python.
+sys.path.insert(0, str(ROOT))
+
+from ctxcache.observe.metric import Group, Metric  # noqa: E402
+from ctxcache.observe.table import TABLE  # noqa: E402
+from ctxcache.settings.knobs import reference  # noqa: E402
+
+FOR_SCALE = "For scale only."
+"""Text of a metric that is never bad by itself; the list leaves it out."""
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)\s]*)\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return the page with each link out of docs/ as its text and a path of the repository."""
+    """Return the page with its list, and each link out of docs/ as its text and a path of the repository."""
     folder = ROOT / "docs" / Path(page.file.src_uri).parent
 
     def path_of(link: re.Match[str]) -> str:
@@ -26,4 +37,28 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         path = target.relative_to(ROOT).as_posix()
         return f"{link[1]} (`{path}`)" if path not in link[1] else f"`{path}`"
 
-    return LINK.sub(path_of, markdown)
+    return _with_lists(LINK.sub(path_of, markdown))
+
+
+def _with_lists(markdown: str) -> str:
+    """Put each list in the place of its mark."""
+    lists = {"settings": reference.markdown, "metrics": lambda: "\n\n".join(map(_table, TABLE))}
+    return re.sub(r"<!-- site: (\w+) -->", lambda mark: lists[mark[1]](), markdown)
+
+
+def _table(group: Group) -> str:
+    return f"**{group.title}**\n\n{rows(group)}"
+
+
+def rows(group: Group) -> str:
+    """Return the items of one group of metrics."""
+    return "\n".join(map(_row, group.metrics))
+
+
+def _row(metric: Metric) -> str:
+    """One item. The unit is in the name, where it is one of the names' units."""
+    facts = [metric.kind.value, *(f"`{label}`" for label in metric.labels)]
+    if not re.search(rf"_{re.escape(metric.unit.split()[0])}(_total)?$", metric.name):
+        facts.insert(1, metric.unit)
+    bad = "" if metric.when_bad == FOR_SCALE else f" *Bad:* {metric.when_bad}"
+    return f"- `{metric.name}` ({', '.join(facts)}): {metric.meaning}{bad}"

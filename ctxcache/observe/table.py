@@ -1,8 +1,8 @@
 """TABLE: every metric of the store, once. Pure.
 
-The exposition, docs/metrics.md and the dashboard come from it. First the metrics of what is kept (hits,
-stay, tiers, moves, tenants), then those of the process that keeps it (calls, leases, hints, metadata, event
-loop, memory).
+The exposition, the site's list of metrics and the dashboard come from it. First the metrics of the state that
+is kept (hits, stay, tiers, moves, tenants), then those of the process that keeps it (calls, leases, hints,
+metadata, event loop, memory).
 """
 
 from ctxcache.observe.metric import Group, Metric, MetricKind, counter, gauge, histogram

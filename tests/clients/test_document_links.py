@@ -11,6 +11,8 @@ import typer.main
 from documents import DOCUMENTS, ROOT, anchors, links, prose
 
 from ctxcache.cli.main import app
+from ctxcache.observe.table import METRICS
+from ctxcache.settings.knobs import KNOBS
 
 NAMED = re.compile(r"`((?:ctxcache|gpu_worker|lab|tests|scripts|proto|helm|observability)/[\w./-]+)`")
 """A file or a folder of the repository in backquotes."""
@@ -106,7 +108,7 @@ def _verbs(command: object, prefix: str = "") -> list[str]:
 def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     """Strictly, where `make docs` has set mkdocs up.
 
-    No page names a font, style or script of another host.
+    No page names a font, style or script of another host. Two pages list all settings and all metrics.
     """
     mkdocs = ROOT / ".venv-docs" / "bin" / "mkdocs"
     if not mkdocs.exists():
@@ -116,5 +118,7 @@ def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
 
     assert built.returncode == 0, built.stderr
+    assert [name for name in KNOBS if name not in (tmp_path / "settings.html").read_text()] == []
+    assert [name for name in METRICS if name not in (tmp_path / "metrics.html").read_text()] == []
     for page in tmp_path.rglob("*.html"):
         assert re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?(?:https?:)?//", page.read_text()) == []

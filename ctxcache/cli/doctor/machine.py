@@ -234,7 +234,10 @@ def odd_settings(doubts: list[str]) -> Finding:
     """What is allowed and seldom meant."""
     if doubts:
         return degraded(
-            "settings", "; ".join(doubts), "these settings", "docs/settings.md says what each is for"
+            "settings",
+            "; ".join(doubts),
+            "these settings",
+            "`ctxcache config reference` says what each is for",
         )
     return ok("settings", "nothing odd", "these settings")
 

@@ -1,7 +1,7 @@
 """A knob: one setting of the server, as every place that speaks of settings needs it.
 
 Leaf, and without pydantic, which takes longer to import than all of --help. `config.Settings` takes
-defaults and bounds from here, `serve` its options, docs/settings.md, the TOML reference and the
+defaults and bounds from here, `serve` its options, the site's list, the TOML reference and the
 chart their texts.
 """
 
