@@ -42,23 +42,26 @@ if [[ -n ${TINY:-} ]]; then
   saving=(--shape tiny --batch 2 --history 8 --steps 2 --rounds 2)
   restore=(--shapes tiny,tiny-opt --device cpu --history 96,160 --rounds 2)
   direct=(--shape tiny --tokens 200 --rounds 2)
+  decoding=(--shapes tiny --history 96 --steps 3 --rounds 1)
 else
   tests=(tests/gpu_worker/kernels)
   kernels=(--tokens 1024,16384 --rounds 9)
   saving=(--shape llama-2-7b --batch 16 --history 512 --steps 32 --rounds 7)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
   restore=(--shapes llama-2-7b,llama-3-8b,opt-30b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
-    --history 1024,4096,16384 --ssd-tokens 1024 --rounds 5 --budget-s 145)
+    --history 1024,4096,16384 --ssd-tokens 1024 --rounds 5 --budget-s 125)
   direct=(--shape llama-2-7b --layers 8 --tokens 2048 --device cuda --rounds 3)
+  decoding=(--shapes llama-2-7b --layers 8 --device cuda --history 1024,4096 --steps 16 --rounds 3)
 fi
 # A process for each core: two hundred kernels compiled one after the other take a quarter of an hour.
-step tests 100 "$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
+step tests 95 "$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
   --confcutdir tests/gpu_worker/kernels "${tests[@]}"
-step kernels 120 "$python" -m lab.studies.kernels --json "${kernels[@]}"
+step kernels 115 "$python" -m lab.studies.kernels --json "${kernels[@]}"
 # The store's server runs beside these.
-step saving 100 "$python" -m lab.studies.saving --json "${saving[@]}"
-step restore 180 "$python" -m lab.studies.restore --json "${restore[@]}"
-step direct 55 "$python" -m lab.studies.direct --json "${direct[@]}"
+step saving 90 "$python" -m lab.studies.saving --json "${saving[@]}"
+step restore 160 "$python" -m lab.studies.restore --json "${restore[@]}"
+step direct 50 "$python" -m lab.studies.direct --json "${direct[@]}"
+step decoding 40 "$python" -m lab.studies.decoding --json "${decoding[@]}"
 mv "$begin-tests.jsonl" "$begin-tests.txt"
-timeout 20 "$python" -m lab.studies.gpu_table "$steps" "$begin"-{kernels,saving,restore,direct}.jsonl || first_failure=${first_failure/#0/$?}
+timeout 20 "$python" -m lab.studies.gpu_table "$steps" "$begin"-{kernels,saving,restore,direct,decoding}.jsonl || first_failure=${first_failure/#0/$?}
 exit "$first_failure"

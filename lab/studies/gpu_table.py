@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -81,6 +82,7 @@ def lines(rows: Sequence[Row]) -> Iterator[Line]:
             )
     yield from _restores(rows)
     yield from _direct(rows)
+    yield from _decoding([row for row in rows if "over_copied" in row])
 
 
 def _kernels(rows: Sequence[Row]) -> Iterator[Line]:
@@ -155,6 +157,16 @@ def _direct(rows: Sequence[Row]) -> Iterator[Line]:
             yield Line(
                 "direct", subject, f"{here}; verifying {cost:+.1%}", "<= +5 %", cost <= _MOST_VERIFYING
             )
+
+
+def _decoding(rows: Sequence[Row]) -> Iterator[Line]:
+    """A step with a part of each layer projected, over one with K and V copied."""
+    for row in rows:
+        figure = f"D17: {row['model']} {row['history']}, step with K and V on the host, over copying"
+        by_way = {way: median(ratios) for way, ratios in row["over_copied"].items()}
+        here = f"{by_way['search']:.2f}, closed form {by_way['closed form']:.2f}"
+        is_met = row["is_right"] and by_way["search"] < 1
+        yield Line("decoding", figure, here if row["is_right"] else "other tokens", "< 1, paper 0.64", is_met)
 
 
 def _share(row: Row, subject: str) -> Line:

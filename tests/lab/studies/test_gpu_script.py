@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "lab/gpu.sh"
 
 
+STEPS = ("tests", "kernels", "saving", "restore", "direct", "decoding")
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
     """A Python whose steps end with the status that the environment has for them, and say one row."""
@@ -26,7 +29,7 @@ def python(tmp_path: Path) -> Path:
     path.write_text(f"""#!{sys.executable}
 import os, runpy, sys
 told = " ".join(sys.argv[1:3])
-studies = "gpu_preflight", "kernels", "saving", "lab.studies.restore", "lab.studies.direct", "gpu_table"
+studies = "gpu_preflight", "kernels", "saving", "studies.restore", "studies.direct", "decoding", "gpu_table"
 steps = "pytest", *studies
 step = next((key for key in steps if key in told), "")
 if step == "gpu_table":
@@ -60,8 +63,8 @@ def test_all_steps_run_and_the_table_has_them(python: Path, tmp_path: Path) -> N
     """Exit status 0."""
     done = run(python, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert [each in done.stdout for each in ("tests", "kernels", "saving", "restore", "direct")] == [True] * 5
-    assert done.stdout.count("done, ") == 5
+    assert [each in done.stdout for each in STEPS] == [True] * 6
+    assert done.stdout.count("done, ") == 6
 
 
 def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
@@ -70,7 +73,7 @@ def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "failed with 3" in done.stdout
     assert "failed with 4" in done.stdout
-    assert done.stdout.count("done, ") == 3
+    assert done.stdout.count("done, ") == 4
     assert "restore, batch 16" in done.stdout
 
 
@@ -104,7 +107,7 @@ def test_all_limits_together_are_within_ten_minutes() -> None:
     limits = [int(each) for each in re.findall(r"^step \w+ (\d+) ", text, re.MULTILINE)]
     grace_s = int(re.findall(r"--kill-after=(\d+)", text)[0])
     table_s = int(re.findall(r"timeout (\d+) ", text)[0])
-    assert len(limits) == 5
+    assert len(limits) == len(STEPS)
     assert sum(limits) + len(limits) * grace_s + table_s <= 600
     budget_s = int(re.findall(r"--budget-s (\d+)", text)[0])
     assert budget_s < limits[3]
@@ -117,6 +120,15 @@ def figures(*rows: dict[str, Any]) -> dict[str, Line]:
 
 def test_what_is_met_and_what_is_not() -> None:
     """At the goals' borders."""
+    row = {"model": "a", "history": 9, "over_copied": {"closed form": [0.9], "search": [0.7, 0.8, 0.9]}}
+    worse = {**row, "history": 8, "over_copied": {"closed form": [0.9], "search": [1.1]}}
+    wrong = {**row, "history": 7, "is_right": False}
+    found = figures(*({"splits": {}, "is_right": True, **each} for each in (row, worse, wrong)))
+    assert [(line.here, line.is_met) for line in found.values()] == [
+        ("0.80, closed form 0.90", True),
+        ("1.10, closed form 0.90", False),
+        ("other tokens", False),
+    ]
     found = figures(
         {"way": "two-stage", "model": "a", "batch": 16, "over_none": {"median": 0.01}},
         {"way": "two-stage", "model": "b", "batch": 16, "over_none": {"median": 0.011}},
