@@ -132,15 +132,17 @@ class Prefixes:
         *,
         salt: bytes = b"",
         contents: Sequence[Content] = (),
+        offered: Sequence[bytes] = (),
         lease_ttl_ns: int = 0,
         pace: Pace = STEP_BY_STEP,
     ) -> Match:
         """The longest prefix of these token ids (int32, little endian), or keys, that sessions have.
 
         Sessions of that model, layout and salt. `contents`: what lies behind the token ids. Salt and contents
-        are in keys already. `lease_ttl_ns`: what is found is brought to memory and held for so long, for all
-        who have the token; that counts as an access. Raises ModelNotFound, InvalidArgument (a stream that the
-        model does not have), and with a lease CapacityExceeded, TooManyRequests, TierFailure.
+        are in keys already. `offered`: keys that the caller made of the token ids. `lease_ttl_ns`: what is
+        found is brought to memory and held for so long, for all who have the token; that counts as an access.
+        Raises ModelNotFound, InvalidArgument (a stream that the model does not have, keys of other tokens),
+        and with a lease CapacityExceeded, TooManyRequests, TierFailure.
         """
         model = self._state.model(tenant, model_id)
         try:
@@ -148,6 +150,8 @@ class Prefixes:
         except KeyError as error:
             raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
         scope = scope_of(tenant, model.fingerprint, made.outline.ranges, salt)
+        if isinstance(asked, bytes):
+            await _check_offered(scope, asked, contents, offered, pace)
         keys = await self._known(scope, asked, contents, pace)
         self.counts.asked_token_count += _token_count(asked)
         holder = self._holder(scope, keys, is_proven=isinstance(asked, bytes))
@@ -201,17 +205,20 @@ class Prefixes:
         asked: bytes | Sequence[bytes],
         *,
         contents: Sequence[Content] = (),
+        offered: Sequence[bytes] = (),
         pace: Pace = STEP_BY_STEP,
     ) -> Adopted:
         """Let a session that never had a token begin with the longest prefix that another one has.
 
         One of the same salt. `contents` as in `match`. Without one it stays as it is. Raises SessionNotFound,
         ModelFingerprintMismatch, GenerationMismatch, WriteInProgress, InvalidArgument (it has, or had,
-        tokens), CapacityExceeded, TierFailure.
+        tokens; keys of other tokens), CapacityExceeded, TierFailure.
         """
         session = self._adopter(tenant, session_id, fingerprint, generation)
         self._metadata.check()
         scope = scope_of(tenant, fingerprint, session.layout.outline.ranges, session.salt)
+        if isinstance(asked, bytes):
+            await _check_offered(scope, asked, contents, offered, pace)
         keys = await self._known(scope, asked, contents, pace)
         self.counts.asked_token_count += _token_count(asked)
         shared: tuple[bytes, int] | None = None
@@ -368,6 +375,18 @@ class Prefixes:
                 # Its record may be there, or be owed; it is as it was before, or has these tokens.
                 self._departures.strand(self._ledger.truncated(session, ()))
             raise
+
+
+async def _check_offered(
+    scope: Scope, token_ids: bytes, contents: Sequence[Content], offered: Sequence[bytes], pace: Pace
+) -> None:
+    """Raise InvalidArgument unless these are keys of the first tokens."""
+    made = scope.keys(token_ids, contents=contents)
+    for i, given in enumerate(offered):
+        if next(made, b"") != given:
+            raise InvalidArgument(field=f"prefix.keys[{i}]", problem="is not the key of these tokens")
+        if i % KEYS_PER_LOOK == KEYS_PER_LOOK - 1 and pace.is_over:
+            await pace.rest()
 
 
 def _shortfall(asked_count: int, known_count: int, found_count: int) -> Shortfall | None:

@@ -67,7 +67,7 @@ async def match(
     cache: Cache, request: prefix_pb2.MatchPrefixRequest, tenant: str, pace: Pace
 ) -> prefix_pb2.MatchPrefixResponse:
     """See the proto. Raises InvalidArgument, ModelNotFound."""
-    if request.salt and request.prefix.keys:
+    if request.salt and request.prefix.keys and not request.prefix.token_ids:
         raise InvalidArgument(field="salt", problem="is in the keys already")
     found = await cache.prefixes.match(
         tenant,
@@ -76,6 +76,7 @@ async def match(
         _prefix(request.prefix),
         salt=validate.salt(request.salt),
         contents=_contents(request.prefix),
+        offered=request.prefix.keys,
         lease_ttl_ns=lease_ttl_ns(request.lease_ttl, "lease_ttl") if request.HasField("lease_ttl") else 0,
         pace=pace,
     )
@@ -103,6 +104,7 @@ async def adopt(
         request.if_generation_match if request.HasField("if_generation_match") else None,
         _prefix(request.prefix),
         contents=_contents(request.prefix),
+        offered=request.prefix.keys,
         pace=pace,
     )
     response = prefix_pb2.AdoptPrefixResponse()
@@ -111,22 +113,21 @@ async def adopt(
 
 
 def _contents(given: prefix_pb2.Prefix) -> Sequence[Content]:
-    if given.contents and given.keys:
+    if given.contents and given.keys and not given.token_ids:
         raise InvalidArgument(field="prefix.contents", problem="are in the keys already")
     return validate.contents(given.contents, 0, "prefix.contents")
 
 
 def _prefix(given: prefix_pb2.Prefix) -> bytes | Sequence[bytes]:
-    """Token ids or keys, of a length that they may have."""
-    if given.token_ids and given.keys:
-        raise InvalidArgument(field="prefix", problem="has token ids and keys")
+    """Token ids, or keys where there are none, of a length that they may have."""
     if given.keys:
         validate.within(len(given.keys), 1, KEYS_LIMIT, "prefix.keys")
         for i, key in enumerate(given.keys):
             if len(key) != KEY_BYTES:
                 problem = f"{KEY_BYTES} bytes expected, {len(key)} given"
                 raise InvalidArgument(field=f"prefix.keys[{i}]", problem=problem)
-        return given.keys
+        if not given.token_ids:
+            return given.keys
     size_bytes = validate.within(
         len(given.token_ids), TOKEN_ROW_BYTES, TOKENS_LIMIT_BYTES, "prefix.token_ids"
     )

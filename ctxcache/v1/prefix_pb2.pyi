@@ -24,7 +24,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Prefix(_message.Message):
-    """The first tokens of a prompt. Exactly one of the two lists is given."""
+    """The first tokens of a prompt, by ids or by keys. With both, the ids count, and keys that are not theirs are
+    INVALID_ARGUMENT: so a client learns that it makes others than the server.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -41,8 +43,8 @@ class Prefix(_message.Message):
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.ContentRange]:
-        """What lies behind the token ids, as it was told when they were appended: up to 1024, in order and apart. With keys,
-        which have it in them, INVALID_ARGUMENT.
+        """What lies behind the token ids, as it was told when they were appended: up to 1024, in order and apart. With keys
+        alone, which have it in them, INVALID_ARGUMENT.
         """
 
     def __init__(
@@ -74,7 +76,7 @@ class MatchPrefixRequest(_message.Message):
     model: _builtins.str
     """The model that the state must be of, `models/{model_id}`. Required."""
     salt: _builtins.bytes
-    """The salt of the sessions that are looked at, up to 64 bytes. With keys, which have it in them, INVALID_ARGUMENT.
+    """The salt of the sessions that are looked at, up to 64 bytes. With keys alone, which have it in them, INVALID_ARGUMENT.
     Default empty.
     """
     @_builtins.property

@@ -130,7 +130,7 @@ REFUSED = {
     "model": (match_of(model="tiny"), "model"),
     "layout": (match_of(layout=ranges(KV, KV)), "layout"),
     "nothing": (match_of(prefix=prefix_pb2.Prefix()), "prefix.token_ids"),
-    "both": (match_of(prefix=prefix_pb2.Prefix(token_ids=bytes(4), keys=[bytes(32)])), "prefix"),
+    "both": (match_of(prefix=prefix_pb2.Prefix(token_ids=bytes(4), keys=[bytes(32)])), "prefix.keys[0]"),
     "part of an id": (match_of(prefix=prefix_pb2.Prefix(token_ids=bytes(258))), "prefix.token_ids"),
     "short key": (match_of(prefix=prefix_pb2.Prefix(keys=[bytes(32), bytes(31)])), "prefix.keys[1]"),
     "long key": (match_of(prefix=prefix_pb2.Prefix(keys=[bytes(33)])), "prefix.keys[0]"),
@@ -148,6 +148,30 @@ async def test_bad_matches_are_refused_by_field(
     way = await connect()
     result = await way.one(match_prefix=request)
     assert (result.error.reason, result.error.metadata["field"]) == ("INVALID_FIELD", field)
+
+
+async def test_keys_that_are_offered_with_tokens_must_be_theirs(client: Client, stub: Any) -> None:
+    """A client that makes other keys than the server is told which is the first; nothing is changed."""
+    await client.create("a")
+    await client.append("a", 1, 0, 200)
+    await client.create("b")
+    token_ids = rows(1, 0, 200, TOKENS)
+    keys = documented_keys("default", client.fingerprint, token_ids)
+    for given, number in (
+        ([keys[0], bytes(32)], 1),
+        ([keys[1]], 0),
+        ([*keys, keys[0]], 3),
+    ):
+        prefix = prefix_pb2.Prefix(token_ids=token_ids, keys=given)
+        for call in (
+            stub.MatchPrefix(match_of(prefix=prefix)),
+            stub.AdoptPrefix(adopt_of(client, prefix=prefix)),
+        ):
+            facts = await refused(call, Code.INVALID_ARGUMENT, "INVALID_FIELD")
+            assert facts["field"] == f"prefix.keys[{number}]"
+    found = await stub.MatchPrefix(match_of(prefix=prefix_pb2.Prefix(token_ids=token_ids, keys=keys)))
+    assert found.token_count == 192
+    assert (await client.get("b")).token_count == 0
 
 
 async def test_what_is_too_long_is_refused(connect: Connect) -> None:
