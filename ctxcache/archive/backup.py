@@ -117,7 +117,7 @@ class _Backup:
         self.copied = Copied(len(cache.ledger.sessions()), sum(cache.ledger.below.used_bytes_by_path))
 
     def take(self, *, at_least: int = 0) -> Iterator[bytes]:
-        """What was made, in pieces for messages; nothing while it is less than that."""
+        """The bytes made so far, in pieces for messages; nothing while it is less than that."""
         if self._made_bytes >= at_least:
             data = b"".join(self._made)
             self._made, self._made_bytes = [], 0
@@ -176,7 +176,7 @@ class _Backup:
         self.copied.left_out_session_count += 1
 
     async def _capture(self, uid: bytes, done: InArchive) -> "_Captured | None":
-        """What SSD has of a session now; None when the session is gone."""
+        """A session's state on SSD now; None when the session is gone."""
         # Among many small sessions, too, others have their turn.
         await asyncio.sleep(0)
         session = self._state.ledger.get(uid)

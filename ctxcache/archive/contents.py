@@ -50,7 +50,10 @@ _ROW_LIMIT_BYTES = 2 << 20
 
 
 class Origin(NamedTuple):
-    """Who wrote an archive. `crash_count` is that of the store; 0 where the writer does not know it."""
+    """The store that wrote an archive.
+
+    `crash_count` is that of the store; 0 where the writer does not know it.
+    """
 
     created_by: str
     crash_count: int = 0
@@ -104,7 +107,7 @@ class ArchivedSession:
     is_pinned: bool
     salt: bytes = b""
     contents: tuple[Content, ...] = ()
-    """What lies behind its tokens up to the first that was dropped, in order."""
+    """The contents behind its tokens, in order, up to the first token that was dropped."""
 
     def encode(self, model_number: int) -> bytes:
         """The payload of SESS. `model_number` counts the MODL of the file from 0."""
@@ -301,7 +304,7 @@ class ArchiveStatus(enum.StrEnum):
     SKIPPED = "skipped"
     """On purpose: `error` says what was found."""
     FAILED = "failed"
-    """Nothing of the session is there; `error` says why."""
+    """The session was not imported; `error` says why."""
     WHOLE = "whole"
     """The session is in the file, and was not to be imported."""
     UNTRIED = "untried"
@@ -310,7 +313,7 @@ class ArchiveStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ArchiveOutcome:
-    """What became of one session. `target` is its name where it went; counts are of what is there."""
+    """The outcome of one session. `target` is its name where it went; counts are of what is there."""
 
     session: str
     target: str
@@ -321,7 +324,7 @@ class ArchiveOutcome:
 
 
 class OnConflict(enum.StrEnum):
-    """What to do where a session of that name is there."""
+    """The choice where a session of that name exists."""
 
     FAIL = "fail"
     SKIP = "skip"
@@ -330,7 +333,7 @@ class OnConflict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ImportWishes:
-    """What to import and how. `names` maps ids in the file to new ids.
+    """The sessions to import, and how. `names` maps ids in the file to new ids.
 
     `only` those ids, all where it is empty.
     """
@@ -339,7 +342,7 @@ class ImportWishes:
     names: Mapping[str, str] = field(default_factory=dict)
     only: frozenset[str] = frozenset()
     tenant: str | None = None
-    """Whose sessions of the file; None where the file has those of one tenant alone."""
+    """The tenant whose sessions are read from the file; None where the file has those of one tenant alone."""
     ttl_s: float | None = None
     """For all of them, in the place of their own expiry."""
     keeps_pins: bool = False

@@ -50,7 +50,10 @@ _MAY_PRECEDE = {"lost+found"}
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What an archive brings. Tokens are live ones, by session; expired sessions were left out."""
+    """The sessions and segments of an archive.
+
+    Tokens are live ones, by session; expired sessions were left out.
+    """
 
     session_count: int
     token_count: int
@@ -78,7 +81,7 @@ class _Laid:
 
     @property
     def identity(self) -> SegmentIdentity:
-        """What the segment's bytes are bound to."""
+        """The identity that the segment's checksums are bound to."""
         session = self.session
         return SegmentIdentity(
             session.model.tenant,
@@ -238,7 +241,7 @@ def _empty(path: Path, instance_id: str) -> None:
     if found - _MADE_HERE or not is_ours:
         problem = f"it is not empty ({min(found)} is in it): name a new one"
         raise DataDirectoryUnusable(path=str(path), problem=problem)
-    # What says whose it is goes last.
+    # The file that names the owner is renamed last.
     for name in (SEGMENTS, DEVICE):
         (path / name).unlink(missing_ok=True)
 

@@ -128,7 +128,7 @@ class ArchiveReader:
 
     @property
     def file_id(self) -> bytes:
-        """What tells this file from every other."""
+        """The file's identity: no other file has it."""
         return self._reader.file_id
 
     @property
@@ -235,7 +235,7 @@ class ArchiveReader:
 
 @dataclass(slots=True)
 class ArchiveContents:
-    """What is whole in an archive, all of it verified.
+    """The whole sessions of an archive, all verified.
 
     Sessions in the file's order, with where their rows are.
     """

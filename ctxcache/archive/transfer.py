@@ -365,7 +365,7 @@ class Importer:
 def _with_gap(rows: Iterator[Rows], cut: int | None) -> Iterator[Rows]:
     """The rows, and those of one more token before token `cut`, which stands for those that were dropped.
 
-    What lies behind it was computed with tokens that are gone, and must not be found by those that are left.
+    Rows behind the gap were computed with the dropped tokens, so the remaining tokens must not find them.
     """
     at = 0
     for part in rows:

@@ -162,14 +162,16 @@ class Cache:
         await self.sessions.expire_due()
 
     async def close(self) -> None:
-        """Flush every session and wait for all moves. What cannot be flushed is lost, as its durability says.
+        """Flush every session and wait for all moves.
+
+        State that cannot be flushed is lost, as its durability says.
 
         So is what SSD has no free room for and is not worth its place there, the best kept first. Raises the
         first failure when everything else is done.
         """
         dirty = self._worth_keeping()
         results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)
-        # What is being flushed makes no room for others: those that found none go one by one.
+        # A flush under way makes no room for others: sessions that found none are flushed one by one.
         again = [s for s, result in results.items() if isinstance(result, CapacityExceeded)]
         results |= await self._flush_all(again, at_a_time=1)
         saved = await asyncio.gather(self.sessions.save_access_times(is_last=True), return_exceptions=True)

@@ -111,7 +111,7 @@ class Reservation:
         return found
 
     def sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
-        """What a writer says of tokens: one checksum per stream for each cut. Raises InvalidArgument."""
+        """A writer's checksums of tokens: one per stream for each cut. Raises InvalidArgument."""
         width = len(self.session.layout.specs)
         if len(given) != len(cuts) * width:
             problem = f"{len(given)} are not {len(cuts)} runs of {width} streams"
@@ -124,7 +124,7 @@ class Reservation:
         return said
 
     def joint_sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
-        """What a writer says of tokens: one checksum for each. Raises InvalidArgument."""
+        """A writer's checksums of tokens: one for each. Raises InvalidArgument."""
         token_count = sum(end - begin for _, begin, end in cuts)
         if len(given) != token_count:
             problem = f"{len(given)} are not one for each of {token_count} tokens"
@@ -573,7 +573,7 @@ class Appends:
             if is_short:
                 self._staging.unstage(segment)
             if is_short and segment.layout is not session.layout:
-                # What grows token by token is written again and again: it is never a long one.
+                # A segment that grows token by token is written many times, so it is never a long one.
                 self._ledger.closed([segment])
             if is_abandoned:
                 self._ledger.closed([segment])
@@ -646,7 +646,7 @@ class Appends:
         *,
         is_joint: bool,
     ) -> list[tuple[Segment, Sums]]:
-        """What was said of tokens, or added up as they were placed.
+        """The tokens' checksums, as the writer gave them or as they were added up during placement.
 
         Raises InvalidArgument, ChecksumMismatch.
         """
@@ -678,7 +678,10 @@ class Appends:
         self._open[self._last_id] = reservation
 
     def _new_bytes(self, reservation: Reservation, token_count: int) -> int:
-        """What room for so many more tokens adds to what may become dirty. Raises ReservationNotFound."""
+        """The bytes that room for this many more tokens adds to the dirty bound.
+
+        Raises ReservationNotFound.
+        """
         self._check_open(reservation)
         needed = reservation.needed(token_count)
         last, _ = reservation.last()
@@ -779,7 +782,7 @@ class Appends:
             self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
             taken_bytes = self._ledger.claimed(segment)
             if reservation.promised_bytes:
-                # What was promised is taken.
+                # The promised bytes are taken.
                 self._ledger.promised(reservation.session.tenant, -taken_bytes)
                 reservation.promised_bytes -= taken_bytes
             reservation.runs.append(Run(segment, row, row_end, reservation.end))

@@ -49,7 +49,7 @@ BLOCKS_AT_A_TIME = 64
 
 
 class BlockState(Enum):
-    """What is there of a block."""
+    """How much of a block the store has."""
 
     MISS = "miss"
     PENDING = "pending"
@@ -58,7 +58,7 @@ class BlockState(Enum):
 
 
 class FoundBlock(NamedTuple):
-    """What a look-up says of one key. `part_bytes` are empty for a miss."""
+    """The answer of a look-up for one key. `part_bytes` are empty for a miss."""
 
     state: BlockState
     part_bytes: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What came of asking for room: HIT, PENDING (others have these parts), or where the parts belong.
+    """The answer to a request for room: HIT, PENDING (another writer has these parts), or the parts' places.
 
     `reservation_id` is 0 where there is nothing to write. `offsets_bytes`: in the arena, of the parts asked
     for.
@@ -142,7 +142,7 @@ class Blocks:
     # -- look ----------------------------------------------------------------------------------------
 
     def look_up(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[FoundBlock]:
-        """What is there under these keys, in their order. Counts as no access."""
+        """The blocks under these keys, in their order. Counts as no access."""
         now_ns = self._state.clock.now_ns()
         return [self._look(tenant, space, key, now_ns) for key in keys]
 
@@ -321,7 +321,7 @@ class Blocks:
         return self._leases.tokens.hold(tenant, list(map(held.get, range(len(keys)))), ttl_ns=ttl_ns)
 
     def leased(self, tenant: str, token: bytes) -> TokenLease:
-        """What a token of the tenant holds, for any of its connections.
+        """The leases behind a token of the tenant, for any of its connections.
 
         Raises LeaseNotFound, InvalidArgument (it holds a prefix).
         """
@@ -350,7 +350,7 @@ class Blocks:
     # -- delete --------------------------------------------------------------------------------------
 
     async def delete(self, tenant: str, space: bytes, keys: Sequence[bytes]) -> int:
-        """Delete the blocks that are there; returns how many. What is leased is read on.
+        """Delete the blocks that are there; returns how many. Leased blocks stay readable.
 
         Raises WriteInProgress where one is being written: then none is deleted; TierFailure.
         """

@@ -34,7 +34,7 @@ QUEUE_LENGTH = 256
 
 
 class Pins(Budget):
-    """What leases, or reservations, keep in the arena: a budget that callers may wait for.
+    """The bytes that leases, or reservations, keep in the arena: a budget that callers may wait for.
 
     Owned by the event loop.
     """
@@ -158,7 +158,8 @@ class MemoryRoom:
     def take_all(self, sizes_bytes: Sequence[int], plain_bytes: int, tenant: str) -> list[Slot] | None:
         """Slots of these sizes that are free, or that something clean gave back.
 
-        None, and none is taken, where there are fewer. Of those above `plain_bytes`: see `take_long`.
+        None, and none is taken, where there are fewer. Slots above `plain_bytes` are long ones: see
+        `take_long`.
         """
         slots: list[Slot] = []
         for size_bytes in sizes_bytes:
@@ -412,13 +413,13 @@ class DirtyBound:
         limit_bytes, needed_bytes = self._limit_bytes(), request.needed_bytes
         free_bytes = max(limit_bytes - self._ledger.claimed_bytes, 0)
         if not self._is_first(request):
-            # What is free is for those that come first.
+            # Free room is for requests that came first.
             free_bytes = 0
         return CapacityExceeded(
             f"DRAM: {needed_bytes} B needed, {free_bytes} B may be written before SSD has more of it",
             tier="DRAM",
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
-            # What is larger goes when it is alone.
+            # A larger request is let through when it is alone.
             limit_bytes=limit_bytes if needed_bytes <= limit_bytes else self._ledger.memory.capacity_bytes,
         )

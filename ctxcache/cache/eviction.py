@@ -135,7 +135,7 @@ class Departures:
 
 
 class SsdRoom:
-    """Who makes room on SSD. Owned by the event loop."""
+    """Makes room on SSD. Owned by the event loop."""
 
     def __init__(
         self,
@@ -246,10 +246,12 @@ class SsdRoom:
 
 
 def record_of(session: Session) -> SessionRecord:
-    """What of a session is written down: positions below `recorded_end` and the segments that hold them.
+    """The part of a session that its record holds.
 
-    What is withheld is written down as well, with the generation that the session has when it is shown again:
-    its path may be back after a restart.
+    Positions below `recorded_end` and the segments that hold them.
+
+    A withheld session is written down as well, with the generation that the session has when it is shown
+    again: its path may be back after a restart.
     """
     end = session.recorded_end
     live = ranges.normalise([*session.live, *session.withheld]) if session.withheld else session.live

@@ -76,7 +76,7 @@ class Staging:
 
     @property
     def written(self) -> Iterator[Written]:
-        """What has a slot on SSD that no record names; exact while no move is under way."""
+        """Segments with a slot on SSD that no record names; exact while no move is under way."""
         return (item.written for item in self._staged.values() if item.written)
 
     def stage(self, session: Session, segments: Iterable[Segment]) -> None:
@@ -127,7 +127,7 @@ class Staging:
         return staged is not None and not staged.is_done
 
     def take(self, session: Session, segment: Segment, row_count: int) -> Staged:
-        """What is staged of a segment, from now on the caller's own; begun now if need be."""
+        """The staged copy of a segment, from now on the caller's own; begun now if need be."""
         staged = self._staged.get(segment)
         if staged is None or staged.row_count != row_count:
             return self.start(session, segment, row_count, is_urgent=True)
@@ -268,7 +268,7 @@ class Flushing:
                 self._ledger.dropped(segment)
 
     def lock(self, session: Session) -> asyncio.Lock:
-        """What every flush of a session holds."""
+        """The lock that every flush of a session holds."""
         return self._locks.setdefault(session.uid, asyncio.Lock())
 
     async def wait_for_one(self) -> bool:

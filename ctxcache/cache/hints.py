@@ -28,7 +28,7 @@ NOBODY = ""
 
 
 class _Waiting(Queue):
-    """What was deferred of one tenant's sessions."""
+    """The deferred hints of one tenant's sessions."""
 
     def __init__(self, tenant: str, deferred: "Deferred") -> None:
         super().__init__(tenant, NOBODY)
@@ -106,7 +106,7 @@ DEFERRED_LIMIT_NS = 600 * SECOND_NS
 
 
 class Action(enum.Enum):
-    """What a hint asks for."""
+    """The request of a hint."""
 
     SHARE = "share"
     PREFETCH = "prefetch"
@@ -118,7 +118,7 @@ class Action(enum.Enum):
 
 
 class HintVerdict(enum.Enum):
-    """What came of a hint."""
+    """The outcome of a hint, by its name."""
 
     ACCEPTED = "accepted"
     CLIPPED = "clipped"
@@ -145,7 +145,10 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class HintAnswer:
-    """What came of a hint. `until_ns`, monotonic: when what was granted ends; None for what does not last."""
+    """The outcome of a hint.
+
+    `until_ns`, monotonic: when what was granted ends; None for what does not last.
+    """
 
     outcome: HintVerdict
     reason: str = ""
@@ -193,7 +196,7 @@ class Hints:
         return self._note(hint, session)
 
     def _note(self, hint: Hint, session: Session) -> HintAnswer:
-        """What moves nothing now."""
+        """Note a hint that moves nothing now."""
         match hint.action:
             case Action.EXPECT:
                 self._expect(hint, session)
@@ -251,7 +254,7 @@ class Hints:
         reason = NO_ROOM if session.is_idle else IN_USE
         now_ns = self._state.clock.monotonic_ns()
         until_ns = now_ns + min(hint.ttl_ns, DEFERRED_LIMIT_NS)
-        # What waits comes as a whole, and whoever uses a session brings it himself.
+        # A waiting session is promoted as a whole; a reader promotes the parts that it uses.
         is_for_all = hint.budget_bytes is None and hint.end is None and self._has_place(session)
         if session.is_idle and is_for_all and _promotes_ahead(self._ledger.placement.policy):
             try:

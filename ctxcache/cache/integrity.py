@@ -16,7 +16,7 @@ from ctxcache.format.checksums import covers
 
 
 def check_integrity(cache: Cache) -> list[str]:
-    """What does not add up, one sentence each; empty when all is well."""
+    """The contradictions found, one sentence each; empty when all is well."""
     holders = Counter(s for holder in (cache.leases, cache.appends) for s in holder.held())
     known = {*cache.ledger.segments(), *holders}
     return [

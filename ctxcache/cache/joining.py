@@ -4,8 +4,8 @@
       copied and verified in memory ──► written below, synced ──► one record: 4,096 | ... | tail
                                                                       └──► the short ones' slots given back
 
-What grows token by token lies in segments of 64 tokens, and what many short appends bring in segments of few
-hundreds. A lease, a fork and a record take a step for each. Only sessions of many segments are joined: the
+A session that grows token by token lies in segments of 64 tokens; many short appends make segments of a few
+hundred. A lease, a fork and a record take a step for each. Only sessions of many segments are joined: the
 others cost little, and a row of a joined segment is written twice, within the bound of all that is written
 unasked. Readers keep what they hold. Where memory or SSD has no room in one piece, and where other sessions
 list a segment, all stays as it is.
@@ -78,7 +78,7 @@ class Joining:
         for part in parts:
             self._ledger.held(part)
         try:
-            # What is held does not leave for it.
+            # Nobody waits for room here: a held slot is not freed for a join.
             slot = self._memory_room.take_long(longest.size_bytes, session.tenant)
             if slot is None:
                 return False

@@ -25,11 +25,11 @@ from ctxcache.runtime.spans import current_trace_id
 
 Fact: TypeAlias = "int | str | bool | Sequence[int]"
 LIMIT = 1 << 16
-"""What waits to be taken at most: some 40 MB."""
+"""The most entries that wait to be taken: some 40 MB."""
 
 
 class Call(enum.Enum):
-    """What was asked; from EXPIRE on what the store did by itself."""
+    """The call; from EXPIRE on, an act of the store itself."""
 
     OPEN = "open"
     RESERVE = "reserve"
@@ -80,7 +80,7 @@ class Listening:
             self._lost_count += 1
 
     def take(self) -> tuple[list[Heard], int]:
-        """What was heard since the last time, and how much of what followed is lost."""
+        """The calls since the last time, and how many later ones were lost."""
         taken = self._heard, self._lost_count
         self._heard, self._lost_count = [], 0
         return taken
@@ -99,7 +99,7 @@ EVENTS = {
     "DEADLINE_EXCEEDED": Event.TIMEOUT,
     "TIER_FAILURE": Event.DEVICE,
 }
-"""What a failed access was, by its error's reason; the others say that the caller was mistaken."""
+"""The sort of a failed access, by its error's reason; other reasons mean a mistaken caller."""
 RESULTS = (
     HIT,
     EMPTY,
@@ -120,7 +120,7 @@ _CALLS = {
     Event.CORRUPT: Call.CUT,
     Event.DEVICE_LOST: Call.CUT,
 }
-"""What took tokens, by what happened."""
+"""Events that take tokens from a session."""
 _ASKED = {LOOKUP: Call.LOOKUP, READ: Call.READ}
 
 
@@ -134,7 +134,7 @@ class Journal:
         self.requests = Requests()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.listening: Listening | None = None
-        """Who records what is heard, while somebody does."""
+        """The recording under way, if there is one."""
 
     def did(self, call: Call, session: Session | SessionView, **facts: Fact) -> None:
         """Something was asked of a session that is there, or done to it."""

@@ -3,7 +3,7 @@
     ReadRequest ──► ReadPlan: pieces of segments ──► pinned, held ──► promoted ──► Lease ──► released
 
 A lease holds its segments: neither eviction nor truncation nor deletion takes the bytes away before the lease
-ends. What does not fit into DRAM can still be read as a stream, chunk by chunk.
+ends. A session that does not fit into DRAM can still be read as a stream, chunk by chunk.
 """
 
 import mmap
@@ -43,7 +43,7 @@ from ctxcache.format.streams import StateKind, Stream, StreamRange
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What a reader asks for: tokens `[begin, end)`, `end` None for all, of a session of that model.
+    """The request of a reader: tokens `[begin, end)`, `end` None for all, of a session of that model.
 
     `client` is whose share of the arena the rows are counted in. `leaves_on_ssd`: what is not in DRAM is read
     where it lies. `is_summed`: the answer says what its rows must be. `is_rechecked`: what is in DRAM is
@@ -63,7 +63,7 @@ class ReadRequest:
 
 
 class ReadPlan:
-    """What a request means for the session as it is now; to be looked at again after every await."""
+    """A request, resolved against the session as it is now; to be looked at again after every await."""
 
     now_ns: int
     """When it was looked at, in the store's time."""
@@ -223,7 +223,7 @@ TOKEN_TTL_LIMIT_NS = LEASE_LIFETIME_NS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLease:
-    """What a token names: leases of blocks, one for each key that is there and None for the others.
+    """The leases behind a token, one for each key that is there and None for the others.
 
     Or, of a prefix, the one lease of its rows.
     """
@@ -260,7 +260,7 @@ class TokenLeases:
         return found
 
     def find(self, tenant: str, token: bytes) -> TokenLease:
-        """What a token of the tenant names, for any of its connections. Raises LeaseNotFound."""
+        """The leases behind a token of the tenant, for any of its connections. Raises LeaseNotFound."""
         found = self._held.get(token)
         if found is None or found.tenant != tenant or not self._is_held(found):
             raise LeaseNotFound(lease_id=token.hex())
@@ -658,7 +658,7 @@ class Leases:
 
     async def _rows(self, lease: Lease, streams: Sequence[Stream]) -> AsyncIterator[Rows]:
         bounce = Bounce()
-        # What is in DRAM stays where it is as long as the lease holds it.
+        # A segment in DRAM stays in its slot as long as the lease holds it.
         views: dict[int, memoryview] = {}
         for stream in streams:
             for piece in lease.pieces:
@@ -724,7 +724,10 @@ class Bounce:
 
 
 def _check_there(piece: Piece) -> Sums:
-    """What a held piece's segment must be. Raises CorruptSegment where it ends before the piece by now."""
+    """The checksums of a held piece's segment.
+
+    Raises CorruptSegment where it ends before the piece by now.
+    """
     segment = piece.segment
     if piece.row_end > segment.row_count:
         raise CorruptSegment(segment_id=segment.segment_id, problem="its last rows were lost")

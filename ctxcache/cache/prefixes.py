@@ -44,7 +44,7 @@ SESSIONS_PER_LOOK = 64
 
 
 class Found(Enum):
-    """What a match found."""
+    """The outcome of a match."""
 
     MISS = "miss"
     HIT = "hit"
@@ -74,12 +74,12 @@ class Match:
     shortfall: Shortfall | None = Shortfall.NOT_STORED
     """None where all tokens were found."""
     lease: TokenLease | None = None
-    """What holds the tokens, where that was asked for."""
+    """The lease that holds the tokens, where one was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """What several sessions begin with, one of which is named."""
+    """A prefix of several sessions, one of which is named."""
 
     session_name: str
     key: bytes
@@ -160,7 +160,7 @@ class Prefixes:
             if holder is None or lease is not None:
                 break
             lease = await self._held(*holder, ttl_ns=lease_ttl_ns)
-            # What others did meanwhile may have changed it.
+            # Other calls may have changed the session meanwhile.
             holder = holder if lease else self._holder(scope, keys, is_proven=isinstance(asked, bytes))
         asked_count, known_count = _token_count(asked), len(keys) * BLOCK_TOKENS
         if holder is None:

@@ -29,7 +29,7 @@ JOBS_PER_SLICE = 32
 
 
 class Change(enum.Flag):
-    """What happened to a session."""
+    """A change of a session."""
 
     PROMOTED = enum.auto()
     DEMOTED = enum.auto()
@@ -64,7 +64,7 @@ class Queue:
 
     def promoted(self, uid: bytes) -> None:
         """See Watcher."""
-        # What is in DRAM now may have left it before.
+        # A segment that is in DRAM now may have left it before.
         self._tell(uid, Change.PROMOTED, instead_of=Change.DEMOTED)
 
     def demoted(self, uid: bytes) -> None:

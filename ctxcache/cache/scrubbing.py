@@ -138,7 +138,7 @@ class Mending:
                 await self._shorten(segment, restored)
                 raise CorruptSegment(segment_id=segment.segment_id, problem=found)
             else:
-                # What SSD has is right, and served as soon as this slot is out of use.
+                # SSD has the right bytes, and they are served as soon as this slot is out of use.
                 self._ledger.spoiled(segment)
                 problem = f"{found}, and memory does not keep it"
                 raise CorruptSegment(segment_id=segment.segment_id, problem=problem)

@@ -48,7 +48,7 @@ class Written:
     slot: Slot
     row_count: int
     known: tuple[Sums, ...] = ()
-    """What its writers said of the rows."""
+    """The writers' checksums of the rows."""
     values: tuple[int, ...] = ()
     header_checksum: int = 0
 
@@ -116,7 +116,7 @@ class SegmentIO:
     async def join(self, parts: Sequence[Segment], whole: Segment) -> str:
         """Copy the rows of full segments in DRAM, one behind the other, into the slot of one that has none.
 
-        What is wrong with them, empty if nothing is.
+        The damage found, empty if there is none.
         """
         sources = [(part.layout, self.view(part), part.settled.values) for part in parts]
         loop = asyncio.get_running_loop()
@@ -144,7 +144,7 @@ class SegmentIO:
     async def settle(self, segment: Segment) -> str:
         """Make one sum per stream of all committed rows of a segment in DRAM.
 
-        What is wrong with it, empty if nothing is.
+        The damage found, empty if there is none.
         """
         view, row_count = self.view(segment), segment.row_count
         known = sums_of(segment, row_count)
@@ -190,7 +190,7 @@ class SegmentIO:
 
     @property
     def arena_path(self) -> str:
-        """What the arena is called."""
+        """The arena's path."""
         return self._arena.paths[0]
 
     def path_of(self, slot: Slot) -> str:
@@ -232,7 +232,7 @@ def _sums_of_part(part: memoryview, whole: memoryview) -> tuple[int, int]:
 
 
 def sums_of(segment: Segment, row_count: int) -> tuple[Sums, ...]:
-    """What is known of a segment's first rows, and of what goes on behind them.
+    """The known checksums of a segment's first rows, and of the rows behind them.
 
     Raises CorruptSegment for a gap.
     """
@@ -301,7 +301,7 @@ def _pieces(layout: SegmentLayout, row_count: int) -> list[Range]:
 def _seal(item: Written, view: memoryview) -> memoryview:
     """The slot as it is to be written: header, rows, and zeros in the rest of their pages.
 
-    What else lies in the arena's slot is another session's past, or a writer's rows to come. Only a
+    The rest of the arena's slot holds another session's past, or a writer's rows to come. Only a
     segment that is still short is copied to leave it out, and of the copy only what is copied takes memory.
     Raises CorruptSegment: what changed since it was received is never made durable as right.
     """
@@ -353,7 +353,7 @@ def _joined(
 
 
 def _bound(segment: Segment, row_count: int, values: tuple[int, ...]) -> tuple[int, ...]:
-    """What the header of a segment's first rows has of each chunk."""
+    """The checksums that a header has of each chunk, for a segment's first rows."""
     return bound_checksums(segment.identity(row_count).seed(), segment.layout, values)
 
 
@@ -366,7 +366,7 @@ def _checked_header(segment: Segment, data: memoryview) -> SegmentHeader:
     try:
         header = decode_header(data)
     except CorruptSegment as error:
-        # What damaged bytes say of themselves names anybody: the one at fault is the one asked for.
+        # Damaged bytes may name any segment: the one at fault is the one asked for.
         raise CorruptSegment(segment_id=segment.segment_id, problem=error.facts["problem"]) from error
     if header_checksum(bytes(data)) != segment.header_checksum:
         problem = "its header is not the one recorded"

@@ -48,7 +48,7 @@ One session at least.
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What a lookup found: `reason` is empty for a hit. Without a layout there is no such session.
+    """The answer of a look-up: `reason` is empty for a hit. Without a layout there is no such session.
 
     Not a SessionView: an engine looks up hundreds at a time, and asks for these facts alone.
     """
@@ -188,7 +188,7 @@ class Sessions:
         dropped: Ranges,
         furthest: ranges.Range | None = None,
     ) -> SessionView:
-        """Drop tokens by index. What drops nothing changes nothing.
+        """Drop tokens by index. A truncation that drops nothing changes nothing.
 
         `furthest`: the range that must lie within the session for all of them to do, where `dropped` are in
         order.
@@ -233,7 +233,7 @@ class Sessions:
     ) -> SessionView:
         """Create a session that shares the source's first tokens, which are made durable first.
 
-        What takes long is done at `pace`, and changes nothing that anybody sees: the fork is of the source as
+        Long work is done at `pace`, and changes nothing that a caller sees: the fork is of the source as
         that is at the end. Raises SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress,
         TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
         """
@@ -250,7 +250,7 @@ class Sessions:
                 counted = await self._make_shareable(source, ranges.select(source.live, 0, kept), pace)
             else:
                 break
-            # What was checked may have changed, and a writer that goes on would be waited for for ever.
+            # The checked state may have changed; waiting for a writer that goes on could last for ever.
             source, kept = self._forkable(tenant, session_id, generation, token_count)
         fork = self._blank(
             tenant,
@@ -272,7 +272,7 @@ class Sessions:
             if len(fork.segments) == len(source.segments):
                 source.residence.take_count(counted)
         self._check_fragments(source, fork.live, fork.log_end)
-        # What is shared grows no more: both logs go on behind it.
+        # A shared segment grows no more: both logs go on behind it.
         self._ledger.closed(fork.segments)
         self._ledger.touched(source, self._state.clock.now_ns())
         return await self._admit(fork, source)
@@ -378,7 +378,7 @@ class Sessions:
             await asyncio.sleep(0)
 
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Lookup:
-        """What could be restored of a session, without side effects. Never raises."""
+        """The part of a session that could be restored, without side effects. Never raises."""
         try:
             session = self._ledger.find(tenant, session_id)
             session.check_fingerprint(fingerprint)
@@ -430,7 +430,7 @@ class Sessions:
             raise PositionsNotRelocatable(model=f"models/{session.model_id}")
 
     def _check_fragments(self, session: Session, live: Ranges, log_end: int) -> None:
-        """What has more than it may, from a time of other limits, must not get more still."""
+        """A session over a limit that was lowered since must not get more fragments."""
         limit, count = self._state.limits.fragment_count, ranges.fragment_count(live, log_end)
         if count > max(limit, ranges.fragment_count(session.live, session.log_end)):
             raise SessionTooFragmented(session=session.name, fragment_count=count, limit=limit)

@@ -36,7 +36,7 @@ GENERATION_BITS = 32
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the start."""
+    """Counts since the start."""
 
     appended_token_count: int = 0
     read_token_count: int = 0
