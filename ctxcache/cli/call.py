@@ -125,7 +125,7 @@ def print_list(noun: str, facts: Sequence[object], *, has_more: bool, output: Ou
 
 WATCH_INTERVAL_S = 2.0
 CLEAR = "\x1b[H\x1b[2J"
-"""What empties a terminal."""
+"""Escape codes that empty a terminal."""
 SYSTEM = "system"
 """The machine's own authorities, as --tls-ca names them."""
 
@@ -202,7 +202,7 @@ def watched_of_tenant(function: Callable[Concatenate[CliCall, P], None]) -> Call
 
 
 def _tls(credentials: Credentials) -> "ClientTls | None":
-    """What the client takes; None for plaintext."""
+    """The client's TLS; None for plaintext."""
     if credentials.ca is None and credentials.certificate is None:
         return None
     ca = None if credentials.ca in (None, SYSTEM) else Path(credentials.ca)

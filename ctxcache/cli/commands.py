@@ -91,7 +91,7 @@ OURS = ("ctxcache", "gpu_worker")
 LAB = "ctxcache-lab"
 """The distribution that measures and shows this one. A clone has it in `lab/`; no wheel of ours holds it."""
 LAB_COMMANDS = {"bench": "./lab[bench]", "demo": "./lab[demo]", "trace.replay": "./lab"}
-"""What LAB registers, and what to install for each.
+"""The commands that LAB registers, each with the distribution to install.
 
 They are listed without it too, and then say how to get it.
 """
@@ -177,7 +177,10 @@ def _run(entry_point: EntryPoint, context: typer.Context) -> None:
 
 
 def _requirement(entry_point: EntryPoint) -> str:
-    """What brings a plugin's needs: the extra of its name, of the distribution that registers it."""
+    """The requirement that installs a plugin's needs.
+
+    The extra of its name, of the distribution that registers it.
+    """
     distribution = entry_point.dist.name if entry_point.dist else "ctxcache"
     extra = f"{distribution}[{entry_point.name}]"
     return f"'{LAB_COMMANDS.get(entry_point.name, extra) if distribution == LAB else extra}'"

@@ -86,7 +86,7 @@ def reload(call: CliCall) -> None:
 
 
 def doubts(settings: Settings) -> list[str]:
-    """What is allowed and seldom meant."""
+    """Settings that are allowed and seldom meant."""
     found = []
     if settings.insecure_listen:
         found.append("insecure_listen: whoever reaches the port may do everything")

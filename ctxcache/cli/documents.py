@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
-"""What JSON has."""
+"""The values that JSON has."""
 
 INDENT = "  "
 NO_NAMES = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
-"""What some YAML readers take for something else, in any case."""
+"""Words that some YAML readers take for a boolean or null, in any case."""
 _PAIR = re.compile(r"\\u(d[89ab]..)\\u(d[c-f]..)")
 
 
@@ -43,7 +43,7 @@ def _mapping(document: Mapping[str, Plain]) -> Iterator[str]:
 
 
 def _entry(head: str, value: Plain) -> Iterator[str]:
-    """What stands behind `name:` or `-`."""
+    """The text behind `name:` or `-`."""
     match value:
         case dict() if value:
             first, *rest = _mapping(value)

@@ -18,7 +18,7 @@ from ctxcache.errors import CacheError
 
 
 class ExitCode(enum.IntEnum):
-    """What the process ends with. Numbers are never given to another meaning."""
+    """The exit code of the process. Numbers are never given to another meaning."""
 
     OK = 0
     INTERNAL = 1
@@ -130,7 +130,7 @@ def sentence(error: CacheError) -> str:
 
 
 def fact(error: CacheError) -> str:
-    """What happened, without what to do."""
+    """The failure in words, without advice."""
     if (
         isinstance(error, errors.CapacityExceeded)
         and {"tier", "needed_bytes", "free_bytes"} <= error.facts.keys()

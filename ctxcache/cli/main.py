@@ -104,7 +104,7 @@ def main() -> None:
         # An error of a file that was opened has its name; an error of what is printed has none.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
-        # What is still to be printed would be tried once more at the end.
+        # Python would try to print the rest once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         _fail(FileFull(path="standard output", problem=os.strerror(error.errno)), output)
 

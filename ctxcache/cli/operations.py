@@ -161,7 +161,7 @@ app.add_typer(faults, name="fault")
 
 
 class FaultWord(enum.StrEnum):
-    """What can go wrong."""
+    """A fault, by its word on the command line."""
 
     READ_DELAY = "read-delay"
     WRITE_DELAY = "write-delay"
@@ -172,7 +172,7 @@ class FaultWord(enum.StrEnum):
 
     @property
     def injected(self) -> InjectedFaultKind:
-        """What the server is asked for."""
+        """The kind that the server is asked for."""
         names = {FaultWord.BIT_FLIP: "SSD_READ_BIT_FLIP", FaultWord.COMMIT_DELAY: "COMMIT_DELAY"}
         return InjectedFaultKind[names.get(self, f"SSD_{self.name}")]
 

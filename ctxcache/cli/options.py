@@ -129,7 +129,7 @@ SHARED_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a command shows to the server, and which authorities it trusts."""
+    """The credentials that a command shows to the server, and the authorities it trusts."""
 
     token_file: Path | None = None
     ca: str | None = None

@@ -322,7 +322,7 @@ app.add_typer(hints, name="hint")
 
 
 class HintWord(enum.StrEnum):
-    """What can be said of a session."""
+    """A hint, by its word on the command line."""
 
     SHARE = "share"
     PREFETCH = "prefetch"

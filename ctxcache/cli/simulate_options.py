@@ -23,7 +23,7 @@ from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user may say, in the order in which --help lists it. A preset decides what is not said."""
+    """The options of the command, in the order of --help. A preset decides what is not said."""
 
     invoked: typer.Context
     model: Annotated[
@@ -311,7 +311,7 @@ class Options:
         return bool(self.hints) or self.slots is not None or self.sweep is not None
 
     def realistic(self) -> Load:
-        """What a server does: DRAM is a cache of SSD, segments of 64 tokens; people who think."""
+        """The behaviour of a server: DRAM is a cache of SSD, segments of 64 tokens; people who think."""
         if self.blocks:
             return Load()
         has_time = self.timed is not False or self.slots is not None
@@ -327,7 +327,7 @@ class Options:
         return _rate(self.arrivals_times, "--arrivals-times")
 
     def live_bytes(self) -> int | None:
-        """What live state is to peak at."""
+        """The peak of live state, in bytes."""
         return None if self.live is None else _size_rate(self.live, "--live")
 
     def chosen(self, known: Sequence[str], usual: Sequence[str]) -> list[str]:

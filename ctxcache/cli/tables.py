@@ -1,4 +1,4 @@
-"""What a server tells, as tables for people: human sizes, times relative to now. Not stable.
+"""A server's answers as tables for people: human sizes, times relative to now. Not stable.
 
 Scripts use JSON.
 
@@ -139,7 +139,7 @@ def tenants_table(tenants: Sequence[TenantStats]) -> RenderableType:
 
 
 def stats_view(stats: StoreStats) -> RenderableType:
-    """What the server holds and has done."""
+    """The server's contents and counts."""
     head = grid(
         ("version", stats.version),
         ("started", when(stats.start_time_ns)),
@@ -233,7 +233,7 @@ def engines_table(engines: Sequence[EngineUse]) -> RenderableType:
 
 
 def hints_table(results: Sequence[HintResult]) -> RenderableType:
-    """What came of hints."""
+    """The outcomes of hints."""
     rows = table("OUTCOME", ">BYTES", "UNTIL", "WHY")
     for result in results:
         until = "-" if result.valid_until_ns is None else when(result.valid_until_ns)
@@ -242,7 +242,7 @@ def hints_table(results: Sequence[HintResult]) -> RenderableType:
 
 
 def prefix_grid(found: PrefixMatch) -> RenderableType:
-    """What sessions have of a prompt."""
+    """The part of a prompt that sessions have."""
     return grid(
         ("state", _word(found.state)),
         ("tokens", f"{found.token_count}, of which {found.dram_token_count} are in DRAM"),
@@ -251,7 +251,7 @@ def prefix_grid(found: PrefixMatch) -> RenderableType:
 
 
 def prefixes_table(prefixes: Sequence[SharedPrefix]) -> RenderableType:
-    """What sessions share, one prefix per line."""
+    """Prefixes that sessions share, one per line."""
     rows = table(">TOKENS", ">SESSIONS", ">SAVED", "ONE OF THEM", "KEY")
     for one in prefixes:
         rows.add_row(

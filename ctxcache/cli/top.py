@@ -85,7 +85,7 @@ class Calls:
 
 
 class Rates:
-    """What happened between two looks; without an earlier one, since the server's start."""
+    """The changes between two looks; without an earlier one, since the server's start."""
 
     def __init__(self, now: Look, before: Look | None) -> None:
         # One that was started anew counts from nothing.

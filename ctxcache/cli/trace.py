@@ -47,7 +47,7 @@ def record(
 ) -> None:
     """Record what the server is asked, without content: no token, no row, no name.
 
-    What is read too slowly is lost, counted, and noted in the file; the server never waits.
+    Calls that are read too slowly are lost, counted, and noted in the file; the server never waits.
     """
     span = parsed(parse_span, duration, "--duration")
     written = RecordedFile()
@@ -100,7 +100,7 @@ def convert(call: CliCall, file: FileArgument, trace: NewFileArgument) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """What reads it knows by its name what it is."""
+    """Readers tell the format from the name."""
     if not path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
         raise typer.BadParameter(f"{path}: its name does not end in .jsonl or .jsonl.gz", param_hint="NEW")
 

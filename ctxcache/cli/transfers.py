@@ -366,7 +366,7 @@ def import_sessions(
 
 
 def _survey(file: str, wishes: ImportWishes, progress: Bar) -> list[ArchivedSession]:
-    """What of a file is wanted. Raises FileDamaged, FormatTooNew, FileUnusable, BadParameter."""
+    """The wanted sessions of a file. Raises FileDamaged, FormatTooNew, FileUnusable, BadParameter."""
     with source(file) as opened:
         progress.begin("verifying", opened.size_bytes)
         contents = survey(opened, lambda count: progress.step("verifying", count, count))

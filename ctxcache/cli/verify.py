@@ -30,7 +30,7 @@ app = typer.Typer()
 
 @dataclass(slots=True)
 class Sum:
-    """What is bad of a session.
+    """The damage of one session.
 
     How much, between which positions of a log, and what is wrong with the first of it.
     """
@@ -77,7 +77,7 @@ def verify(
 ) -> None:
     """Verify every record and every segment, in memory as on SSD; sessions end before what is bad.
 
-    What was bad in memory alone has SSD's bytes again. Exits with 0 when nothing is lost, with 8 when
+    Rows that were bad in memory alone are SSD's again. Exits with 0 when nothing is lost, with 8 when
     something is.
     """
     rate = parsed(parse_size_bytes, rate_limit, "--rate-limit")

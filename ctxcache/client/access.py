@@ -101,7 +101,7 @@ def as_break(failure: CacheError, target: str) -> CacheError:
 
 
 def releases(response: AccessResponse) -> Iterator[Operation]:
-    """What gives back all that an answer holds; its caller is not there any more."""
+    """The operations that give back all that an answer holds; its caller is not there any more."""
     for result in response.results:
         if result.HasField("lease"):
             yield Operation(release_lease=ReleaseLease(lease_id=result.lease.lease_id))

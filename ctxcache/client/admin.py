@@ -71,7 +71,7 @@ class AdminCalls:
         )
 
     def activity(self, *, limit: int = 0) -> Activity:
-        """What goes on; `limit` sessions and tenants at most."""
+        """The server's activity; `limit` sessions and tenants at most."""
         return from_wire(
             Activity,
             self._wire.call(self._wire.admin.GetActivity, operations_pb2.GetActivityRequest(limit=limit)),
@@ -136,7 +136,7 @@ class AdminCalls:
     def record(self, duration: timedelta | None = None) -> Generator[RecordingPart]:
         """Yield what the server is asked, without content, until then; an hour unless said otherwise.
 
-        Whoever ends the iteration ends the recording. Raises TooManyRequests, InvalidArgument.
+        The recording ends with the iteration. Raises TooManyRequests, InvalidArgument.
         """
         request = recording_pb2.RecordRequest(duration=duration_to_wire(duration))
         with self._wire.errors():

@@ -62,7 +62,7 @@ class MappedArena:
 
     @property
     def arena_id(self) -> bytes:
-        """What tells this arena from those of other servers and earlier runs."""
+        """The arena's identity among other servers and earlier runs."""
         return self._arena.arena_id
 
     def writable(self) -> Bytes | None:
@@ -434,7 +434,7 @@ class Verifier:
         for run in self._runs[max(first, 0) :]:
             if run.token_begin >= end:
                 break
-            # What is before and behind the tokens that are asked for is cut off.
+            # Rows before and behind the requested tokens are cut off.
             row_begin = run.row_begin + max(begin - run.token_begin, 0)
             row_end = min(run.row_end, run.row_begin + end - run.token_begin)
             if row_begin < row_end:
@@ -490,7 +490,7 @@ def _check_sums(segment: SegmentLocation, layout: SlotLayout, arena_bytes: int) 
 
 
 def identity_of(session: SessionInfo, segment: SegmentLocation) -> SegmentIdentity:
-    """What a segment's header is bound to. Raises CorruptSegment."""
+    """The identity that a segment's header is bound to. Raises CorruptSegment."""
     try:
         session_uid = bytes.fromhex(segment.session_uid)
     except ValueError as error:

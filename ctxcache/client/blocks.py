@@ -65,7 +65,7 @@ class BlockCalls:
         self._wire, self._routes, self._completions = wire, routes, completions
 
     def look_up(self, space: BlockSpace, keys: Sequence[bytes]) -> list[FoundBlock]:
-        """What is there under each key. Counts as no access. Raises InvalidArgument."""
+        """The block under each key. Counts as no access. Raises InvalidArgument."""
         found: list[FoundBlock] = []
         for some in _batches(keys, KEYS_PER_CALL):
             request = block_pb2.LookupBlocksRequest(space=_space(space), keys=some)
@@ -156,7 +156,7 @@ class BlockCalls:
     def load_async(
         self, space: BlockSpace, keys: Sequence[bytes], into: Sequence[BlockData] | None = None
     ) -> Future[list[list[Array] | None]]:
-        """As `load`, on the client's thread. What is in `into` counts when the future has ended.
+        """As `load`, on the client's thread. `into` holds the rows once the future has ended.
 
         Raises TooManyRequests, Unavailable; what `load` raises is the future's.
         """
@@ -202,7 +202,10 @@ class BlockCalls:
         return _leased(self._attached(), request)
 
     def leased(self, token: bytes) -> "LeasedBlocks":
-        """What a lease of this tenant holds, by its token, whoever made it. Raises LeaseNotFound."""
+        """The blocks of a lease of this tenant, by its token, from any of its clients.
+
+        Raises LeaseNotFound.
+        """
         return _leased(self._attached(), block_pb2.LeaseBlocksRequest(token=token))
 
     def delete(self, space: BlockSpace, keys: Sequence[bytes]) -> int:
@@ -278,7 +281,7 @@ class BlockCalls:
         *,
         recheck: bool,
     ) -> list[list[Array] | None]:
-        """What was loaded of each; `_BAD` for what was not what its writer said."""
+        """The loaded parts of each; `_BAD` for what was not what its writer said."""
         request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys, recheck=recheck)
         with _leased(attachment, request) as leased:
             loaded = [
@@ -339,7 +342,7 @@ class BlockCalls:
 
 
 class BlockSubscription:
-    """What becomes of the blocks of a space. A context manager, iterated by one thread; any may close it."""
+    """The news of a space's blocks. A context manager, iterated by one thread; any may close it."""
 
     def __init__(self, wire: Wire, call: Any) -> None:
         self._wire, self._call = wire, call
@@ -482,7 +485,7 @@ def _put_in_place(
         if commit.parts:
             stream.carry_out(Operation(commit_blocks=commit))
     except BaseException:
-        # What is committed already is not there to be released.
+        # Committed parts are no reservations any more: there is nothing to release.
         with suppress(CacheError):
             stream.send(
                 Operation(release_reservation=ReleaseReservation(reservation_id=room.reservation_id))
@@ -497,7 +500,7 @@ def _received(
     call: Iterable[block_pb2.ReadBlocksResponse],
     targets: Sequence[list[PartMemory] | None],
 ) -> list[list[Array] | None]:
-    """What a stream brings. Raises ChecksumMismatch, InvalidArgument."""
+    """The parts that a stream brings. Raises ChecksumMismatch, InvalidArgument."""
     messages = iter(call)
     first = next(messages, None)
     if first is None or not first.HasField("header"):

@@ -89,14 +89,14 @@ class BulkChannel:
 
     @property
     def target(self) -> str:
-        """What errors name."""
+        """The target that errors name."""
         return self._wire.target
 
     def take(self, *, is_fresh: bool = False) -> Connection:
         """Return a connection for one request. Raises NoBulkChannel, and Unavailable when closed."""
         while not is_fresh and (idle := self._take_idle()) is not None:
             now_s = time.monotonic()
-            # What can be received while nobody has asked for anything is the end.
+            # Without a request under way, only the connection's end can be received.
             if now_s < idle.asked_s + idle.idle_limit_s and not idle.wait(0):
                 idle.asked_s = now_s
                 return idle
@@ -397,7 +397,7 @@ class _Talk:
             self._channel.drop(self._connection)
 
     def broken_contract(self, problem: str) -> CacheError:
-        """What to raise when the server does not keep to the protocol."""
+        """The error to raise when the server breaks the protocol."""
         return CacheError(f"{self._channel.target}: {problem}")
 
     def _check_time(self) -> None:

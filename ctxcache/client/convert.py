@@ -128,7 +128,7 @@ def from_wire(kind: type[T], message: Message) -> T:
 
 
 def to_wire(plain: object) -> Message:
-    """Put a plain type into its message. What `from_wire` read comes out as it was."""
+    """Put a plain type into its message. `to_wire` undoes `from_wire`."""
     kind = type(plain)
     writers = _writers(cast("Hashable", kind))
     return _MESSAGES[kind](
@@ -145,7 +145,7 @@ def document(plain: object) -> dict[str, Any]:
 
     int64 is a number, an enumeration its name, bytes are hexadecimal, times and durations as protobuf's own
     JSON
-    writes them (`2030-01-31T12:00:00Z`, `3600s`). What the server has not told is null.
+    writes them (`2030-01-31T12:00:00Z`, `3600s`). A field that the server left out is null.
     """
     return _document(to_wire(plain))
 
@@ -367,7 +367,7 @@ def _wire_name(name: str) -> str:
 
 
 def _inner(hint: Any) -> Any:
-    """What an annotation is of, without the tuple or the None around it."""
+    """The type inside an annotation's tuple or optional."""
     parts = [part for part in get_args(hint) if part not in (NoneType, Ellipsis)]
     return _inner(parts[0]) if parts else hint
 

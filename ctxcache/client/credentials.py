@@ -1,4 +1,4 @@
-"""What a client shows and asks of a server: TLS certificates, and a token that goes with every call.
+"""A client's side of identity: TLS certificates, and a token that goes with every call.
 
 A token's file is looked at before each call and read again when it changed, so that a new token needs no
 restart. Worst case: the file is gone or empty, and the call raises InvalidConfiguration.
@@ -55,13 +55,13 @@ class ClientTls:
     key: str | Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """What gRPC takes. Raises InvalidConfiguration."""
+        """The credentials in gRPC's type. Raises InvalidConfiguration."""
         return grpc.ssl_channel_credentials(
             _read(self.ca), _read(self.key, is_secret=True), _read(self.certificate)
         )
 
     def context(self) -> ssl.SSLContext:
-        """What a socket takes. Raises InvalidConfiguration."""
+        """The context of a TLS socket. Raises InvalidConfiguration."""
         try:
             _read(self.ca)
             context = ssl.create_default_context(cafile=self.ca)
@@ -149,7 +149,7 @@ class OwnTokenFile:
         return self.metadata()[0][1].removeprefix("Bearer ")
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call says. Raises InvalidConfiguration."""
+        """The metadata of a call. Raises InvalidConfiguration."""
         try:
             status = self._path.stat()
             stamp = (status.st_mtime_ns, status.st_ino, status.st_size)

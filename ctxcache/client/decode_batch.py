@@ -116,7 +116,7 @@ class DecodeBatch:
     def commit(self, durability: Durability = Durability.MEMORY) -> Numbers:
         """Make the step's token visible in every lane's session by one message; returns lanes that have it.
 
-        What fails for one lane is in `failures` afterwards. Raises IncompleteAppend for a stream that was not
+        A lane's failure is in `failures` afterwards. Raises IncompleteAppend for a stream that was not
         written, DeadlineExceeded and Unavailable when it is not known what was committed.
         """
         check_complete(dict.fromkeys(self._written, 1), self._specs, 1)
@@ -139,7 +139,7 @@ class DecodeBatch:
             )
             self._take_commits(first)
         except BaseException:
-            # What the answer would have said is lost: no row has a known place any more.
+            # The answer is lost: no row has a known place any more.
             self.close()
             raise
         self._written.clear()
@@ -227,7 +227,7 @@ class DecodeBatch:
         for failed in answer.failures:
             lane = int(self._lanes[failed.index])
             self.failures[lane] = self._stream.error_of(failed.error)
-            # What has a generation is visible, and not as durable as was asked for.
+            # A session with a generation is visible, and less durable than was asked for.
             self.token_counts[lane] -= not generations[failed.index]
         self._release([int(self._lanes[failed.index]) for failed in answer.failures])
         self.generations[self._lanes] = np.where(generations > 0, generations, self.generations[self._lanes])

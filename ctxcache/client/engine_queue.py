@@ -192,7 +192,7 @@ EVENTS_LIMIT = 1 << 16
 """Sessions whose newest event is kept for whoever takes none; beyond, the oldest is forgotten."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
 FINAL = (EngineTakenOver, InvalidArgument)
-"""What no further try would change."""
+"""Errors that no further try would change."""
 
 
 class _Link:
@@ -283,7 +283,7 @@ class EngineQueue:
             return events
 
     def __iter__(self) -> Iterator[SessionEvent]:
-        """What becomes of sessions, until the queue is closed. Raises why it ended otherwise."""
+        """News of sessions, until the queue is closed. Raises why it ended otherwise."""
         while True:
             try:
                 yield from self.take()
@@ -387,7 +387,7 @@ class EngineQueue:
         return Unavailable(target=self._wire.target, problem="the stream ended")
 
     def _requests(self, link: _Link) -> Iterator[ScheduleRequest]:
-        """What gRPC sends, drawn in a thread of its own: the hello, then what changed."""
+        """The requests that gRPC sends, drawn in a thread of its own: the hello, then what changed."""
         hello = ScheduleRequest(hello=self._hello)
         while True:
             with self._changed:

@@ -106,7 +106,7 @@ class Completions:
                 else:
                     future.set_result(result)
                     del result
-            # What a call holds is given back before the next one is waited for.
+            # A call's result is let go before the next call is waited for.
             del future, call
             self._ended()
 

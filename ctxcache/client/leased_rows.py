@@ -87,7 +87,7 @@ class SsdSlot:
         )
 
     def differs(self, stream: Stream) -> CorruptSegment:
-        """What to raise for rows that are not those of the checksum.
+        """The error to raise for rows that fail their checksum.
 
         Raises what `check` raises: that is no damage.
         """
@@ -267,7 +267,7 @@ class FiledRows(SessionRows):
         self._hold.release_soon()
 
     def _all_runs(self, lease: Lease) -> list[FileRun]:
-        # What leaves a gap, or is no range, is refused as it is in the arena.
+        # A gap, or an invalid range, is refused as it is in the arena.
         spans_of_segments(lease.segments, self.begin, self.end)
         runs = []
         for segment in lease.segments:

@@ -124,7 +124,7 @@ class PrefixCalls:
             attachment.stream.carry_out(Operation(release_blocks=request))
 
     def most_shared(self, *, limit: int = 0) -> list[SharedPrefix]:
-        """What several sessions begin with, most saved bytes first; at most `limit`, by default 50."""
+        """Prefixes of several sessions, most saved bytes first; at most `limit`, by default 50."""
         request = ListSharedPrefixesRequest(page_size=limit)
         found = self._wire.call(self._wire.prefixes.ListSharedPrefixes, request).prefixes
         return [from_wire(SharedPrefix, one) for one in found]

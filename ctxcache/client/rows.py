@@ -51,7 +51,7 @@ class SessionRows(ABC):
     def pieces(self, stream: Stream) -> Sequence[Bytes]:
         """Return a stream's rows in token order as read-only arrays [n, row_bytes], copying nothing.
 
-        What came by stream is verified as it arrives, local rows when their stream is first asked for; a view
+        Streamed rows are verified as they arrive, local rows when their stream is first asked for; a view
         shows what memory has later as well, `array` does not. Raises CorruptSegment (local), ChecksumMismatch
         (remote), InvalidArgument for a stream that is not read.
         """
@@ -67,7 +67,7 @@ class SessionRows(ABC):
     def check(self) -> None:
         """Raise LeaseNotFound if local views no longer show the session's rows.
 
-        Whoever copies out of `pieces` or `chunks` calls it after the copy; `array` does so itself.
+        A caller that copies out of `pieces` or `chunks` calls it after the copy; `array` does so itself.
         """
 
     @abstractmethod

@@ -90,7 +90,7 @@ class SessionCalls:
     ) -> DecodeBatch:
         """Open B sessions of `model`, all of one layout, for appending a token each per step, in place.
 
-        Room is reserved for `room_tokens` steps at a time. What fails for one session is in the batch's
+        Room is reserved for `room_tokens` steps at a time. One session's failure is in the batch's
         `failures`. Use it as a context manager. Raises ModelFingerprintMismatch, InvalidArgument, Unavailable
         (not on the server's host).
         """

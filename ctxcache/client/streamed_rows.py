@@ -67,7 +67,7 @@ class ChunkStream:
         self.header = self._read.header
         self.streams = tuple(streams_from_wire(self.header.streams))
         self.begin, self.end = self.header.range.begin, self.header.range.end
-        # What has not arrived: the first of these from `_next_token` on, the others whole.
+        # The tokens that have not arrived: the first of these from `_next_token` on, the others whole.
         self._missing = deque(self.streams if self.begin < self.end else ())
         self._next_token = self.begin
         self._places: dict[Stream, Bytes] = {}
@@ -215,7 +215,7 @@ class StreamedRows(SessionRows):
             self._check_not_handed_out()
             piece = next(self._arrivals)
             self._kept_counts[piece.stream] += len(piece.rows)
-            # What lies in a buffer of the caller's is the caller's: nobody says that it stays as it is.
+            # Rows in a buffer of the caller's are the caller's: nobody says that it stays as it is.
             if piece.stream not in self._placed:
                 self._kept[piece.stream].append(piece)
 
@@ -301,7 +301,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class _Call(Protocol):
-    """What gRPC returns for a stream of answers."""
+    """A call with a stream of answers, as gRPC returns it."""
 
     def __next__(self) -> ReadMessage: ...
     def cancel(self) -> bool: ...

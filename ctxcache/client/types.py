@@ -122,7 +122,7 @@ class Durability(_Open):
 
 
 class LookupState(_Open):
-    """What a lookup found."""
+    """The state that a look-up found."""
 
     UNSPECIFIED = 0
     """Not said."""
@@ -186,9 +186,12 @@ class SessionInfo:
     ssd_bytes: int = 0
     """Bytes it occupies on SSD, segments shared with forks included."""
     salt: bytes = b""
-    """What the keys of its tokens are made with."""
+    """The salt in the keys of its tokens."""
     contents: tuple[Content, ...] = ()
-    """What lies behind its tokens up to the first that was dropped. Only `sessions.get` tells it."""
+    """The contents behind its tokens, up to the first token that was dropped.
+
+    Only `sessions.get` tells it.
+    """
     whole_token_count: int = 0
     """How many of its first tokens were computed with all tokens before them: those up to the first that was
     dropped. Only `sessions.get` tells it.
@@ -234,7 +237,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class KindAvailability:
-    """What a session holds of one state kind."""
+    """A session's rows of one state kind."""
 
     kind: StateKind = StateKind.TOKENS
     """The kind."""
@@ -246,7 +249,7 @@ class KindAvailability:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """What was found of one session."""
+    """The answer of a look-up for one session."""
 
     name: str = ""
     """Resource name, as asked."""
@@ -264,14 +267,14 @@ class LookupResult:
     dram_token_count: int = 0
     """How many of those lie in DRAM; the others come from SSD."""
     kinds: tuple[KindAvailability, ...] = ()
-    """What is there, by kind."""
+    """The rows that are there, by kind."""
     expire_time_ns: int | None = None
     """When it expires if nobody accesses it before."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """What several sessions begin with: segments that all of them list."""
+    """A prefix of several sessions: segments that all of them list."""
 
     session: str = ""
     """A session that begins so, `sessions/{session_id}`."""
@@ -287,7 +290,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What was found of a prompt's first tokens."""
+    """The longest prefix of a prompt that was found."""
 
     state: LookupState = LookupState.UNSPECIFIED
     """HIT where it can be adopted at once. PENDING where memory alone has some of it: an adoption writes it
@@ -303,7 +306,7 @@ class PrefixMatch:
     were found.
     """
     lease_token: bytes = b""
-    """What names the lease, 16 bytes; empty where none was asked for, nothing was found, or what was found
+    """The lease's token, 16 bytes; empty where none was asked for, nothing was found, or what was found
     went before it could be held.
     """
     lease_expire_time_ns: int | None = None
@@ -326,7 +329,7 @@ class BlockSpace:
     model_fingerprint: bytes = b""
     """The model's fingerprint, 32 bytes. The model need not be registered."""
     layout_tag: str = ""
-    """What the bytes are, in the engine's words; at most 1024 bytes."""
+    """The layout of the bytes, in the engine's words; at most 1024 bytes."""
     salt: bytes = b""
     """Keeps apart what else is equal: an adapter, a policy's version; at most 64 bytes."""
     parts: tuple[BlockPart, ...] = (BlockPart(),)
@@ -335,7 +338,7 @@ class BlockSpace:
 
 @dataclass(frozen=True, slots=True)
 class FoundBlock:
-    """What a look-up says of one key."""
+    """The answer of a look-up for one key."""
 
     state: LookupState = LookupState.UNSPECIFIED
     """HIT, MISS, or PENDING: somebody writes it."""
@@ -430,7 +433,7 @@ class ModelInfo:
     token), as canonical text or its digest. Up to 4096 bytes.
     """
     probe: ModelProbe | None = None
-    """What it computed of a few tokens, by the engine that sent it first. Unset: nobody did. Not in
+    """The model's output for a few tokens, from the engine that sent it first. Unset: nobody did. Not in
     ListModels.
     """
 
@@ -456,7 +459,7 @@ class ModelInfo:
 
 
 class HintKind(enum.Enum):
-    """What a hint asks for. The value is the name of its field on the wire."""
+    """The request of a hint. The value is the name of its field on the wire."""
 
     SHARE = "share"
     """Make a session durable and closed: a fork of it has nothing to wait for."""
@@ -479,7 +482,7 @@ class HintAction:
     """One hint about one session."""
 
     kind: HintKind
-    """What it asks for."""
+    """The hint's request."""
     session: str
     """Resource name of the session."""
     token_count: int | None = None
@@ -497,7 +500,7 @@ class HintAction:
 
 
 class HintOutcome(_Open):
-    """What came of a hint."""
+    """How a hint ended."""
 
     UNSPECIFIED = 0
     """Not said."""
@@ -515,12 +518,12 @@ class HintOutcome(_Open):
 
 @dataclass(frozen=True, slots=True)
 class HintResult:
-    """What came of one hint."""
+    """The outcome of one hint."""
 
     action_id: str = ""
     """The hint's own id."""
     outcome: HintOutcome = HintOutcome.UNSPECIFIED
-    """What came of it."""
+    """The outcome."""
     reason: str = ""
     """Why it is not accepted: the reason that an error would carry, or BUDGET_EXHAUSTED, TTL_LIMIT,
     NO_ROOM, IN_USE or RANGE_NOT_SUPPORTED. Empty when it is.
@@ -532,7 +535,7 @@ class HintResult:
 
 
 class SessionChange(_Open):
-    """What can happen to a session."""
+    """A sort of change to a session."""
 
     UNSPECIFIED = 0
     """Not said."""
@@ -589,12 +592,12 @@ class SessionReadiness:
 
 @dataclass(frozen=True, slots=True)
 class SessionEvent:
-    """What happened to one session since its last event, and how it stands."""
+    """The changes of one session since its last event, and its state now."""
 
     session: str = ""
     """Resource name."""
     changes: tuple[SessionChange, ...] = ()
-    """What happened; empty for a job that was put."""
+    """The changes; empty for a job that was put."""
     readiness: SessionReadiness | None = None
     """Where its state is."""
 
@@ -640,7 +643,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What the server holds and has done since it started."""
+    """The server's contents, and its counts since it started."""
 
     version: str = ""
     """Version of the server."""
@@ -712,7 +715,7 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """What one tenant has. A segment counts once, however many forks share it."""
+    """One tenant's sessions and bytes. A segment counts once, however many forks share it."""
 
     tenant: str = ""
     """The tenant."""
@@ -737,7 +740,7 @@ class TenantStats:
 
 
 class MissEvent(_Open):
-    """What can happen to a session so that less of it is found than was stored."""
+    """A sort of event after which less of a session is found than was stored."""
 
     UNSPECIFIED = 0
     """Not said."""
@@ -774,7 +777,7 @@ class SessionHappening:
     """An event, as often as it was repeated without another one in between."""
 
     event: MissEvent = MissEvent.UNSPECIFIED
-    """What."""
+    """The sort of event."""
     first_time_ns: int | None = None
     """When it happened first."""
     last_time_ns: int | None = None
@@ -791,14 +794,14 @@ class SessionHappening:
 
 @dataclass(frozen=True, slots=True)
 class RequestMiss:
-    """What a request asked for in vain."""
+    """One miss of a request."""
 
     session: str = ""
     """Resource name of the session."""
     access: str = ""
     """How it asked: `lookup`, `read` or `write`."""
     result: str = ""
-    """What came of it, as the metric `ctxcache_accesses_total` says it."""
+    """The result, in the words of the metric `ctxcache_accesses_total`."""
     time_ns: int | None = None
     """When, the last time."""
     count: int = 0
@@ -831,7 +834,7 @@ class MissReport:
     trace_id: str = ""
     """The trace that was asked for."""
     misses: tuple[RequestMiss, ...] = ()
-    """What its request missed, the oldest first, at most 8. The latest 4096 requests that named their
+    """The misses of its request, the oldest first, at most 8. The latest 4096 requests that named their
     trace and missed are remembered.
     """
     withheld_token_count: int = 0
@@ -854,7 +857,7 @@ class SettingValue:
 
 @dataclass(frozen=True, slots=True)
 class SettingsReload:
-    """What a reload of the settings found."""
+    """The outcome of a reload of the settings."""
 
     changed: tuple[str, ...] = ()
     """Names of the settings that have another value now."""
@@ -881,7 +884,7 @@ class BadSegment:
     offset_bytes: int = 0
     """Where in it the segment begins, in bytes."""
     problem: str = ""
-    """What is wrong, and with which layer, in words."""
+    """The problem in words, with the layer."""
     tier: StorageTier = StorageTier.UNSPECIFIED
     """Which copy."""
     is_mended: bool = False
@@ -1024,7 +1027,7 @@ class TenantActivity:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What goes on.
+    """The server's activity.
 
     Counts are since the start: a caller divides the difference of two by the time between.
     """
@@ -1056,7 +1059,7 @@ class Activity:
     refused_rpc_count: int = 0
     """Rpcs refused because too many ran, or because of a drain."""
     problems: tuple[str, ...] = ()
-    """What somebody should look at, in words, the worst first. Not stable."""
+    """Problems that want attention, in words, the worst first. Not stable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1084,7 +1087,7 @@ class BackupPart:
 
 
 class InjectedFaultKind(_Open):
-    """What can be made to go wrong."""
+    """A sort of fault that can be injected."""
 
     UNSPECIFIED = 0
     """Not said."""
@@ -1097,7 +1100,7 @@ class InjectedFaultKind(_Open):
     SSD_WRITE_ERROR = 4
     """A write of a segment to SSD is refused, with `error_number`."""
     SSD_READ_BIT_FLIP = 5
-    """A read of a segment's rows from SSD gives back one bit that was not written. What SSD has stays as
+    """A read of a segment's rows from SSD gives back one bit that was not written. The bytes on SSD stay as
     it is.
     """
     COMMIT_DELAY = 6
@@ -1111,7 +1114,7 @@ class InjectedFault:
     fault_id: int = 0
     """Its number. Never used again while the server runs."""
     kind: InjectedFaultKind = InjectedFaultKind.UNSPECIFIED
-    """What it does."""
+    """The sort of fault."""
     path: str = ""
     """The one file of the SSD tier that it is of. Empty: every one, or the metadata."""
     delay_ns: int | None = None
@@ -1125,7 +1128,7 @@ class InjectedFault:
 
 
 class RecordedKind(_Open):
-    """What was asked, or what the store did by itself."""
+    """A sort of recorded call, or of an act of the store itself."""
 
     UNSPECIFIED = 0
     """Not said."""
@@ -1197,7 +1200,7 @@ class RecordedStreams:
 
 @dataclass(frozen=True, slots=True)
 class RecordedLayout:
-    """What a token takes in sessions of one kind."""
+    """The bytes of a token in sessions of one kind."""
 
     layout: int = 0
     """Number of it, from 0, of this recording."""
@@ -1220,7 +1223,7 @@ class RecordedCall:
     at_ns: int = 0
     """Nanoseconds since the recording began, by a clock that never goes back."""
     kind: RecordedKind = RecordedKind.UNSPECIFIED
-    """What it was."""
+    """The sort of call."""
     session: int = 0
     """The session: a hash of its tenant and name with a key that nobody has and that no other recording
     uses.

@@ -47,7 +47,7 @@ def trace_parent() -> str:
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...] | None:
-    """What goes with an rpc: `traceparent` and, where there is one, `tracestate`."""
+    """The metadata of an rpc: `traceparent` and, where there is one, `tracestate`."""
     parent = trace_parent()
     if not parent:
         return None
@@ -132,7 +132,7 @@ CHANNEL_OPTIONS = (
 )
 
 ReadMessage: TypeAlias = WireChunk | ReadSessionResponse
-"""What arrives on a read: a chunk around its bytes, or any other message."""
+"""A message of a read: a chunk around its bytes, or any other message."""
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
@@ -142,7 +142,7 @@ def _decode_read(encoded: bytes) -> ReadMessage:
 
 
 class Closable(Protocol):
-    """What has to be closed before the channel is."""
+    """An object to close before the channel."""
 
     def close(self) -> None:
         """End it."""

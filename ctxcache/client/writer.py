@@ -235,7 +235,7 @@ class ReservedWriter(SessionWriter):
         return Operation(mark_written=mark)
 
     def _checksums(self, token_begin: int, token_end: int) -> list[int]:
-        """What is said of tokens: run by run, one checksum per stream. Raises ChecksumMismatch."""
+        """The checksums of tokens: run by run, one checksum per stream. Raises ChecksumMismatch."""
         first = bisect_right(self._runs, token_begin, key=lambda run: run[1])
         return [
             self._tally.value(
@@ -248,7 +248,8 @@ class ReservedWriter(SessionWriter):
 
     def _write(self, stream: Stream, row_begin: int, rows: Bytes) -> None:
         begin = self.write_offset + row_begin
-        # After its end the room may be another session's. What ends during the copy, the commit will say.
+        # After its end the room may be another session's. If the reservation ends during the copy, the commit
+        # says so.
         self._hold.check()
         if row_begin < self._written[stream]:
             self._tally.drop(stream, begin, begin + len(rows), partial(self._slots.rows, stream))
@@ -257,7 +258,7 @@ class ReservedWriter(SessionWriter):
             for i, place in enumerate(room):
                 token = block_begin + i * run_tokens
                 part = rows[token - begin : token - begin + run_tokens]
-                # Of what the caller has, before it is copied: the copy then finds it at hand.
+                # From the caller's rows, before they are copied: the copy then finds it at hand.
                 self._tally.note(stream, token, token + run_tokens, rows_checksum(part.data))
                 np.copyto(place, part)
 

@@ -49,7 +49,7 @@ SECTORS = {5: "reallocated", 197: "pending", 198: "uncorrectable"}
 """Raw counts of an ATA disk's attributes that are 0 on one that is well."""
 REPLACE = "keep writes off it (`ctxcache tier rest PATH`), back up, replace it"
 Document = Mapping[str, Any]
-"""What `smartctl --json` prints; None where it cannot be run."""
+"""The output of `smartctl --json`; None where it cannot be run."""
 
 
 def space(settings: Settings, directory: Path) -> Finding:
@@ -286,7 +286,7 @@ def health(
 
 
 def problems_of(document: Document) -> Iterator[str]:
-    """What is wrong by the disk's own word; nothing where it gives none."""
+    """Faults that the disk reports of itself; nothing where it gives none."""
     if document.get("smart_status", {}).get("passed") is False:
         yield "it fails its own test"
     log = document.get("nvme_smart_health_information_log", {})

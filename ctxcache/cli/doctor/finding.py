@@ -16,7 +16,7 @@ class FindingStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What `name` is like here (`found`), what is used because of it, and how to have better.
+    """The state of `name` here (`found`), the choice that follows from it, and how to improve it.
 
     `failure` is what `ctxcache serve` would end with.
     """

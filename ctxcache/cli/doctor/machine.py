@@ -231,7 +231,7 @@ def clock(source: Path = CLOCK_SOURCE) -> Finding:
 
 
 def odd_settings(doubts: list[str]) -> Finding:
-    """What is allowed and seldom meant."""
+    """Settings that are allowed and seldom meant."""
     if doubts:
         return degraded(
             "settings",
@@ -243,7 +243,7 @@ def odd_settings(doubts: list[str]) -> Finding:
 
 
 def _is_synchronised() -> bool:
-    """What the kernel was told by whoever keeps its clock; true where it does not say."""
+    """The kernel's word on its clock, as the time daemon set it; true where it does not say."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "adjtimex"):
         return True
