@@ -1,4 +1,4 @@
-"""Who hands out slots: free extents of each path, best fit, neighbours merged.
+"""The allocator of slots: free extents of each path, best fit, neighbours merged.
 
 Segments of one model have one size, so freed slots are taken again as they are and fragmentation
 stays low. Every operation takes logarithmic time: free extents lie in bins by size, and a path of C

@@ -20,7 +20,7 @@ MISSES_LIMIT = 8
 
 
 class Event(enum.Enum):
-    """What can happen to a session: less of it is found than was stored, or would have been."""
+    """A sort of event in a session's history: less of it is found than was stored, or would have been."""
 
     EVICTED = "evicted"
     EXPIRED = "expired"
@@ -57,7 +57,7 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What a request asked for in vain.
+    """One miss of a request.
 
     A session, `by` which way, and what came of it, `count` times until `time_ns`.
     """
@@ -107,7 +107,7 @@ class History:
             self._events.popitem(last=False)
 
     def of(self, tenant: str, session_id: str) -> Sequence[Happened]:
-        """What is remembered of a session, the oldest first."""
+        """The remembered events of a session, the oldest first."""
         return self._events.get((tenant, session_id), ())
 
     def end_of(self, tenant: str, session_id: str) -> Event | None:
@@ -116,7 +116,7 @@ class History:
 
 
 class Requests:
-    """What the latest requests missed, of those that name their trace. Owned by the event loop."""
+    """The misses of the latest requests that name their trace. Owned by the event loop."""
 
     def __init__(self, requests_limit: int = REQUESTS_LIMIT) -> None:
         self._requests_limit = requests_limit
@@ -136,5 +136,5 @@ class Requests:
             self._misses.popitem(last=False)
 
     def of(self, tenant: str, trace_id: str) -> Sequence[Miss]:
-        """What is remembered of a request, the oldest first."""
+        """The remembered misses of a request, the oldest first."""
         return self._misses.get((tenant, trace_id), ())

@@ -41,7 +41,9 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Counts, and shares of the arena in (0, 1]. What goes beyond is refused, with a delay to retry after.
+    """Counts, and shares of the arena in (0, 1].
+
+    Requests beyond a limit are refused, with a delay to retry after.
 
     `model_stream_count`: streams of all models together; each takes some hundred bytes. `lease_share`,
     `reservation_share`: of the arena's bytes that all readers, or all writers, may keep from being evicted;
@@ -116,15 +118,15 @@ class Watermarks:
         return free_bytes < self.low * capacity_bytes
 
     def filled_bytes(self, capacity_bytes: int) -> int:
-        """What segments may take while as much is free as shall be."""
+        """The bytes that segments may take while the wanted share stays free."""
         return capacity_bytes - int(self.high * capacity_bytes)
 
     def missing_bytes(self, free_bytes: int, capacity_bytes: int) -> int:
-        """What has to leave until enough is free again; not positive when enough is."""
+        """The bytes that have to leave until enough is free again; not positive when enough is."""
         return int(self.high * capacity_bytes) - free_bytes
 
     def excess_dirty_bytes(self, dirty_bytes: int, capacity_bytes: int) -> int:
-        """What has to be written at once; not positive when nothing has to."""
+        """The bytes that have to be written at once; not positive when nothing has to."""
         return dirty_bytes - int(self.dirty * capacity_bytes)
 
     def limit_bytes(self, capacity_bytes: int) -> int:
@@ -132,7 +134,9 @@ class Watermarks:
         return int(self.dirty_limit * capacity_bytes)
 
     def admits(self, needed_bytes: int, claimed_bytes: int, own_bytes: int, capacity_bytes: int) -> bool:
-        """Whether a writer may claim so much more. What is larger than the bound goes when it is alone.
+        """Whether a writer may claim so much more.
+
+        A request larger than the bound is let through when it is alone.
 
         `own_bytes` of `claimed_bytes` are the writer's own.
         """
@@ -206,7 +210,7 @@ class Budget:
         return self.used_bytes if client.number is None else self._client_bytes[client]
 
     def fits(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> bool:
-        """Whether these may be pinned now, by segment id. What is pinned already needs no room."""
+        """Whether these may be pinned now, by segment id. Pinned segments need no room."""
         new_bytes = 0
         for segment_id, size_bytes in sizes_bytes.items():
             if segment_id not in self._pins:

@@ -136,7 +136,7 @@ DEFAULT_WEIGHT_S = 0.05
 LEAST_BYTES_PER_S = 50.0
 """Where nothing arrives at all: what is 10 TB away has a time that the wire can say."""
 MEMORY_S = 5.0
-"""What arrived so much busy time ago counts for 1/e."""
+"""Bytes that arrived this much busy time ago count for 1/e."""
 
 
 class Throughput:

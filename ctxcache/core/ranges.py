@@ -39,7 +39,7 @@ def whole_count(ranges: Ranges) -> int:
 
 
 def clip(ranges: Ranges, begin: int, end: int) -> Ranges:
-    """What of the ranges lies within `[begin, end)`."""
+    """The parts of the ranges within `[begin, end)`."""
     if begin >= end:
         return ()
     low = bisect_right(ranges, begin, key=lambda item: item[1])
@@ -71,7 +71,7 @@ def normalise(ranges: list[Range]) -> Ranges:
 
 
 def subtract(ranges: Ranges, dropped: Ranges) -> Ranges:
-    """What of the ranges lies in none of `dropped`. Linear in both."""
+    """The parts of the ranges outside `dropped`. Linear in both."""
     kept: list[Range] = []
     i = 0
     for begin, end in ranges:

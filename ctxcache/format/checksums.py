@@ -32,13 +32,16 @@ def rows_checksum(data: Buffer) -> int:
 
 
 def bound_checksum(identity_seed: int, stream: Stream, checksum: int) -> int:
-    """What a header has of a chunk: its rows' checksum, bound to its segment's identity and its stream."""
+    """The checksum of a chunk in a header.
+
+    Its rows' checksum, bound to its segment's identity and its stream.
+    """
     stream_seed = xxh3_64_intdigest(_STREAM.pack(stream.layer, stream.kind), seed=identity_seed)
     return xxh3_64_intdigest(_CHECKSUM.pack(checksum), seed=stream_seed)
 
 
 def bound_checksums(identity_seed: int, layout: SegmentLayout, checksums: Iterable[int]) -> tuple[int, ...]:
-    """What a header has of each chunk of a segment; `checksums` in storage order."""
+    """The checksum of each chunk of a segment in a header; `checksums` in storage order."""
     return tuple(
         bound_checksum(identity_seed, spec.stream, checksum)
         for spec, checksum in zip(layout.specs, checksums, strict=True)
@@ -110,7 +113,7 @@ def settled(
 
 
 def difference(layout: SegmentLayout, view: memoryview, known: Iterable[Sums]) -> str:
-    """What rows of a slot are not what their sums say, in words; empty when all are."""
+    """The rows of a slot that fail their sums, in words; empty when all are."""
     said = list(known)
     return _difference(
         layout, view, (sums for sums in said if not sums.is_joint(layout))
@@ -171,7 +174,7 @@ Rows = Callable[[int, int], Buffer]
 class Tally:
     """Sums of rows that were written and not committed, by stream and token. Used by one thread at a time.
 
-    What is noted by one call lies in one segment. Worst case: rows whose pieces are not what is asked for,
+    The rows noted by one call lie in one segment. Worst case: rows whose pieces are not what is asked for,
     which are read again.
     """
 
@@ -184,7 +187,7 @@ class Tally:
         self._pieces.setdefault(stream, []).append(_Piece(begin, end, value))
 
     def grow(self, stream: Stream, begin: int, end: int, *, is_first: bool) -> xxh3_64:
-        """What is to be fed rows of tokens `[begin, end)`, in order; `is_first`.
+        """The hasher to be fed rows of tokens `[begin, end)`, in order; `is_first`.
 
         A segment's rows begin with them.
         """

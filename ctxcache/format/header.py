@@ -39,7 +39,7 @@ _STREAM_COUNT_LIMIT = 65536
 
 
 class SegmentIdentity(NamedTuple):
-    """What a segment's bytes are bound to.
+    """The identity that a segment's checksums are bound to.
 
     `session_uid` is the session that wrote it (a fork keeps its parent's), `generation` that
     session's when the segment was opened; `[begin, begin + token_count)` are positions in the
@@ -78,7 +78,7 @@ class SegmentIdentity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What a slot says of itself: which segment, whose, its streams and one bound checksum per chunk."""
+    """The header of a slot: which segment, whose, its streams and one bound checksum per chunk."""
 
     segment_id: int
     identity: SegmentIdentity

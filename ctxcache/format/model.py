@@ -63,7 +63,7 @@ class ModelSpec:
         return b"".join(self.encoded_parts())
 
     def encoded_parts(self) -> Iterator[bytes]:
-        """What `encode` returns, some streams at a time: a model may have thousands."""
+        """The bytes of `encode`, some streams at a time: a model may have thousands."""
         names = (item.name for item in fields(self) if item.name not in ("model_id", "streams"))
         yield b"".join((_DOMAIN, *(_item(name, str(getattr(self, name)).encode()) for name in names)))
         streams = sorted(self.streams)
@@ -106,7 +106,7 @@ def decode_model(model_id: str, encoded: bytes) -> ModelSpec:
         )
     except KeyError as error:
         raise ValueError(f"the model has no {error}") from error
-    # What is left out above, comes twice or in another order, or is written in another way.
+    # The encoding leaves a field out, has one twice or in another order, or writes it in another way.
     if found.encode() != encoded or len({spec.stream for spec in found.streams}) < len(found.streams):
         raise ValueError("the model is not written as models are")
     return found
@@ -149,7 +149,7 @@ def _item(tag: str, value: bytes) -> bytes:
 
 
 _STREAM_ITEM = _item("stream", bytes(_SPEC.size))[: -_SPEC.size]
-"""What stands before the value of each stream."""
+"""The bytes before the value of each stream."""
 
 
 def _items(encoded: bytes) -> Iterator[tuple[str, bytes]]:
@@ -206,7 +206,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelProbe:
-    """What a model that computes in `dtype` made of `token_ids`.
+    """The output for `token_ids` of a model that computes in `dtype`.
 
     Groups of `group_size` float32 values, little endian.
     """
@@ -217,7 +217,7 @@ class ModelProbe:
     values: bytes
 
     def problem(self) -> str:
-        """What is wrong with it; empty where nothing is."""
+        """The fault of the probe; empty where nothing is."""
         if self.dtype not in ALLOWED:
             return f"dtype {self.dtype.name} is not one of {', '.join(dtype.name for dtype in ALLOWED)}"
         if not 1 <= len(self.token_ids) <= TOKEN_LIMIT or min(self.token_ids) < 0:

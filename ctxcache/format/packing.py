@@ -126,7 +126,7 @@ DELTAS: Mapping[StateKind, DeltaPacking] = {
 """Of every kind that is a delta between layers. Likewise, none ever changes."""
 LOSSY_KINDS = (*PACKINGS, *DELTAS)
 CHAIN_KINDS = (StateKind.HIDDEN, StateKind.HIDDEN_INT8, StateKind.HIDDEN_INT4, *DELTAS)
-"""What a delta may be added to: the layer below's input, exact, packed, or itself a delta."""
+"""Kinds that a delta may be added to: the layer below's input, exact, packed, or itself a delta."""
 
 
 def packing_of(kind: StateKind) -> Packing | DeltaPacking:
@@ -135,7 +135,7 @@ def packing_of(kind: StateKind) -> Packing | DeltaPacking:
 
 
 def unpacked(kind: StateKind) -> StateKind:
-    """What rows of `kind` are once their elements are wide again."""
+    """The kind of `kind`'s rows once their elements are wide again."""
     if kind in DELTAS:
         return StateKind.HIDDEN
     return PACKINGS[kind].unpacked if kind in PACKINGS else kind

@@ -13,7 +13,7 @@ TOKEN_ROW_BYTES = 4
 
 
 class StateKind(enum.IntEnum):
-    """What the bytes of a row are. Values are those of the wire and of the chunk format."""
+    """The meaning of a row's bytes. Values are those of the wire and of the chunk format."""
 
     TOKENS = 1
     """Token ids, int32 little endian; one stream per session, layer -1, always stored."""
@@ -133,7 +133,7 @@ CONTENTS_LIMIT = 1024
 
 
 class Content(NamedTuple):
-    """What lies behind the tokens `[begin, end)`, such as a picture: its digest, 32 bytes."""
+    """The content behind the tokens `[begin, end)`, such as a picture: its digest, 32 bytes."""
 
     begin: int
     end: int
@@ -141,7 +141,7 @@ class Content(NamedTuple):
 
 
 def contents_within(contents: Iterable[Content], begin: int, end: int) -> tuple[Content, ...]:
-    """What of contents, which are in order, lies within `[begin, end)`.
+    """The parts of contents, which are in order, within `[begin, end)`.
 
     Those that touch and have one digest become one.
     """

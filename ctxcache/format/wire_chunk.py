@@ -55,7 +55,8 @@ def encode_chunk(stream: Stream, token_begin: int, data: Iterable[Buffer], check
 def scan_chunk(message: bytes) -> WireChunk | None:
     """Read a message that `encode_chunk` or protobuf's own serialiser made of a chunk; None for any other.
 
-    What it reads, the protobuf parser reads alike. `message` lives as long as the chunk's data.
+    The protobuf parser reads every message alike that it can read. `message` lives as long as the chunk's
+    data.
     """
     if not message or message[0] != CHUNK_FIELD:
         return None

@@ -25,12 +25,12 @@ KINDS = ("spiffe://", "dns:", "cn:", "uid:")
 SHARED_MEMORY, WRITE_IN_PLACE = "shared-memory", "write-in-place"
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TEMPLATE = re.compile(r"(?:[A-Za-z0-9._-]|\$[1-9])+")
-# What one `*` stands for: never a border of what it is a part of, nor a certificate's own wildcard.
+# The texts that one `*` matches: never a border of what it is a part of, nor a certificate's own wildcard.
 _ANYTHING = {"spiffe://": r"([^/*]+)", "dns:": r"([^.*]+)", "cn:": r"([^*]+)", "uid:": r"([0-9]+)"}
 
 
 class Role(enum.StrEnum):
-    """What a caller may ask for: everything within its tenant, or what concerns the whole server too."""
+    """The rights of a caller: everything within its tenant, or what concerns the whole server too."""
 
     USER = "user"
     OPERATOR = "operator"
@@ -38,7 +38,7 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaGrant:
-    """What a caller is let in as.
+    """The identity and rights that a caller is let in with.
 
     `has_shared_memory`: it may map the arena, where all tenants' bytes lie, to read. `writes_in_place`: to
     write as well.
@@ -50,7 +50,7 @@ class ArenaGrant:
     writes_in_place: bool = False
 
     def words(self) -> list[str]:
-        """What configuration adds to the tenant's name to say it."""
+        """The words that configuration adds to the tenant's name."""
         role = [self.role.value] if self.role is not Role.USER else []
         return role + ([WRITE_IN_PLACE] if self.writes_in_place else [SHARED_MEMORY] * self.has_shared_memory)
 
@@ -73,7 +73,7 @@ class Rule:
             raise ValueError(f"{self.grant.tenant!r} names more parts than {self.subject!r} has")
 
     def apply(self, subject: str) -> ArenaGrant | None:
-        """What the subject is let in as; None where the rule does not speak of it."""
+        """The grant of the subject; None where the rule does not speak of it."""
         match = self._pattern().fullmatch(subject)
         if match is None:
             return None
@@ -100,7 +100,7 @@ def is_tenant(name: str) -> bool:
 def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, ArenaGrant] | None:
     """The first rule's grant that speaks of any of the subjects, with that subject.
 
-    What cannot be printed is nobody.
+    A subject that cannot be printed matches no rule.
     """
     names = [normal(subject) for subject in subjects if subject.isprintable()]
     for rule in rules:
@@ -182,7 +182,7 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a server knows of a token. `digest`: SHA-256 of all of its text."""
+    """A token, as a server knows it. `digest`: SHA-256 of all of its text."""
 
     name: str
     digest: bytes
@@ -199,7 +199,10 @@ def new_secret() -> str:
 
 
 def digest_of(secret: str) -> bytes:
-    """What the file has of a token. Its text is too random to be guessed from that, without salt too."""
+    """The digest of a token, as the file has it.
+
+    Its text is too random to be guessed from that, without salt too.
+    """
     return hashlib.sha256(secret.encode()).digest()
 
 

@@ -1,1 +1,1 @@
-"""What the server shows of itself: metrics and health over HTTP, and how long its event loop stalls."""
+"""The server's observability: metrics and health over HTTP, and how long its event loop stalls."""

@@ -2,8 +2,8 @@
 
 Pure.
 
-A rule waits until it has held for some minutes; a condition does not. What only Prometheus can know is left
-out: CtxcacheDown, CtxcacheRestartsAgainAndAgain; and what asks the operating system.
+A rule waits until it has held for some minutes; a condition does not. Conditions that only Prometheus can
+know are left out: CtxcacheDown, CtxcacheRestartsAgainAndAgain; and what asks the operating system.
 """
 
 from collections.abc import Callable, Iterator

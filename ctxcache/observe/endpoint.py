@@ -26,15 +26,15 @@ POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""What a browser may do with a page: nothing but with files from here."""
+"""The rights of a browser over a page: nothing but with files from here."""
 TEXT = "text/plain; charset=utf-8"
 OPEN_PATHS = frozenset(("/healthz", "/readyz"))
-"""What probes ask, which show no token; one word each."""
+"""The paths of probes, which show no token; one word each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a page says."""
+    """The answer of a page."""
 
     body: bytes
     content_type: str = TEXT
@@ -103,11 +103,11 @@ class Endpoint:
                 head = await reader.readuntil(b"\r\n\r\n")
                 self._silent.pop(task, None)
                 await self._serve(head, writer)
-                # What its peer has not taken yet is the server's to keep until then.
+                # Bytes that the peer has not taken yet stay in the server until then.
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            # Nobody is there to be told.
+            # The peer is gone: there is nobody to answer.
             writer.transport.abort()
         finally:
             self._connections.discard(task)

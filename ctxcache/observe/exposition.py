@@ -340,7 +340,7 @@ def _calls(sources: Sources) -> Iterator[Sample]:
 
 
 def _slow(sources: Sources) -> Iterator[Sample]:
-    """What asks the system, or RocksDB: in a thread."""
+    """Samples that ask the system, or RocksDB: in a thread."""
     for name, value in sources.metadata_properties().items():
         yield Sample(f"ctxcache_rocksdb_{name}", value)
     for of, path in (("data", sources.data_directory), *(("ssd", path) for path in sources.cache.ssd.paths)):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class MetricKind(enum.Enum):
-    """What its values are: ever growing, going up and down, or a distribution."""
+    """The type of a metric's values: ever growing, going up and down, or a distribution."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -25,7 +25,7 @@ class Metric:
     unit: str
     meaning: str
     when_bad: str
-    """What it looks like when something is wrong, and what to do then."""
+    """The values when something is wrong, and the action to take."""
 
 
 @dataclass(frozen=True, slots=True)

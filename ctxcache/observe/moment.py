@@ -99,7 +99,7 @@ KEPT = frozenset(
         "ctxcache_regretted_tokens_total",
     }
 )
-"""What is asked for over time."""
+"""The counters that are asked for over time."""
 Labels = tuple[str, ...]
 Value = float | Distribution
 NOTHING: Mapping[Labels, Value] = {}
@@ -128,11 +128,11 @@ class Moment:
         return {labels: value for labels, value in found.items() if isinstance(value, Distribution)}
 
     def kept(self) -> "Moment":
-        """What is kept of it."""
+        """The part of the moment that is kept."""
         return self._with({name: values for name, values in self._values.items() if name in KEPT})
 
     def since(self, before: "Moment") -> "Moment":
-        """What its counters have grown by; gauges are of no use in it."""
+        """The growth of its counters; gauges are of no use in it."""
         grown: dict[str, dict[Labels, Value]] = {}
         for name in KEPT & self._values.keys():
             earlier = before._values.get(name, NOTHING)  # noqa: SLF001  # its own
@@ -159,12 +159,12 @@ class Ring:
         self._moments.append(moment.kept())
 
     def last(self, now: Moment, minutes: int) -> Moment:
-        """What counters have grown by within the last minutes, or since the start."""
+        """The growth of counters within the last minutes, or since the start."""
         before = list(self._moments)[-minutes:]
         return now.since(before[0]) if before else Moment(())
 
     def by_minute(self, now: Moment) -> list[Moment]:
-        """What they grew by in each minute, the oldest first; the last one has not ended yet."""
+        """Their growth in each minute, the oldest first; the last one has not ended yet."""
         moments = [*self._moments, now][-MINUTES - 1 :]
         return [after.since(before) for before, after in pairwise(moments)]
 
@@ -198,7 +198,7 @@ INTERVAL_S = 60.0
 
 
 class Recording:
-    """What fills the ring. Owned by the event loop."""
+    """The task that fills the ring. Owned by the event loop."""
 
     def __init__(self, read: Callable[[], Moment]) -> None:
         self.read = read

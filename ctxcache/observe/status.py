@@ -62,7 +62,7 @@ async def listed_sessions(cache: Cache) -> SessionList:
     sessions = cache.ledger.newest(SESSIONS_LIMIT)
     for begin in range(0, len(sessions), SLICE):
         for i, session in enumerate(sessions[begin : begin + SLICE], begin):
-            # What forks share counts for each of them, as what it takes to read it does.
+            # Segments that forks share count for each of them, as their reading does.
             _keep(largest, (session.size_bytes, i, session))
             _keep(hottest, (session.heat_at(now_ns), i, session))
         await asyncio.sleep(0)
@@ -125,7 +125,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """What accesses found; the tokens they were given lay in DRAM or on SSD."""
+    """The results of accesses; the tokens they were given lay in DRAM or on SSD."""
 
     access_count: int
     hit_count: int
@@ -147,7 +147,7 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What prompts found by their tokens, in the last hour; `block_count`: engines' blocks, now."""
+    """The share of prompts found by their tokens, in the last hour; `block_count`: engines' blocks, now."""
 
     asked_token_count: int
     found_token_count: int
@@ -171,7 +171,7 @@ class StatusBound:
 
 @dataclass(frozen=True, slots=True)
 class BacklogStatus:
-    """What SSD has not yet."""
+    """The bytes that SSD does not have yet."""
 
     dirty_bytes: int
     claimed_bytes: int
@@ -185,7 +185,7 @@ class BacklogStatus:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """What a tenant has; `limit_bytes` 0: none."""
+    """A tenant's sessions and bytes; `limit_bytes` 0: none."""
 
     name: str
     session_count: int
@@ -237,7 +237,7 @@ def status_of(
     sessions: SessionList | None,
     engines: tuple[Engine, ...] | None,
 ) -> Status:
-    """What is so now. `settings`: those that differ from their default."""
+    """The status now. `settings`: those that differ from their default."""
     ((version, policy),) = now.of("ctxcache_info")
     hour, minutes5 = ring.last(now, MINUTES), ring.last(now, 5)
     start_s = now.one("ctxcache_start_time_seconds")

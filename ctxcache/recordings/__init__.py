@@ -31,7 +31,7 @@ SIZED = frozenset(("open", "append", "fork"))
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a token takes: bytes of a row, and how many neighbouring streams have such rows."""
+    """The bytes of a token: bytes of a row, and how many neighbouring streams have such rows."""
 
     streams: tuple[tuple[int, int], ...]
     segment_bytes: int
@@ -49,7 +49,7 @@ class Before:
 
 @dataclass(slots=True)
 class RecordingContents:
-    """What a recording has."""
+    """The contents of a recording."""
 
     store: Mapping[str, object]
     layouts: dict[int, Layout] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RecordingContents:
 
     @property
     def token_bytes(self) -> int:
-        """What a token of those that were appended took on average; 1 where none was."""
+        """The average bytes of an appended token; 1 where none was."""
         size_bytes = sum(
             count * self.layouts[number].segment_bytes // self.layouts[number].segment_tokens
             for number, count in self.appended_tokens.items()
@@ -168,7 +168,7 @@ CALL_FIELDS = tuple(
 
 @dataclass(slots=True)
 class RecordedFile:
-    """What is in a file by now."""
+    """The contents of a file so far."""
 
     call_count: int = 0
     lost_count: int = 0
@@ -262,7 +262,7 @@ def write(parts: Iterable[RecordingPart], file: TextIO) -> Iterator[RecordedFile
     try:
         for part in parts:
             lines.write(part)
-            # What is told is there, whatever becomes of this process.
+            # A part that was announced is in the file, even if this process ends.
             file.flush()
             yield lines.written
     finally:

@@ -1,1 +1,1 @@
-"""What a process asks of the machine: time, memory, threads, files of facts, logs and spans."""
+"""The machine, as a process uses it: time, memory, threads, files of facts, logs and spans."""

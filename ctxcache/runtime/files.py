@@ -1,6 +1,6 @@
 """Files of a server and its commands: whose a file is, which mode it has, and small files of facts.
 
-What is made here is for this user alone. What is there already gets such a mode where it is this user's. It
+Files made here are for this user alone. What is there already gets such a mode where it is this user's. It
 is refused where it is another user's, or where every user could have put something into it. Secrets are
 refused as ssh does. Worst case: others may change or read a place; one sentence says so, with the mode,
 before anything is opened.
@@ -88,7 +88,7 @@ def tighten(paths: Iterable[Path]) -> None:
 
 
 def loose(paths: Iterable[Path]) -> list[Path]:
-    """What `tighten` would change or refuse. Raises OSError."""
+    """The paths that `tighten` would change or refuse. Raises OSError."""
     return [path for path, _ in _loose(paths)]
 
 

@@ -1,7 +1,7 @@
 """How events are logged: a name and `key=value`, as a line for people or as one of JSON. Leaf.
 
 Every event of ours is logged with a template `name key=%s key=%d`, so that its fields are known here and need
-not be parsed out of text; a test looks at every call. What libraries log is the field `message`.
+not be parsed out of text; a test looks at every call. A library's text is the field `message`.
 """
 
 import json
@@ -46,7 +46,7 @@ class JsonLines(logging.Formatter):
 class Repeats(logging.Filter):
     """Lets a line of a library through once per interval, and then says how often it came besides.
 
-    What the system refuses, an `accept` without descriptors above all, is told again and again. Owned by
+    A refusal of the system, an `accept` without descriptors above all, is logged again and again. Owned by
     whoever logs: a count that two threads change at once is off by one. Memory: an entry per template, at
     most LINES_LIMIT.
     """
@@ -97,7 +97,7 @@ _TAKEN = frozenset({"time", "level", "logger", "event", "message", "traceback"})
 
 
 def _plain(value: object) -> object:
-    """A number as it is, anything else as text. What is JSON already, in the audit log, stays as it is."""
+    """A number as it is, anything else as text. JSON values, in the audit log, stay as they are."""
     if isinstance(value, int | float):
         return value
     text = str(value)

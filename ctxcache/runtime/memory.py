@@ -86,8 +86,8 @@ async def give_back_unused() -> None:
     """Give back, for ever, what a crowd of large requests has left; ends by cancellation.
 
     malloc does not say how much of what it holds free has pages. So it is told to give back when the process
-    has stayed for two looks at KEPT_BYTES more than it ever had as its least. What a crowd still uses cannot
-    go: it is told again, and more rarely each time that this gives nothing.
+    has stayed for two looks at KEPT_BYTES more than it ever had as its least. Pages that a crowd still uses
+    cannot go: it is told again, and more rarely each time that this gives nothing.
     """
     least_bytes = own_bytes()
     looks, patience_looks = 0, LEAST_LOOKS
@@ -126,9 +126,9 @@ def look_seldom_at_what_stays() -> None:
     """Let a full collection look only at what came since the last one, in a process that only serves.
 
     A full collection stops everything: for a tenth of a second with a million objects, which one tenant's
-    sessions and models may be. What outlived one is not looked at again; it goes when nothing refers to it.
-    Objects that refer to each other in a circle do not go by themselves: a call that was under way at a
-    collection and was refused leaves some. So everything is looked at once what stays has doubled. Worst
+    sessions and models may be. Objects that outlived one are not looked at again; it goes when nothing refers
+    to it. Objects that refer to each other in a circle do not go by themselves: a call that was under way at
+    a collection and was refused leaves some. So everything is looked at once what stays has doubled. Worst
     case: twice as many objects stay as are needed, and GROWTH_OBJECTS.
     """
     # The interpreter's own 10 and 10 would let 70,000 objects gather, which a few registrations of large

@@ -47,7 +47,7 @@ def bound(path: str, *, mode: int = 0o600) -> socket.socket:
     try:
         remove_stale(path)
         listener.bind(path)
-        # Nobody can connect before it listens.
+        # No client can connect before it listens.
         Path(path).chmod(mode)
     except BaseException:
         listener.close()

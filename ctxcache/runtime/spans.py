@@ -16,7 +16,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Spans(Protocol):
-    """Makes spans. What a block raises ends its span with the error's reason."""
+    """Makes spans. An error raised in a block ends its span with the error's reason."""
 
     @property
     def is_on(self) -> bool:

@@ -24,7 +24,7 @@ from ctxcache.storage.ssd_directories import check_not_orphaned
 from ctxcache.storage.tiers.shared_memory import unlink_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""What ends a server."""
+"""Signals that end a server."""
 
 
 async def serve(
@@ -39,10 +39,10 @@ async def serve(
     Raises as `Server.start` and `Server.stop` do.
 
     A SIGHUP that comes before it is ready is obeyed when it is. `on_early_end` ends the process: it is called
-    when the signal comes while data are opened, loaded or made anew. Nobody was answered by then, and a start
-    may be cut off anywhere; it may take long, and cannot be interrupted otherwise. `on_overdue` ends the
-    process: it is called, in a thread of its own, when the end has taken as long as settings allow. Nothing
-    else would: a device that hangs never answers those who wait for it.
+    when the signal comes while data are opened, loaded or made anew. No client was answered by then, and a
+    start may be cut off anywhere; it may take long, and cannot be interrupted otherwise. `on_overdue` ends
+    the process: it is called, in a thread of its own, when the end has taken as long as settings allow.
+    Nothing else would: a device that hangs never answers those who wait for it.
     """
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -31,7 +31,7 @@ CONNECTION_STREAMS_LIMIT = 1024
 MESSAGE_LIMIT_BYTES = CHUNK_BYTES_LIMIT + (64 << 10)
 """Largest request: a chunk of rows, and what is around it. gRPC refuses a larger one at its first bytes."""
 WINDOW_BYTES = 256 << 10
-"""What may come of an rpc's request before it is asked for."""
+"""The bytes of an rpc's request that may arrive before they are asked for."""
 PENDING_LIMIT = 512
 """Rpcs that the event loop has not looked at yet."""
 HANDSHAKE_TIMEOUT_MS = 10_000
@@ -93,7 +93,7 @@ class Ports:
 
 @contextmanager
 def _private() -> Iterator[None]:
-    """What is made within the block is for this user alone."""
+    """Files made within the block are for this user alone."""
     before = os.umask(0o177)
     try:
         yield

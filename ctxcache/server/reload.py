@@ -47,7 +47,7 @@ class Reloading:
         changed = tuple(name for name in differing if KNOBS[name].can_reload)
         pending = tuple(name for name in differing if not KNOBS[name].can_reload)
         update = {name: getattr(found, name) for name in changed}
-        # What holds together in the file may not do so with what waits for a restart.
+        # Settings that agree in the file may disagree with those that wait for a restart.
         settings = Settings.model_validate({name: getattr(self.settings, name) for name in KNOBS} | update)
         self._apply(settings)
         self.settings = settings
@@ -65,5 +65,5 @@ class Reloading:
         cache.state.limits = limits_of(settings, are_divided=cache.state.limits.are_divided)
         cache.queues.limits = queue_limits_of(settings, are_divided=cache.queues.limits.are_divided)
         logging.getLogger().setLevel(settings.log_level.upper())
-        # What is due may be so by now.
+        # Sessions may be due by now.
         cache.state.is_pressed.set()

@@ -458,7 +458,7 @@ async def _load(cache: Cache) -> None:
 
 
 def _policy(settings: Settings, storage: Storage) -> Ranked:
-    # What is in DRAM is on SSD too: to a policy they hold together what SSD holds.
+    # Segments in DRAM are on SSD too: to a policy they hold together what SSD holds.
     dram_bytes, ssd_bytes = sum(storage.arena.capacities_bytes), sum(storage.ssd.capacities_bytes)
     capacities = Capacities(dram_bytes, max(ssd_bytes - dram_bytes, 0))
     cost = MissCost(Objective(settings.placement_objective), settings.prefill_tokens_per_s)

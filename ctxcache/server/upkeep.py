@@ -50,7 +50,7 @@ class Upkeep:
         self._cache = cache
         self._interval_s = interval_s
         self._told: dict[str, tuple[str, str]] = {}
-        """What was last said to fail, by step: a device that stays broken is reported once."""
+        """The last failure that was logged, by step: a device that stays broken is reported once."""
 
     async def run(self) -> None:
         """Turn for ever; ends by cancellation."""
@@ -176,7 +176,7 @@ class Lessons:
         self._path = directory / LESSONS
         self._name, self._policy, self._now_ns = name, policy, now_ns
         self._kept: dict[str, object] = {}
-        """What the file has."""
+        """The contents of the file."""
         self._writer = started_pool(1, "lessons")
 
     def recall(self) -> None:

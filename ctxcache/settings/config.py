@@ -30,7 +30,7 @@ SSD_CAP_BYTES = 32 * GIB
 PREFIX = "CTXCACHE_"
 Source = Literal["option", "environment", "file", "default"]
 OTHERS = ("CONFIG", "TARGET", "MALLOC", "TOKEN_FILE", "TLS_CA", "TLS_CLIENT_CERTIFICATE", "TLS_CLIENT_KEY")
-"""What else has that prefix, for clients and commands."""
+"""Other variables with that prefix, for clients and commands."""
 
 
 def parse_size(value: object) -> object:

@@ -1,1 +1,1 @@
-"""What goes over a connection: frames, and the one table between errors and gRPC codes."""
+"""The bytes of a connection: frames, and the one table between errors and gRPC codes."""

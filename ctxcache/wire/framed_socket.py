@@ -33,7 +33,7 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class SocketFrameKind(enum.IntEnum):
-    """What a frame is."""
+    """The sort of a frame."""
 
     HELLO = 1
     READ = 2
@@ -109,7 +109,7 @@ class FramedSocket:
     def receive(self) -> SocketFrame | None:
         """Receive the next frame up to its data; None when the peer has ended in order.
 
-        What nobody took of the last one's data is passed over. Raises FrameError.
+        Data of the last frame that was not taken is passed over. Raises FrameError.
         """
         self._discard()
         if not self._fill(self._header, may_end=True):
@@ -234,7 +234,7 @@ def _translated() -> Iterator[None]:
     except TimeoutError as error:
         raise FrameError("the peer does not move") from error
     except BlockingIOError as error:
-        # What a wait in the kernel says when its time is over.
+        # The error of a wait in the kernel whose time is over.
         raise FrameError("the peer does not move") from error
     except OSError as error:
         raise ConnectionEnded(f"the connection broke: {error}") from error
@@ -243,7 +243,7 @@ def _translated() -> Iterator[None]:
 
 
 def _after(parts: list[memoryview], sent_bytes: int) -> list[memoryview]:
-    """What is left of parts after some bytes of them were sent."""
+    """The parts that are left after some of their bytes were sent."""
     for index, part in enumerate(parts):
         if sent_bytes < part.nbytes:
             return [part[sent_bytes:], *parts[index + 1 :]]

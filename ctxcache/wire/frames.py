@@ -19,7 +19,7 @@ _HEAD = struct.Struct("<IB")
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
+    """The contents of a frame."""
 
     HELLO = 1
     """ControlHello from the client, ControlWelcome from the server."""

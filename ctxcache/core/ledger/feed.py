@@ -47,7 +47,7 @@ class Watcher(Protocol):
 
 
 class Ghost(NamedTuple):
-    """What is remembered of an evicted session. The time is of the monotonic clock."""
+    """The facts that are remembered of an evicted session. The time is of the monotonic clock."""
 
     turn_count: int = 0
     token_count: int = 0
@@ -72,7 +72,7 @@ class Prefetched:
 
 @dataclass(slots=True)
 class Standing:
-    """What the policy was told of one session, and said of it."""
+    """The policy's view of one session: facts told, and ranks returned."""
 
     session: Session
     name: bytes
@@ -250,7 +250,7 @@ class Feed:
         kin = session.residence.kin
         if kin:
             kin.accessed(session.uid)
-            # What they share ranks as this one from now on, and may have ranked higher.
+            # The shared segments rank as this session from now on, and may have ranked higher before.
             standing.has_fallen = True
 
     def resting(self, session: Session, now_s: float) -> None:
@@ -404,7 +404,7 @@ class Feed:
         standing.coming_count += 1
         standing.is_leaving = False
         if session.residence.kin:
-            # What it shares comes for its sake, and stands where it stands.
+            # The segments that it shares come for its sake, and stand where it stands.
             session.residence.kin.accessed(session.uid)
 
     def came(self, session: Session, *, is_set_aside: bool = False) -> None:
@@ -453,7 +453,10 @@ class Feed:
         return standing
 
     def _policy_rank(self, standing: Standing) -> Key | None:
-        """What the policy says, or said: all its ranks may rise at once, and a look at all must not wait."""
+        """The policy's rank, now or as last asked.
+
+        All its ranks may rise at once, and a look at all must not wait.
+        """
         if standing.rank is not None and standing.heard_count == self._heard_count:
             # The policy heard nothing since: it would say the same.
             return standing.rank

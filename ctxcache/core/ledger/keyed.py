@@ -68,7 +68,7 @@ class Keyed:
             self.index.put(scope, key, segment.segment_id, position - segment.begin)
 
     def found(self, scope: Scope, key: bytes) -> Iterator[Entry]:
-        """What is found by a key, the last first. No event may come meanwhile."""
+        """The entries under a key, the latest first. No event may come meanwhile."""
         for entry in self.index.find_all(scope, key):
             most_rows = self._leaving.get(entry.owner)
             if most_rows is None or entry.token_count <= most_rows:

@@ -21,7 +21,7 @@ from ctxcache.core.placement.policy import is_worth_writing
 
 
 class Leaving:
-    """Who leaves. Owned by the ledger."""
+    """Decides which session leaves. Owned by the ledger."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class Leaving:
         held = [s for s in session.segments if s.hold_count]
         if not held:
             return True
-        # What others list too stays with them while it is read: then it must have something else to give.
+        # Segments that others list too stay with them while they are read: then it must have something else
+        # to give.
         is_shared = all(s.reference_count > 1 for s in held)
         return is_shared and any(s.reference_count == 1 for s in session.segments)
 
@@ -63,7 +64,9 @@ class Leaving:
         return None if uid is None else self.leaf(self._get(uid), _is_in_memory_alone)
 
     def leaf(self, session: Session, is_of_use: Callable[[Session], bool]) -> Session:
-        """Who leaves in the place of a block: the last of those that continue it, one after the other.
+        """The session that leaves in the place of a block.
+
+        The last of those that continue it, one after the other.
 
         None of what continues it that may not leave, or is of no use, counts. Anything else goes itself.
         """
@@ -174,7 +177,7 @@ class Leaving:
         return judge
 
     def _freed_bytes(self, session: Session) -> int:
-        """What goes with it; what others list too stays."""
+        """The bytes that leave with it; what others list too stays."""
         closed = self._closed_paths()
         slots = (s.durable for s in session.segments if s.reference_count == 1)
         return sum(slot.size_bytes for slot in slots if slot and slot.path_index not in closed)

@@ -54,7 +54,7 @@ class LedgerClock(Protocol):
 
 
 class Below(Protocol):
-    """What the tier below can do now."""
+    """The state of the tier below, as far as decisions need it."""
 
     @property
     def closed_paths(self) -> Collection[int]:
@@ -66,7 +66,7 @@ class Below(Protocol):
 
 
 class Wishes(Protocol):
-    """What the ledger would have done soon. Called within an event; must not wait, nor call the ledger."""
+    """The moves that the ledger asks for soon. Called within an event; must not wait, nor call the ledger."""
 
     def prefetch_wanted(self) -> None:
         """A session may have come to be worth promoting ahead of need."""
@@ -337,7 +337,7 @@ class Ledger:
         residence = session.residence
         if residence.kin is None:
             residence.found_kin()
-            # What is in memory leaves as its kin's from here on, which placement has to know beforehand.
+            # From here on its segments leave memory as its kin's, and placement has to know that beforehand.
             self._feed.settled(session)
         for segment in segments:
             if segment.home is residence:
@@ -529,7 +529,7 @@ class Ledger:
         self._unwritten.promise(tenant, size_bytes)
 
     def claim_bytes(self, segment: Segment) -> int:
-        """What a reservation of the segment would add to what is claimed."""
+        """The bytes that a reservation of the segment would add to the claimed ones."""
         return self._unwritten.new_bytes(segment)
 
     def committed(self, session: Session, segment: Segment, row_count: int, now_ns: int) -> None:
@@ -717,7 +717,7 @@ class Ledger:
         is_unwritten = segment.durable_row_count < segment.row_count
         if segment.memory is None or is_unwritten or segment.hold_count > segment.past_hold_count:
             return False
-        # What lies on a lost path leaves memory only where there is nowhere else to write it.
+        # A segment of a lost path leaves memory only where no other path can take it.
         return not self.lost or not self.is_on_lost_path(segment) or not self._devices.has_open_path
 
     # -- moves out: what is to leave memory ----------------------------------------------------------
@@ -728,7 +728,9 @@ class Ledger:
         is_due: Callable[[Session], bool],
         may_give: Callable[[bytes], bool] = lambda _: True,
     ) -> Drop | GiveUp | None:
-        """What leaves memory next: of the coldest session the newest segment, or a whole spared session.
+        """The next segment to leave memory.
+
+        Of the coldest session the newest segment, or a whole spared session.
 
         `among`: accounts, in the order in which they are asked. `is_due` says of a session in memory alone
         whether it is to be written anyway. `may_give`: see Resident. None when nothing may leave.
@@ -761,7 +763,7 @@ class Ledger:
 
     @property
     def claimed_bytes(self) -> int:
-        """What is due, reserved or promised to writers."""
+        """Bytes that are due, reserved or promised to writers."""
         return self._unwritten.claimed_bytes
 
     @property
@@ -868,7 +870,7 @@ class Ledger:
 
     @property
     def placement(self) -> Feed:
-        """What the policy hears and says: hints, watchers, promotion ahead of need."""
+        """The feed of facts to the policy, and its ranks: hints, watchers, promotion ahead of need."""
         return self._feed
 
     # -- paths that are lost -----------------------------------------------------------------------
@@ -929,7 +931,7 @@ class Ledger:
         return list(self._exposed.values())
 
     def rescued(self, session: Session) -> None:
-        """What memory had of lost paths was written elsewhere, as far as that went."""
+        """Segments of lost paths that memory had were written elsewhere, as far as possible."""
         if not session.is_gone:
             session.reckoned = -1
             self.reckon(session)
@@ -1023,7 +1025,7 @@ class Ledger:
             dead.append(segment)
         session.residence.count_anew()
         self._note_withheld(session)
-        # What was its growing tail may be none any more.
+        # Its growing tail may be a closed segment by now.
         self._unwritten.tail_changed(session)
         return dead
 
@@ -1106,7 +1108,7 @@ class Ledger:
     # -- checks --------------------------------------------------------------------------------------
 
     def faults(self) -> Iterator[str]:
-        """What does not add up in the indices, one sentence each. Looks at everything."""
+        """Contradictions in the indices, one sentence each. Looks at everything."""
         if {*self._sessions.values(), *self._blocks.values()} != set(self._by_uid.values()):
             yield "sessions and blocks by name and by uid differ"
         yield from self._faults_of_blocks()

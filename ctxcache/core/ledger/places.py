@@ -55,7 +55,7 @@ class Place(enum.Enum):
 
 
 class SegmentEvent(enum.Enum):
-    """What happens to a segment."""
+    """An event in a segment's life."""
 
     COMMITTED = "committed"
     """Rows were committed to it."""
@@ -82,7 +82,7 @@ class SegmentEvent(enum.Enum):
 
 
 class Use(enum.Enum):
-    """Who uses a session."""
+    """The use of a session: none, readers or a writer."""
 
     FRESH = "fresh"
     """It was made, and its first use has not ended."""
@@ -97,7 +97,7 @@ class Use(enum.Enum):
 
 
 class UseEvent(enum.Enum):
-    """What happens to a session's use."""
+    """An event in a session's use."""
 
     READ_BEGAN = "read began"
     READ_ENDED = "read ended"
@@ -128,7 +128,7 @@ class Backlog(enum.Enum):
 
 
 class BacklogEvent(enum.Enum):
-    """What happens to a session's backlog."""
+    """An event in a session's backlog."""
 
     COMMITTED = "committed"
     TAKEN = "taken"

@@ -10,7 +10,7 @@ over once: for good where only a change of its own can alter that, after which i
 the accounts in the order in which they are to be asked. Memory: an entry per session. Worst case: one look at
 all that are held.
 
-What is unwritten is kept where rows are committed, written and dropped, so that nothing has to be searched.
+Unwritten segments are noted as rows are committed, written and dropped, so nothing has to be searched.
 Reserved segments count as well, for what is reserved will be committed without asking again. A session that
 is not worth writing is spared: it stays as it is until the next look, and may leave.
 """
@@ -28,7 +28,7 @@ from ctxcache.core.placement.order import Key
 RankOf = Callable[[bytes], Key | None]
 """Where a session stands: a lower one leaves first. None for a session that is not known."""
 AccountOf = Callable[[bytes], str]
-"""Whose a session is. Never changes while the session is in a ranking."""
+"""The account of a session. Never changes while the session is in a ranking."""
 SLACK = 64
 """Outdated entries of a ranking that are not worth a pass."""
 
@@ -189,7 +189,7 @@ def ranking(rank: RankOf, account: AccountOf | None) -> AnyRanking:
 
 
 class Verdict(enum.Enum):
-    """What is found of a session that comes up."""
+    """The verdict on a session that comes up."""
 
     LEAVES = enum.auto()
     NOT_NOW = enum.auto()
@@ -271,7 +271,7 @@ class Resident:
         self._ends: dict[bytes, int] = {}
         self._kin: dict[bytes, Kin] = {}
         self._shared: dict[bytes, dict[Segment, None]] = {}
-        """What may leave of what is shared, by the kin's uid."""
+        """Shared segments that may leave, by the kin's uid."""
 
     def knows(self, segment: Segment) -> bool:
         """Whether `take` would come to the segment."""
@@ -385,7 +385,7 @@ class Resident:
         return kin.root().last_uid if kin else uid
 
     def _forget(self, uid: bytes) -> None:
-        """Nothing of the session or the kin may leave."""
+        """The session's or the kin's segments may not leave."""
         for by_uid in (self._ends, self._kin, self._shared):
             by_uid.pop(uid, None)
         self._ranking.discard(uid)
@@ -518,7 +518,7 @@ class Unwritten:
         if segment not in segments:
             segments[segment] = now_ns
             self.dirty_bytes += segment.layout.size_bytes
-            # What its writer reserved is claimed already.
+            # Bytes that its writer reserved are claimed already.
             if segment in self._reserved:
                 self._dirty.add(segment)
             else:
@@ -577,7 +577,7 @@ class Unwritten:
         self._count(segment, -1, self._reserved)
 
     def new_bytes(self, segment: Segment) -> int:
-        """What a reservation of the segment would add to what is claimed."""
+        """The bytes that a reservation of the segment would add to the claimed ones."""
         return 0 if segment in self._dirty or segment in self._reserved else segment.layout.size_bytes
 
     # -- age ---------------------------------------------------------------------------------------

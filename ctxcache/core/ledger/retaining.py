@@ -1,8 +1,8 @@
 """Retaining: sessions a client asked to keep. `retain` keeps a session in the store, `pin` also in memory.
 
-Both expire, and count against the tenant's budget; `core.placement.retention` has the rules. What forks share
-counts for each of them. Nothing of it outlives the process. Worst case: a session that grows past its grant
-while the budget is taken has no class any more.
+Both expire, and count against the tenant's budget; `core.placement.retention` has the rules. Segments that
+forks share count for each of them. Retentions and pins end with the process. Worst case: a session that grows
+past its grant while the budget is taken has no class any more.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,7 +72,10 @@ class Retaining:
         self._retention.expire(self._now_s())
 
     def used_bytes(self, tenant: str) -> tuple[int, int]:
-        """What is granted to the tenant, or to all where tenants are not told apart: retained, and pinned."""
+        """The bytes granted to the tenant, or to all where tenants are not told apart.
+
+        Retained, and pinned.
+        """
         account = self._shares.account(tenant)
         return self._retention.retained.used_bytes(account), self._retention.pinned.used_bytes(account)
 

@@ -36,7 +36,7 @@ class Amounts(NamedTuple):
 
 
 class Counted(Protocol):
-    """What is counted: a segment."""
+    """The counted amounts: a segment."""
 
     @property
     def home(self) -> "Residence | Kin | None":
@@ -120,7 +120,7 @@ class Count:
                 self._durable_bytes += durable.size_bytes
 
     def amounts(self) -> Amounts:
-        """What was counted."""
+        """The amounts."""
         return Amounts(self._memory_count, self._memory_bytes, self._durable_bytes)
 
 
@@ -319,7 +319,7 @@ class Segment:
         return self.hold_count - self.past_hold_count
 
     def identity(self, row_count: int) -> SegmentIdentity:
-        """What the checksums over its first `row_count` rows are bound to."""
+        """The identity that checksums over its first `row_count` rows are bound to."""
         return SegmentIdentity(
             self.tenant, self.writer_uid, self.generation, self.begin, row_count, self.model_fingerprint
         )
@@ -393,7 +393,7 @@ class Segment:
     def dropped(self) -> Slot | None:
         """It leaves memory; returns the slot that it had there."""
         self.happened(SegmentEvent.DROPPED)
-        # What was appended later would have to be read back first.
+        # Later appends would have to read the rows back first.
         self.is_growing = False
         slot = self.memory
         self._move(None, self.durable)
@@ -440,7 +440,10 @@ class Segment:
         self._count(1)
 
     def unlist(self) -> None:
-        """A session lists it no more. What forks shared stays their kin's, however few are left of them."""
+        """A session lists it no more.
+
+        Segments that forks shared stay their kin's, however few forks are left.
+        """
         self.reference_count -= 1
         if not self.reference_count:
             self._count(-1)

@@ -109,7 +109,7 @@ class ExpiryQueue:
 
 
 BLOCKS = "blocks/"
-"""What the ids of blocks begin with: no session's id has a slash."""
+"""The beginning of blocks' ids: no session's id has a slash."""
 HEAT_HALF_LIFE_NS = 600 * 10**9
 BEGIN = attrgetter("begin")
 
@@ -171,7 +171,7 @@ class Session:
     is_tail_apart: bool = False
     """Whether a commit ended where the last segment begins.
 
-    What is before that segment is whole without it.
+    The segments before it are whole without it.
     """
     path: int | None = None
     """The path below that its next segments go to, as long as that path has room.
@@ -186,9 +186,9 @@ class Session:
     parent_id: str = ""
     """For a block: `block_id` of the block that it continues; empty for none."""
     salt: bytes = b""
-    """What its tokens' keys are made with; never changes."""
+    """The salt in its tokens' keys; never changes."""
     contents: tuple[Content, ...] = ()
-    """What lies behind its first tokens, up to the first that was dropped, in order."""
+    """The contents behind its first tokens, in order, up to the first token that was dropped."""
     exposed_begin: int | None = None
     """Where its first segment begins that lies on a lost path and in memory; None when there is none."""
     reckoned: int = 0
@@ -198,7 +198,7 @@ class Session:
     token_count: int = field(init=False)
     """Live tokens."""
     residence: Residence = field(init=False)
-    """What its segments count themselves in."""
+    """The counts of its segments."""
 
     name: str = field(init=False)
     """Resource name."""
@@ -278,7 +278,7 @@ class Session:
         return live[0][1] if live and not live[0][0] else 0
 
     def describe(self, contents: Sequence[Content], begin: int) -> None:
-        """Of what lies behind tokens from index `begin` on, keep what was committed.
+        """Keep the committed contents behind tokens from index `begin` on.
 
         Nothing where a token was dropped: what comes behind has no keys.
         """
@@ -324,7 +324,7 @@ class Session:
     def check_caller(self, fingerprint: bytes, generation: int | None) -> None:
         """Raise as `check_fingerprint` and `check_generation` do.
 
-        What every caller that moves rows is asked.
+        The checks of every caller that moves rows.
         """
         if fingerprint != self.model_fingerprint:
             self.check_fingerprint(fingerprint)
@@ -435,7 +435,7 @@ class Session:
         """Begin with the source's first tokens, which are durable. The session never had any."""
         self.live, self.token_count = ((0, token_count),), token_count
         self.segments = source.segments_of(self.live)
-        # What its last segment holds behind these is the source's: the next row is put in their place.
+        # Rows of its last segment behind these are the source's: the next row is put in their place.
         self.log_end = self.recorded_end = self.durable_end = token_count
         self.contents = contents_within(source.contents, 0, token_count)
         self.path = source.path

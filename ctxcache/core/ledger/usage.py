@@ -67,7 +67,7 @@ class Usage:
 
 
 class Own(NamedTuple):
-    """What is guaranteed to a tenant, and the most it may keep; None: what the tier below has."""
+    """The bytes guaranteed to a tenant, and the most it may keep; None: what the tier below has."""
 
     memory_bytes: int
     durable_bytes: int
@@ -91,13 +91,16 @@ class Quotas:
         return self._shares.whose(tenant, size_bytes, self._usage.below, self._below_bytes)
 
     def in_memory(self, tenant: str | None, size_bytes: int) -> Sequence[str] | None:
-        """Whose segments leave memory for a segment of this tenant; None: to keep some room free."""
+        """The tenants whose segments leave memory for a segment of this tenant.
+
+        None: to keep some room free.
+        """
         if not self._shares:
             return None
         return self._shares.whose(tenant, size_bytes, self._usage.in_memory, self._filled_bytes())
 
     def own(self, tenant: str) -> Own:
-        """What is the tenant's own as long as those tenants are there that are now."""
+        """The tenant's own bytes, as long as the present tenants stay."""
         if not self._shares:
             return Own(0, 0, None)
         guaranteed_bytes = self._shares.guaranteed_bytes

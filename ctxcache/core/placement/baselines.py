@@ -18,7 +18,7 @@ from ctxcache.core.placement.value import MISS_COST, MissCost, ReturnValue
 class Recency(Policy):
     """Two lines, the store's and memory's, in the order in which turns ended.
 
-    What others rank by builds on it.
+    Other policies build on it.
     """
 
     def __init__(self) -> None:
@@ -303,7 +303,7 @@ class AdaptiveReplacement(Recency):
 
 
 class LeastFrequentlyUsed(Recency):
-    """Who had the fewest turns since it came leaves first, of equals the least recently used.
+    """The session with the fewest turns since it came leaves first; of equals, the least recently used.
 
     Source: Aho, Denning, Ullman, Principles of Optimal Page Replacement, J. ACM 18(1), 1971. O(log n).
     """
@@ -361,7 +361,7 @@ class GreedyDualSizeFrequency(LeastFrequentlyUsed):
         super().evicted(uid)
 
     def ended(self, uid: bytes) -> None:
-        """See Policy. Nobody had to leave: the clock stands."""
+        """See Policy. No session had to leave: the clock stands."""
         super().evicted(uid)
 
 
@@ -603,7 +603,7 @@ def hit_densities(hits: list[float], evictions: list[float]) -> list[float]:
 
 
 GOAL_BYTES = 2 << 30
-"""What is recomputed within a goal of a quarter of a second where prefill makes 8 GiB/s: T-LRU's knob."""
+"""The bytes recomputed within a quarter of a second where prefill makes 8 GiB/s: T-LRU's knob."""
 
 RANKED: dict[str, Callable[[Capacities], Ranked]] = {
     "lru": lambda _: LeastRecentlyUsed(),

@@ -162,7 +162,7 @@ class Windowed(Ranked):
         return self._returning(accepts) if found is None and self._expected else found
 
     def _returning(self, accepts: Accepts) -> bytes | None:  # noqa: ARG002  not every policy listens
-        """Who is to be fetched since its client said that it returns."""
+        """The session to fetch, since its client announced its return."""
         return None
 
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""What a placement policy is: it hears events about sessions and says who leaves and who comes.
+"""The interface of a placement policy: it hears events about sessions and says who leaves and who comes.
 
 A session is placed whole. A policy moves nothing and reads no clock: `now_s` comes with the event.
 Worst case of a bad policy: misses. Capacities and pins are the ledger's, not the policy's.
@@ -23,7 +23,7 @@ class Level(enum.Enum):
 
 
 class Facts(NamedTuple):
-    """What is known of a session at the end of a turn.
+    """The known facts of a session at the end of a turn.
 
     `appended_bytes` came in the turn, asked or answered. A token of its model takes `token_bytes`.
     """
@@ -65,7 +65,7 @@ class Policy:
         self.idle(uid, facts, 0.0)
 
     def lessons(self) -> dict[str, object]:
-        """What was learned and is worth keeping over restarts, as JSON has it; nothing by default."""
+        """The learned state that is worth keeping over restarts, as JSON values; nothing by default."""
         return {}
 
     def relearn(self, lessons: Mapping[str, Any], age_s: float) -> None:

@@ -22,7 +22,7 @@ TOP_PRIORITY = 100
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What was granted: so many bytes, until then."""
+    """A grant: so many bytes, until then."""
 
     size_bytes: int
     until_s: float
@@ -105,7 +105,7 @@ class Grants:
         return Grant(asked.size_bytes, until_s)
 
     def resized(self, uid: bytes, size_bytes: int, now_s: float) -> None:
-        """The session has that size now. What it grew by is granted too, or it loses its class."""
+        """The session has that size now. Its growth is granted too, or it loses its class."""
         granted = self.granted.get(uid)
         if granted is None or size_bytes <= granted.size_bytes:
             return
@@ -125,7 +125,10 @@ class Grants:
             self.release(uid)
 
     def _room_bytes(self, asked: Granted, before: Granted | None) -> int:
-        """What the session could be granted: what is free, its own, and what is granted to lower ones."""
+        """The bytes that the session could be granted.
+
+        What is free, its own, and what is granted to lower ones.
+        """
         account = asked.account
         lower_bytes = sum(self._by_priority[account, priority] for priority in range(asked.priority))
         own_bytes = before.size_bytes if before and before.priority >= asked.priority else 0
@@ -164,7 +167,10 @@ class Grants:
 
 
 class Retention:
-    """Who is retained in the store, and who is pinned in memory and so retained too. Owned by its caller."""
+    """Sessions that a client asked to keep.
+
+    `retain` keeps a session in the store, `pin` also in memory. Owned by its caller.
+    """
 
     def __init__(self, retained: Grants, pinned: Grants, *, longest_s: float) -> None:
         """No grant lasts longer than `longest_s`."""

@@ -62,7 +62,7 @@ class Shares:
         return tenant if self._are_divided else EVERYONE
 
     def guaranteed_bytes(self, account: str, used_bytes: Mapping[str, int], capacity_bytes: int) -> int:
-        """What no other's need touches while these have something, and the account."""
+        """The account's bytes that no other account's need touches while these accounts hold bytes."""
         if not self._are_divided:
             return capacity_bytes
         share = self.by_tenant.get(account)

@@ -27,7 +27,7 @@ from ctxcache.core.placement.returns import WATCHED, ReturnTimes
 
 
 class Objective(enum.Enum):
-    """What hits are to save most of."""
+    """The quantity that hits are to save."""
 
     TURNS = "turns"
     """Turns that find their history: short histories first."""
@@ -39,7 +39,7 @@ class Objective(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MissCost:
-    """What a miss of so many tokens costs.
+    """The cost of a miss, by its tokens.
 
     `prefill_tokens_per_s` is the engine's, measured; the default is LLaMA-13B's on one A100. `per_miss_s`,
     what is lost whatever the length, is a choice: a larger one favours turns, a smaller one tokens. Both are
@@ -51,7 +51,7 @@ class MissCost:
     per_miss_s: float = 0.75
 
     def of(self, token_count: float) -> float:
-        """What it costs: 1 a turn, tokens, or seconds."""
+        """The cost: 1 a turn, tokens, or seconds."""
         if self.objective is Objective.TURNS:
             return 1.0
         if self.objective is Objective.TOKENS:

@@ -53,7 +53,7 @@ _PARENT_LENGTH, _TOKENS_LENGTH = _LENGTH.pack(KEY_BYTES), _LENGTH.pack(BLOCK_BYT
 
 
 class Scope(NamedTuple):
-    """Within which keys are looked for. What is in one scope is never found in another.
+    """Within which keys are looked for. Keys of one scope are never found in another.
 
     `mask`: 256 bits that the index combines every key of the scope with.
     """
@@ -93,7 +93,7 @@ class Scope(NamedTuple):
 
 
 def _contents_field(contents: Sequence[Content], at: int, first: int) -> bytes:
-    """What of the contents from number `at` on lies behind the 64 tokens from `first` on."""
+    """The contents from number `at` on that lie behind the 64 tokens from `first` on."""
     packed = list[bytes]()
     while at < len(contents) and contents[at].begin < first + BLOCK_TOKENS:
         begin, end, digest = contents[at]
@@ -104,7 +104,7 @@ def _contents_field(contents: Sequence[Content], at: int, first: int) -> bytes:
 
 
 def layout_tag(ranges: Iterable[StreamRange]) -> bytes:
-    """What a session's layout is in a key: SHA-256 of its ranges, token ids left out. 32 bytes.
+    """A session's layout, as it enters a key: SHA-256 of its ranges, token ids left out. 32 bytes.
 
     Each range is kind, layer_begin and layer_end, int32 little endian; by kind, then by layer, as few as can
     be.
@@ -138,7 +138,7 @@ _GROWTH_SHIFT = 4
 
 
 class Entry(NamedTuple):
-    """Whose rows a key names: the first `token_count` tokens of the owner end with its last one."""
+    """The rows that a key names: the first `token_count` tokens of the owner end with its last one."""
 
     owner: int
     token_count: int

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def space_of(fingerprint: bytes, layout_tag: bytes, salt: bytes, parts: Sequence[Part]) -> bytes:
-    """What tells blocks of this model, layout, salt and these parts from all others. 32 bytes."""
+    """The space of blocks of this model, layout, salt and these parts. 32 bytes."""
     packed = b"".join(_PART.pack(*part) for part in parts)
     fields = (DOMAIN, fingerprint, layout_tag, salt, packed)
     return hashlib.sha256(b"".join(_LENGTH.pack(len(item)) + item for item in fields)).digest()

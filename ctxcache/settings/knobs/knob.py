@@ -18,7 +18,7 @@ _SIZE_UNITS = {"": 1, "B": 1} | {
 
 
 class KnobKind(enum.Enum):
-    """What a knob's text means; the value is how `--help` shows it."""
+    """The type of a knob's text; the value is how `--help` shows it."""
 
     DIRECTORY = "DIR"
     DIRECTORIES = "DIR "
@@ -41,7 +41,7 @@ class KnobKind(enum.Enum):
 
     @property
     def unit(self) -> str:
-        """What a value counts; a knob may say it better."""
+        """The unit of a value; a knob may say it better."""
         return _UNITS.get(self, "")
 
 
@@ -113,7 +113,7 @@ class Knob:
 
     @property
     def unit_text(self) -> str:
-        """What a value counts."""
+        """The unit of a value."""
         return self.unit or self.kind.unit
 
     @property
