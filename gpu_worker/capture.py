@@ -44,7 +44,8 @@ class Capture:
         self._adapter = adapter
         self._streams = sorted(s for s in set(streams) if s.kind is not StateKind.TOKENS)
         for stream in self._streams:
-            if not 0 <= stream.layer < len(adapter.layers) or adapter.element_count(stream.kind) is None:
+            is_known = 0 <= stream.layer < len(adapter.layers)
+            if not is_known or adapter.element_count(stream.kind, stream.layer) is None:
                 raise InvalidArgument(field="streams", problem=f"{adapter.architecture} has no {stream}")
         self._sink = sink
         self._is_on_host = is_on_host
@@ -86,7 +87,9 @@ class Capture:
 
         # Any: a hook sees whatever the model passes to its layer.
         def hook(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._emit(stream, without_gradient(_layer_input(args, kwargs)[0]))
+            # A residual stream in float32 (Mamba 2): its norm rounds it first, or no proof passes.
+            rows = without_gradient(_layer_input(args, kwargs)[0])
+            self._emit(stream, rows.to(self._adapter.model.dtype))
 
         return [decoder.block.register_forward_pre_hook(hook, with_kwargs=True)]
 

@@ -5,14 +5,17 @@ not the store. Worst case: a prefill, run in pieces so that activations stay bou
 position.
 """
 
+import functools
+import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from ctxcache.errors import InvalidArgument
 
@@ -42,16 +45,41 @@ def prefill(
     *,
     piece_tokens: int = PREFILL_PIECE_TOKENS,
     around: Around = _nothing,
+    is_stepwise: bool = False,
 ) -> Tensor:
     """Run `token_ids` after what `cache` holds; the logits of the last one, [V].
 
-    Raises InvalidArgument(field="token_ids") when there are none.
+    `is_stepwise`: see `pieces`. Raises InvalidArgument(field="token_ids") when there are none.
     """
     if not token_ids:
         raise InvalidArgument(field="token_ids", problem="at least one token is needed to continue")
-    for begin in range(0, len(token_ids), piece_tokens):
-        logits = _step(model, cache, token_ids[begin : begin + piece_tokens], around)
+    is_first = not is_stepwise or is_empty(cache)
+    for begin, end in pieces(len(token_ids), piece_tokens, is_stepwise=is_stepwise, is_first=is_first):
+        logits = run_pass(model, cache, token_ids[begin:end], around)
     return logits
+
+
+def pieces(
+    token_count: int, piece_tokens: int, *, is_stepwise: bool, is_first: bool
+) -> Iterator[tuple[int, int]]:
+    """The token ranges of passes, in order.
+
+    `is_stepwise`: models that go on from a state by one token at a time. Only from none, `is_first`, do they
+    take several.
+    """
+    begin = 0
+    while begin < token_count:
+        most = piece_tokens if is_first or not is_stepwise else 1
+        end = min(begin + most, token_count)
+        yield begin, end
+        begin, is_first = end, False
+
+
+def is_empty(cache: Cache) -> bool:
+    """Whether a cache has taken no token in."""
+    if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return not int(cache.get_seq_length())
+    return not cache.has_previous_state()
 
 
 def stream_greedy(
@@ -63,6 +91,7 @@ def stream_greedy(
     eos_token_ids: Collection[int] | None = None,
     piece_tokens: int = PREFILL_PIECE_TOKENS,
     around: Around = _nothing,
+    is_stepwise: bool = False,
 ) -> Iterator[int]:
     """Yield the most likely next tokens, one forward pass each, up to and including an end token.
 
@@ -70,13 +99,15 @@ def stream_greedy(
     `eos_token_ids` default to the model's; an empty collection never ends early.
     """
     ends = end_token_ids(model) if eos_token_ids is None else eos_token_ids
-    logits = prefill(model, cache, new_token_ids, piece_tokens=piece_tokens, around=around)
+    logits = prefill(
+        model, cache, new_token_ids, piece_tokens=piece_tokens, around=around, is_stepwise=is_stepwise
+    )
     for step in range(max_new_tokens):
         token = int(logits.argmax())
         yield token
         if token in ends or step + 1 == max_new_tokens:
             return
-        logits = _step(model, cache, [token], around)
+        logits = run_pass(model, cache, [token], around)
 
 
 def continue_greedy(
@@ -87,6 +118,7 @@ def continue_greedy(
     max_new_tokens: int,
     eos_token_ids: Collection[int] | None = None,
     piece_tokens: int = PREFILL_PIECE_TOKENS,
+    is_stepwise: bool = False,
 ) -> Continuation:
     """Generate a whole turn; see `stream_greedy`."""
     begin_ns = time.perf_counter_ns()
@@ -99,18 +131,33 @@ def continue_greedy(
         max_new_tokens=max_new_tokens,
         eos_token_ids=eos_token_ids,
         piece_tokens=piece_tokens,
+        is_stepwise=is_stepwise,
     ):
         first_token_ns = first_token_ns or time.perf_counter_ns() - begin_ns
         token_ids.append(token)
     return Continuation(token_ids, first_token_ns)
 
 
-def _step(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int], around: Around) -> Tensor:
+def run_pass(
+    model: PreTrainedModel, cache: Cache, token_ids: Sequence[int], around: Around = _nothing
+) -> Tensor:
+    """One forward pass; the logits of the last token, [V]."""
     ids = torch.tensor([list(token_ids)], device=model.device)
     with torch.no_grad(), around(token_ids):
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache))
     logits: Tensor = output.logits[0, -1]
     return logits
+
+
+def cache_argument(module: nn.Module, cache: Cache) -> dict[str, Cache]:
+    """A cache as a model's forward pass takes it: Mamba 2 calls it otherwise."""
+    return {_cache_name(type(module).forward): cache}
+
+
+@functools.cache
+def _cache_name(forward: Callable[..., object]) -> str:
+    names = inspect.signature(forward).parameters
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 def end_token_ids(model: PreTrainedModel) -> Collection[int]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of
+from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of, unpacked
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import UnsupportedDtype
 from gpu_worker.executed import digest_execution, digest_weights, has_merged_adapters
@@ -118,19 +118,21 @@ def _position_name(adapter: Adapter) -> str:
 
 def _streams(adapter: Adapter) -> tuple[StreamSpec, ...]:
     dtype = row_dtype(adapter.model.dtype)
-    sizes = {kind: adapter.row_size_of(kind) for kind in adapter.kinds}
     return tuple(
-        StreamSpec(Stream(layer, kind), size * dtype.size_bytes, dtype)
+        StreamSpec(Stream(layer, kind), adapter.row_size_of(kind) * dtype.size_bytes, dtype)
         for layer in range(len(adapter.layers))
-        for kind, size in sizes.items()
+        for kind in adapter.kinds_of(layer)
     )
 
 
 def _packed_streams(adapter: Adapter, kinds: Iterable[StateKind]) -> Iterator[StreamSpec]:
     for kind in dict.fromkeys(kinds):
-        size = adapter.element_count(kind)
+        size = adapter.row_size_of(unpacked(kind)) if unpacked(kind) in adapter.kinds else None
         if kind not in LOSSY_KINDS or size is None:
             problem = f"{adapter.architecture} has no rows of {kind.name.lower()} to pack"
+            raise InvalidArgument(field="packed_kinds", problem=problem)
+        if adapter.is_recurrent:
+            problem = f"{adapter.architecture} keeps states, in which what packing loses would add up"
             raise InvalidArgument(field="packed_kinds", problem=problem)
         if kind in DELTAS and any(layer.window for layer in adapter.layers):
             problem = f"{adapter.architecture} has sliding layers: one keeps fewer rows than a delta needs"

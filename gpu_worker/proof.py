@@ -8,8 +8,11 @@ others. Without a candidate, K and V are kept as they are cached. Nothing is ser
 Worst case: five passes of a few tokens for each candidate, at each description of a model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +23,10 @@ from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.families.adapter import Adapter, HalfShape, refuse
+from gpu_worker.families.adapter import STATE_LAYERS, Adapter, HalfShape, refuse
 from gpu_worker.families.detection import Anatomy, anatomy, as_cached, candidates, without
-from gpu_worker.pipeline.compute import Restorer
+from gpu_worker.generation import run_pass
+from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method
 
@@ -34,8 +38,8 @@ _ROW_ROUNDING = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-
 _LIKE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, CacheError)
 """What a model's own code raises for a candidate that is not like it."""
 
-Cached = list[tuple[Tensor, Tensor]]
-"""Keys and values [1, H, T, C] of each layer."""
+Cached = list[dict[str, Tensor]]
+"""What each layer holds by name: keys and values [1, H, T, C], states of any shape."""
 
 
 def check_whole(model: PreTrainedModel) -> None:
@@ -56,6 +60,8 @@ def adapt(model: PreTrainedModel) -> Adapter:
     if _is_loaded(model):
         with _resting(model):
             return _proven(model, found)
+    if any(found.recurrences):
+        raise refuse(model, "its recurrent layers are not proven, as it is not loaded")
     adapter = next(candidates(model, found), None)
     if adapter is None:
         raise refuse(model, "its keys and values are known as they are cached only, and it is not loaded")
@@ -77,20 +83,31 @@ def _resting(model: nn.Module) -> Iterator[None]:
 
 def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
     kept = _kept(model)
+    if any(parts.recurrences):
+        parts = _going_on(model, parts)
     reasons = "no projections of K and V were found"
     rows_alone: Adapter | None = None
     for adapter in candidates(model, parts):
-        problem = difference(adapter, adapter.kind, kept)
+        has_own_rows = adapter.kind not in adapter.refused
+        problem = difference(adapter, adapter.kind, kept) if has_own_rows else ""
         if problem:
             reasons = problem
             continue
         hidden = difference(adapter, StateKind.HIDDEN, kept)
         if not hidden:
             return adapter
-        rows_alone = rows_alone or without(adapter, StateKind.HIDDEN, hidden)
+        if has_own_rows and not adapter.is_recurrent:
+            rows_alone = rows_alone or without(adapter, StateKind.HIDDEN, hidden)
+        reasons = hidden
     if rows_alone is not None:
         return rows_alone
-    shapes = {(_half(keys), _half(values)) for keys, values in kept}
+    if not any(parts.has_rows):
+        raise refuse(model, f"its states do not come back ({reasons})")
+    shapes = {
+        (_half(held["keys"]), _half(held["values"]))
+        for held, has_rows in zip(kept, parts.has_rows, strict=True)
+        if has_rows
+    }
     if len(shapes) != 1:
         raise refuse(model, f"layers keep rows of {len(shapes)} different sizes ({reasons})")
     adapter = as_cached(model, parts, *shapes.pop())
@@ -98,6 +115,19 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
     if problem:
         raise refuse(model, f"its keys and values do not come back as they are cached: {problem}")
     return adapter
+
+
+def _going_on(model: PreTrainedModel, parts: Anatomy) -> Anatomy:
+    """How states go on: by several tokens at a time, or by one. Raises UnsupportedArchitecture."""
+    ids = [*token_ids(model), token_ids(model)[0]]
+    whole = run(model, DynamicCache(config=model.config), ids)
+    for is_stepwise, passes in ((False, (ids[:2], ids[2:])), (True, (ids[:2], ids[2:3], ids[3:]))):
+        cache = DynamicCache(config=model.config)
+        found = [run(model, cache, part) for part in passes][-1]
+        if not _far("logits", found, whole, _ROUNDING[model.dtype]):
+            states = (each and replace(each, is_stepwise=is_stepwise) for each in parts.recurrences)
+            return replace(parts, recurrences=tuple(states))
+    raise refuse(model, "its states do not go on from one pass to the next")
 
 
 def _is_loaded(model: nn.Module) -> bool:
@@ -110,9 +140,12 @@ def difference(adapter: Adapter, kind: StateKind, kept: Cached | None = None) ->
     try:
         rows, own = _saved(adapter, kind)
         found = _restored(adapter, kind, rows)
-        rounding = _ROUNDING if kind is StateKind.HIDDEN else _ROW_ROUNDING
-        problem = _unequal(contents(found), contents(own), rounding[adapter.model.dtype])
-        problem = problem or (kept and _unequal(contents(own), kept, 0.0)) or ""
+        kinds = [adapter.kind_of(layer, kind) for layer in range(len(adapter.layers))]
+        bounds = [
+            (_ROUNDING if each is StateKind.HIDDEN else _ROW_ROUNDING)[adapter.model.dtype] for each in kinds
+        ]
+        problem = _unequal(contents(found), contents(own), bounds)
+        problem = problem or (kept and _unequal(contents(own), kept, [0.0] * len(kept))) or ""
         if problem:
             return problem
         nexts = [_next_logits(adapter.model, cache) for cache in (found, own)]
@@ -124,7 +157,7 @@ def difference(adapter: Adapter, kind: StateKind, kept: Cached | None = None) ->
 def _saved(adapter: Adapter, kind: StateKind) -> tuple[list[Tensor], DynamicCache]:
     """Rows [3, row] of each layer as capture sees them, in two tokens and one; and the cache that is kept."""
     pieces: list[list[Tensor]] = [[] for _ in adapter.layers]
-    streams = [Stream(layer, kind) for layer in range(len(adapter.layers))]
+    streams = [Stream(layer, adapter.kind_of(layer, kind)) for layer in range(len(adapter.layers))]
     cache = DynamicCache(config=adapter.model.config)
     ids = token_ids(adapter.model)
     with Capture(adapter, streams, lambda layer, _, rows: pieces[layer].append(rows.clone())):
@@ -137,11 +170,15 @@ def _saved(adapter: Adapter, kind: StateKind) -> tuple[list[Tensor], DynamicCach
 
 def _restored(adapter: Adapter, kind: StateKind, rows: list[Tensor]) -> DynamicCache:
     target = CacheTarget(adapter, TOKEN_COUNT)
-    restorer = Restorer(adapter, torch.arange(TOKEN_COUNT))
+    modules = Modules(adapter, torch.arange(TOKEN_COUNT))
     for layer, found in enumerate(rows):
+        method = Method[adapter.kind_of(layer, kind).name]
         first = target.first_token(layer)
-        keys, values = restorer.layer(layer, Method[kind.name], found[first:], begin=first)
-        target.room(layer, first, TOKEN_COUNT).put(keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        # In two pieces where a state has to go on between them.
+        cuts = (first, 2, TOKEN_COUNT) if adapter.layers[layer].recurrence else (first, TOKEN_COUNT)
+        for begin, end in pairwise(cuts):
+            data = found[begin:end].contiguous().view(torch.uint8)
+            modules.restore(layer, method, data, begin, target.room(layer, begin, end))
         target.finish(layer)
     cache = target.cache
     if not isinstance(cache, DynamicCache):
@@ -156,12 +193,21 @@ def token_ids(model: PreTrainedModel) -> list[int]:
 
 
 def contents(cache: DynamicCache) -> Cached:
-    """Keys and values of each layer. Raises ValueError for one that holds none."""
+    """What each layer holds. Raises ValueError for one that lacks something."""
     found: Cached = []
     for layer, held in enumerate(cache.layers):
-        if not isinstance(held, CacheLayerMixin) or held.keys is None or held.values is None:
+        halves = {"keys": held.keys, "values": held.values} if isinstance(held, CacheLayerMixin) else {}
+        if any(half is None for half in halves.values()):
             raise ValueError(f"layer {layer} of the cache holds no keys and values")
-        found.append((held.keys, held.values))
+        states: dict[str, Tensor | None] = {}
+        if isinstance(held, STATE_LAYERS):
+            known: Any = held
+            for number in range(known.number_of_states):
+                states[f"convolution state {number}"] = known.conv_states[number]
+                states[f"recurrent state {number}"] = known.recurrent_states[number]
+            if not any(state is not None for state in states.values()):
+                raise ValueError(f"layer {layer} of the cache holds no state")
+        found.append({name: one for name, one in {**halves, **states}.items() if one is not None})
     return found
 
 
@@ -172,12 +218,13 @@ def _kept(model: PreTrainedModel) -> Cached:
     try:
         for part in (ids[:2], ids[2:]):
             run(model, cache, part)
-        kept = contents(cache)
+        # Copies: a step writes into states.
+        kept = [{name: one.clone() for name, one in held.items()} for held in contents(cache)]
     except _LIKE as error:
         problem = f"a pass of three tokens fails: {' '.join(str(error).split())[:160]}"
         raise UnsupportedArchitecture(architecture=type(model).__name__, problem=problem) from error
-    for layer, halves in enumerate(kept):
-        for half in halves:
+    for layer, held in enumerate(kept):
+        for half in (held[name] for name in ("keys", "values") if name in held):
             if half.ndim != 4 or half.shape[0] != 1 or not 0 < half.shape[2] <= TOKEN_COUNT:
                 raise refuse(model, f"layer {layer} caches {list(half.shape)}, not a row for each token")
             if half.dtype is not model.dtype:
@@ -187,12 +234,7 @@ def _kept(model: PreTrainedModel) -> Cached:
 
 def run(model: PreTrainedModel, cache: DynamicCache, ids: list[int]) -> Tensor:
     """Logits [V] behind the last of some tokens, which the cache takes."""
-    with torch.no_grad():
-        output = model(
-            input_ids=torch.tensor([ids], device=model.device), past_key_values=cache, use_cache=True
-        )
-    logits: Tensor = output.logits[0, -1]
-    return logits
+    return run_pass(model, cache, ids)
 
 
 def _next_logits(model: PreTrainedModel, cache: DynamicCache) -> Tensor:
@@ -203,12 +245,14 @@ def _half(half: Tensor) -> HalfShape:
     return HalfShape(half.shape[1], half.shape[3])
 
 
-def _unequal(found: Cached, kept: Cached, bound: float) -> str:
+def _unequal(found: Cached, kept: Cached, bounds: Sequence[float]) -> str:
     if len(found) != len(kept):
         return f"{len(found)} layers of a cache of {len(kept)}"
-    for layer, halves in enumerate(zip(found, kept, strict=True)):
-        for name, mine, theirs in zip(("keys", "values"), *halves, strict=True):
-            problem = _far(f"{name} of layer {layer}", mine, theirs, bound)
+    for layer, (mine, theirs, bound) in enumerate(zip(found, kept, bounds, strict=True)):
+        if mine.keys() != theirs.keys():
+            return f"layer {layer} holds {sorted(mine)}, not {sorted(theirs)}"
+        for name, kept_one in theirs.items():
+            problem = _far(f"{name} of layer {layer}", mine[name], kept_one, bound)
             if problem:
                 return problem
     return ""

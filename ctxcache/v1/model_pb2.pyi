@@ -325,9 +325,9 @@ class Model(_message.Message):
     hidden_size: _builtins.int
     """Elements of a hidden state (D). Required, at least 1."""
     kv_head_count: _builtins.int
-    """Number of K/V heads (H). Required, at least 1."""
+    """Number of K/V heads (H); 0 where no layer keeps keys and values."""
     head_size: _builtins.int
-    """Elements of one K head (C). Required, at least 1."""
+    """Elements of one K head (C); 0 likewise."""
     rope: _builtins.str
     """Settings of the rotary embedding as canonical text; empty where the model has none. Up to 4096 bytes."""
     norm: _builtins.str

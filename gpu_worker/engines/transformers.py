@@ -108,6 +108,8 @@ class Restoring:
         self.cache, self.restoration, self.choice = cache, restoration, choice
         self._rows, self._chooser = rows, chooser
         self._gate, self._is_over = LayerGate(adapter, restoration), False
+        # Where each pass takes one token, the first would wait for all layers.
+        self._lead = None if adapter.is_stepwise else choice.lead
 
     @property
     def restored_ns(self) -> int:
@@ -117,7 +119,7 @@ class Restoring:
     @property
     def is_ahead(self) -> bool:
         """Whether passes begin before all is restored."""
-        return self.choice.lead is not None
+        return self._lead is not None
 
     def is_failed_by(self, error: CacheError) -> bool:
         """Whether an error out of a pass is why the restore failed."""
@@ -128,7 +130,7 @@ class Restoring:
 
         Raises why the restore failed; then it is over, and the lease given back.
         """
-        lead = self.choice.lead
+        lead = self._lead
         try:
             if lead is None:
                 self.restoration.wait_all()
@@ -665,8 +667,9 @@ class TransformersEngine:
             end += len(token_ids)
             return saver.passing([Slice(session.name, end - len(token_ids), len(token_ids))], token_ids)
 
+        is_stepwise = self._adapter.is_stepwise
         if start.is_missing:
-            prefill(self._model, start.cache, start.saved)
+            prefill(self._model, start.cache, start.saved, is_stepwise=is_stepwise)
         saver.open(session)
         try:
             with ExitStack() as first_pass, Capture(self._adapter, layout, saver.put, is_on_host=False):
@@ -680,12 +683,13 @@ class TransformersEngine:
                     max_new_tokens=max_new_tokens,
                     eos_token_ids=eos_token_ids,
                     around=passing,
+                    is_stepwise=is_stepwise,
                 ):
                     first_pass.close()
                     pending = [token]
                     yield token
                 if max_new_tokens:
                     # One more pass, after the caller has its answer: then the session holds the whole turn.
-                    prefill(self._model, start.cache, pending, around=passing)
+                    prefill(self._model, start.cache, pending, around=passing, is_stepwise=is_stepwise)
         finally:
             saver.finish(session.name, durability=self._durability)

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, cat, mul, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from ctxcache.format.packing import unpacked
@@ -38,6 +38,15 @@ _LINEAR = (
     "transformers.models.falcon.modeling_falcon.FalconLinear",
 )
 _TENSORS = (Tensor, nn.Parameter)
+
+
+def cache_classes(*names: str) -> tuple[type, ...]:
+    """Transformers' classes of one layer's cache, those that this version has: older ones have fewer."""
+    return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
+
+
+STATE_LAYERS = cache_classes("LinearAttentionCacheLayerMixin")
+"""Caches of layers that keep recurrent or convolution state."""
 Halves = tuple[Tensor, Tensor]
 Emit = Callable[[Tensor, Tensor], None]
 """Takes the halves of the tokens a pass brought: [T, H, C], [T, H, C_v]."""
@@ -96,10 +105,22 @@ class SeparateProjection:
     """Gemma3 norms [1, H, T, C], Qwen3 [1, T, H, C]: each norms over C alone, only hooks differ."""
     is_normed_whole: bool = False
     """OLMo 2 norms [1, T, H * C]."""
+    input_scale: float = 1.0
+    key_scale: float = 1.0
+    """Falcon-H1 multiplies what goes in, and K before positions."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether there is more to K and V than weights."""
+        return (self.input_scale, self.key_scale) != (1.0, 1.0)
 
     def project(self, normed: Tensor) -> Halves:
         """See Projection."""
+        if self.is_scaled:
+            normed = normed * self.input_scale
         k, v = self.k_proj.forward(normed), self.value.heads(self.v_proj.forward(normed))
+        if self.is_scaled:
+            k = k * self.key_scale
         if self.k_norm is None:
             return self.key.heads(k), v
         if self.is_normed_whole:
@@ -116,7 +137,8 @@ class SeparateProjection:
         ]
 
     def _heads_of_key(self, out: Tensor) -> Tensor:
-        return self.key.heads(out.transpose(1, 2) if self.is_normed_heads_first else out)
+        heads = self.key.heads(out.transpose(1, 2) if self.is_normed_heads_first else out)
+        return heads * self.key_scale if self.is_scaled else heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +181,43 @@ class LatentProjection:
 
     def _rotary_of(self, out: Tensor) -> Tensor:
         return self.rotary.heads(out[..., self.latent.size :])
+
+
+@dataclass(frozen=True, slots=True)
+class NoRows:
+    """A layer that keeps no row of a token: recurrent and convolution state only."""
+
+    def project(self, normed: Tensor) -> Halves:
+        """There are no halves. Raises UnsupportedArchitecture."""
+        del normed
+        raise UnsupportedArchitecture(architecture="a recurrent layer", problem="it keeps no keys and values")
+
+    def watch(self, emit: Emit) -> "Sequence[Handle]":
+        """Nothing is ever emitted."""
+        del emit
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """How a layer's recurrent and convolution state goes on: its mixer, run over the layer's normed inputs.
+
+    Nothing else of the layer is run: no attention, no experts. The state is the engine's own, in its cache.
+    """
+
+    mixer: nn.Module
+    layer: int
+    cache_name: str
+    """What the mixer calls the cache."""
+    is_stepwise: bool = False
+    """Whether only one token at a time goes on from a state (Jamba); all at once from none."""
+
+    def advance(self, normed: Tensor, cache: Cache) -> None:
+        """Bring the layer's state in `cache` forward by tokens [1, T, D]."""
+        is_first = not cache.has_previous_state(self.layer)
+        pieces = (normed,) if is_first or not self.is_stepwise else torch.split(normed, 1, dim=1)
+        for piece in pieces:
+            self.mixer.forward(piece, **{self.cache_name: cache})
 
 
 class CacheTap:
@@ -365,6 +424,13 @@ class DecoderLayer:
     """Which of the model's position tables this layer uses; layers of one type share one."""
     window: int | None
     """Tokens a sliding-window layer attends to; None where it attends to all."""
+    recurrence: Recurrence | None = None
+    """Of a layer that keeps state beside rows of tokens, or instead of them."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the layer keeps keys and values."""
+        return not isinstance(self.projection, NoRows)
 
     @property
     def device(self) -> torch.device:
@@ -373,8 +439,12 @@ class DecoderLayer:
 
     def project(self, hidden: Tensor) -> Halves:
         """Layer input [T, D] -> halves [T, H, C], [T, H, C_v] before positions."""
+        return self.projection.project(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Layer input [T, D] -> what attention or the mixer takes, [1, T, D]."""
         x = hidden.unsqueeze(0)
-        return self.projection.project(x if self.norm is None else self.norm.forward(x))
+        return x if self.norm is None else self.norm.forward(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,8 +474,26 @@ class Adapter:
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """The kinds of wide rows that each layer can be saved by."""
+        """The kinds of wide rows that layers can be saved by; a recurrent one by its inputs only."""
         return tuple(kind for kind in (StateKind.HIDDEN, self.kind) if kind not in self.refused)
+
+    def kinds_of(self, layer: int) -> tuple[StateKind, ...]:
+        """The kinds of wide rows that one layer can be saved by."""
+        return self.kinds if self.layers[layer].recurrence is None else (StateKind.HIDDEN,)
+
+    def kind_of(self, layer: int, kind: StateKind) -> StateKind:
+        """The kind by which a layer comes back where others do by `kind`: a recurrent one by its inputs."""
+        return kind if kind in self.kinds_of(layer) else StateKind.HIDDEN
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer keeps recurrent or convolution state."""
+        return any(layer.recurrence is not None for layer in self.layers)
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether a pass behind others takes one token at a time."""
+        return any(layer.recurrence is not None and layer.recurrence.is_stepwise for layer in self.layers)
 
     @property
     def architecture(self) -> str:
@@ -414,8 +502,8 @@ class Adapter:
 
     @property
     def is_relocatable(self) -> bool:
-        """False where positions enter at the embedding, so that saved state cannot be moved."""
-        return self.rotary is not None
+        """False where positions enter at the embedding, or a layer's state has taken all tokens in."""
+        return self.rotary is not None and not self.is_recurrent
 
     @property
     def hidden_size(self) -> int:
@@ -427,10 +515,10 @@ class Adapter:
         """Elements of a KV or LATENT row."""
         return self.key.size + self.value.size
 
-    def element_count(self, kind: StateKind) -> int | None:
-        """Elements of a row of `kind`, or of the kind that it packs; None for one the model does not have."""
+    def element_count(self, kind: StateKind, layer: int) -> int | None:
+        """Elements of a layer's row of `kind`, or of what it packs; None for a kind that it does not have."""
         wide = unpacked(kind)
-        return self.row_size_of(wide) if wide in self.kinds else None
+        return self.row_size_of(wide) if wide in self.kinds_of(layer) else None
 
     def row_size_of(self, kind: StateKind) -> int:
         """Elements of a HIDDEN row, or of one of the model's own kind."""

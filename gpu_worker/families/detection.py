@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, cat, nn
-from transformers import DynamicCache, PreTrainedModel, cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ctxcache.format.streams import StateKind
 from gpu_worker.families.adapter import (
     NO_ROPE,
     ONE_ROPE,
+    STATE_LAYERS,
     Adapter,
     AsCached,
     CacheTap,
@@ -32,9 +33,12 @@ from gpu_worker.families.adapter import (
     HalfShape,
     Halves,
     LatentProjection,
+    NoRows,
     Projection,
+    Recurrence,
     Rope,
     SeparateProjection,
+    cache_classes,
     check_rope,
     embed_rotated,
     norm_name,
@@ -46,10 +50,8 @@ from gpu_worker.families.adapter import (
     table_per_type,
 )
 
-_NOTHING_HELD: tuple[type, ...] = tuple(
-    getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name)
-)
-"""A layer's cache that holds nothing; transformers before 5.20 has no such class, and fewer layers."""
+_NOTHING_HELD = cache_classes("DummyLayer")
+"""A layer's cache that holds nothing."""
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "W_pack", "att_proj")
 _BY_HEAD = ("query_key_value",)
 """Fused projections that lay K and V out head by head; the others have all of Q, of K, of V."""
@@ -66,9 +68,15 @@ _NORMS = (
     "attention_layernorm",
     "pre_attention_layernorm",
     "operator_norm",
+    "norm",
 )
 _K_NORMS = ("k_norm", "key_layernorm", "k_layernorm", "key_norm")
-_KNOWN_CACHES = (DynamicLayer, DynamicSlidingWindowLayer)
+_KNOWN_CACHES = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *cache_classes("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
+)
+_CACHE_NAMES = ("cache_params", "past_key_values")
 _HEADS_KNOWN_TO_KERNELS = "halves"
 
 Any_ = Any
@@ -82,10 +90,14 @@ class Anatomy:
     base: nn.Module
     blocks: tuple[nn.Module, ...]
     windows: tuple[int | None, ...]
+    has_rows: tuple[bool, ...]
+    """Which layers keep keys and values."""
+    recurrences: tuple[Recurrence | None, ...]
+    """Which layers keep a state, and how it goes on."""
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """The layers of a model that keeps K and V and nothing else. Raises UnsupportedArchitecture."""
+    """The layers of a model that keeps K and V, or recurrent state. Raises UnsupportedArchitecture."""
     config: Any_ = model.config.get_text_config(decoder=True)
     if config is not model.config:
         raise refuse(model, "it takes more than text")
@@ -105,10 +117,21 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise refuse(model, f"it has {len(outer)} lists of {count} layers, not one")
     name, blocks = outer[0]
     base = model.get_submodule(name.rpartition(".")[0])
-    return Anatomy(base, tuple(blocks), _windows(model, count))
+    caches = _caches(model, count)
+    return Anatomy(
+        base,
+        tuple(blocks),
+        tuple(getattr(held, "sliding_window", None) for held in caches),
+        tuple(isinstance(held, CacheLayerMixin) for held in caches),
+        tuple(
+            _recurrence(model, layer, block) if isinstance(held, STATE_LAYERS) else None
+            for layer, (block, held) in enumerate(zip(blocks, caches, strict=True))
+        ),
+    )
 
 
-def _windows(model: PreTrainedModel, count: int) -> tuple[int | None, ...]:
+def _caches(model: PreTrainedModel, count: int) -> list[object]:
+    """What each layer keeps, as transformers sets it up."""
     try:
         layers = DynamicCache(config=model.config).layers
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -116,12 +139,36 @@ def _windows(model: PreTrainedModel, count: int) -> tuple[int | None, ...]:
     shared_count = sum(isinstance(held, _NOTHING_HELD) for held in layers)
     if shared_count or (layers and len(layers) != count):
         shared_count = shared_count or count - len(layers)
-        raise refuse(model, f"{shared_count} of its {count} layers share keys and values with others")
+        problem = "keep nothing of their own: they share others' keys and values, or need none"
+        raise refuse(model, f"{shared_count} of its {count} layers {problem}")
     for layer, held in enumerate(layers):
         if type(held) not in _KNOWN_CACHES:
             problem = f"layer {layer} keeps more than keys and values of tokens ({type(held).__name__})"
             raise refuse(model, problem)
-    return tuple(getattr(held, "sliding_window", None) for held in layers) or (None,) * count
+    # Where all layers are alike, transformers' cache makes them as they come.
+    return list(layers) or [DynamicLayer.__new__(DynamicLayer)] * count
+
+
+def _recurrence(model: PreTrainedModel, layer: int, block: nn.Module) -> Recurrence:
+    """The block's one module besides attention that takes a cache."""
+    found = [
+        (child, name)
+        for child in block.children()
+        if not _is_attention(child)
+        for name in _CACHE_NAMES
+        if name in signature(child.forward).parameters
+    ]
+    if len(found) != 1:
+        raise refuse(model, f"layer {layer} keeps a state, and {len(found)} of its modules may make it")
+    return Recurrence(_for_state(found[0][0]), layer, found[0][1])
+
+
+def _for_state(mixer: nn.Module) -> nn.Module:
+    """The mixer with the same weights and without its last projection, which no state needs."""
+    lean = copy.copy(mixer)
+    if isinstance(getattr(mixer, "out_proj", None), nn.Module):
+        lean._modules = {**mixer._modules, "out_proj": nn.Identity()}  # noqa: SLF001  torch has no other way
+    return lean
 
 
 # -- what is known without running the model -----------------------------------------------------------
@@ -142,8 +189,13 @@ def candidates(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
     """
     check_rope(model)
     _check_angles(model, anatomy.base)
-    attentions = [_attention(block) for block in anatomy.blocks]
-    if not attentions or any(found is None for found in attentions):
+    if not any(anatomy.has_rows):
+        yield from _without_rows(model, anatomy)
+        return
+    attentions = [
+        _attention(block) for block, has in zip(anatomy.blocks, anatomy.has_rows, strict=True) if has
+    ]
+    if any(found is None for found in attentions):
         return
     found = [attention for attention in attentions if attention is not None]
     config: Any_ = model.config
@@ -152,18 +204,68 @@ def candidates(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
         return
     for norms in _norms(anatomy.blocks):
         for projections, key, value in _projections(model, found):
-            yield from _positioned(model, anatomy, found, norms, projections, key, value)
+            scaled = iter(_scaled(anatomy, projections))
+            whole = [next(scaled) if has else NoRows() for has in anatomy.has_rows]
+            yield from _positioned(model, anatomy, found, norms, whole, key, value)
+
+
+def _scaled(anatomy: Anatomy, projections: Sequence[Projection]) -> Iterator[Projection]:
+    """Projections with what their blocks and attentions multiply by, where they say so."""
+    blocks = (block for block, has in zip(anatomy.blocks, anatomy.has_rows, strict=True) if has)
+    for block, projection in zip(blocks, projections, strict=True):
+        if isinstance(projection, SeparateProjection):
+            scales = (
+                float(getattr(block, "attention_in_multiplier", None) or 1.0),
+                float(getattr(_attention(block), "key_multiplier", None) or 1.0),
+            )
+            yield replace(projection, input_scale=scales[0], key_scale=scales[1])
+        else:
+            yield projection
+
+
+def _without_rows(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
+    """A model whose layers all keep states alone: layer inputs are what it comes back from."""
+    nothing = HalfShape(0, 0)
+    for norms in _norms(anatomy.blocks):
+        yield Adapter(
+            model=model,
+            base=anatomy.base,
+            layers=tuple(
+                DecoderLayer(block, norm, NoRows(), NO_ROPE, None, recurrence)
+                for block, norm, recurrence in zip(anatomy.blocks, norms, anatomy.recurrences, strict=True)
+            ),
+            kind=StateKind.KV,
+            key=nothing,
+            value=nothing,
+            embed_halves=embed_rotated(),
+            rotary=None,
+            norm_name=norm_name(norms[0]),
+            rope_name="none",
+            is_half_split=False,
+            refused={StateKind.KV: "no layer keeps keys and values"},
+        )
 
 
 def as_cached(model: PreTrainedModel, anatomy: Anatomy, key: HalfShape, value: HalfShape) -> Adapter:
-    """The adapter of a model that nothing is known of but its cache: rows do not move."""
+    """The adapter of a model that nothing is known of but its cache: rows do not move.
+
+    Raises UnsupportedArchitecture for a layer that keeps a state beside such rows.
+    """
     tap = CacheTap(anatomy.base)
+    for layer, (has_rows, recurrence) in enumerate(zip(anatomy.has_rows, anatomy.recurrences, strict=True)):
+        if has_rows and recurrence is not None:
+            raise refuse(model, f"layer {layer} keeps a state beside keys and values that are not understood")
+    norms = next(_norms(anatomy.blocks))
     return Adapter(
         model=model,
         base=anatomy.base,
         layers=tuple(
             DecoderLayer(block, None, AsCached(tap, layer), NO_ROPE, window)
-            for layer, (block, window) in enumerate(zip(anatomy.blocks, anatomy.windows, strict=True))
+            if recurrence is None
+            else DecoderLayer(block, norm, NoRows(), NO_ROPE, None, recurrence)
+            for layer, (block, norm, window, recurrence) in enumerate(
+                zip(anatomy.blocks, norms, anatomy.windows, anatomy.recurrences, strict=True)
+            )
         ),
         kind=StateKind.KV_AS_CACHED,
         key=key,
@@ -335,7 +437,9 @@ def _positioned(
 ) -> Iterator[Adapter]:
     """Adapters by how positions enter K."""
     config: Any_ = model.config
-    is_latent = isinstance(projections[0], LatentProjection)
+    is_latent = any(isinstance(projection, LatentProjection) for projection in projections)
+    kind = StateKind.LATENT if is_latent else StateKind.KV
+    has_own_rows = any(recurrence is None for recurrence in anatomy.recurrences)
     rotary = getattr(anatomy.base, "rotary_emb", None)
     tables = _rotary_of(rotary, config)
     group_count = int(config.num_attention_heads) // key.head_count
@@ -346,12 +450,18 @@ def _positioned(
             model=model,
             base=anatomy.base,
             layers=tuple(
-                DecoderLayer(block, norm, projection, rope_key, window)
-                for block, norm, projection, rope_key, window in zip(
-                    anatomy.blocks, norms, projections, keys, anatomy.windows, strict=True
+                DecoderLayer(block, norm, projection, rope_key, window, recurrence)
+                for block, norm, projection, rope_key, window, recurrence in zip(
+                    anatomy.blocks,
+                    norms,
+                    projections,
+                    keys,
+                    anatomy.windows,
+                    anatomy.recurrences,
+                    strict=True,
                 )
             ),
-            kind=StateKind.LATENT if is_latent else StateKind.KV,
+            kind=kind,
             key=key,
             value=value,
             embed_halves=way.embed,
@@ -359,6 +469,7 @@ def _positioned(
             norm_name=norm_name(norms[0]),
             rope_name=name,
             is_half_split=way.name == _HEADS_KNOWN_TO_KERNELS,
+            refused={} if has_own_rows else {kind: "its layers keep states beside their keys and values"},
         )
 
     unrotated = Embedding(_HEADS_KNOWN_TO_KERNELS, embed_rotated(repeats))
@@ -366,13 +477,17 @@ def _positioned(
     if tables is None:
         if rotary is None and not is_latent and _has_learned_positions(model):
             yield made(unrotated, nothing, f"learned {config.max_position_embeddings}", is_rotated=False)
+        elif rotary is None and not is_latent and any(anatomy.recurrences):
+            # States know the order of tokens: such models have no positions (Jamba).
+            yield made(unrotated, nothing, "none", is_rotated=False)
         return
     keys = _rope_keys(rotary, config, len(norms))
     ways = _latent_ways(config) if is_latent else _key_ways(attentions[0], repeats)
     for way in ways:
         extra = (way.name,) if is_latent or way.name != _HEADS_KNOWN_TO_KERNELS else ()
         yield made(way, keys, rope_name(model, *extra), is_rotated=True)
-        bare = _unrotated_layers(config, attentions)
+        some_bare = iter(_unrotated_layers(config, attentions))
+        bare = [has and next(some_bare) for has in anatomy.has_rows]
         if any(bare):
             some = [NO_ROPE if is_bare else rope_key for is_bare, rope_key in zip(bare, keys, strict=True)]
             named = f"without {','.join(str(layer) for layer, is_bare in enumerate(bare) if is_bare)}"
@@ -412,7 +527,7 @@ def _unrotated_layers(config: Any_, attentions: Sequence[Any_]) -> list[bool]:
     if None not in flags:
         return [not flag for flag in flags]
     types = getattr(config, "layer_types", None) or []
-    if "sliding_attention" in types:
+    if "sliding_attention" in types and len(types) == len(attentions):
         return [kind == "full_attention" for kind in types]
     return [False] * len(attentions)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ctxcache.errors import InvalidArgument
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import (
     Emit,
@@ -70,6 +71,8 @@ def shard(adapter: Adapter, share: ModelShare) -> Adapter:
     """The adapter of one rank; the one given where a rank has all heads. Raises InvalidArgument."""
     if share.tensor_ranks == 1:
         return adapter
+    if adapter.is_recurrent:
+        raise InvalidArgument(field="tensor_ranks", problem="states are not shared among ranks")
     heads = share.heads(adapter.key.head_count)
     layers = tuple(
         replace(layer, projection=ShardedProjection(layer.projection, heads)) for layer in adapter.layers

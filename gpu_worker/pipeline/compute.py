@@ -29,6 +29,7 @@ from gpu_worker.deltas import Chain
 from gpu_worker.errors import IncompleteRestore, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import (
+    STATE_LAYERS,
     DecoderLayer,
     FusedProjection,
     Halves,
@@ -39,6 +40,7 @@ from gpu_worker.families.adapter import (
     norm_epsilon,
     norm_kind,
 )
+from gpu_worker.generation import cache_argument, is_empty, pieces
 from gpu_worker.kernels.kv_projection import reference as projection_reference
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
 from gpu_worker.kernels.operands import (
@@ -84,9 +86,11 @@ def recompute_layers(
         )
     device = adapter.layers[0].device
     ids, at = token_ids.to(device).long().unsqueeze(0), positions.to(device).unsqueeze(0)
-    for begin in range(0, len(token_ids), piece_tokens):
-        piece = slice(begin, begin + piece_tokens)
-        _run(adapter, cache, ids[:, piece], at[:, piece], layer_count)
+    is_first = not adapter.is_stepwise or is_empty(cache)
+    for begin, end in pieces(
+        len(token_ids), piece_tokens, is_stepwise=adapter.is_stepwise, is_first=is_first
+    ):
+        _run(adapter, cache, ids[:, begin:end], at[:, begin:end], layer_count)
 
 
 def _run(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, layer_count: int) -> None:
@@ -98,7 +102,10 @@ def _run(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, layer_c
         with torch.no_grad():
             # Not `base(...)`: capture listens there, and recomputed tokens are not new ones.
             adapter.base.forward(
-                input_ids=ids, past_key_values=cache, use_cache=True, **_at(adapter.base, positions)
+                input_ids=ids,
+                use_cache=True,
+                **cache_argument(adapter.base, cache),
+                **_at(adapter.base, positions),
             )
     except _Stop:
         pass
@@ -152,6 +159,7 @@ class Restorer:
         self._token_count = len(positions)
         self._ropes = adapter.ropes(positions)
         self._chain: Chain | None = None
+        self._advanced: dict[int, int] = {}
 
     def chain(self, layers: frozenset[int]) -> None:
         """See Compute: these layers come in order, each whole before the one above it."""
@@ -172,17 +180,34 @@ class Restorer:
             rows = self.wide(layer, method, rows.to(decoder.device), begin)
             is_hidden = method.unpacked is Method.HIDDEN
             halves = decoder.project(rows) if is_hidden else self._adapter.unpack(rows)
-            if not self._adapter.is_relocatable:
+            if self._adapter.rotary is None:
                 return self._adapter.embed(halves, None)
             table = self._ropes.get(decoder.rope_key)
             rope = None if table is None else table.at(begin, begin + len(rows)).to(decoder.device)
             return self._adapter.embed(halves, rope)
 
+    def advance(self, layer: int, method: Method, rows: Tensor, cache: Cache, *, begin: int = 0) -> None:
+        """Bring a layer's state in `cache` forward over its inputs [t, D], those of tokens from `begin` on.
+
+        Tokens come in order, each once: a state that stands at another token is not one to go on from.
+        Raises IncompleteRestore, ShapeMismatch, UnsupportedDtype, InvalidArgument(field="layer" | "method").
+        """
+        self._check(layer, method, rows, begin)
+        decoder, done = self._adapter.layers[layer], self._advanced.get(layer, 0)
+        if decoder.recurrence is None:
+            raise InvalidArgument(field="layer", problem=f"{layer} keeps no state")
+        if begin != done or cache.has_previous_state(layer) != (done > 0):
+            raise IncompleteRestore(layer=layer, row_count=done, token_count=begin)
+        with torch.no_grad():
+            wide = self.wide(layer, method, rows.to(decoder.device), begin)
+            decoder.recurrence.advance(decoder.normed(wide), cache)
+        self._advanced[layer] = begin + len(rows)
+
     def _check(self, layer: int, method: Method, rows: Tensor, begin: int) -> None:
         adapter = self._adapter
         if not 0 <= layer < len(adapter.layers):
             raise InvalidArgument(field="layer", problem=f"{layer} is not within [0, {len(adapter.layers)})")
-        size = None if method is Method.TOKENS else adapter.element_count(method.kind)
+        size = None if method is Method.TOKENS else adapter.element_count(method.kind, layer)
         if size is None:
             problem = f"{method.value} rows cannot be restored for {adapter.architecture}"
             raise InvalidArgument(field="method", problem=problem)
@@ -198,7 +223,7 @@ class Restorer:
 
     def wide(self, layer: int, method: Method, rows: Tensor, begin: int) -> Tensor:
         """Rows of tokens from `begin` on as the model has them. Raises ShapeMismatch, BaseMismatch."""
-        size = self._adapter.element_count(method.kind)
+        size = self._adapter.element_count(method.kind, layer)
         if method.is_delta or self.is_chained(layer):
             chain = self._chain or Chain(frozenset(), self._token_count, self._adapter.hidden_size)
             return chain.wide(layer, method.kind, rows, begin).to(self._adapter.model.dtype)
@@ -226,6 +251,13 @@ class Modules:
     def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
         """See Compute."""
         rows = self._decode(Stream(layer, method.kind), data)
+        decoder = self._adapter.layers[layer]
+        if decoder.recurrence is not None:
+            if room.cache is None:
+                raise InvalidArgument(field="cache", problem=f"has no room for the state of layer {layer}")
+            self.restorer.advance(layer, method, rows, room.cache, begin=begin)
+        if not decoder.has_rows:
+            return
         keys, values = self.restorer.layer(layer, method, rows, begin=begin)
         room.put(keys[0].transpose(0, 1), values[0].transpose(0, 1))
 
@@ -252,6 +284,11 @@ class Modules:
 def _take(cache: Cache, layer: int, end: int, target: Target) -> None:
     """Copy what a cache holds of tokens before `end` into the target; a window keeps the last ones only."""
     held = cache.layers[layer]
+    if isinstance(held, STATE_LAYERS):
+        if end != target.token_count:
+            raise InvalidArgument(field="plan", problem=f"a part of layer {layer}, which keeps a state")
+        target.adopt(layer, held)
+        return
     if not isinstance(held, CacheLayerMixin) or held.keys is None or held.values is None:
         raise IncompleteRestore(layer=layer, row_count=0, token_count=end)
     keys, values = held.keys[0].transpose(0, 1), held.values[0].transpose(0, 1)
@@ -319,7 +356,7 @@ def _is_known(decoder: DecoderLayer) -> bool:
     """Whether weights are all there is to know of a layer's projections and norms."""
     projection = decoder.projection
     if isinstance(projection, SeparateProjection):
-        if projection.is_normed_whole:
+        if projection.is_normed_whole or projection.is_scaled or decoder.recurrence is not None:
             return False
         linear, norms = [projection.k_proj, projection.v_proj], [decoder.norm, projection.k_norm]
     elif isinstance(projection, FusedProjection):
@@ -379,6 +416,7 @@ class Kernels:
         """See Compute."""
         is_hidden = method.unpacked is Method.HIDDEN
         weights = self._weights.of(layer) if is_hidden else None
+        # A layer without weights here may keep a state, which the modules bring forward.
         if not self._fits(room) or (is_hidden and weights is None):
             self._modules.restore(layer, method, data, begin, room)
             return

@@ -12,14 +12,20 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.families import Adapter
+from gpu_worker.families.adapter import cache_classes
+from gpu_worker.generation import is_empty
 from gpu_worker.kernels.operands import Pages
 
 
@@ -32,6 +38,8 @@ class LayerRoom:
 
     pages: Pages
     run_begin: int | None = None
+    cache: Cache | None = None
+    """The engine's cache itself, for layers that keep a state; None: it has room for rows only."""
 
     def put(self, keys: Tensor, values: Tensor) -> None:
         """Copy keys [t, H, C] and values [t, H_v, C_v], as the engine caches them."""
@@ -62,6 +70,14 @@ class Target(ABC):
     def scratch(self) -> Cache | None:
         """A cache to recompute into that is the target's own; None: any will do, and its layers are put."""
         return None
+
+    def adopt(self, layer: int, held: Any) -> None:
+        """Take a cache's layer that keeps a state, with all tokens in it. Any: its class differs by version.
+
+        Raises InvalidArgument(field="cache").
+        """
+        del held
+        raise InvalidArgument(field="cache", problem=f"has no room for the state of layer {layer}")
 
     def finish(self, layer: int) -> None:
         """Called on the computing lane behind a layer's last write."""
@@ -149,7 +165,11 @@ class PagedTarget(Target):
         return sorted(set((self._slots // self._page_tokens).tolist()))
 
 
-_GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
+_GROWING = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *cache_classes("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
+)
 
 
 class CacheTarget(Target):
@@ -182,7 +202,11 @@ class CacheTarget(Target):
         keys, values = (half.transpose(1, 2) for half in self._held[layer])
         first = self.first_token(layer)
         slots = torch.arange(begin - first, end - first, device=keys.device)
-        return LayerRoom(Pages(keys, values, slots), begin - first)
+        return LayerRoom(Pages(keys, values, slots), begin - first, self.cache)
+
+    def adopt(self, layer: int, held: Any) -> None:
+        """See Target."""
+        self.cache.layers[layer] = held
 
     def scratch(self) -> Cache | None:
         """See Target: a preallocated cache is recomputed into as it is."""
@@ -207,6 +231,9 @@ class CacheTarget(Target):
         # As the engine caches them: some families repeat heads.
         keys, values = adapter.embed_halves(empty[0], empty[1], None)
         count = self.token_count - self.first_token(layer)
+        if not adapter.layers[layer].has_rows:
+            nothing = torch.empty(1, 0, count, 0, dtype=dtype, device=device)
+            return nothing, nothing
         first, second = (half.new_empty(1, half.shape[1], count, half.shape[3]) for half in (keys, values))
         return first, second
 
@@ -222,7 +249,7 @@ class CacheTarget(Target):
             held.cumulative_length = self.token_count
 
     def _check_room(self) -> None:
-        if int(self.cache.get_seq_length()):
+        if not is_empty(self.cache):
             raise InvalidArgument(field="cache", problem="is not empty")
         for layer, decoder in enumerate(self._adapter.layers):
             limit = getattr(self.cache.layers[layer], "max_cache_len", None)

@@ -141,7 +141,7 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
     layers = case.model.layers
     if case.engine.can_recompute:
         yield (None,) * len(layers)
-    yield tuple(layer.own_kind for layer in layers)
+    yield tuple(layer.saved_kind for layer in layers)
     for kind in (StateKind.HIDDEN, *_packed(case.engine)):
         yield tuple(_or_rows(layer, kind) for layer in layers)
     if _BASE in case.engine.lossy_kinds:
@@ -177,7 +177,7 @@ def _chains(layers: Sequence[LayerShape], kind: StateKind, every: int) -> Kinds:
     length = 0
     for layer in layers:
         if kind not in layer.kinds:
-            found.append(layer.own_kind)
+            found.append(layer.saved_kind)
             length = 0
         else:
             found.append(kind if length % every else _BASE)
@@ -202,7 +202,7 @@ def _request(case: _Case, kinds: Sequence[Sequence[StateKind]], each: Return) ->
 
 
 def _or_rows(layer: LayerShape, kind: StateKind) -> StateKind | None:
-    return kind if kind in layer.kinds else layer.own_kind
+    return kind if kind in layer.kinds else layer.saved_kind
 
 
 def _row_bytes(layer: LayerShape, kind: StateKind | None) -> float:

@@ -52,17 +52,24 @@ class LayerShape:
     """Bytes of one element of the rows, before they are packed."""
     is_from_hidden: bool = True
     """Whether the layer comes back from its inputs."""
+    has_own_rows: bool = True
+    """Whether there is another kind of rows beside its inputs; of a LINEAR layer, its kept state."""
     is_as_cached: bool = False
     """Whether K and V are kept with their positions, as nothing else is known of them."""
 
     @property
     def own_kind(self) -> StateKind | None:
         """The kind of its own rows, beside its inputs; None where it has none."""
-        if self.kind is LayerKind.SHARED:
+        if self.kind is LayerKind.SHARED or not self.has_own_rows:
             return None
         if self.is_as_cached:
             return StateKind.KV_AS_CACHED
         return StateKind.LATENT if self.kind is LayerKind.LATENT else StateKind.KV
+
+    @property
+    def saved_kind(self) -> StateKind | None:
+        """The kind to save it by where no other is wished for: its own, or its inputs."""
+        return self.own_kind or next(iter(self.kinds), None)
 
     def row_bytes(self, kind: StateKind) -> int:
         """Bytes of one token's row of a kind.
@@ -76,9 +83,9 @@ class LayerShape:
     def kinds(self) -> tuple[StateKind, ...]:
         """The kinds that it can be saved by, packed ones behind the others."""
         own = self.own_kind
-        if own is None:
+        if self.kind is LayerKind.SHARED:
             return ()
-        wide = (StateKind.HIDDEN, own) if self.is_from_hidden else (own,)
+        wide = tuple(kind for kind in (self.is_from_hidden and StateKind.HIDDEN, own) if kind)
         if self.kind not in (LayerKind.FULL, LayerKind.SLIDING):
             return wide
         sizes = {kind: _element_count(self, kind) for kind in PACKINGS if PACKINGS[kind].unpacked in wide}

@@ -247,16 +247,26 @@ def _restored(
     restorer = Restorer(adapter, torch.arange(length))
     found = {}
     for kind in shape.kinds:
-        method, size = Method[kind.name], adapter.element_count(kind)
+        method, size = Method[kind.name], adapter.element_count(kind, layer)
         # Deltas take the stage of 4 bits: what they add is one addition.
         if size is None or kind in DELTAS:
             continue
         example = torch.ones(length, size, dtype=dtype, device=device)
         if not method.is_exact:
             example = pack(example, kind)
-        restore = partial(restorer.layer, layer, method, example)
+        restore: Callable[[], object] = partial(restorer.layer, layer, method, example)
+        if adapter.layers[layer].recurrence is not None:
+            restore = partial(_state, adapter, layer, method, example)
         found[Stage.of(method)] = median(watch.seconds(restore))
     return found
+
+
+def _state(adapter: Adapter, layer: int, method: Method, rows: Tensor) -> None:
+    cache = DynamicCache(config=adapter.model.config)
+    restorer = Restorer(adapter, torch.arange(len(rows)))
+    restorer.advance(layer, method, rows, cache)
+    if adapter.layers[layer].has_rows:
+        restorer.layer(layer, method, rows)
 
 
 def _recomputed(

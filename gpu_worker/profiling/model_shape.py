@@ -34,23 +34,38 @@ def representatives(shape: ModelShape) -> dict[LayerShape, int]:
 def _layer_shape(adapter: Adapter, layer: DecoderLayer) -> LayerShape:
     config = adapter.model.config.get_text_config(decoder=True)
     element_bytes = adapter.model.dtype.itemsize
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_count = int(getattr(config, "num_attention_heads", 0) or 0) if layer.has_rows else 0
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(head_count, 1)
     weights = sum(parameter.numel() for parameter in layer.block.parameters() if parameter.ndim > 1)
     return LayerShape(
         kind=_kind(adapter, layer),
         hidden_row_bytes=adapter.hidden_size * element_bytes,
         kv_row_bytes=adapter.row_size * element_bytes,
-        project_flops=float(MULTIPLY_ADD_FLOPS * adapter.hidden_size * adapter.row_size),
+        project_flops=float(MULTIPLY_ADD_FLOPS * (_projected(adapter, layer) + _mixed(layer))),
         linear_flops=float(MULTIPLY_ADD_FLOPS * weights),
-        attention_flops=float(2 * MULTIPLY_ADD_FLOPS * config.num_attention_heads * head_size),
+        attention_flops=float(2 * MULTIPLY_ADD_FLOPS * head_count * head_size),
         window=layer.window,
         element_bytes=element_bytes,
-        is_from_hidden=StateKind.HIDDEN in adapter.kinds,
+        is_from_hidden=layer.recurrence is not None or StateKind.HIDDEN in adapter.kinds,
+        has_own_rows=layer.recurrence is None,
         is_as_cached=adapter.kind is StateKind.KV_AS_CACHED,
     )
 
 
+def _projected(adapter: Adapter, layer: DecoderLayer) -> int:
+    return adapter.hidden_size * adapter.row_size if layer.has_rows else 0
+
+
+def _mixed(layer: DecoderLayer) -> int:
+    """Multiply-adds of a mixer's matrices for one token; its scan is small beside them."""
+    if layer.recurrence is None:
+        return 0
+    return sum(parameter.numel() for parameter in layer.recurrence.mixer.parameters() if parameter.ndim > 1)
+
+
 def _kind(adapter: Adapter, layer: DecoderLayer) -> LayerKind:
+    if layer.recurrence is not None:
+        return LayerKind.LINEAR
     if adapter.kind is StateKind.LATENT:
         return LayerKind.LATENT
     return LayerKind.FULL if layer.window is None else LayerKind.SLIDING

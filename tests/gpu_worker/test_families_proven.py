@@ -17,7 +17,6 @@ from transformers import (
     Gemma3nTextConfig,
     GlmConfig,
     GptOssConfig,
-    JambaConfig,
     Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
@@ -35,6 +34,7 @@ from gpu_worker.families.adapter import Rope
 from gpu_worker.generation import prefill
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.proof import adapt, difference
+from lab.studies.families import build as build_study
 
 WINDOW = 24
 _SHAPE: dict[str, Any] = {
@@ -186,7 +186,7 @@ _REFUSED: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         lambda: Gemma3nTextConfig(
             **_SHAPE, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2
         ),
-        "2 of its 4 layers share keys and values with others",
+        "2 of its 4 layers keep nothing of their own: they share",
     ),
     "angles of a length": (
         lambda: LlamaConfig(
@@ -194,8 +194,8 @@ _REFUSED: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         ),
         "'dynamic' depend on the session's length",
     ),
-    "recurrent layers": (
-        lambda: JambaConfig(**{**_SHAPE, "pad_token_id": 0, "use_mamba_kernels": False}),
+    "an indexer": (
+        lambda: build_study("deepseek_v32", torch.float32).config,
         "layer 0 keeps more than keys and values of tokens",
     ),
 }

@@ -101,7 +101,7 @@ def test_capture_hands_over_wide_rows_under_the_packed_name() -> None:
     """Packing is not the forward pass's work."""
     adapter = adapt(build("llama"))
     seen: dict[StateKind, Tensor] = {}
-    streams = [Stream(1, kind) for kind in StateKind if adapter.element_count(kind) is not None]
+    streams = [Stream(1, kind) for kind in StateKind if adapter.element_count(kind, 1) is not None]
 
     with Capture(adapter, streams, lambda _layer, kind, rows: seen.update({kind: rows.clone()})):
         prefill(adapter.model, DynamicCache(config=adapter.model.config), [1, 2, 3])

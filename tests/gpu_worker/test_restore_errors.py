@@ -9,7 +9,6 @@ from tiny_models import build, random_model
 from transformers import (
     DynamicCache,
     GPT2Config,
-    MambaConfig,
     StaticCache,
 )
 
@@ -221,10 +220,6 @@ def test_empty_session_restores_to_an_empty_cache() -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (
-            MambaConfig(vocab_size=9, hidden_size=8, state_size=4, num_hidden_layers=1),
-            "MambaForCausalLM: layer 0 keeps more than keys and values of tokens",
-        ),
         (
             GPT2Config(vocab_size=9, n_embd=8, n_head=2, n_layer=1, add_cross_attention=True),
             "cross-attention",

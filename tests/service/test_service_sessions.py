@@ -85,8 +85,8 @@ async def test_another_model_does_not_take_a_name(client: Client) -> None:
         ("model.layer_count", {"layer_count": 0}),
         ("model.layer_count", {"layer_count": 4097}),
         ("model.hidden_size", {"hidden_size": -1}),
-        ("model.kv_head_count", {"kv_head_count": 0}),
-        ("model.head_size", {"head_size": 0}),
+        ("model.kv_head_count", {"kv_head_count": -1}),
+        ("model.head_size", {"head_size": -1}),
         ("model.streams", {"streams": []}),
         (
             "model.streams",
