@@ -47,7 +47,7 @@ from gpu_worker.generation import SINK_TOKENS, common_prefix, fit, prefill, stre
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
-from gpu_worker.pipeline.planned import Choice, Chooser, Wanted
+from gpu_worker.pipeline.planned import Choice, Chooser, ReturnCost, Wanted
 from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget, LayerRoom, Target
@@ -461,6 +461,16 @@ class TransformersEngine:
     def wait(self, session_id: str) -> CacheError | None:
         """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
         return self._savers.wait(f"sessions/{session_id}")
+
+    def cost(self, session_id: str) -> ReturnCost:
+        """What it would take to bring a session back now. Nothing is read, and nothing moves.
+
+        Raises SessionNotFound, ModelFingerprintMismatch, InvalidArgument(field="profile").
+        """
+        session = self._client.sessions.get(f"sessions/{session_id}")
+        self._own.check(session.name, session.model_fingerprint)
+        (found,) = self._client.sessions.lookup([(session.name, session.model_fingerprint)])
+        return self._chooser.cost(session.streams(), found.token_count, found.dram_token_count)
 
     def turn(
         self,

@@ -6,7 +6,7 @@ for layers that are not alike. Owned by an engine; one restore at a time. Worst 
 which drift corrects from one restore to the next; until then passes wait at their layers.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,7 +21,7 @@ from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.assignment import Step, Timeline, simulate
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.layout import Return, choose_layout
-from gpu_worker.planning.planner import Plan
+from gpu_worker.planning.planner import Plan, alternatives
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.profiling.model_shape import model_shape
 
@@ -116,6 +116,23 @@ class Wanted:
     new_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReturnCost:
+    """What it takes to bring a session back now, as the machine is known by now.
+
+    `size_bytes` are read, `dram_token_count` of the `token_count` tokens' rows from DRAM. The last layer is
+    usable after `restored_s`, of which the device computes for `device_s`. `others_s`: the same by other ways,
+    each in all layers, of those that what is stored allows (`recompute`: nothing but token ids).
+    """
+
+    token_count: int
+    dram_token_count: int
+    size_bytes: float
+    restored_s: float
+    device_s: float
+    others_s: Mapping[str, float]
+
+
 class Chooser:
     """A caller's plan for all sessions, or a planner's for each."""
 
@@ -164,7 +181,7 @@ class Chooser:
         """
         if self._planner is None:
             return Choice(_held_of(self._fixed or RestorePlan(()), held), None)
-        holding = _holding(held, len(self._shape.layers), HeldSpan(place, 0, history))
+        holding = _holding(held, len(self._shape.layers), [HeldSpan(place, 0, history)])
         return Choice(None, self._planner.plan(holding, history, new_tokens))
 
     def choose_together(
@@ -192,6 +209,25 @@ class Chooser:
         )
         return [(index, Choice(None, planned.plans[index])) for index in planned.order]
 
+    def cost(self, held: Collection[Stream], history: int, dram_count: int) -> ReturnCost:
+        """What `history` tokens cost of which the streams `held` are there, the rows of `dram_count` in DRAM.
+
+        Raises InvalidArgument(field="profile") where nobody said what the machine does.
+        """
+        if self._planner is None:
+            raise InvalidArgument(field="profile", problem="none is known: the plan is the caller's")
+        spans = [HeldSpan(StatePlace.DRAM, 0, dram_count), HeldSpan(StatePlace.SSD, dram_count, history)]
+        chosen = self._planner.plan(_holding(held, len(self._shape.layers), spans), history)
+        others = alternatives(chosen.request) if history else {}
+        return ReturnCost(
+            token_count=history,
+            dram_token_count=dram_count,
+            size_bytes=sum(piece.size_bytes for pieces in chosen.layers for piece in pieces),
+            restored_s=chosen.restored_s,
+            device_s=chosen.timeline.busy_s["compute"],
+            others_s={name: other.restored_s for name, other in others.items()},
+        )
+
     def observe(self, choice: Choice, restoration: Restoration) -> None:
         """Learn from a restore that is whole and drained."""
         if self._planner is None or choice.plan is None or not restoration.is_whole:
@@ -201,13 +237,13 @@ class Chooser:
             self._planner.observe(stage, predicted_s=predicted_s, observed_s=observed_s.get(stage, 0.0))
 
 
-def _holding(held: Iterable[Stream], layer_count: int, span: HeldSpan) -> Holding:
+def _holding(held: Iterable[Stream], layer_count: int, spans: Sequence[HeldSpan]) -> Holding:
     kinds: list[list[StateKind]] = [[] for _ in range(layer_count)]
     for stream in sorted(held):
         if stream != TOKENS:
             kinds[stream.layer].append(stream.kind)
     # One object for like layers: the planner then sees at once that they are.
-    known = {of: LayerHolding(tuple((kind, (span,)) for kind in of)) for of in map(tuple, kinds)}
+    known = {of: LayerHolding(tuple((kind, tuple(spans)) for kind in of)) for of in map(tuple, kinds)}
     return Holding(tuple(known[tuple(of)] for of in kinds))
 
 

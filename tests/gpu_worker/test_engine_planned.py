@@ -4,6 +4,7 @@ The same replies as one that never dropped its state, begun before all is restor
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,14 @@ import ctxcache
 from ctxcache.client import CallerModel, Client, SessionHandle, SessionRows
 from ctxcache.client.arena import Bytes
 from ctxcache.client.types import SessionInfo
-from ctxcache.errors import CacheError, CorruptSegment, GenerationMismatch, InvalidArgument, Unavailable
+from ctxcache.errors import (
+    CacheError,
+    CorruptSegment,
+    GenerationMismatch,
+    InvalidArgument,
+    SessionNotFound,
+    Unavailable,
+)
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
@@ -24,9 +32,12 @@ from gpu_worker.errors import RestoreTooLate
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
+from gpu_worker.pipeline.planned import Chooser
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.profile import Link
+from gpu_worker.proof import adapt
 from gpu_worker.rows import token_ids_of
 
 REPLY_TOKENS = 6
@@ -95,6 +106,43 @@ def test_a_planned_restore_says_the_same(
     assert [turn.reused_token_count for turn in turns] == [0, 76, 109]
     assert [turn.miss_reason for turn in turns] == ["", "", ""]
     assert all(turn.predicted_ns > 0 and turn.restored_ns > 0 for turn in turns[1:])
+
+
+def test_a_session_says_what_it_would_take_to_bring_back(client: Client, session_id: str) -> None:
+    """Never more than by another way, more with every turn; and nothing moves by asking."""
+    with _engine(client, "llama") as engine:
+        with pytest.raises(SessionNotFound):
+            engine.cost(session_id)
+        costs = []
+        for index in range(2):
+            _turn(engine, session_id, index)
+            before = client.sessions.get(f"sessions/{session_id}")
+            costs.append(engine.cost(session_id))
+            assert client.sessions.get(f"sessions/{session_id}") == before
+    assert [cost.token_count for cost in costs] == [76, 109]
+    assert all(0 < cost.restored_s <= min(cost.others_s.values()) * (1 + 1e-9) for cost in costs)
+    assert costs[0].size_bytes < costs[1].size_bytes
+    assert costs[0].others_s["recompute"] < costs[1].others_s["recompute"]
+    assert all(cost.dram_token_count == cost.token_count for cost in costs)
+    plan = RestorePlan.parse("kv:0-2")
+    with (
+        TransformersEngine(_model("llama"), client, _spec("llama"), plan) as engine,
+        pytest.raises(InvalidArgument) as raised,
+    ):
+        engine.cost(session_id)
+    assert raised.value.field == "profile"
+
+
+def test_rows_on_ssd_cost_more_than_rows_in_dram() -> None:
+    """By the time that reading takes, where nothing else hides it."""
+    chooser = Chooser(adapt(_model("llama")), None, replace(known_profile("cpu"), ssd=Link(1e6)))
+    held = [Stream(layer, StateKind.KV) for layer in range(3)]
+    costs = [chooser.cost(held, 6400, in_dram) for in_dram in (6400, 3200, 0)]
+    seconds = [cost.others_s["kv"] for cost in costs]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert [cost.restored_s for cost in costs] == sorted(cost.restored_s for cost in costs)
+    nothing = chooser.cost(held, 0, 0)
+    assert (nothing.size_bytes, nothing.restored_s) == (0, 0)
 
 
 def _failing_at(piece: int, error: Exception) -> Callable[[LeasedSource, Stream, int, int, Bytes], None]:
