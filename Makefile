@@ -101,11 +101,11 @@ engines-all: ## The same with 50 kills, and with small models of 19 types (an ho
 	CTXCACHE_KILLS=50 $(MAKE) engines ARGS="--timeout 1800 $(ARGS)"
 	.venv-vllm/bin/python -m lab.engines.families
 
-bench-table: setup ## Measure every path on this machine, which nothing else uses, and write results and docs/performance.md (an hour)
+bench-table: setup ## Measure every path on this machine, which nothing else uses, and write results and lab/notes/bench.md (an hour)
 	@mkdir -p build
 	$(BIN)/ctxcache bench --json > build/bench.json
 	cp build/bench.json lab/results/$$(date +%F)-bench.json
-	$(BIN)/python -m lab.bench.report lab/results/$$(date +%F)-bench.json docs/performance.md
+	$(BIN)/python -m lab.bench.report lab/results/$$(date +%F)-bench.json lab/notes/bench.md
 
 stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--runs 2 --busy-runs 1")
 	$(BIN)/python scripts/repeat_tests.py $(ARGS)

@@ -10,6 +10,7 @@ refuses the links that lead nowhere.
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,10 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 def _with_lists(markdown: str) -> str:
     """Put each list in the place of its mark."""
-    lists = {"settings": reference.markdown, "metrics": lambda: "\n\n".join(map(_table, TABLE))}
+    lists: dict[str, Callable[[], str]] = {
+        "settings": reference.markdown,
+        "metrics": lambda: "\n\n".join(map(_table, TABLE)),
+    }
     return re.sub(r"<!-- site: (\w+) -->", lambda mark: lists[mark[1]](), markdown)
 
 

@@ -1,7 +1,7 @@
 """The table, for people and for documents: path, ours, beside, ratio, goal. Knows no measurement.
 
     ctxcache bench --json > lab/results/DATE-bench.json
-    python -m lab.bench.report lab/results/DATE-bench.json docs/performance.md
+    python -m lab.bench.report lab/results/DATE-bench.json lab/notes/bench.md
 
 The second command puts a run's table into a document, between its two marks. Worst case: a document without
 the marks, or a result of another schema, and nothing is changed.
