@@ -20,7 +20,7 @@ from gpu_worker.proof import adapt
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """What the store knows of a model, and what it computes for a few tokens."""
+    """A model as the store knows it, and its output for a few tokens."""
 
     spec: ModelSpec
     probe: ModelProbe

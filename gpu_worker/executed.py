@@ -1,8 +1,8 @@
 """A model's execution, described: tensors, modules' classes and settings, adapters, code that was put in.
 
-Knows modules, tensors of all sorts, peft's adapters and accelerate's hooks, and nothing of the store. What
-cannot be looked into is refused with the module's name, never left out. Adapters that take no part in a
-pass do not count. Worst case: reading all weights once. What it cannot see is what library code reads from
+Knows modules, tensors of all sorts, peft's adapters and accelerate's hooks, and nothing of the store. A
+module that cannot be looked into is refused with its name, never left out. Adapters that take no part in a
+pass do not count. Worst case: reading all weights once. It cannot see values that library code reads from
 elsewhere: a probe sees that.
 """
 
@@ -488,7 +488,7 @@ class _Looker:
         return found
 
     def foreign(self, function: Any, where: str) -> list[object]:
-        """What a function does, where it or a function that it wraps is no library's; else nothing.
+        """The code of a function, where it or a function that it wraps is no library's; else nothing.
 
         Any: whatever can be called.
         """

@@ -163,7 +163,7 @@ class HostCache(Cache):
         self.token_count = token_count
 
     def measured(self, *, repeat_count: int = 5) -> DecodeRates:
-        """What a layer takes here, as it is copied and projected with the tokens that are held.
+        """The times of a layer here, copied and projected with the tokens that are held.
 
         The least of `repeat_count` times: others who use the machine only add to it.
         `layer_s` and `attention_s` are 0: what a layer takes besides is not measured. Raises
@@ -227,7 +227,7 @@ class HostCache(Cache):
         split = self.split(token_count)
         if not 0 <= split <= token_count:
             raise InvalidArgument(field="split", problem=f"{split} of {token_count} tokens")
-        # What wrote the host's rows, and what read the slot, was issued before.
+        # The write of the host's rows, and the read of the slot, were issued before.
         before, deadline = self._device.mark(), Deadline.after_s(COPY_TIMEOUT_S)
 
         def copy(source: Tensor, place: Tensor) -> Callable[[], None]:

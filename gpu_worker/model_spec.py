@@ -73,7 +73,7 @@ def model_spec(
     With packed kinds it is another model to the store, with another fingerprint: what is saved of one is
     never restored for the other.
 
-    What a pass executes gives the same fingerprint in any process and on any device: weights, buffers,
+    The same executed model has the same fingerprint in any process and on any device: weights, buffers,
     settings of every module, active adapters. Describe the model again after any change of it.
     `weights_digest` defaults to `digest_weights`; `digest_checkpoint` is cheaper but a different string, so
     a deployment chooses one of them and keeps to it. It stands for parameters only, as the files have them.

@@ -31,7 +31,10 @@ _HARMLESS = (
     "output_router_logits",
     "return_dict",
 )
-"""What models hand through, and what does not change how tokens attend: positions are in queries and keys."""
+"""Arguments that models hand through and that do not change how tokens attend.
+
+Positions are in queries and keys.
+"""
 
 
 class SequenceCache:

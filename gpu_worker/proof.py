@@ -36,7 +36,7 @@ _ROUNDING = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 _ROW_ROUNDING = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """The same of keys and values out of their own rows: two steps, nothing is summed."""
 _LIKE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, CacheError)
-"""What a model's own code raises for a candidate that is not like it."""
+"""Errors of a model's own code for a candidate that does not fit it."""
 
 Cached = list[dict[str, Tensor]]
 """What each layer holds by name: keys and values [1, H, T, C], states of any shape."""
@@ -212,7 +212,7 @@ def contents(cache: DynamicCache) -> Cached:
 
 
 def _kept(model: PreTrainedModel) -> Cached:
-    """What the model caches of the three tokens, nothing being watched."""
+    """The model's cache of the three tokens, with no hook in place."""
     cache = DynamicCache(config=model.config)
     ids = token_ids(model)
     try:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What the server knows of itself."""
+    """The server's facts about itself."""
 
     version: str
     start_time_ns: int
@@ -58,7 +58,7 @@ RECORD_LIMIT_NS = 7 * 86400 * 10**9
 
 
 class ReloadedSettings(Protocol):
-    """What reading settings again came to."""
+    """The outcome of reading settings again."""
 
     @property
     def changed(self) -> Sequence[str]:
@@ -75,7 +75,7 @@ ACTIVITY_LIMIT, ACTIVITY_DEFAULT = 100, 10
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What of the server is not the cache's.
+    """The parts of the server that are not the cache's.
 
     `cut_off` ends a local client; `hold_path` keeps an SSD path from writes, by its number.
 
@@ -412,7 +412,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 await asyncio.wait({flush}, timeout=REPORT_INTERVAL_S)
                 if flush.done():
                     problem = await _problem_of(flush)
-                    # What goes on may write yet, and a device that refuses must not be asked without a pause.
+                    # Appends under way may still write, and a device that refuses must not be asked without a
+                    # pause.
                     await asyncio.sleep(REPORT_INTERVAL_S)
                     flush = asyncio.ensure_future(self._cache.flush_due())
         finally:
@@ -608,7 +609,7 @@ def _miss(one: Miss) -> admin_pb2.RequestMiss:
 
 
 def verify_message(report: Scrubbed) -> admin_pb2.VerifyResponse:
-    """What a pass says of itself."""
+    """The report of a pass."""
     return admin_pb2.VerifyResponse(
         segment_count=report.segment_count,
         checked_segment_count=report.checked_segment_count,

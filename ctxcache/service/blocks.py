@@ -429,7 +429,7 @@ def _told(cache: Cache, news: BlockNews) -> block_pb2.BlockNews:
     parents = [cache.blocks.parent(news.tenant, news.space, key) for key in keys]
     return block_pb2.BlockNews(
         keys=keys,
-        # What others write is not there yet.
+        # Parts that other writers write are not there yet.
         states=[_STATES[BlockState.HIT if hit else BlockState.MISS] for hit in is_hit],
         size_bytes=[sum(one.part_bytes) if hit else 0 for one, hit in zip(found, is_hit, strict=True)],
         are_in_dram=[hit and one.is_in_memory for one, hit in zip(found, is_hit, strict=True)],

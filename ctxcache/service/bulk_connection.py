@@ -93,7 +93,7 @@ class _Issued:
 
 
 class Tickets:
-    """What was issued and not used yet, oldest first."""
+    """Tickets issued and not used yet, oldest first."""
 
     def __init__(self, clock: Clock, *, are_divided: bool = False) -> None:
         self._clock = clock
@@ -196,7 +196,7 @@ class AppendTransfer:
         return self._lent.enter_context(self._writing.lend(self.append.reservation))
 
     async def take_back(self) -> None:
-        """What was lent is not any more."""
+        """The lent descriptor is lent no more."""
         self._lent.close()
 
     async def commit(self, request: session_pb2.AppendCommit) -> None:
@@ -276,7 +276,7 @@ class BulkConnection:
         self._framed, self._transfers, self._loop = framed, transfers, loop
         self._properties = properties
         self._entered = contextlib.ExitStack()
-        """What it counts as; the event loop's."""
+        """Its place in the count of calls; the event loop's."""
         self.is_draining = False
         self.is_busy = False
         self.is_known = False

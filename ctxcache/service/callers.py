@@ -5,9 +5,9 @@
     else a certificate                     spiffe:// dns: cn:    rules
     else a Unix socket, by its process     uid:N                 rules, or the server's own user
 
-What is given and does not hold is refused, not passed over. The edge finds the caller of each rpc before it
-looks at anything else of it; from there the caller is the one of everything that the rpc's task does. Owned
-by the event loop. Worst case: nothing is given, which is refused with what is needed.
+A credential that is given and invalid is refused, not passed over. The edge finds the caller of each rpc
+before it looks at anything else of it; from there the caller is the one of everything that the rpc's task
+does. Owned by the event loop. Worst case: nothing is given, which is refused with what is needed.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from ctxcache.runtime import spans
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """gRPC's own, generic over messages that the edge knows as bytes."""
 Properties = Mapping[str, Iterable[bytes]]
-"""What gRPC says of a connection's peer."""
+"""The properties that gRPC has of a connection's peer."""
 
 DEFAULT_TENANT = "default"
 CERTIFIED = ("spiffe://", "dns:", "cn:")
@@ -64,7 +64,10 @@ FOR_OTHERS = frozenset(
     }.items()
     for method in methods
 )
-"""What an operator may do for another tenant: nothing that shows rows, and nothing that begins a tenant."""
+"""The calls that an operator may make for another tenant.
+
+Nothing that shows rows, and nothing that begins a tenant.
+"""
 MET_LIMIT = 4096
 """Subjects kept in mind; with one more all are looked up again."""
 WATCH_INTERVAL_S = 1.0
@@ -73,7 +76,7 @@ REFUSALS_INTERVAL_S = 1.0
 """Between two lines of the audit log about callers that were refused."""
 SPIFFE = b"spiffe://"
 EVERYTHING = ArenaGrant(DEFAULT_TENANT, Role.OPERATOR, has_shared_memory=True, writes_in_place=True)
-"""What everybody is let in as where callers are not told apart, and always the server's own user."""
+"""The grant of every caller where callers are not told apart, and always of the server's own user."""
 log = logging.getLogger(__name__)
 audit_log = logging.getLogger("ctxcache.audit")
 
@@ -94,7 +97,7 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """Whose sessions are there for it."""
+        """The tenant whose sessions it sees."""
         return self.grant.tenant
 
     @property
@@ -158,7 +161,7 @@ class TokenFile:
         self._callers = {digest: _caller(token) for digest, token in self._tokens.by_digest.items()}
 
     def caller(self, secret: str) -> Caller:
-        """Whose token it is. Raises Unauthenticated."""
+        """The caller whose token it is. Raises Unauthenticated."""
         token = self._tokens.find(secret)
         if token is None:
             raise Unauthenticated("the token is not known here, or not any more")
@@ -236,7 +239,7 @@ class Identification:
     def let_in(self, context: Context, method: str) -> Caller:
         """Find an rpc's caller, who may call the method, and make it this task's.
 
-        Nothing of the request is looked at. Raises Unauthenticated, PermissionDenied, InvalidArgument.
+        The request is not read. Raises Unauthenticated, PermissionDenied, InvalidArgument.
         """
         try:
             # Asked of each rpc anew, which takes microseconds: an address may be another's by now.

@@ -53,7 +53,7 @@ IN_SLOT_LIMIT = 1 << 16
 SPECS_PER_PAUSE = 64
 """Streams of a model between two pauses: a quarter of a millisecond."""
 RUN_BYTES, SEGMENT_BYTES = 16, 96
-"""What a run, and a segment with one run and without checksums, takes in a message at the most."""
+"""The most bytes in a message of a run, and of a segment with one run and without checksums."""
 ANSWER_LIMIT_BYTES = 3 << 20
 """The most that an answer has: stock clients take 4 MiB."""
 PAGE_LIMIT_BYTES = 1 << 20
@@ -236,7 +236,7 @@ def encoded_model(record: Registered) -> Generator[None, None, bytes]:
 
 
 def encoded_probe(probe: ModelProbe) -> bytes:
-    """What is said of a model's probe, as a message of a model that has nothing else."""
+    """A model's probe, as a message of a model with no other field."""
     return model_pb2.Model(
         probe=model_pb2.ModelProbe(
             dtype=model_pb2.Dtype.ValueType(probe.dtype),
@@ -294,7 +294,7 @@ def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) 
 
 
 def wall_time_ns(clock: Clock, deadline_ns: int) -> int:
-    """What the wall clock will show at a moment of the monotonic clock."""
+    """The wall clock at a moment of the monotonic clock."""
     return clock.wall_ns() + deadline_ns - clock.monotonic_ns()
 
 
@@ -396,7 +396,7 @@ def _offset_bytes(segment: Segment) -> int:
 
 
 _IN_SLOT: dict[int, tuple[SegmentLayout, arena_pb2.Lease]] = {}
-"""By the layout's identity. What is kept here keeps the layout, so that no other one has its identity."""
+"""By the layout's identity. An entry keeps the layout alive, so that no other layout has its identity."""
 
 
 def _in_slot(layout: SegmentLayout) -> arena_pb2.Lease:
@@ -500,7 +500,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who publishes a queue."""
+    """The publisher of a queue."""
 
     engine: str
     grace_ns: int | None
@@ -509,7 +509,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """What changes in a queue: sessions' ids with their jobs, and jobs that go, with whether they started."""
+    """The changes of a queue: sessions' ids with their jobs, and jobs that go, with whether they started."""
 
     put: dict[str, tuple[str, Job]]
     gone: dict[str, bool]
@@ -672,7 +672,7 @@ def _return_in_ns(message: hints_pb2.ExpectHint) -> int | None:
 
 
 def hint_result(action_id: str, answer: HintAnswer, *, wall_offset_ns: int) -> hints_pb2.HintResult:
-    """What came of a hint; `wall_offset_ns` leads from the monotonic to the wall clock."""
+    """The outcome of a hint; `wall_offset_ns` leads from the monotonic to the wall clock."""
     result = hints_pb2.HintResult(
         action_id=action_id,
         outcome=_OUTCOMES[answer.outcome],
@@ -702,11 +702,11 @@ def fill_event(
 
 
 _LAYERS: dict[tuple[int, bool], tuple[tuple[LayerRun, ...], hints_pb2.Readiness]] = {}
-"""By the identity of the runs and whether bytes are missing. What is kept here keeps the runs."""
+"""By the identity of the runs and whether bytes are missing. An entry keeps the runs alive."""
 
 
 def _layers(readiness: Readiness) -> hints_pb2.Readiness:
-    """What is said of a session's layers.
+    """The readiness of a session's layers.
 
     A layout of 512 runs takes a millisecond to say, and to copy far less.
     """

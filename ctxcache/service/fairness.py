@@ -80,7 +80,7 @@ _COMING: ContextVar[tuple[Newcomers, object] | None] = ContextVar("coming", defa
 
 
 class Turns:
-    """Whose turn it is, in the order of coming. Owned by the event loop."""
+    """Turns, in the order of arrival. Owned by the event loop."""
 
     def __init__(self, newcomers: Newcomers | None = None) -> None:
         """`newcomers`: calls that go first; None where pieces wait for nobody but each other."""

@@ -31,7 +31,7 @@ READS, WRITES = "ctxcache.v1.reads", "ctxcache.v1.writes"
 WRITING = frozenset(
     ("", WRITES, "ctxcache.v1.SessionService", "ctxcache.v1.ModelService", "ctxcache.v1.ArenaService")
 )
-"""What is not serving while writes are refused."""
+"""Services that are not serving while writes are refused."""
 PROBLEM_KEY = "ctxcache-problem"
 
 
@@ -125,7 +125,7 @@ class Reflection:
                 async for response in self._answers(_once(request), context):
                     yield response
             except (TypeError, ValueError) as error:
-                # What the pool says of a number or a name that no descriptor can have.
+                # The pool's errors for a number or a name that no descriptor can have.
                 problem = ErrorResponse(
                     error_code=grpc.StatusCode.INVALID_ARGUMENT.value[0], error_message=str(error)
                 )

@@ -168,7 +168,7 @@ class Scheduling:
         )
 
     def _events(self, queue: Queue) -> hints_pb2.SessionEvents | None:
-        """What happened, or None where nobody wants to know it any more."""
+        """The news, or None where the queue has no reader any more."""
         events = hints_pb2.SessionEvents()
         run_count, part = 0, LoopSlice(self._turns)
         while len(events.events) < EVENTS_PER_MESSAGE and run_count < RUNS_PER_MESSAGE:
@@ -183,7 +183,7 @@ class Scheduling:
             run_count += len(stands.runs) if stands else 0
             convert.fill_event(events.events.add(), name, changes, stands)
             if part.is_over:
-                # What is left comes in the next message.
+                # The rest comes in the next message.
                 break
         return events if events.events else None
 

@@ -1,6 +1,7 @@
 """Local clients: what a process on this host holds of the arena, and the operations on it.
 
-A local client has two doors, and `LocalClient` is behind both. What it does not own does not exist for it.
+A local client has two doors, and `LocalClient` is behind both. For a client, another client's holds do not
+exist.
 
     ArenaService.Access    a gRPC stream; here below
     control socket         frames over a Unix socket, a tenth of the cost; `control_socket.py`
@@ -518,7 +519,7 @@ class LocalClient:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What came of one of several commits.
+    """The outcome of one of several commits.
 
     `generation`: of its session afterwards, 0 when nothing became visible.
     """
@@ -566,7 +567,7 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         self, request_iterator: AsyncIterator[arena_pb2.AccessRequest], context: Context
     ) -> AsyncIterator[bytes]:
         """See the proto."""
-        # What is reserved has others' bytes in it, and would be committed unseen.
+        # A reserved slot holds others' bytes, which would be committed unseen.
         current().check_shared_memory()
         client = LocalClient(
             self._cache,

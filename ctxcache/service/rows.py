@@ -65,7 +65,7 @@ async def begin_append(writing: Appends, header: session_pb2.AppendHeader, tenan
 
 
 class Append:
-    """What has come of an append: `received` is one past the last token of each stream."""
+    """The state of an append: `received` is one past the last token of each stream."""
 
     def __init__(self, writing: Appends, reservation: Reservation) -> None:
         self._writing = writing
@@ -142,7 +142,7 @@ class Append:
 def read_request(
     request: session_pb2.ReadSessionRequest, tenant: str
 ) -> tuple[ReadRequest, Sequence[StreamRange]]:
-    """What a reader asks for, validated, and of which streams. Raises InvalidArgument."""
+    """The request of a reader, validated, and its streams. Raises InvalidArgument."""
     has_range = request.HasField("range")
     asked = ReadRequest(
         tenant,

@@ -32,9 +32,9 @@ RANGES_KEPT = 1 << 16
 """Ranges of layouts whose part of a look-up's answer is kept ready: some tens of bytes each."""
 
 AppendMessage: TypeAlias = WireChunk | session_pb2.AppendSessionRequest
-"""What arrives on an append: a chunk around its bytes, or any other message."""
+"""A message of an append: a chunk around its bytes, or any other message."""
 ReadMessage: TypeAlias = bytes | session_pb2.ReadSessionResponse
-"""What is sent to a reader: an encoded chunk, or the header."""
+"""A message to a reader: an encoded chunk, or the header."""
 _Expiring: TypeAlias = (
     session_pb2.CreateSessionRequest | session_pb2.UpdateSessionRequest | session_pb2.ForkSessionRequest
 )
@@ -324,11 +324,11 @@ def _result(found: Lookup, ahead_ns: int) -> session_pb2.LookupResult:
 
 
 _OF_ONE_TOKEN: dict[int, tuple[SegmentLayout, session_pb2.LookupResult]] = {}
-"""By the layout's identity. What is kept here keeps the layout, so that no other one has its identity."""
+"""By the layout's identity. An entry keeps the layout alive, so that no other layout has its identity."""
 
 
 def _of_one_token(layout: SegmentLayout) -> session_pb2.LookupResult:
-    """What a look-up says of the kinds of a session of one token. Copying it is cheaper than making it."""
+    """The kinds in a look-up's answer for a session of one token. Copying it is cheaper than making it."""
     known = _OF_ONE_TOKEN.get(id(layout))
     if known is None:
         if sum(len(kept.outline.ranges) for kept, _ in _OF_ONE_TOKEN.values()) > RANGES_KEPT:

@@ -34,16 +34,16 @@ class TlsFiles:
     key: Path
     client_ca: Path | None
     prefix: str = ""
-    """What the names of the settings begin with."""
+    """The beginning of the settings' names."""
 
     def stamps(self) -> Stamps:
-        """What tells whether one of them has changed."""
+        """The stamps that change with one of the files."""
         return [_stamp(path) for path in (self.certificate, self.key, self.client_ca) if path is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What both ports need of the files."""
+    """The parts of the files that both ports need."""
 
     configuration: grpc.ServerCertificateConfiguration
     context: ssl.SSLContext

@@ -85,14 +85,14 @@ def fingerprint(value: bytes, field: str = "model_fingerprint") -> bytes:
 
 
 def salt(value: bytes, field: str = "salt") -> bytes:
-    """What keys are made with. Raises InvalidArgument."""
+    """The salt of keys. Raises InvalidArgument."""
     if len(value) > SALT_LIMIT_BYTES:
         raise InvalidArgument(field=field, problem=f"is longer than {SALT_LIMIT_BYTES} bytes")
     return value
 
 
 def contents(given: Sequence[session_pb2.ContentRange], begin: int, field: str) -> tuple[Content, ...]:
-    """What lies behind tokens from `begin` on: in order, apart, with digests. Raises InvalidArgument."""
+    """The contents behind tokens from `begin` on: in order, apart, with digests. Raises InvalidArgument."""
     if not given:
         return ()
     within(len(given), 0, CONTENTS_LIMIT, field)

@@ -8,9 +8,9 @@ Policies of blocks hear each block as if it were a session, the deepest first: o
 a child then leaves before its parent. That is how vLLM frees them.
 
 Policies of holders are the server's (`core.placement`). A holder is a session, or a prefix that several
-sessions had in common. Whoever the policy gives up loses its deepest block first, which leaves the store when
-nobody else holds it. So a block is worth what the best of its holders is, and a child leaves before its
-parent. With LRU this is block LRU.
+sessions had in common. A session that the policy gives up loses its deepest block first. The block leaves the
+store when no other session holds it. So a block is worth what the best of its holders is, and a child leaves
+before its parent. With LRU this is block LRU.
 
 Turns take no time. Tiers are not told apart. Memory: the blocks that are held, and per session the names of
 its blocks.
@@ -106,7 +106,7 @@ class SingleBlocks(BlockStore):
         return next((number for number, block in enumerate(asked) if block not in uses), len(asked))
 
     def use(self, request: BlockRequest, found: int, now_s: float) -> None:  # noqa: ARG002
-        """See BlockStore. What cannot be held of a request is its end."""
+        """See BlockStore. A request too large to hold is held from its beginning."""
         uses, policy, current = self._uses, self.policy, request.kept[: self._limit]
         mine = set(current)
         for block in reversed(current):

@@ -21,7 +21,7 @@ from ctxcache.simulate.trace import TraceTurn
 
 
 class Lie(enum.Enum):
-    """What can be false: a job's place, a job that never comes, one that is not told, a client's hint."""
+    """A sort of false hint: a job's place, a job that never comes, one that is not told, a client's hint."""
 
     ORDER = "order"
     PHANTOM = "phantom"
@@ -100,17 +100,17 @@ __all__ = [
 
 
 class TraceHint(enum.Enum):
-    """What a client says when a turn is over, taken from the trace itself."""
+    """The hint of a client when a turn is over, taken from the trace itself."""
 
     ENDS = "ends"
     RETURNS = "returns"
 
 
 class Overflow(enum.Enum):
-    """What becomes of state when its context window overflows and the earliest half is dropped."""
+    """The fate of state when its context window overflows and the earliest half is dropped."""
 
     DECOUPLED = "decoupled"
-    """What is left stays valid: positions are put in when it is read."""
+    """The rest stays valid: positions are put in when it is read."""
     INVALIDATE = "invalidate"
     """All of it is void: positions are in it, and they are others now."""
 
@@ -168,11 +168,11 @@ class Load:
         return self.prefill_s(turn.input_tokens) + turn.output_tokens / self.decode_tokens_per_s
 
     def stored_bytes(self, token_count: int) -> int:
-        """What the state of so many tokens takes, the last segment whole."""
+        """The bytes of so many tokens' state, the last segment whole."""
         return -(-token_count // self.segment_tokens) * self.segment_tokens * self.token_bytes
 
     def whole_bytes(self, token_count: int) -> int:
-        """What of so many tokens lies in full segments.
+        """The bytes of so many tokens in full segments.
 
         One that is not full is written again when it has grown.
         """
@@ -180,7 +180,7 @@ class Load:
 
     @property
     def resident_share(self) -> float:
-        """What DRAM has of the sessions that lie in it."""
+        """The share that DRAM has of the sessions in it."""
         if self.layer_count is None or self.resident_layer_count is None:
             return 1.0
         return self.resident_layer_count / self.layer_count

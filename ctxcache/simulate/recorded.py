@@ -15,7 +15,7 @@ from ctxcache.simulate.rows import Row, TraceTurn
 
 FORMAT, VERSION = "ctxcache-recording", 1
 FIELDS = ("format", "version", "store")
-"""What the first line has."""
+"""The fields of the first line."""
 GAP_S = 60.0
 KINDS = frozenset(
     (
@@ -67,7 +67,7 @@ class Called(NamedTuple):
 
     @property
     def tokens_before(self) -> int:
-        """What the session had before it."""
+        """The session's tokens before the turn."""
         match self.kind:
             case "append":
                 return self.session_tokens - self.count("tokens")

@@ -147,7 +147,7 @@ class Replay:
 
     @property
     def tally(self) -> HitTally:
-        """What was counted since the end of the warm-up."""
+        """The counts since the end of the warm-up."""
         return self.store.tally
 
     def run(self, turns: Iterable[TraceTurn], step: Callable[[int], None] = lambda _: None) -> HitTally:

@@ -26,7 +26,7 @@ from ctxcache.simulate.tally import HitTally
 class Fetch(NamedTuple):
     """How a history comes to DRAM.
 
-    What is prefetched of it after `ready_s`, the rest by a read from `begin_s` on.
+    The part prefetched after `ready_s`; a read from `begin_s` on brings the rest.
     """
 
     ready_s: float = 0.0
@@ -82,7 +82,7 @@ class Layers(NamedTuple):
 
 
 class Act(enum.Enum):
-    """What is done with a session."""
+    """An act on a session."""
 
     ADMIT = "admit"
     GROW = "grow"
@@ -273,7 +273,7 @@ class Tiers:
         return True
 
     def _first(self, tier: Level, may_leave: Callable[[bytes], bool]) -> bytes | None:
-        """Who leaves the tier first, of those that may.
+        """The session that leaves the tier first, of those that may.
 
         Out of SSD means out of the store, from either tier.
         """
@@ -481,7 +481,7 @@ class _Copy:
 
 
 class Store:
-    """What is kept of sessions. `tally` may be exchanged between two calls."""
+    """The kept state of sessions. `tally` may be exchanged between two calls."""
 
     def __init__(self, load: Load, make_policy: MakePolicy, next_use_s: NextUse) -> None:
         # Sessions count whole in the tiers: of their first layers alone DRAM takes so many more.

@@ -60,7 +60,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class StudyOutcome:
-    """What one policy reached at one capacity."""
+    """The figures of one policy at one capacity."""
 
     policy: str
     multiple: float | None
@@ -150,7 +150,7 @@ def of_blocks(
 
 
 def maker(policy: str, load: Load) -> MakePolicy:
-    """What makes the policy of that name for a store."""
+    """The maker of the policy of that name."""
     if policy == BELADY:
         return Belady
     cost = MissCost(load.objective, load.prefill_tokens_per_s)

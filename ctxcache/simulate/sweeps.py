@@ -59,7 +59,7 @@ class Panel:
     title: str
     is_share: bool = True
     unit: float = 1.0
-    """What the figure is divided by: 3600 makes hours of seconds."""
+    """The figure's divisor: 3600 makes hours of seconds."""
     parts: tuple[tuple[str, str], ...] = ()
     """Figures that add up to it, with what each is, bottom first."""
     ceiling: str = ""
@@ -471,7 +471,7 @@ def _end_with_parent() -> None:
 
 
 def by_capacity(outcomes: Sequence[StudyOutcome]) -> tuple[Sweep, list[SweepRow]]:
-    """What a study of prefix blocks found, as a sweep: prompt tokens found by capacity."""
+    """The outcomes of a study of prefix blocks, as a sweep: prompt tokens found by capacity."""
     rows = [
         SweepRow(SweepRun(_place(each), each.policy, each.policy, each.load), each.tally.figures())
         for each in outcomes

@@ -193,7 +193,7 @@ class Census:
         return self.session_count / max(self.begin_span_s, 1.0)
 
     def cache_bytes(self, context_tokens: int | None, token_bytes: int) -> int:
-        """What all those sessions need with full windows: the paper's CCpUT. No window.
+        """The bytes that all those sessions need with full windows: the paper's CCpUT. No window.
 
         That of the longest.
         """

@@ -38,8 +38,8 @@ DATA_FORMAT = 5
 _LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"
 METADATA = "metadata"
 RESTORING = "RESTORING"
-# What may lie in a directory that is to become ours: what an interrupted creation leaves, and
-# what mkfs does.
+# The entries that may lie in a directory that is to become the store's: what an interrupted creation leaves,
+# and what mkfs does.
 _MAY_PRECEDE = {_LOCK, _FORMAT_PARTIAL, _RUNS, f"{_RUNS}.partial", "lost+found"}
 
 
@@ -195,7 +195,7 @@ class FreshDirectory:
 
 
 def entries(path: Path) -> list[Path]:
-    """What a server has in the directory, sockets apart; also metadata that a rebuild has kept.
+    """The server's entries in the directory, sockets apart; also metadata that a rebuild has kept.
 
     Raises OSError.
     """
@@ -205,7 +205,7 @@ def entries(path: Path) -> list[Path]:
 
 def check_not_restoring(path: Path) -> None:
     """Raise DataDirectoryUnusable where an archive was laid out, and not to the end."""
-    # What may not be looked at is somebody else's to refuse: these do not raise.
+    # A directory that may not be read is refused elsewhere: these do not raise.
     if os.path.exists(path / RESTORING) and not os.path.exists(path / _FORMAT):  # noqa: PTH110
         problem = "an import into it did not end: `ctxcache import --new-store` begins it anew"
         raise DataDirectoryUnusable(path=str(path), problem=problem)

@@ -103,7 +103,7 @@ class Threads:
     def give_up(self, failure: Callable[[], TierFailure]) -> None:
         """Answer every caller with a failure of its own.
 
-        What is under way keeps its thread until it returns.
+        A call under way keeps its thread until it returns.
         """
         jobs = {found.job for found in self._under_way if found}
         queued: list[_Step | None] = []
@@ -240,7 +240,7 @@ class _Transfer:
             self._left -= 1
             is_last = not self._left
         if is_last:
-            # Nobody waits any more when the loop is closed.
+            # No caller waits any more when the loop is closed.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._let_go)
 

@@ -31,7 +31,7 @@ DELAY_LIMIT_NS = 10 * 10**9
 
 
 class FaultKind(enum.Enum):
-    """What goes wrong."""
+    """A sort of fault."""
 
     SSD_READ_DELAY = enum.auto()
     SSD_WRITE_DELAY = enum.auto()
@@ -146,7 +146,7 @@ class FaultySsdFiles(SsdFiles):
     async def write(
         self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
     ) -> None:
-        """See Tier. What is refused anyway, no fault strikes."""
+        """See Tier. A call that is refused anyway meets no fault."""
         health = self._files[slot.path_index].health
         health.check()
         await self._delay(FaultKind.SSD_WRITE_DELAY, slot)

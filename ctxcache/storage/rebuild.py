@@ -3,7 +3,7 @@
 The catalog says which sessions there are and which header each of their segments has; a scan says where
 such headers are. A segment comes back when its header is the recorded one and every chunk matches: torn,
 older, foreign and damaged slots are none of that. A session ends before the first segment that does not
-come back. What was deleted or has expired stays so, as far as the catalog knows. No server may run.
+come back. Deleted and expired sessions stay gone, as far as the catalog knows. No server may run.
 Worst case: no catalog either, and nothing is rebuilt; the old metadata is kept beside the new in any case.
 """
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Rebuilt:
-    """What a rebuild found. Tokens are live ones; `lost_token_count` of sessions that end earlier now."""
+    """The outcome of a rebuild. Tokens are live ones; `lost_token_count` of sessions that end earlier now."""
 
     session_count: int = 0
     token_count: int = 0

@@ -47,7 +47,7 @@ def look(
 ) -> tuple[Directory, ...]:
     """As `in_order`; `may_be_absent`.
 
-    What was in use and is not there now is absent, unless that is all there was.
+    A directory that was in use and is missing now is absent, unless all are missing.
     """
     known = _read_known(data_directory)
     given = [path.absolute() for path in directories]
@@ -108,7 +108,7 @@ def is_ours(directory: Path, instance_id: str, number: int) -> bool:
 
 def check_not_orphaned(data_directory: Path, directories: Sequence[Path]) -> None:
     """Raise CorruptMetadata where SSD directories are in use and the data directory or its FORMAT is gone."""
-    # What may not be looked at is somebody else's to refuse: these do not raise.
+    # A directory that may not be read is refused elsewhere: these do not raise.
     used = next((path for path in directories if os.path.exists(path / DEVICE)), None)  # noqa: PTH110
     if used and not os.path.exists(data_directory / "FORMAT"):  # noqa: PTH110
         raise CorruptMetadata(
@@ -117,7 +117,7 @@ def check_not_orphaned(data_directory: Path, directories: Sequence[Path]) -> Non
 
 
 def entries(directory: Path) -> list[Path]:
-    """What a server has in an SSD directory."""
+    """The server's entries in an SSD directory."""
     return [directory / name for name in (DEVICE, SEGMENTS, "WITNESS", "catalog")]
 
 

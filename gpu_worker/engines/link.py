@@ -49,7 +49,7 @@ FINAL = (
 
 
 Subject = TypeVar("Subject")
-"""What a link is for, and its calls name: a model, or a space of blocks."""
+"""The subject of a link, which its calls name: a model, or a space of blocks."""
 Result = TypeVar("Result")
 
 
@@ -97,7 +97,7 @@ class StoreLink(Generic[Subject]):
             return self._client, self._subject
 
     def call(self, work: Callable[[Client, Subject], Result], otherwise: Result) -> Result:
-        """What `work` returns; `otherwise` where the store cannot be used, or a call fails."""
+        """The result of `work`; `otherwise` where the store cannot be used, or a call fails."""
         used = self.use()
         if used is None:
             return otherwise

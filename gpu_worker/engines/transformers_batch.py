@@ -62,7 +62,7 @@ class _Waiting:
 
     @property
     def wanted(self) -> Wanted:
-        """What is restored and computed, if the session is as it was looked up."""
+        """The tokens to restore and to compute, if the session is as it was looked up."""
         count = self.session.token_count
         beyond = 0 if self.known is None else max(0, len(self.known) - count)
         streams = frozenset(self.session.streams())
@@ -214,7 +214,7 @@ class TransformersBatchEngine(TransformersEngine):
         if not one.session.token_count:
             one.start = _Start(one.session, [], self._empty_cache())
             return
-        # What is missed here may be room that others' leases take: it is told when it is missed again.
+        # A miss here may be for room that others' leases take: it is told when it is missed again.
         with suppress(*MISSES):
             one.start = self._begin(one.session, one.known, one.wanted, choice, behind_count=behind_count)
 
@@ -297,7 +297,7 @@ class TransformersBatchEngine(TransformersEngine):
                         saver.open(started.start.session)
                         running.append(started)
                     if all(one.is_ready for one in batch):
-                        # Nobody is restored any more: leases go back before the replies are long.
+                        # No session is being restored any more: leases go back before the replies are long.
                         _wait_for_all(batch)
                     self._pass(_chosen(running), saver, begin_ns)
         finally:

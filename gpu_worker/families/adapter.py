@@ -70,7 +70,7 @@ class HalfShape:
 
 
 class Handle(Protocol):
-    """What ends a watch."""
+    """The handle that ends a watch."""
 
     def remove(self) -> None:
         """End it."""
@@ -583,7 +583,7 @@ def rope_name(model: PreTrainedModel, *extra: str) -> str:
 
 
 def norm_kind(norm: nn.Module) -> str:
-    """What a norm does with its weight: `rmsnorm`, `rmsnorm+1` for 1 + w, `layernorm`, or `own`.
+    """The use that a norm makes of its weight: `rmsnorm`, `rmsnorm+1` for 1 + w, `layernorm`, or `own`.
 
     A copy of the module says so, with a weight of its own: the model's need not be in memory.
     """
@@ -607,7 +607,7 @@ def norm_kind(norm: nn.Module) -> str:
 
 
 def norm_epsilon(norm: nn.Module) -> float:
-    """What a norm adds to the variance, 0 where it does not say."""
+    """The epsilon that a norm adds to the variance, 0 where it has none."""
     return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0)
 
 

@@ -17,7 +17,10 @@ OUTLIERS = 4
 MARGIN = 2.0**-10
 """How far below the least value a group begins, relative to it: no rounding to 16 bits puts it above."""
 MOST_MAGNITUDE = 65_000.0
-"""Of what is no outlier: above its largest step nothing passes what float16 holds, 65,504."""
+"""The bound of elements that are no outliers.
+
+Above its largest step nothing passes what float16 holds, 65,504.
+"""
 MOST_SIZE = 1 << 15
 """Elements of a row: places are signed 16-bit numbers."""
 _ELEMENTS_AT_ONCE = 1 << 20
@@ -41,8 +44,8 @@ def quantize(
 ) -> Quantized:
     """Rows [T, D] -> the nearest of 2^bits steps per group, and each token's outliers. D even for 4 bits.
 
-    What spans less than 1e-5 in its group becomes one value: a step below the least of float16 is none.
-    Raises NotRepresentable for rows that are not finite, or whose values beside the outliers are beyond
+    Elements that span less than 1e-5 in their group become one value: a step below the least of float16 is
+    none. Raises NotRepresentable for rows that are not finite, or whose values beside the outliers are beyond
     65,000, ValueError for rows of more than 32,768 elements.
     """
     most = (1 << bits) - 1

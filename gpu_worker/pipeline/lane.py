@@ -369,7 +369,7 @@ class Cuda(Device):
     def device_buffer(self, size_bytes: int) -> Tensor:
         """See Device.
 
-        What had the memory before has ended when it is handed out: other streams will use it.
+        The earlier user of the memory has ended when it is handed out: other streams will use it.
         """
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)

@@ -22,7 +22,7 @@ from gpu_worker.planning.profile import NO_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class DecodeRates:
-    """What one layer takes on a machine. Seconds; per token, but for `layer_s`.
+    """The times of one layer on a machine. Seconds; per token, but for `layer_s`.
 
     `activation_s` and `kv_s` copy a token's layer input, and its K and V; `recompute_s` projects one;
     `attention_s` is attention over one; `layer_s` is the rest of the layer, for the tokens of the step.

@@ -55,7 +55,7 @@ _STAGES = {
     Method.KV_INT8: Stage.EMBED_INT8,
     Method.HIDDEN_INT4: Stage.PROJECT_INT4,
     Method.KV_INT4: Stage.EMBED_INT4,
-    # What a delta adds to rows in 4 bits is one addition in the pass that makes them wide.
+    # A delta costs one addition in the pass that makes rows of 4 bits wide.
     Method.HIDDEN_DELTA_INT4: Stage.PROJECT_INT4,
     Method.HIDDEN_DELTA_INT3: Stage.PROJECT_INT4,
     Method.HIDDEN_DELTA_INT2: Stage.PROJECT_INT4,

@@ -9,7 +9,7 @@ Knows blocks, not what they stand for. Layers are taken in order:
                nothing)
 ```
 
-Runs: of two choices one is better first (Johnson's rule). What is true of neighbours is true of a run, so
+Runs: of two choices one is better first (Johnson's rule). A fact about neighbours is a fact about a run, so
 that a run of n layers with two options has n + 1 ways that matter, and not 2^n.
 
 Bounds: weights over the three streams that add up to 1 give a bound each. The pipeline ends no earlier

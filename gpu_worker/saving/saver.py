@@ -512,7 +512,7 @@ class Saver:
     def wait(self, session_name: str, *, timeout_s: float = SAVE_TIMEOUT_S) -> CacheError | None:
         """Finish a session and wait until that is done.
 
-        What stopped its saves, if anything, is then forgotten.
+        The error that stopped its saves, if there was one, is then forgotten.
 
         Raises DeadlineExceeded.
         """

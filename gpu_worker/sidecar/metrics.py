@@ -256,14 +256,14 @@ class WorkerCollector(Collector):
 
 @dataclass(frozen=True, slots=True)
 class MetricsGuard:
-    """Who may read the metrics, and what stands on the way to them."""
+    """The guard of the metrics: TLS, and a token."""
 
     certificate: Path | None = None
     """The port's certificate with its chain, PEM; none: no TLS."""
     key: Path | None = None
     """Its key, PEM."""
     token: Path | None = None
-    """What a scraper shows; none: nobody is asked."""
+    """The token that a scraper shows; none: every scraper is answered."""
 
 
 class MetricsServer:

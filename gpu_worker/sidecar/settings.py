@@ -29,7 +29,7 @@ class WorkerSettings:
     store_token_file: Path | None = None
     """File with the token that the store knows this worker by; none: it asks for none."""
     store_ca: Path | None = None
-    """Who signed the store's certificate, PEM; none: no TLS, unless a certificate is given."""
+    """The authority that signed the store's certificate, PEM; none: no TLS, unless a certificate is given."""
     store_certificate: Path | None = None
     """This worker's own certificate, PEM, for a store that asks for one."""
     store_key: Path | None = None

@@ -25,7 +25,7 @@ class ModelRecord:
     spec: ModelSpec
     create_time_ns: int
     probe: ModelProbe | None = None
-    """What the first engine that had one sent; never replaced."""
+    """The probe of the first engine that sent one; never replaced."""
     _fingerprint: bytes = field(init=False, compare=False, repr=False, default=b"")
     streams_text: str = field(init=False, compare=False, repr=False, default="")
 
@@ -80,7 +80,7 @@ class SegmentRecord(NamedTuple):
 
 
 class BlockRecord(NamedTuple):
-    """What the record of a block has besides: its space's fingerprint, 32 bytes, and its parts' sizes.
+    """The further fields of a block's record: its space's fingerprint, 32 bytes, and its parts' sizes.
 
     `parent_id`: of the block that it continues, empty for none.
     """
@@ -115,14 +115,14 @@ class SessionRecord:
     is_pinned: bool
     block: BlockRecord | None = None
     salt: bytes = b""
-    """What its keys are made with, up to 64 bytes."""
+    """The salt in its keys, up to 64 bytes."""
     contents: tuple[Content, ...] = ()
-    """What lies behind its tokens, in order; none behind the first token that was dropped."""
+    """The contents behind its tokens, in order; none behind the first token that was dropped."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """What becomes true at once: all of it or, after a crash, none of it."""
+    """Changes that become true at once: all of it or, after a crash, none of it."""
 
     models: list[ModelRecord] = field(default_factory=list)
     sessions: list[SessionRecord] = field(default_factory=list)

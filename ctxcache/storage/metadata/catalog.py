@@ -58,7 +58,10 @@ MARK_BYTES = _HEAD.size + _CHECKSUM.size
 
 @dataclass(slots=True)
 class CatalogContents:
-    """What a catalog says: records by key, as of commit `sequence`, and what could not be read of it."""
+    """The contents of a catalog.
+
+    Records by key, as of commit `sequence`, and what could not be read of it.
+    """
 
     records: dict[bytes, bytes] = field(default_factory=dict)
     sequence: int = 0
@@ -74,7 +77,7 @@ class CatalogContents:
         self.sequence = sequence
 
     def go_on(self, path: Path, sequence: int) -> None:
-        """What follows comes after that commit, which is the last one unless some are missing."""
+        """Later entries come after that commit, which is the last one unless some are missing."""
         if sequence > self.sequence:
             self.problems.append(f"{path}: commits {self.sequence + 1} to {sequence} are missing before it")
             self.sequence = sequence
@@ -326,7 +329,7 @@ class Catalog:
         if write is None or write.done():
             return
         waited = asyncio.wrap_future(write)
-        # What was given up is an error for nobody: it was logged, and commits go on.
+        # A given-up write is no caller's error: it was logged, and commits go on.
         waited.add_done_callback(lambda done: done.exception())
         await asyncio.wait([waited], timeout=self._hang_after_s)
         if not write.done():

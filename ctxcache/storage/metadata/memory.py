@@ -98,7 +98,7 @@ class MemoryMetadata:
         return survivor
 
     def close(self) -> None:
-        """See MetadataStore. What was committed is kept, so that the same object can be read again."""
+        """See MetadataStore. Commits are kept, so that the same object can be read again."""
         self._sync()
 
     def _sync(self) -> None:

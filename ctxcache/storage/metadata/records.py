@@ -12,7 +12,7 @@ Keys, by prefix, in the order a store iterates them:
 
 A value is `version u8 | body | checksum u64`, little endian. The checksum is XXH3-64 of all before
 it, seeded with XXH3-64 of the key, so that a value under another key fails like a flipped bit
-does. What the key says is not repeated in the body. The checksum's place and seed are the same in
+does. The body does not repeat the key. The checksum's place and seed are the same in
 every version, so that a newer record is told apart from a damaged one.
 
     segment  fixed part | tenant | keys, 32 bytes each
@@ -224,7 +224,7 @@ def seal_of(value: bytes) -> int:
 
 
 def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:
-    """What changes put under which keys, None for what they delete; deletions last, so that they win."""
+    """The entries that changes put, by key, None for a deleted one; deletions last, so that they win."""
     found: list[tuple[bytes, bytes | None]] = []
     found += [(model_key(m.tenant, m.spec.model_id), encode_model(m)) for m in changes.models]
     found += [(segment_key(s.segment_id), encode_segment(s)) for s in changes.segments]

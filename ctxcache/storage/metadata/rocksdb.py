@@ -82,7 +82,7 @@ PROPERTIES = {
     "keys": "estimate-num-keys",
     "is_write_stopped": "is-write-stopped",
 }
-"""What is told of RocksDB, and its own names for it."""
+"""The published figures of RocksDB, and RocksDB's own names for them."""
 Record = TypeVar("Record")
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class RocksDbMetadata:
         return f"fenced after a failed write or sync: {self._failure}"
 
     def properties(self) -> dict[str, int]:
-        """What RocksDB says of itself, by our name for it. From any thread, until `close`."""
+        """RocksDB's figures, by our names. From any thread, until `close`."""
         database = self._db
         try:
             return {
@@ -305,7 +305,7 @@ class RocksDbMetadata:
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             log.warning("metadata_reopen_failed path=%s error=%s", self._path, error)
             return None
-        # Of what is there, not of what it says of itself.
+        # The text is of the directory, not of RocksDB's own message.
         return Commit(last.sequence, len(seals), reduce(xor, seals.values(), 0)), seals
 
     def _has_what_lacked(self) -> bool:
@@ -421,7 +421,7 @@ class RocksDbMetadata:
         digest = reduce(xor, seals.values(), 0)
         if not self._is_counted:
             # New, or written by a version that did not count. Witnessed at once: from now on it cannot
-            # be gone unnoticed. Who only looks leaves it to that version.
+            # be gone unnoticed. A process that only looks leaves it to that version.
             self._seals, self._last = seals, Commit(self._last.sequence, len(seals), digest)
             self._is_counted = True
             if self._witness and self._witness.is_open:
@@ -445,7 +445,7 @@ class RocksDbMetadata:
         # The syncing thread: one sync at a time. A sync that follows a failed one may report
         # success for writes that are gone, so it is not even tried.
         self._check()
-        # What is written while the sync runs may not be part of it.
+        # Writes during the sync may not be part of it.
         sequence = self._last.sequence
         try:
             self._db.flush_wal(sync=True)
@@ -484,7 +484,7 @@ def _open(path: str) -> Rdict:
         return Rdict(path, _options())
     except Exception as error:  # rocksdict raises nothing narrower
         problem = str(error)
-        # What RocksDB says; the path that it names may have any word in it.
+        # The message of RocksDB; the path that it names may have any word in it.
         said = problem.replace(path, "")
         if "Corruption" in said or ("MANIFEST" in said and "No such file" in said):
             raise CorruptMetadata(where=path, problem=problem) from error

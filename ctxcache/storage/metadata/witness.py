@@ -97,7 +97,7 @@ class Witness:
         self.sequence = max(self.sequence, *(sequence or 0 for sequence in found))
 
     def _read(self, fd: int, place: int) -> int | None:
-        """What one place says; 0 where nothing was ever written, None where it cannot be read."""
+        """The number at one place; 0 where nothing was ever written, None where it cannot be read."""
         try:
             raw = os.pread(fd, _BODY.size + _CHECKSUM.size, place)
         except OSError:
@@ -147,7 +147,7 @@ class _File:
 
     def _run(self) -> None:
         while (write := self._writes.get()) is not None:
-            # Nobody's data is lost with it: the store itself has what it says.
+            # No data is lost with it: the store itself has what it says.
             with contextlib.suppress(OSError):
                 os.pwrite(self._fd, *write)
             self._is_free.set()

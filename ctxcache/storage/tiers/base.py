@@ -65,7 +65,7 @@ class Tier(Protocol):
         """Fill `into` from byte `begin` of the slot. Raises TierFailure, never reads short.
 
         `then(begin, end)` is called for every piece as soon as it is there, in no order, while others are
-        still being read; in a thread where there are threads. What it raises, the read raises.
+        still being read; in a thread where there are threads. The read raises its errors.
         """
 
     async def write(

@@ -220,8 +220,8 @@ def _log_prefault(prefault: Populate) -> None:
 def remove_abandoned(directory: Path) -> list[str]:
     """Remove the arenas of servers that were killed and not started again; returns their paths.
 
-    Memory that nobody uses would stay taken until the next boot. What a living server holds, or what
-    is not ours to remove, stays.
+    Memory that nobody uses would stay taken until the next boot. Files that a living server holds, or that
+    this user may not remove, stay.
     """
     removed = []
     for path in sorted(directory.glob(ARENA_FILE_NAME.format("*"))):

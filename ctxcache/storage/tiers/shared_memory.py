@@ -70,7 +70,7 @@ class SharedMemory:
     def unlink(self) -> None:
         """Remove the name; the memory lives on while it is mapped."""
         if self.path:
-            # What cannot be removed now the next start removes.
+            # The next start removes what cannot be removed now.
             with contextlib.suppress(OSError):
                 Path(self.path).unlink()
             _names.discard(self.path)
@@ -177,7 +177,10 @@ def _create_sealed(path: str, size_bytes: int, reason: str) -> SharedMemory:
 
 
 def _nameless(fd: int, mapping: mmap.mmap, page_bytes: int, reason: str, *, is_sealed: bool) -> SharedMemory:
-    """Memory behind a descriptor alone. Nobody makes it shorter, which would kill who has it mapped."""
+    """Memory behind a descriptor alone.
+
+    No process can make it shorter, which would kill processes that have it mapped.
+    """
     try:
         # By itself everybody may open it again through /proc, to write as well.
         os.fchmod(fd, FILE_MODE)

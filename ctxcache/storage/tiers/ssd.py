@@ -8,8 +8,8 @@ A device that is gone is found by probes, and taken again when it is back under 
 A device that does not return an operation within `hang_after_s` is lost as well: callers have their answer,
 and the operation keeps its thread and its buffer. Such a device is back only when it has returned every one.
 
-What only lacks room or memory rests, and is tried again. A path of which several reads fail one after the
-other is doubted; when probes of the whole device fail too it is lost, until one succeeds.
+A write that only lacks room or memory rests, and is tried again. A path of which several reads fail one after
+the other is doubted; when probes of the whole device fail too it is lost, until one succeeds.
 
 Files are never shortened, unlinked or rewritten elsewhere: freeing a slot costs no I/O.
 """
@@ -95,7 +95,7 @@ class PathHealth:
             raise TierFailure(path=self._path, problem=str(refusal))
 
     def check_fence(self) -> None:
-        """Raise TierFailure once it is fenced. What was written before a rest may be synced in it."""
+        """Raise TierFailure once it is fenced. Writes before a rest may be synced in it."""
         if self._fence:
             self.check()
 

@@ -226,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(length))
 
     def _request(self, body: bytes) -> dict[str, Any] | None:
-        """What runs in a slot that the proxy chooses; None for anything else."""
+        """The request that runs in a slot of the proxy's choice; None for anything else."""
         path = urlsplit(self.path).path
         if self.command == "POST" and path.startswith("/slots"):
             raise _Refused(403, f"{path}: slots are saved and restored by sessions")

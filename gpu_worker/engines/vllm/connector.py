@@ -41,7 +41,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config, WHERE)
         check_engine(vllm_config, kv_cache_config, settings.saved)
-        # What cannot be restored is computed: a store's failure must never be a request's.
+        # Tokens that cannot be restored are computed: a store's failure must never be a request's.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._saved = settings.saved
         self._side: SchedulerSide | WorkerSide = (
@@ -62,11 +62,11 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     # -- both, as the engine starts -------------------------------------------------------------------------
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the worker tells the scheduler of its blocks."""
+        """The worker's message to the scheduler about its blocks."""
         return self._worker().layout.result() if self._saved is SavedState.BLOCKS else None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What the scheduler hears of the worker's blocks."""
+        """The scheduler's side of that message."""
         for layout in metadata.values():
             if isinstance(layout, BlockLayout):
                 self._scheduler().layout.set_result(layout)
@@ -163,13 +163,13 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     # -- what is counted ------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> HintCounts | None:
-        """What came of hints since the last call."""
+        """The outcomes of hints since the last call."""
         counts = self._side.hints.take_counts()
         return None if counts.is_empty() else counts
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HintCounts:
-        """What one process counted, as another reads it."""
+        """One process's counts, as another process reads them."""
         return HintCounts(data or {})
 
     @classmethod

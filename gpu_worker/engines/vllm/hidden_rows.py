@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.ctxcache")
 
 INPUT, REST = "hidden_states", "residual"
-"""What vLLM's decoder layers call their input, and the part of it that is not added yet."""
+"""The names in vLLM's decoder layers of their input, and of the part of it that is not added yet."""
 KNOWN = {INPUT, REST, "positions"}
 TRIAL_TOKENS = 4
 Way = functools.partial[Halves]
@@ -184,7 +184,10 @@ def _end_where_wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _taken(module: nn.Module, block: nn.Module, rows: Tensor, positions: Tensor) -> tuple[Any, ...]:
-    """What a layer gives to a module of its own, of this input. Hooks on the layer see nothing of it."""
+    """The argument that a layer gives to its own module for this input.
+
+    Hooks on the layer see nothing of it.
+    """
     given = {INPUT: rows, REST: None, "positions": positions}
     wanted = inspect.signature(block.forward).parameters
     _WANTED.module = module

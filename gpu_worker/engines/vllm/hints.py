@@ -1,10 +1,10 @@
-"""What requests say of conversations, and the waiting queue, as hints to the store; what came of them.
+"""Requests' words on conversations, and the waiting queue, as hints to the store; what came of them.
 
     request ── kv_hints, or kv_transfer_params ──► at once, or once its tokens are saved ──► HintService.Hint
     arrives, runs, leaves ──► the engine's queue ──► HintService.Schedule: the store fetches ahead of a turn
 
-A hint changes no reply. What vLLM or the store does not know is counted and left alone. Worst case: a store
-that does not answer, which costs its hints; at most WAITING_LIMIT of them wait.
+A hint changes no reply. A hint that vLLM or the store does not know is counted and left alone. Worst case: a
+store that does not answer, which costs its hints; at most WAITING_LIMIT of them wait.
 """
 
 import threading
@@ -50,7 +50,7 @@ Span = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What an action's payload may say. Spans in seconds."""
+    """The payload of an action. Spans in seconds."""
 
     session: str | None = None
     """Another conversation than the request's own."""
@@ -145,7 +145,7 @@ class HintTeller:
             self._counts[f"{kind}/{outcome}"] += 1
 
     def take_counts(self) -> HintCounts:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return HintCounts(dict(counts))
@@ -215,9 +215,9 @@ class WaitingQueue:
 
 
 def hints_of(request: "Request", teller: HintTeller) -> list[HintAction]:
-    """What a request says of conversations; without a session's name where it means its own.
+    """The hints of a request; without a session's name where it means its own.
 
-    What is not right is counted, and logged with its field.
+    An invalid hint is counted, and logged with its field.
     """
     hints: list[HintAction] = []
     for action in _actions_of(request, teller):

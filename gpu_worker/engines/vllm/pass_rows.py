@@ -60,7 +60,10 @@ class AttentionLayer:
 
 @dataclass(slots=True)
 class Witness:
-    """What a proof's pass showed: rows as they would be saved, K and V as attention got them, by layer."""
+    """The evidence of a proof's pass.
+
+    Rows as they would be saved, K and V as attention got them, by layer.
+    """
 
     rows: dict[int, Tensor] = field(default_factory=dict)
     halves: dict[int, Halves] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers with each step, and what they tell it."""
+"""The messages between the scheduler's side and the workers, with each step."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Finished(NamedTuple):
 
 @dataclass
 class StepPlan(KVConnectorMetadata):
-    """What the worker has to do in a step, in this order."""
+    """The worker's tasks of a step, in this order."""
 
     is_idle: bool = False
     """Nothing is computed in the step: what is awaited may take the time."""

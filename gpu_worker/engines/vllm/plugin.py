@@ -1,4 +1,4 @@
-"""What vLLM runs as it starts, by the entry point `vllm.general_plugins`: it learns the connectors' names."""
+"""The start-up hook of vLLM, by the entry point `vllm.general_plugins`: it learns the connectors' names."""
 
 from contextlib import suppress
 

@@ -105,7 +105,7 @@ class SchedulerSide:
         self._engine_id = (transfer.engine_id if transfer else None) or ""
         self.hints = HintTeller(self.link)
         self._own_hints: dict[str, list[HintAction]] = {}
-        """What requests say of their own conversations, by request id, until their tokens are saved."""
+        """Hints of requests about their own conversations, by request id, until their tokens are saved."""
         self._queue = WaitingQueue(f"vllm-{self._engine_id}")
         self._has_priorities = config.scheduler_config.policy == "priority"
         self._arrived_count = 0
@@ -177,7 +177,7 @@ class SchedulerSide:
             )
 
     def step(self, output: "SchedulerOutput") -> StepPlan:
-        """What the worker has to do in the step that was scheduled."""
+        """The worker's tasks of the step that was scheduled."""
         plan, self._plan = self._plan, StepPlan()
         plan.is_idle = not output.total_num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
@@ -217,7 +217,7 @@ class SchedulerSide:
                 self._plan.finished.append(Finished(name, hints))
 
     def reported(self, output: "KVConnectorOutput") -> None:
-        """What the worker says after a step."""
+        """Take the worker's report after a step."""
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             for name in report.saved:

@@ -33,7 +33,7 @@ WHERE = "kv_connector_extra_config"
 
 
 class SavedState(enum.Enum):
-    """What is saved of a token."""
+    """The kind of state that is saved of a token."""
 
     BLOCKS = "blocks"
     """The engine's own blocks of K/V, whole, as they lie in its memory: for the same engine alone."""
@@ -74,7 +74,7 @@ class ConnectorSettings(StoreSettings):
 
     @property
     def saved(self) -> SavedState:
-        """What is saved of a token."""
+        """The kind of state that is saved of a token."""
         return SavedState(self.state)
 
 
@@ -115,7 +115,7 @@ def _check_blocks(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Non
 
 
 def layer_specs(kv_cache_config: "KVCacheConfig") -> dict[str, KVCacheSpec]:
-    """What each layer keeps, in the engine's order, of an engine with one group."""
+    """The specification of each layer's cache, in the engine's order, of an engine with one group."""
     (group,) = kv_cache_config.kv_cache_groups
     spec = group.kv_cache_spec
     by_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}

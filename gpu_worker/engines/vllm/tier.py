@@ -72,7 +72,7 @@ MOST_STORES = 64
 PATIENCE_S = 0.01
 """How long a step that computes nothing may wait for a job or a look-up."""
 LAYOUTS: dict[str, "Future[str]"] = {}
-"""What the workers of an engine say of their blocks, by engine id: comes once the engine has its blocks."""
+"""The blocks' layout from an engine's workers, by engine id: comes once the engine has its blocks."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
                 },
             ],
         }
-        # What cannot be loaded is computed: a store's failure must never be a request's.
+        # Tokens that cannot be loaded are computed: a store's failure must never be a request's.
         transfer.kv_load_failure_policy = "recompute"
         self._engine_id: str = transfer.engine_id
         self._modules: Mapping[str, object] = vllm_config.compilation_config.static_forward_context
@@ -136,11 +136,11 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         self._own_layout.set_result(RankLayout("; ".join((describe_platform(), *layers))))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the worker tells the scheduler of its blocks."""
+        """The worker's message to the scheduler about its blocks."""
         return self._own_layout.result()
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What the scheduler hears of the blocks of each rank."""
+        """The scheduler's side of that message, for each rank."""
         ranks = [one.description for _, one in sorted(metadata.items()) if isinstance(one, RankLayout)]
         LAYOUTS[self._engine_id].set_result(json.dumps(ranks))
 
@@ -320,7 +320,7 @@ class CtxcacheTier(SecondaryTierManager):
             rows, chain = dict(zip(map(_key, job.keys), self._rows(job), strict=True)), _chain(job)
             client.blocks.put(
                 space,
-                # What continues a chunk comes after it.
+                # A chunk that continues another comes after it.
                 {key: rows[key] for key in chain},
                 parents={key: parent for key, parent in chain.items() if parent is not None},
                 ttl_s=self._settings.ttl_s,

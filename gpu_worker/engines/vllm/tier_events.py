@@ -23,7 +23,7 @@ from ctxcache.errors import CacheError
 from gpu_worker.engines.link import PAUSE_S, LinkState, StoreLink
 
 OWNER = "ctxcache"
-"""What events name as the tier that they come from."""
+"""The tier that events name."""
 
 
 class StoreEvents:

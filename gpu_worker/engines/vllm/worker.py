@@ -40,7 +40,7 @@ LOAD_THREADS = 2
 
 
 class EngineState(Protocol):
-    """What is saved of an engine's tokens and put back.
+    """One kind of an engine's state: saved, and put back.
 
     Used by vLLM's worker thread, within steps; `load` by others, with blocks that no step uses.
     """
