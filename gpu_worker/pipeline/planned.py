@@ -121,8 +121,8 @@ class ReturnCost:
     """What it takes to bring a session back now, as the machine is known by now.
 
     `size_bytes` are read, `dram_token_count` of the `token_count` tokens' rows from DRAM. The last layer is
-    usable after `restored_s`, of which the device computes for `device_s`. `others_s`: the same by other ways,
-    each in all layers, of those that what is stored allows (`recompute`: nothing but token ids).
+    usable after `restored_s`, of which the device computes for `device_s`. `others_s`: the same by other
+    ways, each in all layers, of those that what is stored allows (`recompute`: nothing but token ids).
     """
 
     token_count: int
@@ -200,7 +200,7 @@ class Chooser:
         planned = self._planner.together(
             [
                 (
-                    _holding(each.held, layer_count, HeldSpan(place, 0, each.history)),
+                    _holding(each.held, layer_count, [HeldSpan(place, 0, each.history)]),
                     each.history,
                     each.new_tokens,
                 )
