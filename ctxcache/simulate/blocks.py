@@ -165,14 +165,21 @@ class HeldBlocks(BlockStore):
             if uid is not None:
                 self._hold(uid, request.asked[: number + 1], 0, now_s)
         new_bytes = (turn.input_tokens + turn.output_tokens) * self._token_bytes
-        self._hold(turn.session, request.kept, new_bytes, now_s, turn.number)
+        answer_bytes = turn.output_tokens * self._token_bytes
+        self._hold(turn.session, request.kept, new_bytes, now_s, answer_bytes, turn.number)
 
     def expected(self, uid: bytes, return_s: float | None) -> None:
         """See BlockStore."""
         self.policy.expected(uid, return_s)
 
     def _hold(
-        self, uid: bytes, blocks: tuple[bytes, ...], new_bytes: int, now_s: float, number: int | None = None
+        self,
+        uid: bytes,
+        blocks: tuple[bytes, ...],
+        new_bytes: int,
+        now_s: float,
+        answer_bytes: int = 0,
+        number: int | None = None,
     ) -> None:
         """Let it hold these blocks, and no others."""
         counts, holder = self._counts, self._holders.get(uid)
@@ -189,7 +196,7 @@ class HeldBlocks(BlockStore):
         holder.blocks, holder.held_count = blocks, len(blocks)
         holder.use_count = number or holder.use_count + 1
         size_bytes = len(blocks) * self._block_bytes
-        facts = Facts(size_bytes, holder.use_count, new_bytes, self._token_bytes)
+        facts = Facts(size_bytes, holder.use_count, new_bytes, self._token_bytes, answer_bytes)
         self.policy.idle(uid, facts, now_s)
         if is_new:
             self.policy.placed(uid, Level.BELOW)

@@ -359,9 +359,9 @@ class Replay:
             size_bytes = 0
             store.void(uid)
         else:
-            # A store cannot tell what was asked from what was answered.
-            new_tokens = live.input_tokens + turn.output_tokens
-            facts = Facts(size_bytes, live.turn_count, new_tokens * load.token_bytes, load.token_bytes)
+            new_bytes = (live.input_tokens + turn.output_tokens) * load.token_bytes
+            answer_bytes = turn.output_tokens * load.token_bytes
+            facts = Facts(size_bytes, live.turn_count, new_bytes, load.token_bytes, answer_bytes)
             gone_bytes = load.whole_bytes(live.cut_tokens + late_tokens)
             valid_bytes = load.whole_bytes(live.cut_tokens + live.history_tokens)
             store.end(uid, facts, range(gone_bytes, valid_bytes), now_s)

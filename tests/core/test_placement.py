@@ -360,8 +360,9 @@ def test_a_miss_costs_a_turn_its_tokens_or_their_prefill() -> None:
 def test_the_same_tokens_are_of_one_class_whatever_bytes_a_token_takes() -> None:
     """So that return times of one model say something of another's sessions."""
     for token_bytes in (0.5, 4096, 819_200):
-        facts = Facts(int(3000 * token_bytes), 2, int(1000 * token_bytes), token_bytes)
-        assert class_of(facts, None) == (2, 10, 0)
+        sizes = [int(count * token_bytes) for count in (3000, 1000, 100)]
+        facts = Facts(sizes[0], 2, sizes[1], token_bytes, sizes[2])
+        assert class_of(facts, None) == (2, 0, 4, 10)
 
 
 def test_a_store_that_has_seen_nothing_knows_return_times_of_public_traces() -> None:

@@ -67,7 +67,7 @@ def test_an_age_that_nobody_has_reached_promises_no_more_than_the_last_that_some
         _rest(returns, b"%d" % number)
     oldest, youngest = returns.index_per_s(b"0"), returns.index_per_s(b"2047")
 
-    assert 0 < oldest < youngest
+    assert 0 <= oldest < youngest
 
 
 def _index_after(then: Callable[[ReturnTimes, bytes], None]) -> float:
@@ -179,7 +179,7 @@ def test_sessions_that_were_counted_before_a_restart_are_not_counted_again() -> 
     (away, came), (whole_away, whole_came) = _root(second), _root(whole)
     assert came == whole_came
     # Of a bin that is shorter than the time between, who passed it is counted nowhere.
-    first_bin = AGES_S.index(20)
+    first_bin = AGES_S.index(70)
     assert away[first_bin:] == whole_away[first_bin:]
     assert sum(away) < sum(whole_away)
 
@@ -199,9 +199,9 @@ def _root(returns: ReturnTimes) -> list[list[float]]:
         {"classes": {"7": [[], []]}},
         {"classes": {"0.a": [[], []]}},
         {"classes": []},
-        {"classes": {"0": [[1.0] * 17, [1.0] * 18]}},
-        {"classes": {"0": [[-1.0] * 18, [1.0] * 18]}},
-        {"classes": {"0": [[1.0] * 18]}},
+        {"classes": {"0": [[1.0] * (len(AGES_S) - 1), [1.0] * len(AGES_S)]}},
+        {"classes": {"0": [[-1.0] * len(AGES_S), [1.0] * len(AGES_S)]}},
+        {"classes": {"0": [[1.0] * len(AGES_S)]}},
         {"wait_s": -1},
         {"queued_share": "many"},
         {"wait_s": None},
@@ -237,7 +237,7 @@ def test_the_index_of_each_bin_is_the_best_rate_of_all_horizons(seed: int) -> No
     chance = random.Random(seed)
     hazards = [chance.random() ** 3 * 0.95 if chance.random() < 0.7 else 0.0 for _ in AGES_S]
     wait_s = chance.choice([0.0, 3.0, 500.0])
-    for known in (hazards, [0.0] * len(AGES_S), [0.0] * 9 + [0.5] + [0.0] * 8):
+    for known in (hazards, [0.0] * len(AGES_S), [0.0] * 9 + [0.5] + [0.0] * (len(AGES_S) - 10)):
         expected = [_slow_index(known, first, wait_s) for first in range(len(AGES_S))]
         assert gittins_indices(known, wait_s) == pytest.approx(expected)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.core.placement.baselines import POLICIES
-from ctxcache.core.placement.policy import Level
+from ctxcache.core.placement.policy import Facts, Level
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.settings.config import Settings
 from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.replay import Replay, Waiting
+from ctxcache.simulate.store import Move
 from ctxcache.simulate.study import look
 from ctxcache.simulate.tally import HitTally
 from ctxcache.simulate.trace import TraceTurn
@@ -126,6 +127,13 @@ class _Noted(Replay):
 def simulated(turns: Sequence[TraceTurn], setting: Setting, *, lost_at: int | None = None) -> Outcome:
     """What the simulator says; its queue is lost at the `lost_at`-th job."""
     replay = _Noted(turns, setting)
+    idle = replay.store.tiers.idle
+
+    def told(uid: bytes, facts: Facts, now_s: float) -> list[Move]:
+        # The engine writes a turn in one commit, which tells nothing of its answer.
+        return idle(uid, facts._replace(answer_bytes=0), now_s)
+
+    replay.store.tiers.idle = told  # type: ignore[method-assign]
     if lost_at is not None:
         _lose(replay.waiting, lost_at)
     return replay.outcome(turns, lambda: (replay.tally.evicted_sessions, replay.tally.ssd_written_bytes))

@@ -117,20 +117,24 @@ class Standing:
 
     def rest(self) -> Facts:
         """The session rests; a turn is over if something was appended."""
-        appended_count = self.session.log_end - self.rested_end
+        session = self.session
+        appended_count = session.log_end - self.rested_end
         if appended_count < 0:
             # Made anew, and shorter than it was when it was evicted.
-            appended_count = self.session.log_end
+            appended_count = session.log_end
+        answer_count = min(max(session.log_end - session.input_end, 0), appended_count)
+        session.least_commit = 0
         self.turn_count += appended_count > 0
-        self.rested_end = self.session.log_end
+        self.rested_end = session.log_end
         self.has_rested, self.is_set_aside = True, False
-        return self._facts(appended_count)
+        return self._facts(appended_count, answer_count)
 
-    def _facts(self, appended_count: int) -> Facts:
+    def _facts(self, appended_count: int, answer_count: int = 0) -> Facts:
         layout = self.session.layout
         token_bytes = layout.size_bytes / layout.segment_tokens
         size_bytes = self.session.size_bytes
-        return Facts(size_bytes, self.turn_count, int(appended_count * token_bytes), token_bytes)
+        appended_bytes, answer_bytes = int(appended_count * token_bytes), int(answer_count * token_bytes)
+        return Facts(size_bytes, self.turn_count, appended_bytes, token_bytes, answer_bytes)
 
 
 class Feed:

@@ -139,6 +139,10 @@ class Piece:
     token_begin: int
 
 
+ANSWERED = -1
+"""Stands for the size of a commit: the input is over."""
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """State of one session, or of one block. Owned by the ledger.
@@ -162,6 +166,13 @@ class Session:
     segments: list[Segment] = field(default_factory=list)
     live: Ranges = ()
     log_end: int = 0
+    input_end: int = 0
+    """Where the last turn's input ends, as far as its commits tell.
+
+    An engine commits an input in pieces of one size and a rest, and then its answer, in smaller ones.
+    """
+    least_commit: int = 0
+    """How many tokens the last commit of the turn's input had; 0 where none came, ANSWERED behind it."""
     recorded_end: int = 0
     durable_end: int = 0
     use: Use = Use.FRESH
@@ -427,9 +438,13 @@ class Session:
     def append_rows(self, end: int) -> None:
         """Make the positions from the log's end up to `end` live; their rows are in the segments."""
         self.live = ranges.extend(self.live, self.log_end, end)
-        self.token_count += end - self.log_end
+        count = end - self.log_end
+        self.token_count += count
         self.log_end = end
         self.generation += 1
+        if self.least_commit != ANSWERED:
+            # The first that is smaller than the one before is the rest of the input.
+            self.least_commit, self.input_end = (count if count >= self.least_commit else ANSWERED), end
 
     def adopt(self, source: "Session", token_count: int) -> None:
         """Begin with the source's first tokens, which are durable. The session never had any."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from ctxcache.core.placement.look_ahead import LookAhead
-from ctxcache.core.placement.order import Accepts, Key, Keyed, Line
+from ctxcache.core.placement.order import Accepts, Key, Keyed, Line, takes_or_passes
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy, Ranked
 from ctxcache.core.placement.value import MISS_COST, MissCost, ReturnValue
 
@@ -25,14 +25,27 @@ class Recency(Policy):
         super().__init__()
         self.all = Line()
         self.dram = Line()
+        self._in_turn: set[bytes] = set()
+        self._set_aside: set[bytes] = set()
+        """Those in a turn that were refused, and would stand in memory's line."""
+
+    def arrived(self, uid: bytes, now_s: float) -> None:  # noqa: ARG002
+        """See Policy."""
+        self._in_turn.add(uid)
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
         """See Policy."""
+        self._in_turn.discard(uid)
         self.all.put(uid)
-        self.dram.renew(uid)
+        if uid in self._set_aside:
+            self._set_aside.discard(uid)
+            self.dram.put(uid)
+        else:
+            self.dram.renew(uid)
 
     def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
+        self._set_aside.discard(uid)
         if tier is Level.BELOW:
             self.dram.discard(uid)
         elif uid not in self.dram:
@@ -40,6 +53,8 @@ class Recency(Policy):
 
     def evicted(self, uid: bytes) -> None:
         """See Policy."""
+        self._in_turn.discard(uid)
+        self._set_aside.discard(uid)
         self.all.discard(uid)
         self.dram.discard(uid)
 
@@ -47,11 +62,20 @@ class Recency(Policy):
 
     def evict(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
-        return self.all.first(accepts)
+        passed: list[bytes] = []
+        found = self.all.first(takes_or_passes(accepts, self._in_turn, passed))
+        for uid in passed:
+            self.all.discard(uid)
+        return found
 
     def demote(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
-        return self.dram.first(accepts)
+        passed: list[bytes] = []
+        found = self.dram.first(takes_or_passes(accepts, self._in_turn, passed))
+        for uid in passed:
+            self.dram.discard(uid)
+        self._set_aside.update(passed)
+        return found
 
 
 class LeastRecentlyUsed(Recency, Ranked):
@@ -90,6 +114,9 @@ class FirstInFirstOut(LeastRecentlyUsed):
     def __init__(self) -> None:
         super().__init__()
         self._in_dram = Keyed()
+
+    def arrived(self, uid: bytes, now_s: float) -> None:
+        """See Policy. Its place stays what it was."""
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
         """See Policy."""

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
-from ctxcache.core.placement.order import SLACK, Accepts, Key, Keyed
+from ctxcache.core.placement.order import SLACK, Accepts, Key, Keyed, takes_or_passes
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
 
 
@@ -117,6 +117,7 @@ class Windowed(Ranked):
         self._sizes: dict[bytes, int] = {}
         self._last_use: dict[bytes, int] = {}
         self._use_count = 0
+        self._in_turn: set[bytes] = set()
         self._fetched = Window(self._rank_fetch)
         self._expected: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         """When the client said it, and the return that it said; empty where nobody listens.
@@ -128,6 +129,10 @@ class Windowed(Ranked):
     def follows_order(self) -> bool:
         """Whether sessions are fetched in the queue's order."""
         return True
+
+    def arrived(self, uid: bytes, now_s: float) -> None:  # noqa: ARG002
+        """See Policy."""
+        self._in_turn.add(uid)
 
     def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
@@ -144,6 +149,7 @@ class Windowed(Ranked):
             self._held_bytes -= self._sizes[uid]
         self._sizes.pop(uid, None)
         self._last_use.pop(uid, None)
+        self._in_turn.discard(uid)
         self._all.discard(uid)
         self._dram.discard(uid)
         self._fetchable.discard(uid)
@@ -185,6 +191,7 @@ class Windowed(Ranked):
     def _measure(self, uid: bytes, size_bytes: int) -> None:
         """A turn of the session is over, and it has that size."""
         self._use_count += 1
+        self._in_turn.discard(uid)
         self._last_use[uid] = self._use_count
         if uid in self._held:
             self._held_bytes += size_bytes - self._sizes[uid]
@@ -213,11 +220,16 @@ class Windowed(Ranked):
     def _lowest(self, line: Keyed, accepts: Accepts) -> bytes | None:
         """The session that leaves first.
 
-        Ranks rise with time, so the first one is ranked again before it is named.
+        Ranks rise with time, so the first one is ranked again before it is named. One in a turn that is
+        refused stands in no line until the turn is over: nobody is to pass it at each look.
         """
-        uid = line.first(accepts)
+        passed: list[bytes] = []
+        takes = takes_or_passes(accepts, self._in_turn, passed)
+        uid = line.first(takes)
         while uid is not None and self._lift(uid):
-            uid = line.first(accepts)
+            uid = line.first(takes)
+        for other in passed:
+            line.discard(other)
         return uid
 
     def _lift(self, uid: bytes) -> bool:

@@ -112,6 +112,19 @@ class Line:
         return next((uid for uid in self._sizes if accepts(uid)), None)
 
 
+def takes_or_passes(accepts: Accepts, in_turn: set[bytes], passed: list[bytes]) -> Accepts:
+    """What `accepts` takes; `passed` are those in a turn that it does not, until the turn is over."""
+
+    def takes(uid: bytes) -> bool:
+        if accepts(uid):
+            return True
+        if uid in in_turn:
+            passed.append(uid)
+        return False
+
+    return takes
+
+
 # A set of keys that counts. A treap: every operation takes expected O(log n). Priorities come from Python's
 # salted hashes, so that no choice of keys makes the tree deep; answers do not depend on the salt.
 

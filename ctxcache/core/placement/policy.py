@@ -25,13 +25,15 @@ class Level(enum.Enum):
 class Facts(NamedTuple):
     """The known facts of a session at the end of a turn.
 
-    `appended_bytes` came in the turn, asked or answered. A token of its model takes `token_bytes`.
+    `appended_bytes` came in the turn, asked or answered; of those `answer_bytes` as far as is known were the
+    answer's. A token of its model takes `token_bytes`.
     """
 
     size_bytes: int
     turn_count: int
     appended_bytes: int
     token_bytes: float
+    answer_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

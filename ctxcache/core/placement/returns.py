@@ -1,9 +1,11 @@
 """Return times: how many sessions of a class came back at which idle time, and what that promises. Pure.
 
-    class   root (idle, queued, over) > turn count > magnitude of the last turn > time away before it
+    class   root (idle, queued, over) > turn count > time away before the last turn
+            > magnitude of its answer > magnitude of its input
     watch   idle --ages through bins--> returned | ended | forgotten past the last bin
 
-A class with few counts leans on its parent class, a bin of a root on the bin before. Sessions are watched
+A class with few counts leans on its parent class: on its hazards, times how much more or less often its own
+sessions return than those would say. A bin of a root leans on the bin before. Sessions are watched
 past their eviction, at most WATCHED at once: their return is what is learned. Sessions with a job in the
 queue are classes of their own, so that how long jobs wait and how many never come is learned in the same way.
 The same events give the same numbers. Counts can be saved as plain numbers, and a later run goes on from
@@ -20,13 +22,24 @@ from typing import Any
 
 from ctxcache.core.placement.policy import Facts
 
-AGES_S = (0, 0.5, 2, 5, 10, 20, 40, 70, 110, 160, 230, 330, 480, 700, 1000, 1500, 2400, 3600)
+AGES_S = (
+    *(0, 0.5, 2, 5, 10, 20, 30, 40, 55, 70, 90, 110, 135, 160, 195, 230, 280, 330, 400, 480),
+    *(700, 1000, 1500, 2400, 3600),
+)
 """Where an idle time passes into the next bin; the last bin is taken to last LAST_BIN_S."""
 LAST_BIN_S = 3600
 LENGTHS_S = tuple(b - a for a, b in zip(AGES_S, (*AGES_S[1:], AGES_S[-1] + LAST_BIN_S), strict=True))
 BINS = range(len(AGES_S))
 PRIOR_COUNT = 12.0
-"""How many sessions of a class outweigh what its parent class says, or of a root what its bin before does."""
+"""How many sessions in a bin of a root outweigh what its bin before says."""
+CLASS_PRIOR_COUNT = 30.0
+"""How many sessions in a bin of a class outweigh what its parent class and its ratio say."""
+RATIO_PRIOR_COUNT = 3.0
+"""How many returns outweigh that a class returns as often as its parent class."""
+RATIO_AGES_S = (40, 230)
+"""Where one ratio gives way to the next: a class may be quick to return, and seldom late."""
+RATIO_NUMBERS = tuple(bisect_right(RATIO_AGES_S, age_s) for age_s in AGES_S)
+RATIOS = len(RATIO_AGES_S) + 1
 MOST_HAZARD = 0.95
 SessionClass = tuple[int, ...]
 IDLE, QUEUED, OVER = 0, 1, 2
@@ -36,9 +49,9 @@ It is said to be over.
 """
 FIRST_HAZARDS = {IDLE: 0.25, QUEUED: 0.25, OVER: 0.0}
 """What a root says of its first bin before it has seen any: that clients and schedulers are right."""
-DEEPEST = 4
-"""Parts of a name: root, turn count, magnitude of the last turn, how long it was away before that turn."""
-GAPS_S = (2, 10, 40, 110, 230, 480)
+DEEPEST = 5
+"""Parts of a name: root, turn count, time away before the last turn, magnitudes of answer and input."""
+GAPS_S = (2, 10)
 """Where that time passes into the next class; it is 0 where there was none."""
 
 
@@ -52,6 +65,8 @@ class ReturnClass:
         "cames",
         "chances",
         "first_hazard",
+        "hazards",
+        "hazards_of",
         "indices",
         "parent",
         "refreshed",
@@ -63,6 +78,8 @@ class ReturnClass:
         # Its own counts and those of all classes above, which count the same.
         self.aways: tuple[list[float], ...] = (self.away, *(parent.aways if parent else ()))
         self.cames: tuple[list[float], ...] = (self.came, *(parent.cames if parent else ()))
+        self.hazards: list[float] = []
+        self.hazards_of = -1
         self.indices: list[float] = []
         self.chances: list[float] = []
         self.refreshed = -1
@@ -72,25 +89,43 @@ class ReturnClass:
         if self.refreshed == number:
             return
         self.refreshed = number
-        hazards = [min(each, MOST_HAZARD) for each in self._hazards()]
+        hazards = [min(each, MOST_HAZARD) for each in self._hazards(number)]
         self.indices = gittins_indices(hazards, wait_s)
         away = list(accumulate((1 - hazard for hazard in reversed(hazards)), mul))
         self.chances = [1 - each for each in reversed(away)]
 
-    def _hazards(self) -> list[float]:
-        """How likely one that is in a bin returns in it.
+    def _hazards(self, number: int) -> list[float]:
+        """How likely one that is in a bin returns in it; computed anew once per `number`.
 
         Few counts lean on the class above, or on the bin before.
         """
+        if self.hazards_of == number:
+            return self.hazards
+        self.hazards_of = number
         if self.parent is not None:
-            above = self.parent._hazards()  # noqa: SLF001  another of its kind
-            counts = zip(self.came, self.away, above, strict=True)
-            return [(came + PRIOR_COUNT * prior) / (away + PRIOR_COUNT) for came, away, prior in counts]
-        hazards, hazard = [], self.first_hazard
+            self.hazards = self._leaning_on(self.parent._hazards(number))  # noqa: SLF001  another of its kind
+            return self.hazards
+        self.hazards, hazard = [], self.first_hazard
         for came, away in zip(self.came, self.away, strict=True):
             hazard = (came + PRIOR_COUNT * hazard) / (away + PRIOR_COUNT)
-            hazards.append(hazard)
-        return hazards
+            self.hazards.append(hazard)
+        return self.hazards
+
+    def _leaning_on(self, above: list[float]) -> list[float]:
+        """Hazards as far as its counts tell them, else those above times the ratio of its age.
+
+        A ratio needs far fewer counts than a hazard by bin: it is of all returns of some minutes.
+        """
+        came_counts, expected_counts = [RATIO_PRIOR_COUNT] * RATIOS, [RATIO_PRIOR_COUNT] * RATIOS
+        counts = list(zip(RATIO_NUMBERS, self.came, self.away, above, strict=True))
+        for number, came, away, prior in counts:
+            came_counts[number] += came
+            expected_counts[number] += away * prior
+        ratios = [came / expected for came, expected in zip(came_counts, expected_counts, strict=True)]
+        return [
+            (came + CLASS_PRIOR_COUNT * min(prior * ratios[number], MOST_HAZARD)) / (away + CLASS_PRIOR_COUNT)
+            for number, came, away, prior in counts
+        ]
 
 
 class ReturnClasses:
@@ -164,40 +199,51 @@ def gittins_indices(hazards: list[float], wait_s: float) -> list[float]:
         came.append(came[-1] + now)
         away -= now
     hull = [len(hazards)]
+    # Of the hull's sides, in its order.
+    rates: list[float] = []
     indices = [0.0] * len(hazards)
-
-    def rate(a: int, b: int) -> float:
-        return (came[b] - came[a]) / max(kept_s[b] - kept_s[a], 1e-300)
-
     for number in reversed(range(len(hazards))):
-        while len(hull) > 1 and rate(number, hull[-1]) <= rate(hull[-1], hull[-2]):
+        came_here, kept_here_s = came[number], kept_s[number]
+        while True:
+            rate = (came[hull[-1]] - came_here) / ((kept_s[hull[-1]] - kept_here_s) or 1e-300)
+            if not rates or rate > rates[-1]:
+                break
             hull.pop()
-        indices[number] = rate(number, hull[-1])
+            rates.pop()
+        indices[number] = rate
         hull.append(number)
+        rates.append(rate)
     return indices
 
 
 WATCHED = 1 << 17
 HALVED_EVERY = 1 << 15
 """Turns after which counts are halved: old counts say little."""
-REFRESHED_EVERY = 256
+LEAST_REFRESHED, MOST_REFRESHED = 8, 256
+"""Turns after which classes are computed anew: few while little is known, and what is new says much."""
+REFRESHED_SHARE = 1 / 64
 AGED_AT_ONCE = 256
 """Sessions that one call ages or forgets at most: the caller must not wait, however long the gap was."""
 MOST_TURNS = 6
 MOST_MAGNITUDE = 20
+ANSWER_BITS = 2
+"""Magnitudes of answers are told apart by so many bits."""
 WAIT_MEMORY = 64
 WAIT_TIMES = 2.0
 """Who joins the queue now waits that many times as long as those that came to their turns of late."""
 
 
 def class_of(facts: Facts, gap_s: float | None) -> SessionClass:
-    """Turn count, magnitude of what the turn appended, and `gap_s`, how long it was away before; None: never.
+    """Turn count, `gap_s`, how long it was away before (None: never), magnitudes of the answer and the input.
 
-    A long input in a late turn seldom has a sequel; who was quick to return is again.
+    A long input in a late turn seldom has a sequel; who was quick to return is again; and an agent whose
+    answer is short has called a tool.
     """
-    magnitude = min(int(facts.appended_bytes / facts.token_bytes).bit_length(), MOST_MAGNITUDE)
     gap = 0 if gap_s is None else 1 + bisect_right(GAPS_S, gap_s)
-    return (min(facts.turn_count, MOST_TURNS), magnitude, gap)
+    answer_bits = int(facts.answer_bytes / facts.token_bytes).bit_length()
+    input_bits = int((facts.appended_bytes - facts.answer_bytes) / facts.token_bytes).bit_length()
+    answer = -(-min(answer_bits, MOST_MAGNITUDE) // ANSWER_BITS)
+    return (min(facts.turn_count, MOST_TURNS), gap, answer, min(input_bits, MOST_MAGNITUDE))
 
 
 class _Watch:
@@ -206,7 +252,7 @@ class _Watch:
     `counted` of its return is counted already, since its job is queued.
     """
 
-    __slots__ = ("before", "bin", "counted", "name", "of", "since_s", "uid")
+    __slots__ = ("before", "bin", "counted", "index_per_s", "name", "of", "since_s", "uid")
 
     def __init__(
         self, uid: bytes, since_s: float, name: SessionClass, of: ReturnClass, before: "_Watch | None" = None
@@ -214,9 +260,15 @@ class _Watch:
         self.uid, self.since_s, self.name, self.of, self.before = uid, since_s, name, of, before
         self.bin = 0
         self.counted = 0.0
+        self.index_per_s = -1.0
+        """What it promised when somebody first asked in this bin; less than 0 before that.
+
+        So how often somebody looks changes nothing.
+        """
 
     def went_on(self) -> None:
         """Count that it is still away in this bin."""
+        self.index_per_s = -1.0
         for away in self.of.aways:
             away[self.bin] += 1
 
@@ -252,12 +304,16 @@ class ReturnTimes:
         self._watches: OrderedDict[bytes, _Watch] = OrderedDict()
         self._bins: list[OrderedDict[bytes, _Watch]] = [OrderedDict() for _ in BINS]
         """Sessions by idle time: who is in one for longest is its first."""
+        self._dues_s = [math.inf] * (len(AGES_S) - 1)
+        """When the first of each bin but the last passes into the next, or earlier."""
         self._due_s = math.inf
         self._is_behind = False
         """Whether the last call left some for the next."""
         self._classes = ReturnClasses()
         self._queued = self._classes.of((QUEUED,))
         self._turn_count = self._refreshed = 0
+        self._refreshed_at = 0
+        self._coming_of, self._coming_share = -1, 0.0
         self._wait_s = self._queued_share = 0.0
         """How long those that returned by the queue waited, and how many of those that returned did."""
         self._counts_age_s = math.inf
@@ -268,9 +324,16 @@ class ReturnTimes:
 
     @property
     def coming_share(self) -> float:
-        """How likely a job that is queued comes to its turn."""
-        self._queued.refresh(self._refreshed, 0.0)
-        return self._queued.chances[0]
+        """How likely a job that is queued comes to its turn.
+
+        Learned slowly: jobs may all wait for longer than the load is old, and none has come then.
+        """
+        number = self._turn_count // MOST_REFRESHED
+        if self._coming_of != number:
+            self._coming_of = number
+            self._queued.refresh(self._refreshed, 0.0)
+            self._coming_share = self._queued.chances[0]
+        return self._coming_share
 
     def advance(self, now_s: float) -> None:
         """Let time pass: idle sessions grow older, or some of them when many do, and others at the next call.
@@ -280,19 +343,20 @@ class ReturnTimes:
         self.now_s = max(self.now_s, now_s)
         if self.now_s < self._due_s:
             return
-        self._due_s, left = math.inf, AGED_AT_ONCE
+        left, dues_s = AGED_AT_ONCE, self._dues_s
         # Who is late goes where it belongs at once; the oldest first, so that each bin stays in order.
         for number in reversed(BINS[:-1]) if self._is_behind else BINS[:-1]:
-            waiting = self._bins[number]
-            if not waiting:
+            if dues_s[number] > self.now_s:
                 continue
+            waiting = self._bins[number]
             age_s = AGES_S[number + 1]
-            due_s = next(iter(waiting.values())).since_s + age_s
+            due_s = next(iter(waiting.values())).since_s + age_s if waiting else math.inf
             while left and due_s <= self.now_s:
                 self._age(waiting.popitem(last=False)[1], number + 1)
                 left -= 1
                 due_s = next(iter(waiting.values())).since_s + age_s if waiting else math.inf
-            self._due_s = min(self._due_s, due_s)
+            dues_s[number] = due_s
+        self._due_s = min(dues_s)
         left = self._forget(left)
         self._is_behind = not left
         if self._is_behind:
@@ -302,12 +366,11 @@ class ReturnTimes:
         last = number
         if self._is_behind:
             last = max(self._bin(watch.since_s), number)
-            if last + 1 < len(AGES_S):
-                # Of a bin that this call has been at.
-                self._due_s = min(self._due_s, watch.since_s + AGES_S[last + 1])
         for watch.bin in range(number, last + 1):
             watch.went_on()
         self._bins[last][watch.uid] = watch
+        if last + 1 < len(AGES_S):
+            self._dues_s[last] = min(self._dues_s[last], watch.since_s + AGES_S[last + 1])
         self._aged(watch.uid)
 
     def began(self, uid: bytes, now_s: float) -> None:
@@ -344,8 +407,10 @@ class ReturnTimes:
         name = (IDLE, *class_of(facts, self._gaps_s.pop(uid, None)))
         self._watch(_Watch(uid, self.now_s, name, self._classes.of(name)))
         self._turn_count += 1
-        if self._turn_count % REFRESHED_EVERY == 0:
+        if self._turn_count >= self._refreshed_at:
             self._refreshed += 1
+            pause = max(LEAST_REFRESHED, int(self._turn_count * REFRESHED_SHARE))
+            self._refreshed_at = self._turn_count + min(pause, MOST_REFRESHED)
         if self._turn_count % HALVED_EVERY == 0:
             self._classes.halve()
 
@@ -373,6 +438,7 @@ class ReturnTimes:
         if not (0 <= wait_s < math.inf and 0 <= queued_share <= 1):
             raise ValueError(f"a wait of {wait_s} s, a share of {queued_share}")
         self._classes.recount(counts)
+        self._coming_of = -1
         self._wait_s, self._queued_share, self._counts_age_s = wait_s, queued_share, age_s
         self._refreshed += 1
 
@@ -393,8 +459,11 @@ class ReturnTimes:
             self._bins[watch.bin].pop(uid, None)
             before = self._watches[uid] = watch.before
             before.came(0.0)
-            before.bin = self._bin(before.since_s)
+            before.bin, before.index_per_s = self._bin(before.since_s), -1.0
             self._bins[before.bin][uid] = before
+            if before.bin + 1 < len(AGES_S):
+                due_s = before.since_s + AGES_S[before.bin + 1]
+                self._dues_s[before.bin] = min(self._dues_s[before.bin], due_s)
 
     def said(self, uid: bytes, *, is_over: bool) -> None:
         """The client says that the session will not return, or that it will.
@@ -418,10 +487,11 @@ class ReturnTimes:
         watch = self._watches.get(uid)
         if watch is None:
             return 0.0
-        of = watch.of
-        if of.refreshed != self._refreshed:
-            of.refresh(self._refreshed, self._queue_wait_s(watch))
-        return of.indices[watch.bin]
+        if watch.index_per_s < 0:
+            if watch.of.refreshed != self._refreshed:
+                watch.of.refresh(self._refreshed, self._queue_wait_s(watch))
+            watch.index_per_s = watch.of.indices[watch.bin]
+        return watch.index_per_s
 
     def chance(self, uid: bytes) -> float:
         """How likely the session returns at all, within what is learned; 0 for one that is not watched."""
@@ -450,8 +520,10 @@ class ReturnTimes:
         self._bins[watch.bin][watch.uid] = watch
         if not is_counted:
             watch.went_on()
-        due_s = watch.since_s + AGES_S[watch.bin + 1] if watch.bin + 1 < len(AGES_S) else math.inf
-        self._due_s = min(self._due_s, due_s)
+        if watch.bin + 1 < len(AGES_S):
+            due_s = watch.since_s + AGES_S[watch.bin + 1]
+            self._dues_s[watch.bin] = min(self._dues_s[watch.bin], due_s)
+            self._due_s = min(self._due_s, due_s)
 
     def _unwatch(self, uid: bytes) -> _Watch | None:
         watch = self._watches.pop(uid, None)

@@ -1,0 +1,146 @@
+"""Whether `value` is ever more than 2 points below the best baseline, or below block LRU, on any trace.
+
+    python -m lab.studies.margin FOLDER --results lab/results/DATE-margin.jsonl
+
+Every trace in FOLDER is replayed by prefix blocks at some multiples of its live footprint, under `value` and
+under each baseline. What counts is the share of all prompt tokens found. The table is printed; the command
+ends with 1 where the promise is broken. Traces whose sessions never return, and files that are no traces,
+are named and left out. What the results have already is not run again: a run may be done in pieces.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from ctxcache.core.placement.value import Objective
+from ctxcache.simulate.load import Load
+from ctxcache.simulate.study import Capacity, study
+from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace, InvalidTrace, Trace
+
+OURS, BLOCK_LRU = "value", "lru"
+BASELINES = (BLOCK_LRU, "lfu", "gdsf", "lhd", "arc", "s3-fifo", "sieve", "w-tinylfu")
+MOST_BELOW = 0.02
+PACE = ArrivalPace(sessions_per_s=0.1)
+"""For traces that say no arrivals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The share of all prompt tokens that one policy found on one trace, at a multiple of its footprint."""
+
+    trace: str
+    multiple: float
+    policy: str
+    share: float
+
+
+def trace_of(path: Path) -> Trace | None:
+    """The trace in a file; None where it is none, or nothing in it can return."""
+    for pace in (None, PACE):
+        trace = Trace(path, pace=pace)
+        try:
+            seen: set[bytes] = set()
+            for turn in trace:
+                if turn.session in seen or turn.blocks is not None:
+                    return trace
+                seen.add(turn.session)
+        except (InvalidTrace, UnicodeDecodeError):
+            continue
+        return None
+    return None
+
+
+def run(path: Path, multiple: float, policy: str) -> Found | None:
+    """Replay one trace under one policy; None for a file that says nothing."""
+    trace = trace_of(path)
+    if trace is None:
+        return None
+    load = replace(Load(), objective=Objective.TOKENS)
+    (outcome,) = study(
+        trace, load, [policy], [Capacity(multiple)], step=lambda _what, _done: None, block_tokens=BLOCK_TOKENS
+    )
+    tally = outcome.tally
+    return Found(path.name, multiple, policy, 1 - tally.computed_tokens / tally.prompt_tokens)
+
+
+def read(path: Path | None) -> list[Found]:
+    """What an earlier run found."""
+    if path is None or not path.exists():
+        return []
+    return [Found(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def broken(shares: dict[str, float]) -> Iterator[str]:
+    """What of the promise these shares of one trace and capacity break, by policy."""
+    ours = shares[OURS]
+    known = {policy: share for policy, share in shares.items() if policy != OURS}
+    if known:
+        best = max(known, key=lambda policy: known[policy])
+        if ours < known[best] - MOST_BELOW:
+            yield f"{known[best] - ours:.4f} below {best}"
+    if ours < known.get(BLOCK_LRU, 0.0):
+        yield f"{known[BLOCK_LRU] - ours:.4f} below block LRU"
+
+
+def report(found: Sequence[Found]) -> bool:
+    """Print the table; whether the promise holds, on some trace at least."""
+    print(f"| trace | x footprint | {OURS} |" + "".join(f" {each} |" for each in BASELINES) + " |")
+    print("|---|---|---|" + "---|" * len(BASELINES) + "---|")
+    rows: dict[tuple[str, float], dict[str, float]] = {}
+    for one in found:
+        rows.setdefault((one.trace, one.multiple), {})[one.policy] = one.share
+    is_kept, row_count = True, 0
+    for (trace, multiple), shares in sorted(rows.items()):
+        if OURS not in shares:
+            continue
+        row_count += 1
+        reasons = "; ".join(broken(shares))
+        is_kept = is_kept and not reasons
+        cells = " | ".join(f"{shares[each]:.4f}" if each in shares else "-" for each in (OURS, *BASELINES))
+        print(f"| {trace} | {multiple:g} | {cells} | {reasons.upper()} |")
+    return is_kept and row_count > 0
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--footprint", default="0.25,0.5,1", help="multiples of the live footprint")
+    parser.add_argument("--policies", default=",".join(BASELINES), help="baselines to run")
+    parser.add_argument("--only", default="", help="traces whose names begin so")
+    parser.add_argument("--results", type=Path, help="JSON lines: what is there is not run again")
+    parser.add_argument("--jobs", type=int, default=1)
+    arguments = parser.parse_args()
+    files = [path for path in sorted(arguments.folder.iterdir()) if path.name.startswith(arguments.only)]
+    paths = [path for path in files if path.is_file() and trace_of(path) is not None]
+    print(f"left out: {', '.join(path.name for path in files if path not in paths) or 'none'}\n")
+    policies = [OURS, *arguments.policies.split(",")]
+    multiples = [float(each) for each in arguments.footprint.split(",")]
+    found = read(arguments.results)
+    done = {(one.trace, one.multiple, one.policy) for one in found}
+    todo = [
+        (path, multiple, policy)
+        for policy, path, multiple in product(policies, paths, multiples)
+        if (path.name, multiple, policy) not in done
+    ]
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        for one in pool.map(run, *zip(*todo, strict=True)) if todo else ():
+            if one is None:
+                continue
+            found.append(one)
+            if arguments.results is not None:
+                with arguments.results.open("a") as out:
+                    out.write(json.dumps({name: getattr(one, name) for name in Found.__slots__}) + "\n")
+    names = {path.name for path in paths}
+    sys.exit(not report([one for one in found if one.trace in names and one.multiple in multiples]))
+
+
+if __name__ == "__main__":
+    main()
