@@ -142,12 +142,11 @@ MADE, MODEL, SESSION, ROWS, SAME, VOID, END = (
     b"END ",
 )
 PAYLOAD_LIMIT_BYTES = 1 << 30
-"""Of a frame of rows.
-
-64 tokens of 16 MiB, a segment of the widest models, and the numbers before them fit.
+"""Most bytes of a frame of rows. 64 tokens of 16 MiB, a segment of the widest models, and the numbers before
+them fit.
 """
 DESCRIPTION_LIMIT_BYTES = 4 << 20
-"""Of every other frame: 65,536 streams of a model and of a session, and their texts, fit."""
+"""Most bytes of every other frame: 65,536 streams of a model and of a session, and their texts, fit."""
 
 
 class ArchiveFrame(NamedTuple):

@@ -39,7 +39,7 @@ from ctxcache.format.streams import Stream, StreamSpec
 
 Rows = Mapping[Stream, npt.NDArray[np.uint8]]
 SESSION_LIMIT, MODEL_LIMIT = 1 << 24, 1 << 16
-"""Of one file: readers keep the names of all sessions, and all models."""
+"""Most sessions and models of one file: readers keep the names of all sessions, and all models."""
 
 
 class Stretch(NamedTuple):

@@ -74,8 +74,9 @@ class Reservation:
     Those below `marked` will not change any more. `promised_bytes`: of slots for what is being made room.
     `runs` in token order, one per segment, each segment held once; those committed in full are let go.
     `client` is whose share of the arena they are counted in. `tally`: of rows that came over a wire.
-    `coming_end`: one past the last token that its writer is known to append. What fills a long segment is put
-    into one, as long as its slot takes no more than `longest_bytes`. `contents`: what lies behind the tokens.
+    `coming_end`: one past the last token that its writer is known to append. Tokens that fill a long segment
+    are put into one, as long as its slot takes no more than `longest_bytes`. `contents`: digests of the
+    content behind the tokens.
     """
 
     reservation_id: int

@@ -6,8 +6,8 @@
 A block is a session that no list of sessions shows: one segment of one row, whose streams are the block's
 parts. So reservations, commits, flushes, checksums, leases, placement, budgets and records are those of
 sessions. A block has no record before it is on SSD: a crash leaves all of it or nothing. It is put if it is
-absent: whoever comes second writes nothing. Its parts may have several writers; when one of them disappears
-with parts uncommitted, all of the put is given up, for it may still be writing there.
+absent: the second writer of a block writes nothing. Its parts may have several writers; when one of them
+disappears with parts uncommitted, all of the put is given up, for it may still be writing there.
 
 Keys are looked for within a tenant and a space, see `core/prefix/spaces.py`. Nothing awaits between a look
 and the change that it allows.

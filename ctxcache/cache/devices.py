@@ -2,8 +2,8 @@
 
 A lost path is acted on once, whatever lies on it: every session shows the longest prefix that can still be
 had, at its next look-up or within moments, and no segment is read to find out. Records stay as they are, so
-that the tokens are back when the path is; a writer that goes on behind the prefix gives them up. What DRAM
-has of a lost path is written to another one. Worst case: a pass over all segments, in slices.
+that the tokens are back when the path is; a writer that goes on behind the prefix gives them up. Rows of a
+lost path that DRAM has are written to another path. Worst case: a pass over all segments, in slices.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from ctxcache.core.ledger.session import Session
 from ctxcache.storage.tiers.base import DeviceTier as Tier
 
 SEGMENTS_PER_TURN = 256
-"""Of sessions that are reckoned before others have their turn: a few milliseconds."""
+"""Number of sessions reckoned before others have their turn: a few milliseconds of work."""
 SEGMENTS_PER_COMMIT = 4096
 """Segments of emptied paths that one commit takes."""
 SEGMENTS_PER_MOVE = 8

@@ -178,7 +178,7 @@ class Staging:
         turns = self._windows.setdefault(session.uid, asyncio.Semaphore(window(staged.segment.size_bytes)))
         try:
             if before is not None:
-                # Of rows that were given up: its header would land over this one's.
+                # That write is of rows that were given up; its header must not land over this one's.
                 await asyncio.wait([before.task])
             async with turns:
                 slot = await self._slot(session, staged) if staged.is_wanted else None
@@ -454,7 +454,7 @@ class Flushing:
         return [self.segment_record(item.segment) for item in written]
 
     def segment_record(self, segment: Segment) -> SegmentRecord:
-        """Of a segment that is below."""
+        """The record of a segment that the tier below has."""
         assert segment.durable is not None  # noqa: S101  # the ledger has just set it
         row_count = segment.durable_row_count
         return SegmentRecord(

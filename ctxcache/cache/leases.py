@@ -45,9 +45,9 @@ from ctxcache.format.streams import StateKind, Stream, StreamRange
 class ReadRequest:
     """The request of a reader: tokens `[begin, end)`, `end` None for all, of a session of that model.
 
-    `client` is whose share of the arena the rows are counted in. `leaves_on_ssd`: what is not in DRAM is read
-    where it lies. `is_summed`: the answer says what its rows must be. `is_rechecked`: what is in DRAM is
-    verified before it.
+    The rows count in `client`'s share of the arena. `leaves_on_ssd`: segments that are not in DRAM are read
+    where they lie. `is_summed`: the answer says what its rows must be. `is_rechecked`: segments in DRAM are
+    verified before the answer.
     """
 
     tenant: str
@@ -203,7 +203,7 @@ class Summed(NamedTuple):
 def summed(view: memoryview, sums: Sums, piece: Piece, stream: Stream) -> Summed | None:
     """A piece's rows of one stream and their checksum; None when DRAM has other bytes than it should.
 
-    Of whole chunks it is their writer's, and they are not looked at.
+    For whole chunks the checksum is their writer's, and the chunks are not read.
     """
     layout = piece.segment.layout
     data = view[layout.rows(stream, piece.row_begin, piece.row_end)]
@@ -379,8 +379,8 @@ class Leases:
     async def again(self, held: Callable[[], Lease], tenant: str, client: int | None) -> Lease:
         """A lease more, of this client, on the rows of one that is held; it counts as an access.
 
-        Nothing is moved, and whatever became of the session meanwhile, the rows are those. Raises what `held`
-        raises, CapacityExceeded, TooManyRequests.
+        Moves nothing. The rows are those of the lease, also when the session has changed meanwhile. Raises
+        what `held` raises, CapacityExceeded, TooManyRequests.
         """
         owner = Pinner(tenant, client)
         self._check_count(tenant)

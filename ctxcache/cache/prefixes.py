@@ -245,7 +245,7 @@ class Prefixes:
     async def most_shared(self, tenant: str, limit: int, *, pace: Pace = STEP_BY_STEP) -> list[SharedPrefix]:
         """At most so many prefixes that several of a tenant's sessions list, what saves most first.
 
-        Of sessions that part from each other several times, what all of them begin with.
+        For sessions that part from each other several times, the prefix that all of them share.
         """
         found: dict[int, SharedPrefix] = {}
         for i, session_id in enumerate(list(self._ledger.names(tenant)), 1):
@@ -318,8 +318,8 @@ class Prefixes:
     def _holder(self, scope: Scope, keys: Sequence[bytes], *, is_proven: bool) -> tuple[Session, int] | None:
         """A session that has the longest run of these keys, and how many tokens of it others may list.
 
-        `is_proven`: the keys were made here, of tokens, so that each continues the one before. What a writer
-        has room in goes on to grow: of a session that is written, whole segments alone.
+        `is_proven`: the keys were made here, of tokens, so that each continues the one before. A segment that
+        a writer has room in goes on to grow, so a session that is written shares whole segments alone.
         """
         found = self._ledger.holder(scope, keys)
         if found is None:

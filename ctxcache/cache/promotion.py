@@ -234,7 +234,7 @@ class Prefetching:
         return asyncio.get_running_loop().create_task(self._promote(session, missing))
 
     def _end(self, task: "asyncio.Task[PromotionOutcome]", session: Session) -> bool:
-        """Whether whoever comes next may have more luck."""
+        """True if the next candidate is worth a try."""
         has_failed = task.exception() is not None
         self._placement.came(session, is_set_aside=has_failed)
         if has_failed or task.result() is PromotionOutcome.NO_ROOM:

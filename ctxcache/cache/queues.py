@@ -181,7 +181,7 @@ class Queues:
             queue.lost_until_ns = self._state.clock.monotonic_ns() + queue.grace_ns
 
     async def withdraw(self, queue: Queue) -> None:
-        """Forget a queue and its jobs; whoever has it has it no longer."""
+        """Forget a queue and its jobs; its stream has it no longer."""
         if self._queues.get(queue.name) is queue:
             del self._queues[queue.name]
             self._leaving.append(queue)

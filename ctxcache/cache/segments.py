@@ -1,9 +1,9 @@
 """Segment I/O: one segment from the arena to SSD and back, checksums made and verified on the way.
 
-Knows tiers and the format; knows no session, no free space and no policy. Checksums are computed in
-threads, XXH3 releases the GIL: those of a read in the tier's own, piece by piece as the bytes arrive.
-Of a segment that is short only pages with rows are moved. Worst case: one segment's checksums, 1 ms
-per 8 MiB, behind the writes of others.
+Knows tiers and the format; knows no session, no free space and no policy. Checksums are computed in threads,
+XXH3 releases the GIL: those of a read in the tier's own, piece by piece as the bytes arrive. Only the pages
+with rows of a short segment are moved. Worst case: one segment's checksums, 1 ms per 8 MiB, behind the writes
+of others.
 """
 
 import asyncio

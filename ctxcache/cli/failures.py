@@ -100,7 +100,7 @@ ADVICE: dict[type[CacheError], str] = {
     errors.AddressUnusable: "choose another with --listen or --unix-socket",
 }
 
-# Of click, or of typer, which has its own click since a version.
+# From click, or from typer, which brings its own click since some version.
 UsageFailure: type[Exception] = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
 )

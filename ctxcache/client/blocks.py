@@ -37,7 +37,7 @@ from ctxcache.v1.arena_pb2 import Operation, ReleaseReservation
 KEYS_PER_CALL = 4096
 PARTS_PER_CALL = 4096
 BYTES_PER_CALL = 64 << 20
-"""Of blocks that are held at a time, and never more than a part of the arena."""
+"""Bytes of blocks that are held at a time, and never more than a part of the arena."""
 ARENA_SHARE = 8
 """One such part."""
 MESSAGE_BYTES = 1 << 20

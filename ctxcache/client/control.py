@@ -121,7 +121,7 @@ class SocketAccess(AccessStream):
             try:
                 self._send_all(encode_frame(FrameKind.ACCESS, request.SerializeToString()), deadline_s)
             except BaseException:
-                # Whatever it is, a signal's too: half a frame may be out.
+                # Any error, a signal's too: half a frame may be out.
                 self._break(Unavailable(target=self.target, problem="a request was interrupted"))
                 raise
             return self._last_id
@@ -185,7 +185,7 @@ class SocketAccess(AccessStream):
             data = self._socket.recv(_READ_BYTES)
             self._reader.feed(data)
         except BaseException as error:
-            # Whatever it is, a signal's too: bytes may be lost, and nothing could be read behind them.
+            # Any error, a signal's too: bytes may be lost, and nothing could be read behind them.
             self._break(self._gone(error))
             raise
         if not data:

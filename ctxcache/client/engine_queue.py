@@ -84,7 +84,7 @@ def check_job(job: QueuedJob) -> None:
 
 
 class Outbox:
-    """The queue, and what is to be sent. Owned by whoever has its lock."""
+    """The queue, and what is to be sent. Owned by the thread that has its lock."""
 
     def __init__(self) -> None:
         self.job_limit = JOB_LIMIT

@@ -736,7 +736,7 @@ class TenantStats:
     retained_bytes: int = 0
     """Bytes that are retained on SSD on request. Of a tenant without a share: of all of those together."""
     pinned_bytes: int = 0
-    """Bytes that are kept in DRAM on request. Of a tenant without a share: of all of those together."""
+    """Bytes that are kept in DRAM on request. For a tenant without a share: the sum of all such tenants."""
 
 
 class MissEvent(_Open):

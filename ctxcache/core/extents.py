@@ -37,7 +37,7 @@ class Extents:
     def take(self, size_bytes: int) -> int | None:
         """Offset of a run of that size, now taken, from the smallest extent that has one.
 
-        None when none has.
+        None when no path has room.
         """
         i = bisect_left(self._sizes, size_bytes)
         if i == len(self._sizes):
@@ -165,7 +165,7 @@ class SlotAllocator:
     def take(
         self, size_bytes: int, *, closed: Collection[int] = (), on_path: int | None = None
     ) -> Slot | None:
-        """A slot on that path, or else on another one that has room; None when none has.
+        """A slot on that path, or else on another one that has room; None when no path has room.
 
         Never on a `closed` one.
         """

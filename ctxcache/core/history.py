@@ -2,8 +2,8 @@
 
 Only sessions that were there are remembered, so that names which callers make up take no room. Worst case:
 SESSIONS_LIMIT sessions of EVENTS_LIMIT events, 80 MB with the longest names; the session to which nothing has
-happened for longest is forgotten first, and its miss counts as never stored. Of requests that name their
-trace, what they missed is remembered besides: REQUESTS_LIMIT of them with MISSES_LIMIT misses, some 6 MB.
+happened for longest is forgotten first, and its miss counts as never stored. The misses of requests that name
+their trace are remembered besides: REQUESTS_LIMIT of them with MISSES_LIMIT misses, some 6 MB.
 """
 
 import enum

@@ -34,7 +34,7 @@ class Bound:
     is_divided: bool = False
 
     def is_reached(self, taken: int, own: int) -> bool:
-        """Whether one more is too many for somebody who has `own` of the `taken`."""
+        """Whether one more is too many for a tenant that has `own` of the `taken`."""
         free = self.limit - taken
         return free <= 0 or (self.is_divided and own >= OWN_PER_FREE * free)
 

@@ -111,7 +111,7 @@ class SegmentLayout:
     def of(self, segment_tokens: int) -> "SegmentLayout":
         """The layout of a slot with the same streams and so many rows: one object for each number.
 
-        Of a layout of 64 rows. Raises ValueError for a number of rows that no segment has.
+        Asked of a layout of 64 rows. Raises ValueError for a number of rows that no segment has.
         """
         if segment_tokens == self.segment_tokens:
             return self

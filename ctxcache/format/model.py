@@ -260,7 +260,7 @@ def _apart(one: tuple[float, ...], other: tuple[float, ...]) -> float:
 
 
 def decode_probe(encoded: bytes) -> ModelProbe:
-    """The probe that `encode` made the bytes of. Raises ValueError for bytes that are none."""
+    """The probe that `encode` made the bytes of. Raises ValueError for bytes that encode no model."""
     try:
         dtype, group_size, token_count = _HEAD.unpack_from(encoded)
         token_ids = struct.unpack_from(f"<{max(token_count, 0)}i", encoded, _HEAD.size)

@@ -123,7 +123,7 @@ DELTAS: Mapping[StateKind, DeltaPacking] = {
     StateKind.HIDDEN_DELTA_INT3: DeltaPacking(3, 64),
     StateKind.HIDDEN_DELTA_INT2: DeltaPacking(2, 32),
 }
-"""Of every kind that is a delta between layers. Likewise, none ever changes."""
+"""The kinds that are deltas between layers, with the facts of each. Likewise, none ever changes."""
 LOSSY_KINDS = (*PACKINGS, *DELTAS)
 CHAIN_KINDS = (StateKind.HIDDEN, StateKind.HIDDEN_INT8, StateKind.HIDDEN_INT4, *DELTAS)
 """Kinds that a delta may be added to: the layer below's input, exact, packed, or itself a delta."""

@@ -76,7 +76,7 @@ class Endpoint:
         self.address = f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     async def stop(self) -> None:
-        """Listen no more, and cut off whoever is connected."""
+        """Stop listening, and cut off every connection."""
         if self._server is None:
             return
         self._server.close()

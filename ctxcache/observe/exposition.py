@@ -344,7 +344,7 @@ def _slow(sources: Sources) -> Iterator[Sample]:
     for name, value in sources.metadata_properties().items():
         yield Sample(f"ctxcache_rocksdb_{name}", value)
     for of, path in (("data", sources.data_directory), *(("ssd", path) for path in sources.cache.ssd.paths)):
-        # Of a path that is gone there is no room to tell; its state is told besides.
+        # A path that is gone has no room to report; its state is reported besides.
         with suppress(OSError):
             space = os.statvfs(path)
             yield Sample("ctxcache_filesystem_free_bytes", space.f_bavail * space.f_frsize, (of, path))

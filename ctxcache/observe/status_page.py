@@ -113,7 +113,7 @@ def time_text(seconds: float) -> str:
 
 
 def share_text(value: float) -> str:
-    """Of one: `97 %`; what is not all is never 100 %."""
+    """A share of one as text: `97 %`; only all is 100 %."""
     percent = min(value * 100, 99.9 if value < 1 else 100)
     return f"{percent:.1f} %" if 0 < percent < 10 or 99 < percent < 100 else f"{percent:.0f} %"
 

@@ -1,9 +1,9 @@
 """Files of a server and its commands: whose a file is, which mode it has, and small files of facts.
 
-Files made here are for this user alone. What is there already gets such a mode where it is this user's. It
-is refused where it is another user's, or where every user could have put something into it. Secrets are
-refused as ssh does. Worst case: others may change or read a place; one sentence says so, with the mode,
-before anything is opened.
+Files made here are for this user alone. A file that is there already gets such a mode where it is this
+user's. It is refused where it is another user's, or where every user could have put something into it.
+Secrets are refused as ssh does. Worst case: others may change or read a place; one sentence says so, with the
+mode, before anything is opened.
 
 A file of facts is JSON with a checksum of its own, replaced as a whole. Worst case: a crash at any point
 leaves the file as it was or as it was to be; a flipped bit is a CorruptMetadata, never another fact.

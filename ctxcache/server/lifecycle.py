@@ -86,7 +86,7 @@ ARENA_BYTES = 1 << 20
 async def verify_directory(settings: Settings, *, bytes_per_second: int) -> AsyncGenerator[Scrubbed, None]:
     """Verify everything, as the server's Verify does. Raises as `Server.start` and `Scrubbing.run` do.
 
-    Nothing is created where nothing is.
+    A missing directory is not created.
     """
     check_not_restoring(settings.data_directory)
     check_not_orphaned(settings.data_directory, ssd_directories_of(settings))

@@ -153,7 +153,7 @@ def targets(settings: Settings) -> list[str]:
 def check_exposure(settings: Settings) -> None:
     """Check the addresses of the settings.
 
-    Raises InvalidConfiguration for an address that is none, and for one that others reach without TLS unless
+    Raises InvalidConfiguration for an invalid address, and for one that others reach without TLS unless
     `insecure_listen` says so.
     """
     is_meant = settings.tls_certificate or settings.insecure_listen

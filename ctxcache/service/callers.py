@@ -259,7 +259,7 @@ class Identification:
         return caller
 
     def of_process(self, uid: int, token: str) -> Caller:
-        """Find who is at the other end of the control socket, on the kernel's word. Raises as `let_in`."""
+        """Find the caller of the control socket, on the kernel's word. Raises as `let_in`."""
         if self.is_open and uid in (0, os.geteuid()):
             return ANYBODY
         # Also with a token: a stolen token is of no use to another user.

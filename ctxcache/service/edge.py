@@ -321,7 +321,7 @@ async def _each(
 
 
 def known_error(error: Exception) -> CacheError:
-    """An error as the caller may see it; one that is none of ours is logged, with its traceback."""
+    """An error as the caller may see it; an unknown one is logged, with its traceback."""
     if isinstance(error, CacheError):
         return error
     if refusal := refused_memory(error):
@@ -455,7 +455,7 @@ class Incoming:
 
 
 def _retrieve(read: "asyncio.Future[Any]") -> None:
-    # Of a read that nobody waits for any more: the rpc is over.
+    # The rpc is over, and nobody else takes the read's error.
     if not read.cancelled():
         read.exception()
 

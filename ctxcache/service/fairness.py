@@ -46,7 +46,7 @@ class Newcomers:
         return call
 
     def leave(self, call: object) -> None:
-        """The call is no newcomer any more. Does nothing for a call that is none."""
+        """The call is no newcomer any more. Does nothing for a call that is not a newcomer."""
         if self._since_ns.pop(call, None) is not None and not self._since_ns:
             self._tell()
 

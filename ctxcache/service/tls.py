@@ -82,7 +82,7 @@ class Tls:
         try:
             loaded = _load(self._files)
         except InvalidConfiguration as error:
-            # Of two files that are put there one after the other the first alone is no pair.
+            # Two files arrive one after the other: the first alone is no pair.
             if self._files.stamps() == stamps:
                 self._seen = stamps
                 log.error("certificate_refused error=%s", error)  # noqa: TRY400  the sentence says all

@@ -1,8 +1,8 @@
-"""A replay in which the unit of placement is a block: a prefix of so many tokens, held once whoever has it.
+"""A replay in which the unit of placement is a block: a prefix of so many tokens, held once for all sessions.
 
 A request finds its longest prefix of blocks that are held; the rest is computed. Then all of its blocks are
 held, and the policy says what leaves. Where a trace names no blocks, they are made of its sessions: a
-session's own, full ones, its answers' too. Of a trace that names them only prompts have blocks.
+session's own, full ones, its answers' too. Only prompts have blocks in a trace that names them.
 
 Policies of blocks hear each block as if it were a session, the deepest first: of two that were used at once
 a child then leaves before its parent. That is how vLLM frees them.

@@ -4,9 +4,9 @@ Events come in, and moves come out, to be carried out in the order given. A sess
 session in a turn, or pinned, is never moved by another's need. Worst case: everything is pinned, and what
 comes is refused.
 
-Of inclusive tiers, memory is a cache of what is below, as the server's is. A session is written below once,
-if it is worth that, and then by what it grew; leaving memory then costs nothing and frees nothing below. A
-session that is not admitted below lies in memory alone until it is admitted, or leaves.
+With inclusive tiers, memory is a cache of the tier below, as the server's is. A session is written below
+once, if it is worth that, and then by what it grew; leaving memory then costs nothing and frees nothing
+below. A session that is not admitted below lies in memory alone until it is admitted, or leaves.
 
 The SSD serves one read at a time; writes queue behind each other and share its speed with reads. Memory: an
 entry per session between its first turn and its end.
@@ -198,7 +198,7 @@ class Tiers:
         if uid is None or not self._may_move(uid):
             return []
         moves: list[Move] = []
-        # The buffer stays free: who is needed last would be demoted for it, and be promoted again.
+        # The buffer stays free: the session needed last would be demoted for it, and be promoted again.
         spare_bytes = self._buffer_bytes
         # Nor does it leave SSD for one that DRAM gives up for it.
         self._in_turn.add(uid)

@@ -100,9 +100,9 @@ class HitTally:
     longest_queue: int = 0
     most_sessions: int = 0
     ttft: FineHistogram = field(default_factory=FineHistogram)
-    """Of every turn: its wait in the queue, for SSD, the copy from DRAM and prefill."""
+    """Seconds of every turn: its wait in the queue, for SSD, the copy from DRAM and prefill."""
     later_ttft: FineHistogram = field(default_factory=FineHistogram)
-    """Of later turns, without their wait in the queue."""
+    """Seconds of later turns, without their wait in the queue."""
 
     def prefetch_met(self, ready_s: float, now_s: float) -> None:
         """Count a turn that finds its session prefetched, ready or not."""

@@ -1,7 +1,7 @@
 """Direct sources: rows out of the SSD tier's files, read straight onto the device where that works.
 
-Whole chunks land in memory of the device, and are verified there. What is no whole chunk, and what is in
-the arena, comes by way of the host and is verified there. The store's own reads take over where a file
+Whole chunks land in memory of the device, and are verified there. Parts of chunks, and rows in the arena,
+come by way of the host and are verified there. The store's own reads take over where a file
 fails. This is the only module that imports kvikio, and only when it is first used.
 
 `fill` and `land` are the reading lane's; the check that `land` returns is the copying lane's. Worst case:

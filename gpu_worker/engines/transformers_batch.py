@@ -273,7 +273,7 @@ class TransformersBatchEngine(TransformersEngine):
             yield
 
     def _attend_by(self, attention: str) -> None:
-        """Whoever has the model's turn says how it attends."""
+        """The thread that has the model's turn sets how the model attends."""
         if _attention_of(self._model) != attention:
             self._model.set_attn_implementation(attention)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu_worker.kernels.operands import MOST_BITS, NIBBLE, Quantized
 
 OUTLIERS = 4
-"""Of each token; more hardly make the divergence smaller."""
+"""Outliers of each token; more hardly make the divergence smaller."""
 MARGIN = 2.0**-10
 """How far below the least value a group begins, relative to it: no rounding to 16 bits puts it above."""
 MOST_MAGNITUDE = 65_000.0

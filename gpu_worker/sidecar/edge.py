@@ -1,7 +1,7 @@
 """The RPC edge of a worker: admission, and every error turned into a status with its reason.
 
-Wraps the worker's own rpcs; health and reflection pass untouched. Worst case: an error that is none of ours,
-which is logged and answered as INTERNAL.
+Wraps the worker's own rpcs; health and reflection pass untouched. Worst case: an unknown error, which is
+logged and answered as INTERNAL.
 """
 
 import asyncio

@@ -194,7 +194,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         work.add_done_callback(over)
 
     def _known(self, error: BaseException | None) -> CacheError | None:
-        """An error as the engine may see it; one that is none of ours is logged."""
+        """An error as the engine may see it; an unknown one is logged."""
         if isinstance(error, LaneStuck):
             self._on_stuck(error)
         if error is None or isinstance(error, CacheError):

@@ -521,7 +521,7 @@ class Feed:
                 self._fallen(session)
 
     def _forget(self, standing: Standing) -> Sequence[Watcher]:
-        """Forget a session; returns who is to hear of it for the last time."""
+        """Forget a session; returns the watchers that are to hear of it for the last time."""
         session = standing.session
         del self._standings[session.uid]
         self.retaining.release(session.uid)

@@ -3,8 +3,8 @@
 Never a session that is pinned, being written or held. A session is spared that has nothing below, is idle,
 neither pinned nor retained, and worth less than a session that would have to leave for it: it stays in
 memory, leaves from there when it is the coldest, and is looked at again when something happens to it or it
-has become old. Decides by facts of now, and changes nothing but who is spared. Worst case: one look at all
-that would leave.
+has become old. Decides by present facts, and changes nothing but the set of spared sessions. Worst case: one
+look at all that would leave.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -68,7 +68,7 @@ class Leaving:
 
         The last of those that continue it, one after the other.
 
-        None of what continues it that may not leave, or is of no use, counts. Anything else goes itself.
+        Blocks that continue it and may not leave, or are of no use, do not count. A session goes itself.
         """
         if not session.is_block:
             return session

@@ -158,9 +158,9 @@ class Rankings:
     def first(
         self, accepts: Callable[[bytes], bool] = lambda _: True, among: Sequence[str] | None = None
     ) -> bytes | None:
-        """The session that leaves first, of the first account in `among` that has one; None.
+        """The session that leaves first, of the first account in `among` that has one, or None.
 
-        Of all accounts.
+        Without `among`, all accounts count.
         """
         if among is None:
             found = (ranking.first(accepts) for ranking in self._by_account.values())
@@ -288,7 +288,7 @@ class Resident:
             self._shared.setdefault(home.uid, {})[segment] = None
             self._ranking.add(home.uid)
         elif home is not None:
-            # Whatever has an end here is in the ranking.
+            # Every session with an end here is in the ranking.
             end = segment.begin + segment.row_count
             if end > self._ends.get(home.uid, 0):
                 self._ends[home.uid] = end
@@ -332,7 +332,7 @@ class Resident:
         """The segment that leaves first: of the coldest session the newest. None when none may.
 
         Of the accounts in `among` one after the other. `may_give` is asked for the session of an account
-        that comes first, and decides: whoever stands behind it is worth no less. It is not found again
+        that comes first, and decides: the sessions behind it are worth no less. It is not found again
         before it is added again.
         """
         for asked in [None] if among is None else [[account] for account in among]:

@@ -285,7 +285,7 @@ class LookAhead(Windowed):
 
     def _key(self, uid: bytes) -> Key:
         order = self._queue.get(uid)
-        # Of equals the least recently used leaves first, not the one whose name comes first.
+        # The least recently used of equals leaves first, not the one whose name comes first.
         return (0, self.score(uid), self._last_use[uid]) if order is None else (1, -order)
 
 

@@ -1,4 +1,4 @@
-"""The interface of a placement policy: it hears events about sessions and says who leaves and who comes.
+"""The interface of a placement policy: it hears events about sessions, and names those that leave and come.
 
 A session is placed whole. A policy moves nothing and reads no clock: `now_s` comes with the event.
 Worst case of a bad policy: misses. Capacities and pins are the ledger's, not the policy's.

@@ -97,7 +97,7 @@ class Grants:
             # There is one, for the room was counted.
             self._release_lowest(asked.account)
         while self._all_used_bytes + asked.size_bytes > self._budget_bytes:
-            # Of the account furthest above its share, which is another one: this one is within its own.
+            # This account is within its share, so the one furthest above its share is another.
             self._release_lowest(self._shares.whose(None, 0, self._used_beside(asked), self._budget_bytes)[0])
         self._add(uid, asked)
         if before and before.priority > priority:

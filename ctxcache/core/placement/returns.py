@@ -48,7 +48,7 @@ IDLE, QUEUED, OVER = 0, 1, 2
 It is said to be over.
 """
 FIRST_HAZARDS = {IDLE: 0.25, QUEUED: 0.25, OVER: 0.0}
-"""What a root says of its first bin before it has seen any: that clients and schedulers are right."""
+"""A root's prior for its first bin: clients and schedulers are right."""
 DEEPEST = 5
 """Parts of a name: root, turn count, time away before the last turn, magnitudes of answer and input."""
 GAPS_S = (2, 10)
@@ -150,7 +150,7 @@ class ReturnClasses:
                 values[:] = [value / 2 for value in values]
 
     def counts(self) -> dict[str, object]:
-        """What was counted, as JSON has it."""
+        """The counts, as JSON has them."""
         classes = {
             ".".join(map(str, name)): [list(one.away), list(one.came)] for name, one in self._by_name.items()
         }
@@ -230,7 +230,7 @@ ANSWER_BITS = 2
 """Magnitudes of answers are told apart by so many bits."""
 WAIT_MEMORY = 64
 WAIT_TIMES = 2.0
-"""Who joins the queue now waits that many times as long as those that came to their turns of late."""
+"""A job that joins the queue now waits that many times as long as those that came to their turns of late."""
 
 
 def class_of(facts: Facts, gap_s: float | None) -> SessionClass:
@@ -282,7 +282,7 @@ class _Watch:
     def came(self, share: float = 1.0) -> None:
         """Count that it returned in this bin, as likely as `share`.
 
-        What was counted before counts no more.
+        Earlier counts no longer matter.
         """
         more = share - self.counted
         self.counted = share
@@ -303,7 +303,7 @@ class ReturnTimes:
         self._aged = aged
         self._watches: OrderedDict[bytes, _Watch] = OrderedDict()
         self._bins: list[OrderedDict[bytes, _Watch]] = [OrderedDict() for _ in BINS]
-        """Sessions by idle time: who is in one for longest is its first."""
+        """Sessions by idle time, in bins: the first of a bin has been in it for longest."""
         self._dues_s = [math.inf] * (len(AGES_S) - 1)
         """When the first of each bin but the last passes into the next, or earlier."""
         self._due_s = math.inf
@@ -344,7 +344,7 @@ class ReturnTimes:
         if self.now_s < self._due_s:
             return
         left, dues_s = AGED_AT_ONCE, self._dues_s
-        # Who is late goes where it belongs at once; the oldest first, so that each bin stays in order.
+        # A late session goes where it belongs at once; the oldest first, so that each bin stays in order.
         for number in reversed(BINS[:-1]) if self._is_behind else BINS[:-1]:
             if dues_s[number] > self.now_s:
                 continue
@@ -426,7 +426,7 @@ class ReturnTimes:
             self._watch(watch, is_counted=is_counted)
 
     def counts(self) -> dict[str, object]:
-        """What was learned, as JSON has it: a later run may go on from it."""
+        """The learned counts, as JSON has them: a later run may go on from them."""
         return {**self._classes.counts(), "wait_s": self._wait_s, "queued_share": self._queued_share}
 
     def recount(self, counts: Mapping[str, Any], age_s: float) -> None:
@@ -482,7 +482,7 @@ class ReturnTimes:
         """The best rate, in returns per second kept, that keeping the session for some time promises.
 
         It is the Gittins index of its class at its idle time: max over h of P(return within h) / E[time
-        kept]. Whoever returns waits in the queue, which is time kept, too.
+        kept]. A session that returns waits in the queue, which is time kept, too.
         """
         watch = self._watches.get(uid)
         if watch is None:

@@ -299,7 +299,7 @@ class ReturnValue(Windowed):
         self._weigh(uid, facts)
 
     def lessons(self) -> dict[str, object]:
-        """See Policy: return times. Whom to trust is learned anew within some dozen hints."""
+        """See Policy: return times. Trust in a hint's sender is learned anew within some dozen hints."""
         return self._returns.counts()
 
     def relearn(self, lessons: Mapping[str, Any], age_s: float) -> None:
@@ -404,7 +404,7 @@ class ReturnValue(Windowed):
             index_per_s = self._index_per_s(uid)
         else:
             index_per_s = self._returns.index_per_s(uid)
-        # Of equals the least recently used leaves first, not the one whose name comes first.
+        # The least recently used of equals leaves first, not the one whose name comes first.
         return (index_per_s * self._worth[uid], self._last_use[uid])
 
     def _index_per_s(self, uid: bytes) -> float:

@@ -158,7 +158,7 @@ class PrefixIndex:
         self._key_counts, self._owner_counts = array("I", bytes(4 * PARTS)), array("I", bytes(4 * PARTS))
         self._count = 0
         self._last_owner: int | None = None
-        """Of the entry put last, in `_last_row`: a segment gets its keys one after another."""
+        """Owner of the entry in `_last_row`, the last put: a segment gets its keys one after another."""
         self._last_row = FREE
         self._table_bytes = 2 * PARTS * LEAST_SLOTS * self._older.itemsize
 
@@ -168,7 +168,7 @@ class PrefixIndex:
 
     @property
     def size_bytes(self) -> int:
-        """Of the memory that entries take, room for more included."""
+        """Bytes of memory that entries take, room for more included."""
         rows = (self._owners, self._counts, self._older, self._newer, self._next)
         return len(self._keys) + sum(len(part) * part.itemsize for part in rows) + self._table_bytes
 

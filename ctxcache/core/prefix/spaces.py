@@ -19,7 +19,7 @@ from ctxcache.errors import InvalidArgument
 DOMAIN = b"ctxcache.block.v1"
 PARTS_LIMIT = 256
 BLOCK_LIMIT_BYTES = 16 << 20
-"""Of all parts of a block together."""
+"""The most bytes of all parts of a block together."""
 TAG_LIMIT_BYTES = 1024
 LAYERS_LIMIT = 1 << 16
 _LENGTH, _PART = struct.Struct("<I"), struct.Struct("<iii")

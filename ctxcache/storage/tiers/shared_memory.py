@@ -207,7 +207,7 @@ def _create_file(path: str, size_bytes: int, reason: str) -> SharedMemory:
     try:
         _claim(fd, path)
         mapping = _allocate(fd, path, size_bytes)
-        # Not the claimed description: who is given these must not keep our claim alive.
+        # Not the claimed description: a process that is given these must not keep our claim alive.
         read_fd, write_fd = (
             os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC) for access in (os.O_RDONLY, os.O_RDWR)
         )
