@@ -81,6 +81,8 @@ class Scope(NamedTuple):
         """
         view = memoryview(token_ids).cast("B")
         at = bisect_right(contents, first_token, key=_CONTENT_END)
+        # What all keys begin with is hashed once.
+        begun = hashlib.sha256(self.head + _PARENT_LENGTH)
         for begin in range(0, len(view) - BLOCK_BYTES + 1, BLOCK_BYTES):
             field = b""
             if at < len(contents):
@@ -88,7 +90,9 @@ class Scope(NamedTuple):
                 while at < len(contents) and contents[at].end <= first:
                     at += 1
                 field = _contents_field(contents, at, first)
-            parent = self.key(parent, view[begin : begin + BLOCK_BYTES], field)
+            hasher = begun.copy()
+            hasher.update(parent + _TOKENS_LENGTH + view[begin : begin + BLOCK_BYTES] + field)
+            parent = hasher.digest()
             yield parent
 
 
