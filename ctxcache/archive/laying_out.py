@@ -15,18 +15,20 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from ctxcache.archive.contents import STRETCH, ArchivedSession
 from ctxcache.archive.frames import ROWS, ArchiveFrameReader, Source
 from ctxcache.archive.reader import ArchiveContents, Rows, Stretch, split, survey
 from ctxcache.core import ranges
+from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, NO_PARENT, TOKEN_BYTES, scope_of
 from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable
 from ctxcache.format.checksums import chunk_checksum
 from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
 from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout, Slot, align
-from ctxcache.format.streams import StreamSpec
+from ctxcache.format.streams import TOKENS, StreamSpec, ranges_of
 from ctxcache.runtime.files import claim_directory, sync_directory
 from ctxcache.settings.sizes import ssd_bytes
 from ctxcache.storage.data_directory import FreshDirectory
@@ -101,10 +103,22 @@ class _Plan:
     segments: dict[int, dict[int, _Laid]] = field(default_factory=dict)
     segment_count: int = 0
     segment_bytes: int = 0
+    keyed: dict[int, tuple[ArchivedSession, int]] = field(default_factory=dict)
+    """By segment: the session whose tokens give it its keys, and the segment that is before it there, or 0.
+
+    Of several that list it, the one with the most first tokens of which none was dropped.
+    """
 
     def add(self, session: ArchivedSession, stretches: Iterable[Stretch], layout: SegmentLayout) -> None:
         """Take a session. Rows that an earlier one brought are shared with it."""
-        listed = [one.segment_id for stretch in stretches for one in self._segments(session, stretch, layout)]
+        laid = [one for stretch in stretches for one in self._segments(session, stretch, layout)]
+        listed = [one.segment_id for one in laid]
+        for previous, one in pairwise([None, *laid]):
+            if one is None or one.begin >= session.whole_token_count:
+                break
+            known = self.keyed.get(one.segment_id)
+            if known is None or known[0].whole_token_count < session.whole_token_count:
+                self.keyed[one.segment_id] = session, previous.segment_id if previous else 0
         self.sessions.append(
             SessionRecord(
                 uid=session.uid,
@@ -146,6 +160,50 @@ class _Plan:
                 self.segment_bytes += one.size_bytes
                 known[row] = _Laid(self.segment_count, session, begin, row, row_end - row, one)
             yield known[row]
+
+
+class _Chain(NamedTuple):
+    """A segment's keys, of which the first is of the tokens up to `first`; and what goes on behind them.
+
+    `parent` is the last key, or the one before the segment; `rest` the ids of tokens that fill no 64, which
+    end at `end`.
+    """
+
+    keys: tuple[bytes, ...]
+    first: int
+    parent: bytes
+    rest: bytes
+    end: int
+
+    def at(self, position: int) -> tuple[bytes, bytes] | None:
+        """The parent of what goes on there, and the ids between; None where that is not known."""
+        if position == self.end:
+            return self.parent, self.rest
+        number, rest = divmod(position - self.first, BLOCK_TOKENS)
+        return (self.keys[number], b"") if not rest and 0 <= number < len(self.keys) else None
+
+
+def _chain(one: _Laid, plan: _Plan, chains: Mapping[int, _Chain], rows: Rows) -> _Chain | None:
+    """The keys of a segment's tokens; None where what comes before them is not known, or was dropped.
+
+    As `core/prefix/keys.py` and the server make them: nothing but what is found by tokens depends on it.
+    """
+    session, previous_id = plan.keyed.get(one.segment_id, (one.session, 0))
+    end = min(one.begin + one.row_count, session.whole_token_count)
+    if one.begin >= end:
+        return None
+    previous = chains.get(previous_id)
+    before = (NO_PARENT, b"") if not one.begin else previous.at(one.begin) if previous else None
+    if before is None:
+        return None
+    parent, rest = before
+    token_ids = rest + rows[TOKENS][one.row_begin : one.row_begin + end - one.begin].tobytes()
+    first = one.begin - len(rest) // TOKEN_BYTES
+    model, layout = session.model, tuple(ranges_of(session.layout))
+    scope = scope_of(model.tenant, model.fingerprint, layout, session.salt)
+    keys = tuple(scope.keys(token_ids, parent, session.contents, first))
+    rest = token_ids[len(keys) * BLOCK_BYTES :]
+    return _Chain(keys, first + BLOCK_TOKENS, keys[-1] if keys else parent, rest, end)
 
 
 def look(source: Source, *, now_ns: int, step: Step) -> Restored:
@@ -290,6 +348,7 @@ def _files(directories: Sequence[Path], file_bytes: Sequence[int]) -> Iterator[l
 def _write(
     source: Source, file_id: bytes, plan: _Plan, slots: Mapping[int, Slot], fds: Sequence[int], step: Step
 ) -> Iterator[SegmentRecord]:
+    chains: dict[int, _Chain] = {}
     os.lseek(source.fd, 0, os.SEEK_SET)
     reader = ArchiveFrameReader(source)
     if reader.file_id != file_id:
@@ -306,8 +365,16 @@ def _write(
             slot = slots[one.segment_id]
             image, checksum = _image(one, rows)
             _write_all(fds[slot.path_index], image, slot.offset_bytes)
+            found = _chain(one, plan, chains, rows)
+            if found is not None:
+                chains[one.segment_id] = found
             yield SegmentRecord(
-                one.segment_id, one.identity, slot, checksum, segment_tokens=one.layout.segment_tokens
+                one.segment_id,
+                one.identity,
+                slot,
+                checksum,
+                keys=found.keys if found else (),
+                segment_tokens=one.layout.segment_tokens,
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import killed_restores
 import pytest
-from cache_rig import SLOT_BYTES, MemoryRig, Writer
+from cache_rig import SLOT_BYTES, TENANT, MemoryRig, Writer
 
 from ctxcache.archive import laying_out
 from ctxcache.archive.backup import Backup
@@ -25,6 +25,7 @@ from ctxcache.errors import (
     DataDirectoryUnusable,
     FileDamaged,
 )
+from ctxcache.format.streams import Content, contents_within
 from ctxcache.server.lifecycle import verify_directory
 from ctxcache.settings.config import Settings
 from ctxcache.storage.data_directory import DataDirectory
@@ -217,3 +218,41 @@ async def test_a_store_opens_as_it_was_laid_out(archive: Path, tmp_path: Path) -
 
     assert sessions == {"a", "b"}
     assert not (tmp_path / "store" / "data" / "RESTORING").exists()
+
+
+async def test_tokens_are_found_in_a_store_that_was_laid_out(rig: MemoryRig, tmp_path: Path) -> None:
+    """By the keys that they had, with salt and contents, of forks and adopters; none behind a cut."""
+    rig.clock.advance(ns=FOR_EVER_NS - rig.clock.now_ns() - 10**15)
+    tokens, picture = Writer(1).make(300), Content(50, 110, b"p" * 32)
+    await rig.create("a", salt=b"user")
+    for begin, end in ((0, 70), (70, 100), (100, 300)):
+        told_now = contents_within([picture], begin, end)
+        await rig.append("a", tokens[begin:end], contents=told_now, is_durable=True)
+    await rig.fork("a", "b", 128)
+    await rig.append("b", tokens[200:300], contents=[Content(128, 140, b"q" * 32)], is_durable=True)
+    await rig.fork("a", "short", 100)
+    await rig.create("c", salt=b"user")
+    assert await rig.adopt("c", tokens[:150], contents=[picture]) == 128
+    await rig.append("c", tokens[:100], is_durable=True)
+    await rig.create("d")
+    await rig.append("d", Writer(2).make(200), is_durable=True)
+    kept = sorted((record.identity.begin, record.keys) for record in rig.metadata.segments())
+    cut = rig.cache.ledger.find(TENANT, "d").segments[1:]
+    await rig.truncate("d", (70, 75))
+    path = tmp_path / "archive"
+    path.write_bytes(b"".join([data async for data, _ in Backup(rig.cache).run("a test")]))
+    laid_out(path, tmp_path / "store")
+    settings = killed_restores.settings(tmp_path / "store")
+    with ExitStack() as files:
+        storage = open_storage(settings.model_copy(update={"arena_size_bytes": 1 << 20}), files)
+        found = sorted((record.identity.begin, record.keys) for record in storage.metadata.segments())
+        sessions = {one.session_id: (one.salt, one.contents) for one in storage.metadata.sessions()}
+
+    gone = [(segment.begin, rig.cache.ledger.keyed.keys_of(segment, 64)) for segment in cut]
+    assert [keys for _, keys in gone] == [()] * len(gone)
+    lost = [one for one in kept if one not in found]
+    assert [begin for begin, _ in lost] == [64, 128], "those of d, which has them no more"
+    assert [one for one in found if one not in kept] == [(begin, ()) for begin in (64, 128)]
+    assert sum(len(keys) for _, keys in found) == 4 + 1 + 1 + 1
+    assert sessions["b"] == (b"user", (picture, Content(128, 140, b"q" * 32)))
+    assert sessions["short"] == (b"user", (Content(50, 100, b"p" * 32),))
