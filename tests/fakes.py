@@ -75,6 +75,7 @@ class MemoryTier:
         self._durable: dict[tuple[int, int], bytes] = {}
         self._fenced: set[int] = set()
         self._lost: set[int] = set()
+        self._full: set[int] = set()
         self.emptied: set[int] = set()
         """See Devices."""
         self._faults: dict[Operation, set[int]] = defaultdict(set)
@@ -95,6 +96,7 @@ class MemoryTier:
     def refusals(self) -> dict[int, TierRefusal]:
         """See Tier."""
         fenced = dict.fromkeys(self._fenced, TierRefusal("a failed sync", is_final=True))
+        fenced |= dict.fromkeys(self._full, TierRefusal("No space left on device", is_final=False))
         return fenced | dict.fromkeys(self._lost, TierRefusal("it is gone", is_final=False, is_lost=True))
 
     @property
@@ -117,6 +119,10 @@ class MemoryTier:
     def find(self, path_index: int) -> None:
         """Let a path that was lost be there again, with what it had."""
         self._lost.discard(path_index)
+
+    def fill(self, path_index: int, *, is_full: bool = True) -> None:
+        """Let a path's device have no room for what is written, or room again."""
+        (self._full.add if is_full else self._full.discard)(path_index)
 
     async def probe(self) -> None:
         """See Devices."""
@@ -162,6 +168,8 @@ class MemoryTier:
         keys = self._keys(slot, begin, data.nbytes)
         self._check_fence(slot.path_index)
         await self._arrive(Operation.WRITE, slot.path_index)
+        if slot.path_index in self._full:
+            raise TierFailure(path=self.paths[slot.path_index], problem="No space left on device")
         flat = data.cast("B")
         for first, last in [(0, data.nbytes)] if pieces is None else pieces:
             for i in range(first // ALIGN_BYTES, last // ALIGN_BYTES):

@@ -160,11 +160,13 @@ class _Backup:
                 is_tail = one is captured.stretches[-1] and captured.is_tail_read
                 if not is_tail:
                     self._memory = _room(self._memory, one.segment)
-                    if not await self._read(one.segment, one.row_count, self._memory):
+                    read = await self._read(one.segment, one.row_count, self._memory)
+                    if read is None:
                         # The session changed: what it is now begins with rows that are in the archive by now.
                         self._add(VOID)
                         yield
                         break
+                    self._memory = read
                 memory = self._tail_memory if is_tail else self._memory
                 self._note(one, done)
                 for part in self._frames.frame(ROWS, stretch, *_rows(one, memory)):
@@ -199,7 +201,9 @@ class _Backup:
                 tail = found.stretches[-1]
                 if self._number(tail, done) is None:
                     self._tail_memory = _room(self._tail_memory, tail.segment)
-                    found.is_tail_read = await self._read(tail.segment, tail.row_count, self._tail_memory)
+                    read = await self._read(tail.segment, tail.row_count, self._tail_memory)
+                    found.is_tail_read = read is not None
+                    self._tail_memory = self._tail_memory if read is None else read
         return found
 
     def _by_wall_clock(self, record: SessionRecord) -> SessionRecord:
@@ -212,20 +216,23 @@ class _Backup:
             expire_time_ns=record.expire_time_ns + ahead_ns,
         )
 
-    async def _read(self, segment: Segment, row_count: int, memory: memoryview) -> bool:
-        """Read a segment; False when it is no longer there, or has more rows. Raises TierFailure."""
+    async def _read(self, segment: Segment, row_count: int, memory: memoryview) -> memoryview | None:
+        """Read a segment, to that memory or another; None when it is no longer there, or has more rows.
+
+        Raises TierFailure.
+        """
         if not segment.is_listed or not segment.durable or segment.durable_row_count != row_count:
-            return False
+            return None
         self._state.ledger.held(segment, is_past=True)
         try:
-            await self._io.check(segment, memory)
+            found, _ = await self._mending.image(segment, memory)
         except CorruptSegment:
             if segment.durable and segment.durable_row_count == row_count:
                 await self._mending.quarantine({segment})
-            return False
+            return None
         finally:
             self._state.ledger.released(segment, is_past=True)
-        return segment.durable_row_count == row_count
+        return found if segment.durable_row_count == row_count else None
 
     def _number(self, one: "_OnSsd", done: InArchive) -> int | None:
         """The frame that has these rows; None when there is none yet."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ctxcache.cache.appends import Appends
 from ctxcache.cache.blocks import Blocks
 from ctxcache.cache.budgets import DirtyBound, MemoryRoom, Pins
+from ctxcache.cache.copying import Copying
 from ctxcache.cache.devices import Devices
 from ctxcache.cache.eviction import Departures, SsdRoom
 from ctxcache.cache.flushing import PARALLEL_FLUSHES, Flushing, Staging, WriteBehind
@@ -63,6 +64,7 @@ class Cache:
         shares: Shares = NO_SHARES,
         queue_limits: QueueLimits = DEFAULT_QUEUE_LIMITS,
         spans: Spans = NO_SPANS,
+        copies: int = 1,
     ) -> None:
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
         # The arena's first page says which arena it is.
@@ -79,6 +81,7 @@ class Cache:
             shares=shares,
             watermarks=watermarks,
             spans=spans,
+            copies=copies,
         )
         self.ledger = self.state.ledger
         self.placement = self.ledger.placement
@@ -99,13 +102,15 @@ class Cache:
             self.departures,
             self.ssd_room,
             self.staging,
-            self.flushing,
             self.write_behind,
             self.memory_room,
             background,
         )
         self.dirty_bound = DirtyBound(state, io, self.memory_room)
-        self.promotions = Promotions(state, io, self.memory_room, background)
+        self.promotions = Promotions(state, io, self.mending, self.memory_room, background)
+        self.copying = Copying(
+            state, io, metadata, self.departures, self.ssd_room, self.mending, self.write_behind, background
+        )
         self.prefetching = Prefetching(state, self.promotions, self.mending)
         self.models = Models(state, metadata)
         self.sessions = Sessions(
@@ -153,11 +158,13 @@ class Cache:
         repairs = load(self.state, self._metadata)
         self._check_paths()
         # Every slot is taken before any is given back.
-        misplaced = self._adopt()
+        misplaced, halved = self._adopt()
         if repairs:
             await self._metadata.commit(repairs, is_durable=True)
         if misplaced:
             await self.mending.quarantine(misplaced)
+        if halved:
+            await self.departures.write_down(moved=halved)
         await self.devices.give_up(self.ssd.emptied)
         await self.sessions.expire_due()
 
@@ -214,7 +221,8 @@ class Cache:
 
     def _check_paths(self) -> None:
         """Refuse what would cost every session its tokens on a path that nobody has named."""
-        number = max((s.durable.path_index for s in self.ledger.segments() if s.durable), default=0)
+        segments = self.ledger.segments()
+        number = max((slot.path_index for s in segments for slot in s.places), default=0)
         if number >= len(self.ssd.paths):
             problem = (
                 f"records name SSD directory number {number}, which is missing: name it with"
@@ -222,17 +230,28 @@ class Cache:
             )
             raise DataDirectoryUnusable(path=self.ssd.paths[0], problem=problem)
 
-    def _adopt(self) -> set[Segment]:
-        """Take the segments' slots; returns the segments whose slot is not theirs to have."""
+    def _adopt(self) -> tuple[set[Segment], list[Segment]]:
+        """Take the segments' slots.
+
+        Returns the segments that have no slot that is theirs to have, and those that have one of two.
+        """
         segments, below = self.ledger.segments(), self.ledger.below
-        slots = [(s.durable, s) for s in segments if s.durable and s.durable.size_bytes == s.size_bytes]
-        misplaced = {s for s in segments if not s.durable or s.durable.size_bytes != s.size_bytes}
-        kept_from_use = sorted(set(self._metadata.quarantined()) - {slot for slot, _ in slots})
+        named = [(slot, s) for s in segments for slot in s.places]
+        slots = [(slot, s) for slot, s in named if slot.size_bytes == s.size_bytes]
+        wrong = [(slot, s) for slot, s in named if slot.size_bytes != s.size_bytes]
+        kept_from_use = sorted(set(self._metadata.quarantined()) - {slot for slot, _ in named})
         refused = below.adopt([*(slot for slot, _ in slots), *kept_from_use])
-        misplaced |= {slots[i][1] for i in refused if i < len(slots)}
+        wrong += [slots[i] for i in refused if i < len(slots)]
         below.quarantined = set(kept_from_use) - {
             kept_from_use[i - len(slots)] for i in refused if i >= len(slots)
         }
-        for segment in misplaced:
-            self.ledger.disowned(segment, is_bad=False)
-        return misplaced
+        halved: dict[Segment, None] = {}
+        misplaced = {segment for segment in segments if not segment.places}
+        for slot, segment in wrong:
+            if len(segment.places) > 1:
+                self.ledger.place_lost(segment, slot, is_bad=False)
+                halved[segment] = None
+            else:
+                self.ledger.disowned(segment, is_bad=False)
+                misplaced.add(segment)
+        return misplaced, [segment for segment in halved if segment not in misplaced]

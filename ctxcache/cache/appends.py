@@ -705,7 +705,7 @@ class Appends:
         if self._ledger.quotas.is_limited(reservation.session.tenant):
             new_bytes = sum(size for i, size in reservation.needed(token_count).items() if i < 0)
             session = reservation.session
-            self._ledger.quotas.check(session.tenant, session.size_bytes + new_bytes)
+            self._ledger.quotas.check(session.tenant, session.copies * (session.size_bytes + new_bytes))
         await self._wait_for_room(reservation, token_count)
         while missing_bytes() > 0:
             reservation.promised_bytes += await self._dirty_bound.admit(
@@ -760,7 +760,7 @@ class Appends:
         else:
             slot = found
         try:
-            await self._ssd_room.keep_within_limit(session, size_bytes)
+            await self._ssd_room.keep_within_limit(session, session.copies * size_bytes)
             # Its time may have come while room was made.
             self._check_open(reservation)
         except BaseException:

@@ -468,6 +468,7 @@ class Blocks:
             access_time_ns=now_ns,
             expire_time_ns=expiration.after_access(now_ns),
             parent_id=block_id(space, one.parent) if one.parent is not None else "",
+            copies=self._state.copies,
         )
 
     def _own(self, one: WrittenPart, writer: int) -> Put:

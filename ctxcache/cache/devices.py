@@ -17,7 +17,8 @@ from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.state import State
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.session import Session, lies_on
+from ctxcache.format.layout import Slot
 from ctxcache.storage.tiers.base import DeviceTier as Tier
 
 SEGMENTS_PER_TURN = 256
@@ -74,10 +75,25 @@ class Devices:
     async def give_up(self, path_indexes: Iterable[int]) -> None:
         """Cut the sessions that have segments on these paths, for good: their files are new and empty."""
         emptied = {i: self._ssd.paths[i] for i in path_indexes}
-        gone = [s for s in self._ledger.segments() if s.durable and s.durable.path_index in emptied]
+        gone = [s for s in self._ledger.segments() if lies_on(s, emptied)]
+        halved = [
+            (segment, place)
+            for segment in self._ledger.segments()
+            for place in segment.places
+            if len(segment.places) > 1 and place.path_index in emptied and not lies_on(segment, emptied)
+        ]
+        for begin in range(0, len(halved), SEGMENTS_PER_COMMIT):
+            await self._halve(halved[begin : begin + SEGMENTS_PER_COMMIT])
         if gone:
             log.error("device_emptied paths=%s segments=%d", list(emptied.values()), len(gone))
             await self._lose(gone, ", ".join(emptied.values()))
+
+    async def _halve(self, halved: Sequence[tuple[Segment, Slot]]) -> None:
+        """These segments have lost one of two places, in one commit."""
+        for segment, place in halved:
+            self._ledger.place_lost(segment, place, is_bad=False)
+        moved, left = [segment for segment, _ in halved], [place for _, place in halved]
+        await self._departures.write_down(moved=moved, left=left)
 
     async def _lose(self, gone: Sequence[Segment], why: str) -> None:
         """End every session before the first of these segments, whose bytes are gone; some in each commit."""

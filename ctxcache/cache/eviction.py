@@ -11,18 +11,25 @@ Worst case: no session may go, and the caller is refused.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import Background, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
+from ctxcache.core.ledger.ledger import Ledger
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CapacityExceeded, TierFailure
 from ctxcache.format.layout import Slot
 from ctxcache.format.streams import contents_within
-from ctxcache.storage.metadata.base import BlockRecord, Changes, MetadataStore, SessionRecord
+from ctxcache.storage.metadata.base import (
+    BlockRecord,
+    Changes,
+    MetadataStore,
+    SegmentRecord,
+    SessionRecord,
+)
 
 FREED_PER_SLICE = 64
 """Segments given back before others get their turn of the event loop."""
@@ -77,14 +84,17 @@ class Departures:
         gone: Sequence[Session] = (),
         dead: Sequence[Segment] = (),
         bad: Sequence[Slot] = (),
+        moved: Sequence[Segment] = (),
+        left: Collection[Slot] = (),
     ) -> None:
         """Record sessions as they are, remove the records of others and of segments that no session lists.
 
-        `bad` slots are kept from use until they are released. Durable when it returns; only then are the dead
-        segments' slots given back. Raises TierFailure.
+        `bad` slots are kept from use until they are released. `moved` segments are recorded as they are, and
+        `left` are slots that they had. Durable when it returns; only then are the slots of dead segments and
+        those that were left given back. Raises TierFailure.
         """
         self._leaving.update(session.uid for session in gone)
-        move = self._background.start(self._write_down(changed, gone, dead, bad))
+        move = self._background.start(self._write_down(changed, gone, dead, bad, moved, left))
         if dead:
             self._under_way.add(move)
             move.add_done_callback(self._under_way.discard)
@@ -96,6 +106,8 @@ class Departures:
         gone: Sequence[Session],
         dead: Sequence[Segment],
         bad: Sequence[Slot],
+        moved: Sequence[Segment],
+        left: Collection[Slot],
     ) -> None:
         # Records are made when they are written: those of an earlier moment could undo another's. A leaving
         # session is written as it went. Its removal may fail, and its old record lists dead segments.
@@ -103,6 +115,7 @@ class Departures:
         self._leaving.difference_update(session.uid for session in gone)
         changes = Changes(
             sessions=[record_of(session) for session in recorded],
+            segments=[segment_record_of(self._ledger, s) for s in moved if s.is_listed and s.durable],
             deleted_session_uids=[session.uid for session in gone],
             deleted_segment_ids=[segment.segment_id for segment in dead],
             quarantined=list(bad),
@@ -111,7 +124,10 @@ class Departures:
             await self._metadata.commit(changes, is_durable=True)
         except TierFailure:
             self.strand(dead)
+            self._ledger.stranded(left)
             raise
+        for slot in left:
+            self._ledger.below.give(slot)
         for i, segment in enumerate(dead, 1):
             self._ledger.forgotten(segment)
             if i % FREED_PER_SLICE == 0:
@@ -170,6 +186,34 @@ class SsdRoom:
             for_session.path = slot.path_index
         return slot
 
+    async def place_copy(self, size_bytes: int, for_session: Session, first: Slot) -> Slot | None:
+        """A slot for a second copy, on another path than the first; made free if need be.
+
+        None where no other path takes writes or has room.
+        """
+        slot = self.take_copy(size_bytes, for_session, first)
+        if slot is None and self._has_path_besides(first):
+            async with self._turn:
+                while (slot := self.take_copy(size_bytes, for_session, first)) is None:
+                    try:
+                        await self._make(size_bytes, for_session, {first.path_index})
+                    except CapacityExceeded:
+                        return None
+                    if not self._has_path_besides(first):
+                        return None
+        return slot
+
+    def take_copy(self, size_bytes: int, for_session: Session, first: Slot) -> Slot | None:
+        """A slot that is free, on another path than the first."""
+        closed = {*self._io.refusals, first.path_index}
+        slot = self._ledger.below.take(size_bytes, closed=closed, on_path=for_session.copy_path)
+        if slot is not None:
+            for_session.copy_path = slot.path_index
+        return slot
+
+    def _has_path_besides(self, first: Slot) -> bool:
+        return len({*self._io.refusals, first.path_index}) < self._ledger.below.path_count
+
     async def keep_within_limit(self, session: Session, size_bytes: int) -> None:
         """Evict other sessions of the tenant until it may have as many bytes more.
 
@@ -201,19 +245,21 @@ class SsdRoom:
                 await self._evict(victim, "room in DRAM, and SSD takes nothing")
             return victim is not None
 
-    async def _make(self, size_bytes: int, for_session: Session) -> None:
+    async def _make(
+        self, size_bytes: int, for_session: Session, besides: Collection[int] = frozenset()
+    ) -> None:
         self._io.check_any_path()
         if await self.unstage_something():
             return
         if await self._departures.wait_for_one():
             return
-        victim = self._ledger.next_from_below(for_session, size_bytes)
+        victim = self._ledger.next_from_below(for_session, size_bytes, besides)
         if victim is None:
             raise CapacityExceeded(
                 tier="SSD",
                 needed_bytes=size_bytes,
                 limit_bytes=self._ledger.below.capacity_bytes,
-                free_bytes=self._ledger.below.free_bytes_outside(self._io.refusals),
+                free_bytes=self._ledger.below.free_bytes_outside({*self._io.refusals, *besides}),
             )
         whose = "" if victim.tenant == for_session.tenant else f" of tenant {for_session.tenant}"
         await self._evict(victim, f"room on SSD for {for_session.name}{whose}")
@@ -272,7 +318,23 @@ def record_of(session: Session) -> SessionRecord:
         is_pinned=session.is_pinned,
         salt=session.salt,
         contents=contents_within(session.contents, 0, end) if session.contents else (),
+        copies=session.copies,
         block=_block_record(session) if session.is_block else None,
+    )
+
+
+def segment_record_of(ledger: Ledger, segment: Segment) -> SegmentRecord:
+    """What of a segment that is below is written down, with its places there."""
+    assert segment.durable is not None  # noqa: S101  # the ledger has just set it
+    row_count = segment.durable_row_count
+    return SegmentRecord(
+        segment.segment_id,
+        segment.identity(row_count),
+        segment.durable,
+        segment.header_checksum,
+        ledger.keyed.keys_of(segment, row_count),
+        segment.layout.segment_tokens,
+        segment.copy,
     )
 
 

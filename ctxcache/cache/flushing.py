@@ -13,11 +13,12 @@ when the segment goes.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from ctxcache.cache.eviction import SsdRoom, record_of
+from ctxcache.cache.eviction import SsdRoom, record_of, segment_record_of
 from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.segments import SegmentIO, Written
 from ctxcache.cache.state import Background, State
@@ -27,7 +28,9 @@ from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Allowance
 from ctxcache.errors import CorruptSegment, SessionNotFound, TierFailure
 from ctxcache.format.layout import Slot
-from ctxcache.storage.metadata.base import Changes, MetadataStore, SegmentRecord
+from ctxcache.storage.metadata.base import Changes, MetadataStore
+
+log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 32 << 20
 """Bytes that one move has in flight, mostly on one path: enough that the device never waits, few enough for
@@ -153,9 +156,10 @@ class Staging:
             staged.written = None
 
     def give_back(self, written: Written) -> None:
-        """Give back the slot of something that was written and will not be recorded."""
-        self._ledger.staged(written.segment, written.slot, is_there=False)
-        self._ledger.below.give(written.slot)
+        """Give back the slots of something that was written and will not be recorded."""
+        for slot in written.places:
+            self._ledger.staged(written.segment, slot, is_there=False)
+            self._ledger.below.give(slot)
 
     async def write(self, session: Session, segment: Segment, row_count: int) -> Written:
         """Write a segment's first rows to a slot that is made free.
@@ -163,14 +167,28 @@ class Staging:
         Raises CapacityExceeded, CorruptSegment, TierFailure.
         """
         slot = await self._ssd_room.place(segment.size_bytes, session)
-        self._ledger.staged(segment, slot, is_there=True)
-        written = Written(segment, slot, row_count)
+        written = self._taken(segment, slot, row_count)
         try:
-            await self._io.write(written)
+            await self._write(session, written, is_urgent=True)
         except BaseException:
             self.give_back(written)
             raise
         return written
+
+    async def write_taken(self, session: Session, segment: Segment, slot: Slot) -> Written | None:
+        """Write a full segment to a slot that was taken for it. None where there is no room for its copy.
+
+        Raises CorruptSegment, TierFailure; the slots are given back then.
+        """
+        written = self._taken(segment, slot, segment.layout.segment_tokens)
+        try:
+            if await self._write(session, written, is_urgent=False):
+                return written
+        except BaseException:
+            self.give_back(written)
+            raise
+        self.give_back(written)
+        return None
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -183,9 +201,10 @@ class Staging:
             async with turns:
                 slot = await self._slot(session, staged) if staged.is_wanted else None
                 if slot is not None:
-                    staged.written = Written(staged.segment, slot, staged.row_count)
-                    self._ledger.staged(staged.segment, slot, is_there=True)
-                    await self._io.write(staged.written)
+                    written = staged.written = self._taken(staged.segment, slot, staged.row_count)
+                    if not await self._write(session, written, is_urgent=staged.is_urgent):
+                        self.give_back(written)
+                        staged.written = None
         except BaseException:
             staged.is_wanted = False
             raise
@@ -202,6 +221,33 @@ class Staging:
         if staged.is_urgent:
             return await self._ssd_room.place(size_bytes, session)
         return self._ssd_room.take(size_bytes, session)
+
+    def _taken(self, segment: Segment, slot: Slot, row_count: int) -> Written:
+        self._ledger.staged(segment, slot, is_there=True)
+        return Written(segment, slot, row_count)
+
+    async def _write(self, session: Session, written: Written, *, is_urgent: bool) -> bool:
+        """Write rows, and the copy that the session shall have. False where there is no room for that.
+
+        What is urgent is written without its copy then, or where the copy's path refuses it.
+        """
+        segment = written.segment
+        if session.copies > 1:
+            if is_urgent:
+                written.copy = await self._ssd_room.place_copy(segment.size_bytes, session, written.slot)
+            else:
+                written.copy = self._ssd_room.take_copy(segment.size_bytes, session, written.slot)
+            if written.copy is not None:
+                self._ledger.staged(segment, written.copy, is_there=True)
+            elif not is_urgent:
+                return False
+        refusal = await self._io.write(written)
+        if refusal is not None and written.copy is not None:
+            copy, written.copy = written.copy, None
+            self._ledger.staged(segment, copy, is_there=False)
+            self._ledger.below.give(copy)
+            log.warning("copy_not_written segment=%d problem=%s", segment.segment_id, refusal)
+        return True
 
 
 BAD_PER_FLUSH = 64
@@ -355,7 +401,7 @@ class Flushing:
             taken.append(self._staging.take(session, segment, count))
         try:
             written = await self._ended(session, taken)
-            await self._io.sync({item.slot.path_index for item in written})
+            await self._io.sync({slot.path_index for item in written for slot in item.places})
         except BaseException:
             # The next flush writes from the start again: the device may have lost any of these rows.
             for staged in taken:
@@ -392,7 +438,8 @@ class Flushing:
         if session.use is Use.GONE:
             raise SessionNotFound(session=session.name)
         replaced = self._ledger.flushed(session, [item.flushed for item in kept], end, begun_ns)
-        changes = Changes(sessions=[record_of(session)], segments=self._segment_records(kept))
+        records = [segment_record_of(self._ledger, item.segment) for item in kept]
+        changes = Changes(sessions=[record_of(session)], segments=records)
         try:
             await self._metadata.commit(changes, is_durable=True)
         except TierFailure:
@@ -400,6 +447,8 @@ class Flushing:
             raise
         self._ledger.recorded(session, end, begun_ns)
         self._state.counters.flushed_segment_count += len(kept)
+        single = [item for item in kept if item.segment.copies > len(item.places)]
+        self._state.counters.uncopied_segment_count += len(single)
         for slot in replaced:
             self._ledger.below.give(slot)
 
@@ -424,7 +473,7 @@ class Flushing:
                 for segment in chosen:
                     copy = await self._staging.write(session, segment, segment.durable_row_count)
                     copies.append(copy)
-                await self._io.sync({item.slot.path_index for item in copies})
+                await self._io.sync({slot.path_index for item in copies for slot in item.places})
                 return await self._record_elsewhere(copies)
             finally:
                 for item in copies:
@@ -438,7 +487,7 @@ class Flushing:
         for item in moved:
             copies.remove(item)
         replaced = self._ledger.moved([item.flushed for item in moved])
-        changes = Changes(segments=self._segment_records(moved))
+        changes = Changes(segments=[segment_record_of(self._ledger, item.segment) for item in moved])
         try:
             await self._metadata.commit(changes, is_durable=True)
         except TierFailure:
@@ -448,23 +497,6 @@ class Flushing:
             self._ledger.below.give(slot)
         self._ledger.reckon_again([item.segment for item in moved])
         return bool(moved)
-
-    def _segment_records(self, written: Iterable[Written]) -> list[SegmentRecord]:
-        """Records of segments that were written, with their places below."""
-        return [self.segment_record(item.segment) for item in written]
-
-    def segment_record(self, segment: Segment) -> SegmentRecord:
-        """The record of a segment that the tier below has."""
-        assert segment.durable is not None  # noqa: S101  # the ledger has just set it
-        row_count = segment.durable_row_count
-        return SegmentRecord(
-            segment.segment_id,
-            segment.identity(row_count),
-            segment.durable,
-            segment.header_checksum,
-            self._ledger.keyed.keys_of(segment, row_count),
-            segment.layout.segment_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

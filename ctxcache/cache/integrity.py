@@ -81,8 +81,8 @@ def _session(session: Session) -> Iterator[str]:
             f"{session.name}: {session.token_count} tokens are counted, {ranges.count(session.live)} are live"
         )
     memory = [s.memory.size_bytes for s in session.segments if s.memory]
-    durable = [s.durable.size_bytes for s in session.segments if s.durable]
-    if session.amounts() != (len(memory), sum(memory), sum(durable)):
+    durable_bytes = sum(slot.size_bytes for s in session.segments for slot in s.places)
+    if session.amounts() != (len(memory), sum(memory), durable_bytes):
         yield f"{session.name}: what it has in DRAM and on SSD is miscounted"
     covered = sum(p.row_end - p.row_begin for p in session.pieces(0, session.token_count))
     if covered != session.token_count:
@@ -127,10 +127,10 @@ def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
     memory, below = cache.ledger.memory, cache.ledger.below
     kept = memory.spoiled | cache.promotions.owed
     dram = [*(segment.memory for segment in known if segment.memory), *kept]
-    recorded = {segment.durable for segment in known if segment.durable}
+    recorded = {slot for segment in known for slot in segment.places}
     ssd = [
         *(recorded | below.stranded.keys() | below.quarantined),
-        *(written.slot for written in cache.staging.written),
+        *(slot for written in cache.staging.written for slot in written.places),
     ]
     for name, allocator, slots in (("DRAM", memory, dram), ("SSD", below, ssd)):
         used_bytes = sum(slot.size_bytes for slot in slots)
@@ -150,12 +150,12 @@ def _usage(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
     for segment in known:
         sizes = {
             "DRAM": segment.memory.size_bytes if segment.memory else 0,
-            "SSD": segment.durable.size_bytes if segment.durable else 0,
-            "all": segment.size_bytes if segment.memory or segment.durable else 0,
+            "SSD": sum(slot.size_bytes for slot in segment.places),
+            "all": segment.copies * segment.size_bytes if segment.memory or segment.places else 0,
         }
         counted.update({(segment.tenant, where): size_bytes for where, size_bytes in sizes.items()})
     for staged in cache.staging.written:
-        counted[staged.segment.tenant, "SSD"] += staged.slot.size_bytes
+        counted[staged.segment.tenant, "SSD"] += sum(slot.size_bytes for slot in staged.places)
     for tenant in usage.tenants():
         use = usage.of(tenant)
         for where, size_bytes in (

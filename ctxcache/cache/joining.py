@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from ctxcache.cache.budgets import MemoryRoom
-from ctxcache.cache.eviction import FREED_PER_SLICE, Departures, SsdRoom, record_of
-from ctxcache.cache.flushing import Flushing, Staging, WriteBehind
-from ctxcache.cache.segments import SegmentIO, Written
+from ctxcache.cache.eviction import FREED_PER_SLICE, Departures, SsdRoom, record_of, segment_record_of
+from ctxcache.cache.flushing import Staging, WriteBehind
+from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import Background, State
 from ctxcache.core import ranges
 from ctxcache.core.ledger.places import Place
@@ -43,14 +43,13 @@ class Joining:
         departures: Departures,
         ssd_room: SsdRoom,
         staging: Staging,
-        flushing: Flushing,
         write_behind: WriteBehind,
         memory_room: MemoryRoom,
         background: Background,
     ) -> None:
         self._state, self._ledger = state, state.ledger
         self._io, self._metadata, self._departures = io, metadata, departures
-        self._ssd_room, self._staging, self._flushing = ssd_room, staging, flushing
+        self._ssd_room, self._staging = ssd_room, staging
         self._write_behind = write_behind
         self._memory_room, self._background = memory_room, background
 
@@ -103,12 +102,15 @@ class Joining:
         slot = self._ssd_room.take(whole.size_bytes, session)
         if slot is None:
             return False
-        self._ledger.staged(whole, slot, is_there=True)
-        self._write_behind.allowance.spend(slot.size_bytes)
-        written = Written(whole, slot, whole.layout.segment_tokens)
+        self._write_behind.allowance.spend(session.copies * slot.size_bytes)
+        written = await self._staging.write_taken(session, whole, slot)
+        if written is None or len(written.places) < whole.copies:
+            # What lies on two paths is not made to lie on one.
+            if written is not None:
+                self._staging.give_back(written)
+            return False
         try:
-            await self._io.write(written)
-            await self._io.sync({slot.path_index})
+            await self._io.sync({place.path_index for place in written.places})
         except BaseException:
             self._staging.give_back(written)
             raise
@@ -118,7 +120,7 @@ class Joining:
         dead = self._ledger.joined(session, parts, written.flushed)
         changes = Changes(
             sessions=[record_of(session)],
-            segments=[self._flushing.segment_record(whole)],
+            segments=[segment_record_of(self._ledger, whole)],
             deleted_segment_ids=[part.segment_id for part in dead],
         )
         try:
@@ -126,6 +128,7 @@ class Joining:
         except TierFailure:
             self._departures.strand(dead)
             raise
+        self._state.counters.joined_segment_count += len(dead)
         for i, part in enumerate(dead, 1):
             self._ledger.forgotten(part)
             if i % FREED_PER_SLICE == 0:

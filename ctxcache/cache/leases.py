@@ -101,7 +101,7 @@ class ReadPlan:
                 if request.is_summed and not segment.is_settled(piece.row_end):
                     self.is_ready = False
             elif request.leaves_on_ssd and segment.durable is not None:
-                self.on_ssd[segment.segment_id] = segment.durable
+                self.on_ssd[segment.segment_id] = self._ledger.best_place(segment) or segment.durable
                 continue
             else:
                 self.is_ready = False
@@ -697,14 +697,24 @@ class Leases:
                 if rows_checksum(place[: len(data)]) == checksum:
                     return Summed(place[: len(data)], checksum)
                 await self._mending.verify(segment)
-            return await self._chunk(piece, stream, place)
+            return await self._chunk(piece, stream, bounce)
         finally:
             self._ledger.released(segment)
 
-    async def _chunk(self, piece: Piece, stream: Stream, place: memoryview) -> Summed:
+    async def _chunk(self, piece: Piece, stream: Stream, bounce: "Bounce") -> Summed:
         wanted = piece.row_begin, piece.row_end
+
+        async def chunk(slot: Slot) -> tuple[memoryview, int]:
+            place = bounce.of(piece.segment.layout.size_bytes)
+            try:
+                return await self._io.read_chunk(piece.segment, slot, stream, wanted, place)
+            except TierFailure:
+                # A device that gave no answer may still write there.
+                bounce.forget()
+                raise
+
         try:
-            return Summed(*await self._io.read_chunk(piece.segment, stream, wanted, place))
+            return Summed(*await self._mending.read(piece.segment, chunk))
         except CorruptSegment as error:
             await self._bad(error)
             raise
@@ -721,6 +731,10 @@ class Bounce:
         if self._view is None or len(self._view) < size_bytes:
             self._view = memoryview(mmap.mmap(-1, size_bytes))
         return self._view
+
+    def forget(self) -> None:
+        """Use other memory from now on."""
+        self._view = None
 
 
 def _check_there(piece: Piece) -> Sums:

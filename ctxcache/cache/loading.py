@@ -128,6 +128,7 @@ class _Loader:
             is_pinned=record.is_pinned,
             salt=record.salt,
             contents=record.contents,
+            copies=record.copies,
             live=record.live,
             generation=max(record.generation, self._state.least_generation),
             log_end=record.log_end,
@@ -157,5 +158,5 @@ def _segment(record: SegmentRecord, session: Session, use: TenantUse) -> Segment
         layout=session.layout.of(record.segment_tokens),
         use=use,
     )
-    segment.recorded(record.slot, identity.token_count, record.header_checksum)
+    segment.recorded(record.slot, identity.token_count, record.header_checksum, record.copy)
     return segment

@@ -31,9 +31,11 @@ MayGive = Callable[[bytes], bool]
 class Promotions:
     """Promotions under way. Owned by the event loop."""
 
-    def __init__(self, state: State, io: SegmentIO, room: MemoryRoom, background: Background) -> None:
+    def __init__(
+        self, state: State, io: SegmentIO, mending: Mending, room: MemoryRoom, background: Background
+    ) -> None:
         self._state, self._io, self._ledger = state, io, state.ledger
-        self._room, self._background = room, background
+        self._mending, self._room, self._background = mending, room, background
         self.throughput = Throughput()
         """How fast segments come from SSD."""
         self.owed: set[Slot] = set()
@@ -111,19 +113,30 @@ class Promotions:
 
     async def _promote(self, segment: Segment, slot: Slot | None) -> None:
         is_ahead = slot is not None
+
+        async def fill(place: Slot) -> tuple[int, ...]:
+            nonlocal slot
+            slot = slot or await self._room.place(segment.size_bytes, segment.tenant)
+            try:
+                with self._measured(segment.size_bytes), self._kept(slot):
+                    return await self._io.read(segment, place, slot)
+            finally:
+                if slot in self.owed:
+                    # The device may still write to it: another copy goes to another slot.
+                    slot = None
+
         try:
             # Two readers may have found it missing, one after the other.
             if not segment.memory:
-                slot = slot or await self._room.place(segment.size_bytes, segment.tenant)
-                with self._measured(segment.size_bytes), self._kept(slot):
-                    values = await self._io.read(segment, slot)
+                values = await self._mending.read(segment, fill)
+                assert slot is not None  # noqa: S101  # it has just been filled
                 self._ledger.promoted(segment, slot, values)
                 slot = None
                 self._state.counters.promoted_segment_count += 1
         finally:
             # Now, not when the loop calls back: what comes to DRAM now may leave it in this very turn.
             del self._tasks[segment.segment_id]
-            if slot and slot not in self.owed:
+            if slot:
                 self._ledger.memory.give(slot)
             if is_ahead:
                 self._ledger.placement.promoted(segment)

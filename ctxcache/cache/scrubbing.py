@@ -3,6 +3,7 @@
     bad in DRAM, SSD has the rows   SSD's rows are verified and copied over the bad ones, in place
     bad in DRAM, SSD has fewer      the sessions end behind the rows that SSD has
     bad in DRAM alone, or on SSD    the sessions end before the segment; its slot on SSD is kept from use
+    bad on one SSD path of two      the other one is read; the slot is kept from use, and a new copy made
 
 Leases, reservations and other readers of a mended slot go on: none of them sees a right byte change. A
 reader's complaint is never believed: its rows are verified here. A pass takes one slot's memory and no room
@@ -16,9 +17,10 @@ import asyncio
 import logging
 import mmap
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.segments import SegmentIO
@@ -28,7 +30,7 @@ from ctxcache.core.history import Event
 from ctxcache.core.ledger.places import Place
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
-from ctxcache.errors import CorruptSegment, TooManyRequests
+from ctxcache.errors import CorruptSegment, TierFailure, TooManyRequests
 from ctxcache.format.checksums import Sums
 from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import Changes, MetadataStore
@@ -37,6 +39,7 @@ FAILED = "a segment failed verification"
 TRIES = 3
 """How often bytes may turn out to be bad right after they were found to be right."""
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Mending:
@@ -80,6 +83,66 @@ class Mending:
             task = self._tasks[segment.segment_id] = self._background.start(self._mend(segment, problem))
         await asyncio.shield(task)
 
+    async def read(self, segment: Segment, attempt: Callable[[Slot], Awaitable[T]]) -> T:
+        """Read a held segment from one of its slots on SSD, or from the other where that is bad or lost.
+
+        `attempt` reads from the slot that it is given, and verifies. The device may still write to the memory
+        of one that failed. Raises CorruptSegment where no slot has the rows, TierFailure.
+        """
+        tried: set[Slot] = set()
+        failed: tuple[Slot, TierFailure] | None = None
+        while True:
+            best = self._ledger.best_place(segment)
+            left = [place for place in (best, *segment.places) if place and place not in tried]
+            if not left and failed is not None:
+                raise failed[1]
+            if not left:
+                raise CorruptSegment(segment_id=segment.segment_id, problem="neither in DRAM nor on SSD")
+            tried.add(left[0])
+            try:
+                found = await attempt(left[0])
+            except CorruptSegment as error:
+                if segment.places == (left[0],):
+                    raise
+                self.drop_place(segment, left[0], str(error.facts["problem"]))
+            except TierFailure as failure:
+                failed = failed or (left[0], failure)
+            else:
+                # What is there and cannot be read is a bad place; what is lost may come back as it was.
+                if failed is not None and failed[0].path_index not in self._ledger.lost:
+                    self.drop_place(segment, failed[0], str(failed[1]))
+                return found
+
+    async def image(
+        self, segment: Segment, memory: memoryview | None = None
+    ) -> tuple[memoryview, tuple[int, ...]]:
+        """What SSD has of a held segment, in `memory` (page-aligned, a slot's size) or other, verified.
+
+        Returns one checksum of rows per stream besides. Raises as `read`.
+        """
+        unused = [] if memory is None else [memory]
+
+        async def checked(place: Slot) -> tuple[memoryview, tuple[int, ...]]:
+            # A device that gave no answer may still write to what an earlier attempt had.
+            into = unused.pop() if unused else memoryview(mmap.mmap(-1, segment.layout.size_bytes))
+            return into, await self._io.check(segment, place, into)
+
+        return await self.read(segment, checked)
+
+    def drop_place(self, segment: Segment, place: Slot, problem: str) -> None:
+        """One of two copies is not what was written: its slot is kept from use, and the other one is read.
+
+        Recorded behind the caller's back: until then the record names a place that is found bad again.
+        """
+        if place not in segment.places or len(segment.places) == 1:
+            return
+        log.error(
+            "copy_dropped segment=%d path=%s problem=%r", segment.segment_id, self._io.path_of(place), problem
+        )
+        self._state.counters.mended_copy_count += 1
+        self._ledger.place_lost(segment, place, is_bad=True)
+        self._background.start(self._departures.write_down(moved=[segment], bad=[place]))
+
     async def quarantine(self, bad: Collection[Segment]) -> None:
         """End every session that lists a segment found bad before that segment's tokens.
 
@@ -89,7 +152,7 @@ class Mending:
         self._state.counters.corrupt_segment_count += len(bad)
         cut, dead = self.cut(bad, Event.CORRUPT, FAILED)
         # Not its own any more: when the last hold of the segment ends, the slot may be another's.
-        slots = [slot for segment in bad if (slot := self._ledger.disowned(segment, is_bad=True))]
+        slots = [slot for segment in bad for slot in self._ledger.disowned(segment, is_bad=True)]
         await self._departures.write_down(cut, dead=dead, bad=slots)
 
     def cut(
@@ -148,17 +211,16 @@ class Mending:
 
     async def _restore(self, segment: Segment) -> Sums | None:
         """Put what SSD has in the place of what DRAM has; which rows that were. None where SSD has none."""
-        image = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
         while segment.memory and segment.durable:
-            slot, row_count = segment.durable, segment.durable_row_count
+            places, row_count = segment.places, segment.durable_row_count
             try:
-                values = await self._io.check(segment, image)
+                image, values = await self.image(segment)
             except CorruptSegment:
                 # A flush may have moved it meanwhile.
-                if segment.durable is slot:
+                if segment.places == places:
                     return None
                 continue
-            if segment.durable is slot:
+            if segment.durable_row_count == row_count:
                 await self._io.restore_rows(segment, image, row_count)
                 return Sums(0, row_count, values)
         return None
@@ -195,8 +257,8 @@ PASS_NS = 600 * 10**9
 class Bad:
     """A copy of a segment that is not what was written: tokens at positions `[begin, end)` of these sessions.
 
-    `sessions`: names of resources, a block's own for a block. `is_mended`: it was in DRAM, and has SSD's rows
-    now.
+    `sessions`: names of resources, a block's own for a block. `is_mended`: nothing is lost. It was in DRAM,
+    and has SSD's rows now; or another SSD path has a good copy.
     """
 
     segment_id: int
@@ -287,7 +349,7 @@ class Scrubbing:
                 done_bytes += segment.memory.size_bytes
                 bad += await self._check_dram(segment)
             if segment.durable and segment.is_listed and not self._ledger.is_on_lost_path(segment):
-                done_bytes += segment.durable.size_bytes
+                done_bytes += segment.durable_bytes
                 bad += await self._check(segment, bounce)
             await self._pause(began_ns, done_bytes, bytes_per_second, is_over)
             if is_over():
@@ -373,25 +435,44 @@ class Scrubbing:
         ]
 
     async def _check(self, segment: Segment, bounce: memoryview) -> list[Bad]:
+        """Verify every slot that the segment has on SSD, those on lost paths left out."""
         while segment.durable and segment.is_listed:
-            row_count = segment.durable_row_count
+            places, row_count = segment.places, segment.durable_row_count
             self._ledger.held(segment)
             try:
-                await self._io.check(segment, bounce)
-            except CorruptSegment as error:
-                if segment.durable_row_count != row_count or not segment.durable:
+                there = [place for place in places if place.path_index not in self._ledger.lost]
+                problems = {place: await self._problem(segment, place, bounce) for place in there}
+                if segment.durable_row_count != row_count or segment.places != places:
                     # Written elsewhere meanwhile, and perhaps back again; or another reader has found it bad.
                     continue
-                bad = self._describe(segment, str(error.facts["problem"]))
-                await self._mending.quarantine({segment})
-                return [bad]
+                is_mended = "" in problems.values()
+                bad = [
+                    self._describe(segment, place, problem, is_mended=is_mended)
+                    for place, problem in problems.items()
+                    if problem
+                ]
+                if is_mended:
+                    for place, problem in problems.items():
+                        if problem:
+                            self._mending.drop_place(segment, place, problem)
+                elif len(there) == len(places):
+                    await self._mending.quarantine({segment})
+                else:
+                    self._mending.drop_place(segment, there[0], problems[there[0]])
+                return bad
             finally:
                 self._ledger.released(segment)
-            return []
         return []
 
-    def _describe(self, segment: Segment, problem: str) -> Bad:
-        assert segment.durable is not None  # noqa: S101  # it has just been read
+    async def _problem(self, segment: Segment, place: Slot, bounce: memoryview) -> str:
+        """What is wrong with one of a segment's slots on SSD, or nothing."""
+        try:
+            await self._io.check(segment, place, bounce)
+        except CorruptSegment as error:
+            return str(error.facts["problem"])
+        return ""
+
+    def _describe(self, segment: Segment, place: Slot, problem: str, *, is_mended: bool) -> Bad:
         names = sorted(session.name for session in self._ledger.listers(segment))
         return Bad(
             segment.segment_id,
@@ -399,9 +480,10 @@ class Scrubbing:
             tuple(names),
             segment.begin,
             segment.begin + segment.durable_row_count,
-            self._io.path_of(segment.durable),
-            segment.durable.offset_bytes,
+            self._io.path_of(place),
+            place.offset_bytes,
             problem,
+            is_mended=is_mended,
         )
 
     async def _pause(

@@ -47,6 +47,8 @@ class Written:
     segment: Segment
     slot: Slot
     row_count: int
+    copy: Slot | None = None
+    """The slot on another path that gets the same bytes."""
     known: tuple[Sums, ...] = ()
     """The writers' checksums of the rows."""
     values: tuple[int, ...] = ()
@@ -55,7 +57,12 @@ class Written:
     @property
     def flushed(self) -> Flushed:
         """The event for the ledger, once the rows are written."""
-        return Flushed(self.segment, self.slot, self.row_count, self.header_checksum, self.values)
+        return Flushed(self.segment, self.slot, self.row_count, self.header_checksum, self.values, self.copy)
+
+    @property
+    def places(self) -> tuple[Slot, ...]:
+        """All its slots."""
+        return (self.slot,) if self.copy is None else (self.slot, self.copy)
 
 
 class SegmentIO:
@@ -103,15 +110,38 @@ class SegmentIO:
             raise RuntimeError(f"segment {segment.segment_id} is not in DRAM")
         return self._arena.view(segment.memory)
 
-    async def write(self, item: Written) -> None:
-        """Write a segment with its header to the slot; not durable before `sync`.
+    async def write(self, item: Written) -> TierFailure | None:
+        """Write a segment with its header to the slot, and to the copy's; not durable before `sync`.
 
-        Raises CorruptSegment when its rows are not what their writers said, TierFailure.
+        Returns why the copy was not written. Raises CorruptSegment when its rows are not what their writers
+        said, TierFailure.
         """
         view = self.view(item.segment)
         item.known = sums_of(item.segment, item.row_count)
         image = await asyncio.get_running_loop().run_in_executor(self._sealers, _seal, item, view)
-        await self._ssd.write(item.slot, 0, image, pieces=_pieces(item.segment.layout, item.row_count))
+        pieces = _pieces(item.segment.layout, item.row_count)
+        if item.copy is None:
+            await self._ssd.write(item.slot, 0, image, pieces=pieces)
+            return None
+        # Both to their ends: no slot is given back while a device writes to it.
+        first, second = await asyncio.gather(
+            *(self._ssd.write(slot, 0, image, pieces=pieces) for slot in item.places), return_exceptions=True
+        )
+        if first is not None:
+            raise first
+        if second is not None and not isinstance(second, TierFailure):
+            raise second
+        return second
+
+    async def copy(self, segment: Segment, source: Slot, *, target: Slot) -> None:
+        """Copy what is below of a segment to another slot, verified on the way; not durable before `sync`.
+
+        Raises as `check`.
+        """
+        image = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
+        row_count = segment.durable_row_count
+        await self.check(segment, source, image)
+        await self._ssd.write(target, 0, image, pieces=_pieces(segment.layout, row_count))
 
     async def join(self, parts: Sequence[Segment], whole: Segment) -> str:
         """Copy the rows of full segments in DRAM, one behind the other, into the slot of one that has none.
@@ -131,15 +161,12 @@ class SegmentIO:
         """Make writes to these paths durable. Raises TierFailure."""
         await self._ssd.sync(path_indexes)
 
-    async def read(self, segment: Segment, slot: Slot) -> tuple[int, ...]:
-        """Fill a DRAM slot from SSD; returns one checksum of rows per stream, verified.
+    async def read(self, segment: Segment, place: Slot, slot: Slot) -> tuple[int, ...]:
+        """Fill a DRAM slot from one of a segment's on SSD; returns one checksum of rows per stream, verified.
 
         Raises CorruptSegment when the bytes are not those of this segment, TierFailure.
         """
-        arrival = _Arrival(segment, self._arena.view(slot))
-        pieces = _pieces(segment.layout, segment.durable_row_count)
-        await self._ssd.read(_on_ssd(segment), 0, arrival.view, pieces=pieces, then=arrival.take)
-        return arrival.verified()
+        return await self.check(segment, place, self._arena.view(slot))
 
     async def settle(self, segment: Segment) -> str:
         """Make one sum per stream of all committed rows of a segment in DRAM.
@@ -169,14 +196,14 @@ class SegmentIO:
             self._sealers, _copy_rows, segment.layout, row_count, image, view
         )
 
-    async def check(self, segment: Segment, bounce: memoryview) -> tuple[int, ...]:
-        """Read what SSD has of a segment into `bounce` (page-aligned, a slot's size) and verify all of it.
+    async def check(self, segment: Segment, place: Slot, bounce: memoryview) -> tuple[int, ...]:
+        """Read what a slot on SSD has of a segment into `bounce` (page-aligned, a slot's size); verify it.
 
         Returns one checksum of rows per stream. Raises CorruptSegment, TierFailure.
         """
         arrival = _Arrival(segment, bounce[: segment.layout.size_bytes])
         pieces = _pieces(segment.layout, segment.durable_row_count)
-        await self._ssd.read(_on_ssd(segment), 0, arrival.view, pieces=pieces, then=arrival.take)
+        await self._ssd.read(place, 0, arrival.view, pieces=pieces, then=arrival.take)
         return arrival.verified()
 
     async def keeps_bytes(self, slot: Slot) -> bool:
@@ -198,14 +225,14 @@ class SegmentIO:
         return self._ssd.paths[slot.path_index]
 
     async def read_chunk(
-        self, segment: Segment, stream: Stream, wanted: tuple[int, int], bounce: memoryview
+        self, segment: Segment, slot: Slot, stream: Stream, wanted: tuple[int, int], bounce: memoryview
     ) -> tuple[memoryview, int]:
-        """Rows `[begin, end)` of one stream from SSD, and their checksum. The whole chunk is verified.
+        """Rows `[begin, end)` of one stream from a slot on SSD, and their checksum; the chunk is verified.
 
         They lie in `bounce` (page-aligned, a slot's size). For readers of what does not fit into DRAM. Raises
         CorruptSegment, TierFailure.
         """
-        layout, slot = segment.layout, _on_ssd(segment)
+        layout = segment.layout
         if not segment.bound_checksums:
             head = bounce[: layout.header_bytes]
             await self._ssd.read(slot, 0, head)
@@ -244,12 +271,6 @@ def sums_of(segment: Segment, row_count: int) -> tuple[Sums, ...]:
             segment_id=segment.segment_id, problem="its writers did not say what its rows are"
         )
     return known
-
-
-def _on_ssd(segment: Segment) -> Slot:
-    if segment.durable is None:
-        raise CorruptSegment(segment_id=segment.segment_id, problem="neither in DRAM nor on SSD")
-    return segment.durable
 
 
 class _Arrival:

@@ -91,12 +91,14 @@ class Sessions:
         expiration: Expiration | None,
         is_pinned: bool,
         salt: bytes = b"",
+        copies: int = 0,
     ) -> SessionView:
-        """Create an empty session; an empty id means one of our choice.
+        """Create an empty session; an empty id means one of our choice, 0 copies the store's setting.
 
         `salt`: the keys of its tokens are made with it. Raises ModelNotFound, SessionAlreadyExists,
-        InvalidArgument (a stream the model does not have).
+        InvalidArgument (a stream the model does not have, or more copies than there are SSD paths).
         """
+        self._check_copies(copies)
         self._metadata.check()
         model = self._state.model(tenant, model_id)
         try:
@@ -112,6 +114,7 @@ class Sessions:
             expiration or self.default_expiration,
         )
         session.is_pinned, session.salt = is_pinned, salt
+        session.copies = copies or self._state.copies
         return await self._admit(session)
 
     def get(self, tenant: str, session_id: str) -> SessionView:
@@ -147,11 +150,36 @@ class Sessions:
             await asyncio.sleep(0)
 
     async def update(
-        self, tenant: str, session_id: str, *, expiration: Expiration | None, is_pinned: bool | None
+        self,
+        tenant: str,
+        session_id: str,
+        *,
+        expiration: Expiration | None,
+        is_pinned: bool | None,
+        copies: int = 0,
     ) -> SessionView:
-        """Change expiry or pin, and count an access. Raises SessionNotFound."""
+        """Change expiry, pin or copies (0: as they are), and count an access.
+
+        Copies that are lacking or too many are made and given back later. Raises SessionNotFound,
+        InvalidArgument, CapacityExceeded (the tenant's limit).
+        """
+        self._check_copies(copies)
         session = self._ledger.find(tenant, session_id)
         self._metadata.check(is_growing=False)
+        if copies > session.copies:
+            new_bytes = sum(s.size_bytes for s in session.segments if s.copies < copies)
+            await self._ssd_room.keep_within_limit(session, new_bytes)
+            session = self._ledger.find(tenant, session_id)
+        if copies:
+            session.copies = copies
+            segments = list(session.segments)
+            for begin in range(0, len(segments), SEGMENTS_PER_LOOK):
+                listed = [
+                    segment for segment in segments[begin : begin + SEGMENTS_PER_LOOK] if segment.is_listed
+                ]
+                self._ledger.wanted(session, listed)
+                await asyncio.sleep(0)
+            session = self._ledger.find(tenant, session_id)
         if expiration is not None:
             session.expiration = expiration
         if is_pinned is not None:
@@ -264,7 +292,7 @@ class Sessions:
         fork.segments = source.segments_of(fork.live)
         fork.log_end = max((s.end for s in fork.segments), default=0)
         fork.recorded_end = fork.durable_end = fork.log_end
-        fork.path = source.path
+        fork.path, fork.copy_path, fork.copies = source.path, source.copy_path, source.copies
         fork.salt = source.salt
         fork.contents = contents_within(source.contents, 0, fork.whole_token_count)
         if counted is not None:
@@ -417,6 +445,12 @@ class Sessions:
 
     def _ended(self, session: Session, event: Event) -> None:
         self._state.journal.happened(session, event, token_count=session.token_count)
+
+    def _check_copies(self, copies: int) -> None:
+        path_count = self._ledger.below.path_count
+        if copies > path_count:
+            problem = f"{copies} copies need {copies} SSD directories, and the store has {path_count}"
+            raise InvalidArgument(field="copies", problem=problem)
 
     def _check_change(self, session: Session, generation: int | None) -> None:
         session.check_generation(generation)

@@ -48,6 +48,9 @@ class Counters:
     mended_segment_count: int = 0
     flushed_segment_count: int = 0
     promoted_segment_count: int = 0
+    joined_segment_count: int = 0
+    uncopied_segment_count: int = 0
+    mended_copy_count: int = 0
     delayed_write_count: int = 0
 
 
@@ -67,8 +70,13 @@ class State:
         shares: Shares = NO_SHARES,
         watermarks: Watermarks = DEFAULT_WATERMARKS,
         spans: Spans = NO_SPANS,
+        copies: int = 1,
     ) -> None:
-        """`crash_count`: how many runs over these records were cut off before this one."""
+        """`crash_count`: how many runs over these records were cut off before this one.
+
+        `copies`: how many SSD paths the segments of new sessions and blocks are on, unless a session says.
+        """
+        self.copies = copies
         self.clock = clock
         self.spans = spans
         self.limits = limits

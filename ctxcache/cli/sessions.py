@@ -194,6 +194,18 @@ def unpin_session(call: CliCall, name: Name) -> None:
         call.show(client.sessions.update(session_name(name), is_pinned=False))
 
 
+@sessions.command("copies", epilog=examples("ctxcache session copies chat-17 2"))
+@of_tenant
+def copy_session(
+    call: CliCall,
+    name: Name,
+    copies: Annotated[int, typer.Argument(metavar="N", min=1, max=2, help="1 or 2 SSD directories.")],
+) -> None:
+    """Keep each segment of a session on so many SSD directories."""
+    with call.client() as client:
+        call.show(client.sessions.update(session_name(name), copies=copies))
+
+
 @sessions.command("touch", epilog=examples("ctxcache session touch chat-17"))
 @of_tenant
 def touch_session(call: CliCall, name: Name) -> None:

@@ -57,6 +57,7 @@ def session_grid(session: SessionInfo) -> RenderableType:
         ("pinned", _yes(session.is_pinned)),
         ("DRAM", human_size(session.dram_bytes)),
         ("SSD", human_size(session.ssd_bytes)),
+        ("copies", str(session.copies)),
         ("tenant", session.tenant),
         ("uid", session.uid),
         ("fingerprint", session.model_fingerprint.hex()),

@@ -102,7 +102,7 @@ def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> Iter
 
 def _follow(reports: Iterable[VerifyProgress], call: CliCall) -> dict[str, Plain]:
     bad: list[Plain] = []
-    lost_count = 0
+    lost = set[int]()
     sums: dict[tuple[str, str], Sum] = {}
     last: VerifyProgress | None = None
     released = 0
@@ -110,7 +110,7 @@ def _follow(reports: Iterable[VerifyProgress], call: CliCall) -> dict[str, Plain
         task = bar.add_task("verifying")
         for last in reports:
             released += last.released_slot_count
-            lost_count += sum(not found.is_mended for found in last.bad)
+            lost.update(found.segment_id for found in last.bad if not found.is_mended)
             for found in last.bad:
                 bad.append(plain := document(found))
                 copy = "in memory" if plain["tier"] == "TIER_DRAM" else "on SSD"
@@ -122,7 +122,7 @@ def _follow(reports: Iterable[VerifyProgress], call: CliCall) -> dict[str, Plain
         "checked_bytes": last.checked_bytes if last else 0,
         "record_count": last.record_count if last else 0,
         "released_slot_count": released,
-        "lost_segment_count": lost_count,
+        "lost_segment_count": len(lost),
         "sessions": [
             {"session": session, "tenant": tenant, **asdict(found)}
             for (tenant, session), found in sums.items()

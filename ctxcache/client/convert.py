@@ -113,6 +113,7 @@ def session_from_wire(message: session_pb2.Session) -> SessionInfo:
         if message.contents
         else (),
         message.whole_token_count,
+        message.copies,
     )
 
 

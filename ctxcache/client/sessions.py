@@ -56,11 +56,13 @@ class SessionCalls:
         expire_time: datetime | None = None,
         is_pinned: bool = False,
         salt: bytes = b"",
+        copies: int = 0,
     ) -> "SessionHandle":
         """Create an empty session of `model`; an empty id lets the server choose.
 
         `layout`: the streams beside token ids that each token has a row in, by default all of the model's;
-        empty for token ids alone. `salt`: up to 64 bytes; only sessions of one salt share tokens. Raises
+        empty for token ids alone. `salt`: up to 64 bytes; only sessions of one salt share tokens. `copies`:
+        on how many SSD directories each segment shall be, 1 or 2; 0 for the server's setting. Raises
         SessionAlreadyExists, ModelNotFound, InvalidArgument.
         """
         _check_expiration(ttl, expire_time)
@@ -74,6 +76,7 @@ class SessionCalls:
             expire_time=timestamp(expire_time),
             is_pinned=is_pinned,
             salt=salt,
+            copies=copies,
         )
         made = session_from_wire(self._wire.call(self._wire.sessions.CreateSession, request))
         return self.open(made, model)
@@ -123,11 +126,19 @@ class SessionCalls:
         ttl: timedelta | None = None,
         expire_time: datetime | None = None,
         is_pinned: bool | None = None,
+        copies: int = 0,
     ) -> SessionInfo:
-        """Change expiry or pin; with neither, touch. Raises SessionNotFound."""
+        """Change expiry, pin or copies (0: as they are); with none, touch.
+
+        Raises SessionNotFound, InvalidArgument, CapacityExceeded.
+        """
         _check_expiration(ttl, expire_time)
         request = session_pb2.UpdateSessionRequest(
-            name=name, ttl=duration(ttl), expire_time=timestamp(expire_time), is_pinned=is_pinned
+            name=name,
+            ttl=duration(ttl),
+            expire_time=timestamp(expire_time),
+            is_pinned=is_pinned,
+            copies=copies,
         )
         return session_from_wire(self._wire.call(self._wire.sessions.UpdateSession, request))
 
@@ -418,10 +429,13 @@ class SessionHandle:
         ttl: timedelta | None = None,
         expire_time: datetime | None = None,
         is_pinned: bool | None = None,
+        copies: int = 0,
     ) -> SessionInfo:
         """See SessionCalls.update."""
         return self._known(
-            self._sessions.update(self.name, ttl=ttl, expire_time=expire_time, is_pinned=is_pinned)
+            self._sessions.update(
+                self.name, ttl=ttl, expire_time=expire_time, is_pinned=is_pinned, copies=copies
+            )
         )
 
     def keep_recent(

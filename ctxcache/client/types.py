@@ -184,7 +184,7 @@ class SessionInfo:
     dram_bytes: int = 0
     """Bytes it occupies in the arena, segments shared with forks included."""
     ssd_bytes: int = 0
-    """Bytes it occupies on SSD, segments shared with forks included."""
+    """Bytes it occupies on SSD, segments shared with forks and second copies included."""
     salt: bytes = b""
     """The salt in the keys of its tokens."""
     contents: tuple[Content, ...] = ()
@@ -195,6 +195,10 @@ class SessionInfo:
     whole_token_count: int = 0
     """How many of its first tokens were computed with all tokens before them: those up to the first that was
     dropped. Only `sessions.get` tells it.
+    """
+    copies: int = 0
+    """On how many SSD directories each of its segments shall be, 1 or 2. Where one has no room, or is lost,
+    a segment has one copy until there is another place.
     """
 
     @property
@@ -711,6 +715,14 @@ class StoreStats:
     """
     mended_segment_count: int = 0
     """Segments whose bytes in memory were not what was written, and that have what SSD has again."""
+    mended_copy_count: int = 0
+    """Copies on SSD that were bad or unreadable; the other one was served, and a new one made."""
+    uncopied_segment_count: int = 0
+    """Segments that were made durable with one copy where two are asked for."""
+    single_copy_segment_count: int = 0
+    """Segments that shall have two copies on SSD now, and have one that can be had."""
+    joined_segment_count: int = 0
+    """Short segments of long sessions that were made one with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -726,7 +738,9 @@ class TenantStats:
     ssd_bytes: int = 0
     """Bytes of its segments on SSD, those on the way included."""
     kept_bytes: int = 0
-    """Bytes of its segments, those in both places counted once: what its limit bounds."""
+    """Bytes of its segments, those in both places counted once and those of two copies twice: what its limit
+    bounds.
+    """
     guaranteed_dram_bytes: int = 0
     """Bytes of DRAM that no other tenant takes from it. 0: it has no share."""
     guaranteed_ssd_bytes: int = 0

@@ -155,6 +155,14 @@ CONDITIONS = (
         _grown("ctxcache_mended_segments_total", 60),
     ),
     Condition(
+        "CtxcacheSingleCopies",
+        WARNING,
+        "Segments lack their second copy",
+        "segments",
+        0,
+        _gauge("ctxcache_single_copy_segments"),
+    ),
+    Condition(
         "CtxcacheQuarantinedPlaces",
         WARNING,
         "Places on SSD are kept from use",

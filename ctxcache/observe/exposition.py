@@ -150,6 +150,10 @@ def _moves(cache: Cache) -> Iterator[Sample]:
     yield Sample("ctxcache_delayed_writes_total", counters.delayed_write_count)
     yield Sample("ctxcache_corrupt_segments_total", counters.corrupt_segment_count)
     yield Sample("ctxcache_mended_segments_total", counters.mended_segment_count)
+    yield Sample("ctxcache_mended_copies_total", counters.mended_copy_count)
+    yield Sample("ctxcache_uncopied_segments_total", counters.uncopied_segment_count)
+    yield Sample("ctxcache_single_copy_segments", len(ledger.copies.single))
+    yield Sample("ctxcache_joined_segments_total", counters.joined_segment_count)
     yield Sample("ctxcache_spoiled_slots", len(cache.ledger.memory.spoiled))
     for step, count in seen.upkeep_failures.items():
         yield Sample("ctxcache_upkeep_failures_total", count, (step,))

@@ -617,6 +617,30 @@ MOVES = Group(
             "It grows: memory, or a process that maps the arena, changes bytes. Look at ECC counters, and "
             "at who may write there.",
         ),
+        counter(
+            "mended_copies",
+            "copies",
+            "Copies on SSD that were bad or unreadable; the other one was served, and a new one made.",
+            "It grows: a device returns wrong bytes. `ctxcache verify`, then look at SMART.",
+        ),
+        counter(
+            "uncopied_segments",
+            "segments",
+            "Segments that were made durable with one copy where two are asked for.",
+            "It grows: a device has no room, or is lost.",
+        ),
+        gauge(
+            "single_copy_segments",
+            "segments",
+            "Segments that shall have two copies on SSD, and have one that can be had.",
+            "Not 0 for long: the loss of another device costs their tokens.",
+        ),
+        counter(
+            "joined_segments",
+            "segments",
+            "Short segments of long sessions that were made one with others.",
+            "For scale only.",
+        ),
         gauge(
             "spoiled_slots",
             "slots",

@@ -260,6 +260,7 @@ class Server:
                 shares=Shares(settings.tenant_shares, are_tenants_known=is_divided),
                 queue_limits=queue_limits_of(settings, are_divided=is_divided),
                 spans=spans,
+                copies=settings.ssd_copies,
             )
             await _load(cache)
             on_loaded()

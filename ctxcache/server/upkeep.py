@@ -1,10 +1,11 @@
 """Upkeep: what happens unasked. Expiry, deadlines, write-behind, free room, access times, learned facts.
 
-Eight loops, so that a slow device delays neither a deadline nor the room that clean segments give:
+Nine loops, so that a slow device delays neither a deadline nor the room that clean segments give:
 
     end_what_is_over    leases, reservations, sessions, keys   every half second
     write_behind        what is full, old or too much          when pressed
     join                short segments of long sessions        every half second
+    copy                second copies on another SSD path      every half second
     make_room           free room in the arena                 when short
     look_after_devices  lost paths                             every half second
     give_up_overdue     callers that wait for a hung device    every half second
@@ -58,6 +59,7 @@ class Upkeep:
             loops.create_task(self._repeat(self.end_what_is_over, asyncio.Event()))
             loops.create_task(self._repeat(self.write_behind, self._cache.state.is_pressed))
             loops.create_task(self._repeat(self.join, asyncio.Event()))
+            loops.create_task(self._repeat(self.copy, asyncio.Event()))
             loops.create_task(self._repeat(self.make_room, self._cache.memory_room.is_short))
             loops.create_task(self._repeat(self.look_after_devices, asyncio.Event()))
             loops.create_task(self._repeat(self.give_up_overdue, asyncio.Event()))
@@ -69,6 +71,7 @@ class Upkeep:
         await self.end_what_is_over()
         await self.write_behind()
         await self.join()
+        await self.copy()
         await self.make_room()
         await self.give_up_overdue()
         await self.look_after_devices()
@@ -93,6 +96,10 @@ class Upkeep:
     async def join(self) -> bool:
         """Make one long segment of many short ones."""
         return await self._try(self._cache.joining.turn)
+
+    async def copy(self) -> bool:
+        """Make the second copies that are lacking on SSD."""
+        return await self._try(self._cache.copying.turn)
 
     async def make_room(self) -> bool:
         """Keep some of the arena free."""

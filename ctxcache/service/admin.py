@@ -132,6 +132,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             quarantined_bytes=sum(slot.size_bytes for slot in quarantined),
             dirty_bytes=ledger.due_bytes,
             spared_bytes=ledger.dirty_bytes - ledger.due_bytes,
+            single_copy_segment_count=len(ledger.copies.single),
             arena_prefaulted_bytes=self._about.arena_prefaulted_bytes(),
             **{name: getattr(counters, name) for name in counters.__slots__},
             **asdict(ledger.placement.prefetched),

@@ -278,7 +278,7 @@ def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) 
     message.CopyFrom(constants)
     message.generation, message.token_count = view.generation, view.token_count
     message.durable_token_count = view.durable_token_count
-    message.is_pinned = view.is_pinned
+    message.is_pinned, message.copies = view.is_pinned, view.copies
     message.dram_bytes, message.ssd_bytes = view.memory_bytes, view.durable_bytes
     ahead_ns = clock.wall_ahead_ns()
     for told, time_ns in (

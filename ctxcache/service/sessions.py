@@ -66,6 +66,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             expiration=self._future(self._expiration(request)),
             is_pinned=request.is_pinned,
             salt=validate.salt(request.salt) if request.salt else b"",
+            copies=validate.within(request.copies, 0, 2, "copies"),
         )
         return convert.session_message(view, self._clock)
 
@@ -112,6 +113,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             validate.session_id(request.name),
             expiration=self._expiration(request),
             is_pinned=request.is_pinned if request.HasField("is_pinned") else None,
+            copies=validate.within(request.copies, 0, 2, "copies"),
         )
         return convert.session_message(view, self._clock)
 

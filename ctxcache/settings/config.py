@@ -112,6 +112,7 @@ class Settings(BaseSettings):
     arena_sealed: bool = _knob("arena_sealed")
     ssd_directories: Paths = _knob("ssd_directories")
     ssd_missing: Literal["refuse", "serve"] = _knob("ssd_missing")
+    ssd_copies: int = _knob("ssd_copies")
     ssd_hang_after_s: float = _knob("ssd_hang_after_s")
     ssd_size_bytes: Size = _knob("ssd_size_bytes")
     listen: str = _knob("listen")

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from ctxcache.errors import DataDirectoryUnusable, TierFailure
+from ctxcache.errors import DataDirectoryUnusable, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import align
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.runtime.files import claim_directory, tighten
@@ -57,6 +57,9 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     if faults:
         log.warning("fault_injection_on data_directory=%s", settings.data_directory)
     named = ssd_directories_of(settings)
+    if settings.ssd_copies > len(named):
+        problem = f"{settings.ssd_copies} copies need as many SSD directories, and {len(named)} is named"
+        raise InvalidConfiguration(source="ssd_copies", problem=problem)
     check_not_restoring(settings.data_directory)
     check_not_orphaned(settings.data_directory, named)
     directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")

@@ -155,7 +155,9 @@ def _collect(directories: Sequence[Path], instance_id: str) -> tuple[Rebuilt, li
     kept = dict(_segments(contents, directories, places, result))
     sessions = list(_sessions(contents.records))
     listed = {segment_id for session in sessions for segment_id in session.segment_ids}
-    result.unlisted_segment_count = sum(map(len, places.values())) - len(kept)
+    result.unlisted_segment_count = sum(map(len, places.values())) - sum(
+        len(record.places) for record in kept.values()
+    )
     for session in sessions:
         _count(session, kept, result)
     result.segment_count = len(kept)
@@ -190,28 +192,31 @@ def _segments(
         if not key.startswith(records.SEGMENT_PREFIX):
             continue
         record = records.decode_segment(key, value)
-        slot = _slot(record, directories, places.get(record.header_checksum, ()))
-        if slot:
-            yield record.segment_id, record._replace(slot=slot)
+        found = _slots(record, directories, places.get(record.header_checksum, ()))
+        if found:
+            yield record.segment_id, record._replace(slot=found[0], copy=found[1] if found[1:] else None)
         else:
             log.error("segment_not_found segment=%d", record.segment_id)
             result.lost_segment_count += 1
 
 
-def _slot(record: SegmentRecord, directories: Sequence[Path], places: Iterable[Place]) -> Slot | None:
-    """Where all of the segment is: where it is recorded, if it is there.
+def _slots(record: SegmentRecord, directories: Sequence[Path], places: Iterable[Place]) -> list[Slot]:
+    """Where all of the segment is: where it is recorded, as far as it is there, or else at one other place.
 
     Other places were given back, and may hold anything by now.
     """
-    recorded = (record.slot.path_index, record.slot.offset_bytes)
-    for number, found in sorted(places, key=lambda place: (place[0], place[1].offset_bytes) != recorded):
+    recorded = [(slot.path_index, slot.offset_bytes) for slot in record.places]
+    whole: list[Slot] = []
+    for number, found in sorted(places, key=lambda place: (place[0], place[1].offset_bytes) not in recorded):
+        is_recorded = (number, found.offset_bytes) in recorded
         if (
-            found.header.segment_id == record.segment_id
+            (is_recorded or not whole)
+            and found.header.segment_id == record.segment_id
             and found.header.identity == record.identity
             and is_whole(directories[number] / SEGMENTS, found)
         ):
-            return Slot(number, found.offset_bytes, record.slot.size_bytes)
-    return None
+            whole.append(Slot(number, found.offset_bytes, record.slot.size_bytes))
+    return whole
 
 
 def _sessions(found: Mapping[bytes, bytes]) -> Iterator[SessionRecord]:

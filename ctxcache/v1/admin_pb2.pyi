@@ -344,7 +344,9 @@ class BadSegment(_message.Message):
     tier: _session_pb2.Tier.ValueType
     """Which copy."""
     is_mended: _builtins.bool
-    """It was a copy in memory, and what SSD has took its place: nothing is lost."""
+    """Nothing is lost: it was a copy in memory, and what SSD has took its place; or another SSD directory has a
+    good copy.
+    """
     @_builtins.property
     def sessions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Resource names of its sessions; unless it was mended, they end before it now."""
@@ -474,6 +476,10 @@ class Stats(_message.Message):
     UNADMITTED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
     SPARED_BYTES_FIELD_NUMBER: _builtins.int
     MENDED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    MENDED_COPY_COUNT_FIELD_NUMBER: _builtins.int
+    UNCOPIED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    SINGLE_COPY_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    JOINED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the server."""
     data_directory: _builtins.str
@@ -528,6 +534,14 @@ class Stats(_message.Message):
     """Bytes of sessions that only DRAM has and that are not to be written for now: what a crash would lose all of."""
     mended_segment_count: _builtins.int
     """Segments whose bytes in memory were not what was written, and that have what SSD has again."""
+    mended_copy_count: _builtins.int
+    """Copies on SSD that were bad or unreadable; the other one was served, and a new one made."""
+    uncopied_segment_count: _builtins.int
+    """Segments that were made durable with one copy where two are asked for."""
+    single_copy_segment_count: _builtins.int
+    """Segments that shall have two copies on SSD now, and have one that can be had."""
+    joined_segment_count: _builtins.int
+    """Short segments of long sessions that were made one with others."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started."""
@@ -573,10 +587,14 @@ class Stats(_message.Message):
         unadmitted_session_count: _builtins.int = ...,
         spared_bytes: _builtins.int = ...,
         mended_segment_count: _builtins.int = ...,
+        mended_copy_count: _builtins.int = ...,
+        uncopied_segment_count: _builtins.int = ...,
+        single_copy_segment_count: _builtins.int = ...,
+        joined_segment_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_token_count", b"appended_token_count", "arena_prefaulted_bytes", b"arena_prefaulted_bytes", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "delayed_write_count", b"delayed_write_count", "dirty_bytes", b"dirty_bytes", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "mended_segment_count", b"mended_segment_count", "model_count", b"model_count", "prefetch_late_segment_count", b"prefetch_late_segment_count", "prefetch_unused_segment_count", b"prefetch_unused_segment_count", "prefetch_used_segment_count", b"prefetch_used_segment_count", "prefetched_segment_count", b"prefetched_segment_count", "promoted_segment_count", b"promoted_segment_count", "quarantined_bytes", b"quarantined_bytes", "quarantined_slot_count", b"quarantined_slot_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "segment_count", b"segment_count", "session_count", b"session_count", "spared_bytes", b"spared_bytes", "start_time", b"start_time", "tiers", b"tiers", "unadmitted_session_count", b"unadmitted_session_count", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_token_count", b"appended_token_count", "arena_prefaulted_bytes", b"arena_prefaulted_bytes", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "delayed_write_count", b"delayed_write_count", "dirty_bytes", b"dirty_bytes", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "joined_segment_count", b"joined_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "mended_copy_count", b"mended_copy_count", "mended_segment_count", b"mended_segment_count", "model_count", b"model_count", "prefetch_late_segment_count", b"prefetch_late_segment_count", "prefetch_unused_segment_count", b"prefetch_unused_segment_count", "prefetch_used_segment_count", b"prefetch_used_segment_count", "prefetched_segment_count", b"prefetched_segment_count", "promoted_segment_count", b"promoted_segment_count", "quarantined_bytes", b"quarantined_bytes", "quarantined_slot_count", b"quarantined_slot_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "segment_count", b"segment_count", "session_count", b"session_count", "single_copy_segment_count", b"single_copy_segment_count", "spared_bytes", b"spared_bytes", "start_time", b"start_time", "tiers", b"tiers", "unadmitted_session_count", b"unadmitted_session_count", "uncopied_segment_count", b"uncopied_segment_count", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -661,7 +679,7 @@ class TenantUse(_message.Message):
     ssd_bytes: _builtins.int
     """Bytes of its segments on SSD, those on the way included."""
     kept_bytes: _builtins.int
-    """Bytes of its segments, those in both places counted once: what its limit bounds."""
+    """Bytes of its segments, those in both places counted once and those of two copies twice: what its limit bounds."""
     guaranteed_dram_bytes: _builtins.int
     """Bytes of DRAM that nobody else's need takes from it. 0: it has no share."""
     guaranteed_ssd_bytes: _builtins.int

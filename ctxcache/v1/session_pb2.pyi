@@ -182,6 +182,7 @@ class Session(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     CONTENTS_FIELD_NUMBER: _builtins.int
     WHOLE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `sessions/{session_id}`; the id matches [a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}."""
     uid: _builtins.str
@@ -205,12 +206,16 @@ class Session(_message.Message):
     dram_bytes: _builtins.int
     """Bytes it occupies in the arena, segments shared with forks included."""
     ssd_bytes: _builtins.int
-    """Bytes it occupies on SSD, segments shared with forks included."""
+    """Bytes it occupies on SSD, segments shared with forks and second copies included."""
     salt: _builtins.bytes
     """What the keys of its tokens are made with, see CreateSessionRequest.salt."""
     whole_token_count: _builtins.int
     """How many of its first tokens were computed with all tokens before them: those up to the first that was dropped. Only
     GetSession answers with it.
+    """
+    copies: _builtins.int
+    """On how many SSD directories each of its segments shall be, 1 or 2. Where one has no room, or is lost, a
+    segment has one copy until there is another place.
     """
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
@@ -260,10 +265,11 @@ class Session(_message.Message):
         salt: _builtins.bytes = ...,
         contents: _abc.Iterable[Global___ContentRange] | None = ...,
         whole_token_count: _builtins.int = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "create_time", b"create_time", "expire_time", b"expire_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "contents", b"contents", "create_time", b"create_time", "dram_bytes", b"dram_bytes", "durable_token_count", b"durable_token_count", "expire_time", b"expire_time", "generation", b"generation", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "name", b"name", "salt", b"salt", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant", "token_count", b"token_count", "ttl", b"ttl", "uid", b"uid", "whole_token_count", b"whole_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "contents", b"contents", "copies", b"copies", "create_time", b"create_time", "dram_bytes", b"dram_bytes", "durable_token_count", b"durable_token_count", "expire_time", b"expire_time", "generation", b"generation", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "name", b"name", "salt", b"salt", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant", "token_count", b"token_count", "ttl", b"ttl", "uid", b"uid", "whole_token_count", b"whole_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +288,7 @@ class CreateSessionRequest(_message.Message):
     TTL_FIELD_NUMBER: _builtins.int
     IS_PINNED_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the new session, see Session.name. Empty: the server chooses one."""
     model: _builtins.str
@@ -291,6 +298,10 @@ class CreateSessionRequest(_message.Message):
     salt: _builtins.bytes
     """Up to 64 bytes. Sessions find and adopt each other's tokens only where this is equal: a user, an adapter, a kernel
     whose rounding matters. It never changes, and forks have it too. Default empty.
+    """
+    copies: _builtins.int
+    """On how many SSD directories each of its segments shall be: 1, 2, or 0 for the server's setting. More than
+    the server has directories is INVALID_ARGUMENT. Both copies count in the tenant's limit.
     """
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
@@ -316,10 +327,11 @@ class CreateSessionRequest(_message.Message):
         ttl: _duration_pb2.Duration | None = ...,
         is_pinned: _builtins.bool = ...,
         salt: _builtins.bytes = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expiration", b"expiration", "expire_time", b"expire_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expiration", b"expiration", "expire_time", b"expire_time", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "salt", b"salt", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "expiration", b"expiration", "expire_time", b"expire_time", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "salt", b"salt", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_expiration: _TypeAlias = _typing.Literal["expire_time", "ttl"]  # noqa: Y015
     _WhichOneofArgType_expiration: _TypeAlias = _typing.Literal["expiration", b"expiration"]  # noqa: Y015
@@ -419,11 +431,16 @@ class UpdateSessionRequest(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     IS_PINNED_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     is_pinned: _builtins.bool
     """Hold it against eviction, or no longer. Unset: as before; set, it needs the role operator, else
     PERMISSION_DENIED.
+    """
+    copies: _builtins.int
+    """On how many SSD directories each of its segments shall be, 1 or 2; 0: as before. Copies that are lacking
+    are made, and those too many given back, behind this call's back.
     """
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
@@ -440,10 +457,11 @@ class UpdateSessionRequest(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
         is_pinned: _builtins.bool | None = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_is_pinned", b"_is_pinned", "expiration", b"expiration", "expire_time", b"expire_time", "is_pinned", b"is_pinned", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_is_pinned", b"_is_pinned", "expiration", b"expiration", "expire_time", b"expire_time", "is_pinned", b"is_pinned", "name", b"name", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_is_pinned", b"_is_pinned", "copies", b"copies", "expiration", b"expiration", "expire_time", b"expire_time", "is_pinned", b"is_pinned", "name", b"name", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__is_pinned: _TypeAlias = _typing.Literal["is_pinned"]  # noqa: Y015
     _WhichOneofArgType__is_pinned: _TypeAlias = _typing.Literal["_is_pinned", b"_is_pinned"]  # noqa: Y015

@@ -143,8 +143,9 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateSession(self, request, context):
-        """Changes expiry or pin, and counts as an access: an update that sets nothing is a touch.
-        Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND).
+        """Changes expiry, pin or copies, and counts as an access: an update that sets nothing is a touch.
+        Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND);
+        RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED: its second copies are beyond the tenant's limit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

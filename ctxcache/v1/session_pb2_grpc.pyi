@@ -58,8 +58,9 @@ class SessionServiceStub:
     created or deleted meanwhile may or may not appear. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     UpdateSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.UpdateSessionRequest, _session_pb2.Session]
-    """Changes expiry or pin, and counts as an access: an update that sets nothing is a touch.
-    Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND).
+    """Changes expiry, pin or copies, and counts as an access: an update that sets nothing is a touch.
+    Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND);
+    RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED: its second copies are beyond the tenant's limit).
     """
     TruncateSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.TruncateSessionRequest, _session_pb2.Session]
     """Drops tokens, in metadata alone: what stays is valid as it lies, and a reader assigns new
@@ -139,8 +140,9 @@ class SessionServiceAsyncStub(SessionServiceStub):
     created or deleted meanwhile may or may not appear. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     UpdateSession: _aio.UnaryUnaryMultiCallable[_session_pb2.UpdateSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
-    """Changes expiry or pin, and counts as an access: an update that sets nothing is a touch.
-    Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND).
+    """Changes expiry, pin or copies, and counts as an access: an update that sets nothing is a touch.
+    Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND);
+    RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED: its second copies are beyond the tenant's limit).
     """
     TruncateSession: _aio.UnaryUnaryMultiCallable[_session_pb2.TruncateSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
     """Drops tokens, in metadata alone: what stays is valid as it lies, and a reader assigns new
@@ -241,8 +243,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.UpdateSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.Session, _abc.Awaitable[_session_pb2.Session]]:
-        """Changes expiry or pin, and counts as an access: an update that sets nothing is a touch.
-        Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND).
+        """Changes expiry, pin or copies, and counts as an access: an update that sets nothing is a touch.
+        Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND);
+        RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED: its second copies are beyond the tenant's limit).
         """
 
     @_abc_1.abstractmethod

@@ -118,6 +118,8 @@ class Rig:
     make_policy: Callable[[], Ranked] = LeastRecentlyUsed
     many_segments: int = MANY_SEGMENTS
     """From how many segments on a session's short ones are joined."""
+    copies: int = 1
+    """How many SSD paths have each segment, unless a session says otherwise."""
     crash_count: int = 0
     """How many crashes the cache is told of."""
     cache: Cache = field(init=False)
@@ -134,7 +136,7 @@ class Rig:
         self.cache = Cache(
             arena=self.arena, ssd=ssd, metadata=metadata, clock=self.clock,
             policy=self.make_policy(), default_expiration=Expiration(DEFAULT_TTL_NS), limits=self.limits,
-            watermarks=self.watermarks, shares=self.shares, crash_count=self.crash_count,
+            watermarks=self.watermarks, shares=self.shares, crash_count=self.crash_count, copies=self.copies,
         )  # fmt: skip
         self.cache.ledger.many_segments = self.many_segments
         await self.cache.open()
@@ -147,13 +149,25 @@ class Rig:
     # -- the verbs of a client -------------------------------------------------------------------
 
     async def create(
-        self, session_id: str, *, is_pinned: bool = False, ttl_s: int = 3600, salt: bytes = b""
+        self,
+        session_id: str,
+        *,
+        is_pinned: bool = False,
+        ttl_s: int = 3600,
+        salt: bytes = b"",
+        copies: int = 0,
     ) -> SessionView:
         """A new session that stores every stream."""
         return await self.cache.sessions.create(
             self.tenant, session_id, model_id=MODEL.model_id, layout=ranges_of(STREAMS),
-            expiration=Expiration(ttl_s * 10**9), is_pinned=is_pinned, salt=salt,
+            expiration=Expiration(ttl_s * 10**9), is_pinned=is_pinned, salt=salt, copies=copies,
         )  # fmt: skip
+
+    async def mark(self, session_id: str, copies: int) -> SessionView:
+        """Ask for so many copies of a session on SSD."""
+        return await self.cache.sessions.update(
+            self.tenant, session_id, expiration=None, is_pinned=None, copies=copies
+        )
 
     def token_count(self, session_id: str) -> int:
         """Tokens that are visible."""

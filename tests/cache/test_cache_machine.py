@@ -166,12 +166,16 @@ class CacheMachine(RuleBasedStateMachine):
             self.create(is_pinned=False, ttl_s=3600)
             self.append(len(self.model) - 1, count, is_durable=False)
 
-    @rule(is_pinned=seldom, ttl_s=st.sampled_from([400, 3600, 100000]))
-    def create(self, *, is_pinned: bool, ttl_s: int) -> None:
+    @rule(
+        is_pinned=seldom,
+        ttl_s=st.sampled_from([400, 3600, 100000]),
+        copies=st.sampled_from([1, 1, 2]),
+    )
+    def create(self, *, is_pinned: bool, ttl_s: int, copies: int = 1) -> None:
         """A new session is empty."""
         name = f"s{self.name_count}"
         self.name_count += 1
-        view = self.run(self.rig.create(name, is_pinned=is_pinned, ttl_s=ttl_s))
+        view = self.run(self.rig.create(name, is_pinned=is_pinned, ttl_s=ttl_s, copies=copies))
         assert view.token_count == 0
         self.model[name] = Known(is_pinned=is_pinned, ttl_ns=ttl_s * 10**9)
         self.touch(name)
@@ -348,7 +352,8 @@ class CacheMachine(RuleBasedStateMachine):
         if name in self.rig.names():
             known.tokens, known.durable = list(adopted), set(adopted)
             self.touch(name)
-            rest = wanted[self.rig.token_count(name) :]
+            # The arena has room for six segments at a time.
+            rest = wanted[self.rig.token_count(name) :][: 4 * SEGMENT_TOKENS]
             with self.may_lack_room():
                 self.run(self.rig.append(name, rest))
             self.settle_append(name, rest)
@@ -404,6 +409,16 @@ class CacheMachine(RuleBasedStateMachine):
             view = self.run(work)
             assert view.durable_token_count == view.token_count
             self.model[name].durable |= set(self.model[name].tokens)
+
+    @precondition(lambda self: self.model)
+    @rule(pick=picks, copies=st.sampled_from([1, 2, 2]))
+    def mark_copies(self, pick: int, copies: int) -> None:
+        """A session shall be on both paths, or on one again: as far as there is room it comes to be."""
+        name = self.name(pick)
+        self.run(self.rig.mark(name, copies))
+        self.touch(name)
+        with self.may_lack_room():
+            self.run(self.rig.cache.copying.turn())
 
     @precondition(lambda self: self.idle())
     @rule(pick=picks)

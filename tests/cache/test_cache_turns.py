@@ -162,18 +162,18 @@ async def register(rig: MemoryRig) -> None:
 
 
 CALLS: dict[Callable[[MemoryRig], Awaitable[None]], int] = {
-    look: 100,
+    look: 110,
     lease: 18_500,
     lease_a_part: 1_000,
     fork: 5_500,
-    drop: 9_000,
-    keep_first: 9_000,
+    drop: 9_300,
+    keep_first: 9_300,
     delete: 11_000,
     append_durable: 2_200,
-    append_many: 85_000,
+    append_many: 86_000,
     look_up: 100,
     list_fork: 250,
-    match: 650,
+    match: 750,
     register: 650,
 }
 

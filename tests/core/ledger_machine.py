@@ -697,10 +697,9 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.held(segment)
             self._hold(segment)
             self._cut(segment, rows.begin)
-            slot = self.ledger.disowned(segment, is_bad=True)
-            assert slot == rows.below
-            assert slot is not None
-            self.quarantined.add(slot)
+            slots = self.ledger.disowned(segment, is_bad=True)
+            assert slots == (rows.below,)
+            self.quarantined.update(slots)
             rows.below = None
             self.ledger.released(segment)
             self._release(segment)

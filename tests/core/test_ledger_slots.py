@@ -55,7 +55,7 @@ def test_a_slot_that_is_bad_and_may_be_recorded_waits_for_both() -> None:
         assert slot is not None
         rig.ledger.held(segment)
         rig.removed(rig.ledger.ended(session), is_well=False)
-        assert rig.ledger.disowned(segment, is_bad=True) == slot
+        assert rig.ledger.disowned(segment, is_bad=True) == (slot,)
         rig.ledger.released(segment)
         if is_first_named:
             rig.ledger.unstranded([slot])

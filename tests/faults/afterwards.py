@@ -22,7 +22,7 @@ def compare(client: Client, ledger: Ledger, terms: Terms) -> None:
 
     `client` reads by stream, so that an arena smaller than a session does not matter.
     """
-    _check_books(ledger, client, is_fresh=True)
+    _check_books(ledger, client, terms.copies, is_fresh=True)
     asked_ns = time.time_ns()
     present = {session.name: session for session in client.sessions.list()}
     answered_ns = time.time_ns()
@@ -39,7 +39,7 @@ def compare(client: Client, ledger: Ledger, terms: Terms) -> None:
             ledger.find(f"{session.name} is there, and has expired")
         else:
             _check_session(client, ledger, session, view)
-    _check_books(ledger, client, is_fresh=False)
+    _check_books(ledger, client, terms.copies, is_fresh=False)
 
 
 def empty(client: Client, ledger: Ledger) -> None:
@@ -105,7 +105,7 @@ def _check_session(client: Client, ledger: Ledger, session: Expected, view: Sess
     ledger.find(session.note(view.uid, view.generation))
 
 
-def _check_books(ledger: Ledger, client: Client, *, is_fresh: bool) -> None:
+def _check_books(ledger: Ledger, client: Client, copies: int, *, is_fresh: bool) -> None:
     stats = client.admin.stats()
     least_bytes, most_bytes = ledger.shape.slot_bytes, ledger.shape.longest_slot_bytes
     for tier, name in ((StorageTier.DRAM, "DRAM"), (StorageTier.SSD, "SSD")):
@@ -120,8 +120,9 @@ def _check_books(ledger: Ledger, client: Client, *, is_fresh: bool) -> None:
             ledger.find(f"{used_bytes} B are taken, and segments take {held_bytes} B")
     if is_fresh and _use(stats, StorageTier.DRAM) != (0, 0):
         ledger.find("DRAM is taken right after a start")
-    if is_fresh and _use(stats, StorageTier.SSD)[1] != stats.segment_count:
-        ledger.find(f"{stats.segment_count} segments, {_use(stats, StorageTier.SSD)[1]} of them on SSD")
+    place_count = copies * stats.segment_count - stats.single_copy_segment_count
+    if is_fresh and _use(stats, StorageTier.SSD)[1] != place_count:
+        ledger.find(f"{place_count} copies of segments, {_use(stats, StorageTier.SSD)[1]} of them on SSD")
 
 
 def _use(stats: StoreStats, tier: StorageTier) -> tuple[int, int]:

@@ -35,6 +35,7 @@ from tests.faults.crash import ProcessGround
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.history_check import NEVER_NS, Op, Outcome, Runs, check, joined
 from tests.faults.history_client import MODEL, SHAPE, Log, Worker, lineage_of, work
+from tests.faults.plants.crash import JOINED
 from tests.faults.power import PowerGround, check_supported
 from tests.faults.rounds import Ground
 from tests.nursery import Nursery
@@ -135,6 +136,7 @@ class Play:
             hand.process.join(END_TIMEOUT_S)
             if hand.process.is_alive():
                 hand.process.kill()
+        self._report.count("join_count", stage.server.stderr.count(JOINED))
         stage.server.close()
 
     def close(self) -> None:
@@ -149,8 +151,15 @@ class Play:
         options = [part for path in ssd_directories for part in ("--ssd-directories", str(path))]
         options += ["--arena-size-bytes", str(400 * SHAPE.slot_bytes)]
         options += ["--ssd-size-bytes", str(600 * SHAPE.slot_bytes), "--log-level", "error"]
+        plants = self._plants
+        if self._random.random() < 0.5:
+            # Sessions are too short to be joined otherwise.
+            plants = [*plants, "joins_early"]
+        if len(ssd_directories) > 1 and self._random.random() < 0.5:
+            options += ["--ssd-copies", "2"]
+            self._report.count("stages_with_two_copies")
         server = ServerProcess(
-            data_directory, *options, program=planted.forked(self._plants), nursery=self._nursery
+            data_directory, *options, program=planted.forked(plants), nursery=self._nursery
         )
         self._stage = stage = Stage(self._ground, server)
         server.start()

@@ -3,7 +3,7 @@
     python -m tests.faults.powercut --cuts 200
 
 The data directory and the SSD files lie on ext4 over loop devices over disks with a volatile cache
-(`cut_disk`), on one disk or on two; clients work as in `crash`, every round ends by a cut, also one whose
+(`cut_disk`), on one disk, two or three; clients work as in `crash`, every round ends by a cut, also one whose
 server ended in order. SIGKILL alone proves nothing about syncs. Worst case: a machine without FUSE, loop
 devices or root, where this is skipped (exit code 77).
 """
@@ -34,8 +34,8 @@ def run(options: argparse.Namespace, report: Report) -> None:
     rng = random.Random(options.seed)
     directory = Path(tempfile.mkdtemp(prefix="ctxcache-power-"))
     plants = [options.control] if options.control else []
-    # On one disk the log's sync makes the slots durable too: only a second one tells.
-    ground = PowerGround(directory, rng, disk_counts=(2,) if options.control else (1, 2))
+    # On one disk the log's sync makes the slots durable too: only a second one tells. A third has copies.
+    ground = PowerGround(directory, rng, disk_counts=(2,) if options.control else (1, 2, 3))
     rounds = Rounds(ground, report, Blows(rng, KINDS), rng, plants=plants)
     try:
         while ground.cut_count < options.cuts and not (options.control and report.findings):

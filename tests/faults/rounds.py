@@ -20,6 +20,7 @@ from tests.faults.blows import Blow, Blows, Kind
 from tests.faults.expected import Expected
 from tests.faults.harness import Report
 from tests.faults.ledger import Ledger, Shape
+from tests.faults.plants.crash import JOINED
 from tests.faults.workload import Terms, Worker
 from tests.nursery import Nursery
 from tests.server_process import ServerDidNotStart, ServerProcess
@@ -56,6 +57,9 @@ class Epoch:
     ledger: Ledger
     terms: Terms
     rounds_left: int
+    plants: Sequence[str] = ()
+    joined_count: int = 0
+    """Joins that were counted already."""
 
 
 @dataclass(slots=True)
@@ -129,8 +133,16 @@ class Rounds:
         options += ["--arena-size-bytes", str(arena_slots * shape.slot_bytes)]
         options += ["--ssd-size-bytes", str(ssd_slots // len(ssd_directories) * shape.slot_bytes)]
         options += ["--log-level", "error"]
-        terms = Terms(may_evict=may_evict, may_fail=self._ground.may_fail)
-        self._epoch = Epoch(data_directory, options, Ledger(shape), terms, self._random.randint(4, 14))
+        has_copies = len(ssd_directories) > 1 and self._random.random() < 0.5
+        if has_copies:
+            options += ["--ssd-copies", "2"]
+            self._report.count("epochs_with_two_copies")
+        # Sessions are too short to be joined otherwise.
+        plants = ["joins_early"] if self._random.random() < 0.5 else []
+        terms = Terms(may_evict=may_evict, may_fail=self._ground.may_fail, copies=2 if has_copies else 1)
+        self._epoch = Epoch(
+            data_directory, options, Ledger(shape), terms, self._random.randint(4, 14), plants
+        )
         self._report.count("epoch_count")
         return self._epoch
 
@@ -146,7 +158,7 @@ class Rounds:
             return self._start_once(epoch, ())
 
     def _start_once(self, epoch: Epoch, plants: Sequence[str]) -> ServerProcess:
-        server, times = self._server(epoch, [*self._plants, *plants])
+        server, times = self._server(epoch, [*self._plants, *epoch.plants, *plants])
         try:
             began_s = time.monotonic()
             server.start()
@@ -196,6 +208,9 @@ class Rounds:
         elif not epoch.terms.may_evict and not epoch.terms.may_fail:
             self._report.find(f"a drain ended with exit code {code}: {server.stderr[-500:]}")
         epoch.rounds_left -= 1
+        joined_count = server.stderr.count(JOINED)
+        self._report.count("join_count", joined_count - epoch.joined_count)
+        epoch.joined_count = joined_count
 
     def _take_down(self, epoch: Epoch, server: ServerProcess, blow: Blow, workers: Sequence[Worker]) -> None:
         """Let clients work, and the blow fall."""

@@ -47,6 +47,8 @@ class Terms:
 
     may_evict: bool = False
     may_fail: bool = False
+    copies: int = 1
+    """On how many SSD directories everything is to be."""
 
 
 class Worker(threading.Thread):

@@ -25,7 +25,8 @@ UINT64 = st.integers(0, (1 << 64) - 1)
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 NAME = st.text(max_size=40)
 STREAM = st.builds(Stream, INT32, st.sampled_from(StateKind))
-SEGMENTS = st.builds(
+PLACES = st.builds(Slot, st.integers(0, 65535), SIZE, SIZE)
+ONE_COPY = st.builds(
     SegmentRecord,
     UINT64,
     st.builds(
@@ -37,10 +38,16 @@ SEGMENTS = st.builds(
         INT64,
         st.binary(min_size=32, max_size=32),
     ),
-    st.builds(Slot, st.integers(0, 65535), SIZE, SIZE),
+    PLACES,
     UINT64,
     st.lists(st.binary(min_size=32, max_size=32), max_size=3).map(tuple),
     st.integers(0, 2**32 - 1),
+    copy=st.none(),
+)
+SEGMENTS = ONE_COPY | st.builds(
+    lambda record, place: record._replace(copy=place._replace(size_bytes=record.slot.size_bytes)),
+    ONE_COPY,
+    PLACES,
 )
 SESSIONS = st.builds(
     SessionRecord,
@@ -58,6 +65,7 @@ SESSIONS = st.builds(
     expire_time_ns=INT64,
     ttl_ns=st.none() | INT64,
     is_pinned=st.booleans(),
+    copies=st.sampled_from((1, 2)),
 )
 BLOCKS = st.integers(0, 4).flatmap(
     lambda count: st.builds(

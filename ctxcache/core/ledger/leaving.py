@@ -82,13 +82,15 @@ class Leaving:
                     break
         return session
 
-    def from_below(self, for_session: Session, size_bytes: int) -> Session | None:
-        """The coldest session but this one that gives room on a path that takes writes.
+    def from_below(
+        self, for_session: Session, size_bytes: int, besides: Collection[int] = ()
+    ) -> Session | None:
+        """The coldest session but this one that gives room on a path that takes writes, and is none of these.
 
         None when there is none.
         """
         among = self._quotas.below(for_session.tenant, size_bytes)
-        return self._first(for_session, among, self._frees_room)
+        return self._first(for_session, among, lambda session: self._frees_room(session, besides))
 
     def of_tenant(self, for_session: Session) -> Session | None:
         """The coldest session of the same tenant but this one, wherever it lies; None when there is none."""
@@ -116,7 +118,7 @@ class Leaving:
             return False
         if not _is_in_memory_alone(session) or self._feed.retaining.store_level(session.uid):
             return False
-        needed_bytes = ahead_bytes + self._unwritten.size_bytes(session)
+        needed_bytes = ahead_bytes + session.copies * self._unwritten.size_bytes(session)
         with closing(self._would_leave(session, needed_bytes)) as leaving:
             return not is_worth_writing(needed_bytes, self._free_bytes, leaving)
 
@@ -179,12 +181,13 @@ class Leaving:
     def _freed_bytes(self, session: Session) -> int:
         """The bytes that leave with it; what others list too stays."""
         closed = self._closed_paths()
-        slots = (s.durable for s in session.segments if s.reference_count == 1)
-        return sum(slot.size_bytes for slot in slots if slot and slot.path_index not in closed)
+        slots = (slot for s in session.segments if s.reference_count == 1 for slot in s.places)
+        return sum(slot.size_bytes for slot in slots if slot.path_index not in closed)
 
-    def _frees_room(self, session: Session) -> bool:
+    def _frees_room(self, session: Session, besides: Collection[int] = ()) -> bool:
         closed = self._closed_paths()
-        return any(s.durable and s.durable.path_index not in closed for s in session.segments)
+        slots = (slot for s in session.segments for slot in s.places)
+        return any(slot.path_index not in closed and slot.path_index not in besides for slot in slots)
 
 
 def _is_in_memory_alone(session: Session) -> bool:

@@ -23,8 +23,8 @@ from ctxcache.core.ledger.leaving import Leaving
 from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
 from ctxcache.core.ledger.rankings import Evictable, Resident, Unwritten
 from ctxcache.core.ledger.retaining import Retaining
-from ctxcache.core.ledger.segment import Kin, Residence, Segment, Shelf
-from ctxcache.core.ledger.session import BEGIN, ExpiryQueue, Piece, Session
+from ctxcache.core.ledger.segment import Copies, Kin, Residence, Segment, Shelf
+from ctxcache.core.ledger.session import BEGIN, ExpiryQueue, Piece, Session, lies_on
 from ctxcache.core.ledger.usage import Quotas, Usage
 from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
@@ -83,13 +83,22 @@ class Wishes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """A segment's first `row_count` rows, written below to `slot`; `values`: one checksum per stream."""
+    """A segment's first `row_count` rows, written below to `slot`; `values`: one checksum per stream.
+
+    `copy`: the slot on another path that has the same bytes, None where there is one copy.
+    """
 
     segment: Segment
     slot: Slot
     row_count: int
     header_checksum: int
     values: tuple[int, ...]
+    copy: Slot | None = None
+
+    @property
+    def places(self) -> tuple[Slot, ...]:
+        """All its slots."""
+        return (self.slot,) if self.copy is None else (self.slot, self.copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +121,8 @@ class GiveUp:
 class Ledger:
     """Every session and every segment. Owned by the event loop.
 
-    `memory` and `below` hand out slots; `usage` counts them by tenant; `quotas` divides them. These three,
-    the `unread` segments and the counts are for others to look at, not to change.
+    `memory` and `below` hand out slots; `usage` counts them by tenant; `quotas` divides them. These,
+    `copies`, the `unread` segments and the counts are for others to look at, not to change.
     """
 
     def __init__(
@@ -158,6 +167,7 @@ class Ledger:
         """From how many of its segments on a session is looked at to be joined. May be replaced."""
         self._lengthened: dict[bytes, Session] = {}
         """Sessions of many segments of which some have become full and durable."""
+        self.copies = Copies()
         self._spoiling: set[Segment] = set()
         """Segments that leave a spoiled slot as soon as nothing uses it."""
         self.lost: Mapping[int, str] = {}
@@ -303,9 +313,14 @@ class Ledger:
 
     def recalled(self, session: Session, idle_s: float) -> None:
         """The session was there when the store was opened, and idle for that long; the oldest come first."""
-        last = session.segments[-1].durable if session.segments else None
-        session.path = last.path_index if last else None
+        places = session.segments[-1].places if session.segments else ()
+        session.path = places[0].path_index if places else None
+        session.copy_path = places[1].path_index if len(places) > 1 else None
         self._add(session)
+        if session.copies == 1:
+            for segment in session.segments:
+                if segment.copy is not None:
+                    self._count_copies(segment)
         session.used(UseEvent.RECALLED)
         self._feed.recalled(session, idle_s)
         self._index(session)
@@ -325,6 +340,7 @@ class Ledger:
         session.adopt(source, token_count)
         for segment in session.segments:
             segment.list_in(session.residence)
+        self._want_copies(session)
         self.closed(session.segments)
         self._index(session)
         self.forked(source, session)
@@ -424,6 +440,16 @@ class Ledger:
             self._end(session, UseEvent.WRITE_ENDED, now_s)
             self._evictable.add(session.uid)
 
+    def wanted(self, session: Session, segments: Iterable[Segment]) -> None:
+        """As many copies of these of the session's segments shall be below as of the session.
+
+        What others list too keeps a second copy that it has, for it may be theirs.
+        """
+        for segment in segments:
+            if session.copies > segment.copies or segment.reference_count == 1:
+                segment.wanted(session.copies)
+                self._count_copies(segment)
+
     def visited(self, session: Session) -> None:
         """An access that is over at once."""
         self._visit(session)
@@ -496,6 +522,7 @@ class Ledger:
             model_fingerprint=session.model_fingerprint,
             layout=layout,
             use=self.usage.of(session.tenant),
+            copies=session.copies,
         )
 
     def recorded_segment(self, segment: Segment) -> None:
@@ -506,7 +533,7 @@ class Ledger:
         """No session lists this segment, as the store is opened."""
         del self._segments[segment.segment_id]
         self.keyed.gone(segment)
-        segment.disowned()
+        segment.placed(())
 
     def reserved(self, segment: Segment, slot: Slot) -> None:
         """A writer got room for the segment's rows."""
@@ -561,7 +588,7 @@ class Ledger:
 
         Returns the slots that they take the place of.
         """
-        replaced = {item.segment.durable for item in written} - {None}
+        replaced = {slot for item in written for slot in item.segment.places}
         for item in written:
             is_outgrown = item.row_count < item.segment.row_count
             self._adopt(item, SegmentEvent.OUTGROWN if is_outgrown else SegmentEvent.FLUSHED)
@@ -571,7 +598,7 @@ class Ledger:
             self._lengthened[session.uid] = session
         # Before the commit: a record written meanwhile must not fall back behind this one.
         session.recorded_end = end
-        return {slot for slot in replaced if slot}
+        return replaced
 
     def recorded(self, session: Session, end: int, begun_ns: int) -> None:
         """The record of that flush is durable."""
@@ -580,10 +607,43 @@ class Ledger:
 
     def moved(self, written: Sequence[Flushed]) -> set[Slot]:
         """These lie in other slots below; returns the slots that they take the place of."""
-        replaced = {item.segment.durable for item in written}
+        replaced = {slot for item in written for slot in item.segment.places}
         for item in written:
             self._adopt(item, SegmentEvent.MOVED)
-        return {slot for slot in replaced if slot}
+        return replaced
+
+    def copied(self, segment: Segment, slot: Slot) -> tuple[Slot, ...]:
+        """The slot, which was taken for it, has what the segment has below.
+
+        Returns the slots that it takes the place of: they lie on a lost path.
+        """
+        kept = self.best_place(segment)
+        assert kept is not None  # noqa: S101  # its bytes were copied from there
+        replaced = tuple(place for place in segment.places if place != kept)
+        segment.placed((kept, slot))
+        segment.stage(-slot.size_bytes)
+        self._count_copies(segment)
+        return replaced
+
+    def place_lost(self, segment: Segment, slot: Slot, *, is_bad: bool) -> None:
+        """One of the segment's two slots below is its own no more; see `disowned`."""
+        segment.placed(tuple(place for place in segment.places if place != slot))
+        self._disown(slot, is_bad=is_bad)
+        self._count_copies(segment)
+        if self.is_on_lost_path(segment):
+            self.reckon_again([segment])
+
+    def best_place(self, segment: Segment) -> Slot | None:
+        """The slot below from which the segment is read: one that can be had, if there is one."""
+        durable, copy = segment.durable, segment.copy
+        if copy is None or durable is None or durable.path_index not in self.lost:
+            return durable
+        return durable if copy.path_index in self.lost else copy
+
+    def recount_copies(self, segment: Segment) -> bool:
+        """Whether a segment still lacks a copy: its path may have come back."""
+        self._count_copies(segment)
+        return segment in self.copies.single
 
     def take_lengthened(self) -> list[Session]:
         """Sessions of many segments that got full ones since the last look."""
@@ -657,8 +717,8 @@ class Ledger:
     def stranded_with(self, segments: Iterable[Segment]) -> None:
         """As `stranded`, of segments whose records were to go."""
         for segment in segments:
-            if segment.durable:
-                self.below.stranded[segment.durable] = segment
+            for slot in segment.places:
+                self.below.stranded[slot] = segment
 
     def unstranded(self, slots: Iterable[Slot]) -> None:
         """No record names these slots: they may be taken, those of held segments when the holds end."""
@@ -699,18 +759,23 @@ class Ledger:
         segment.promoted(slot)
         segment.settle(segment.row_count, values)
 
-    def disowned(self, segment: Segment, *, is_bad: bool) -> Slot | None:
-        """Take the slot below away from the segment and return it: records give it to another segment.
+    def disowned(self, segment: Segment, *, is_bad: bool) -> tuple[Slot, ...]:
+        """Take the slots below away from the segment and return them: records give them to another segment.
 
-        `is_bad`: what lies there is not what was written, and the slot is kept from use.
+        `is_bad`: what lies there is not what was written, and the slots are kept from use.
         """
-        slot = segment.disowned()
-        if slot and is_bad:
+        slots = segment.places
+        segment.placed(())
+        for slot in slots:
+            self._disown(slot, is_bad=is_bad)
+        return slots
+
+    def _disown(self, slot: Slot, *, is_bad: bool) -> None:
+        if is_bad:
             self.below.quarantined.add(slot)
             if slot in self.below.stranded:
                 # The segment's end does not give it back any more.
                 self.below.stranded[slot] = None
-        return slot
 
     def is_clean(self, segment: Segment) -> bool:
         """Whether the segment may leave memory at once."""
@@ -854,9 +919,11 @@ class Ledger:
         """See Leaving.from_memory."""
         return self._leaving.from_memory(among)
 
-    def next_from_below(self, for_session: Session, size_bytes: int) -> Session | None:
+    def next_from_below(
+        self, for_session: Session, size_bytes: int, besides: Collection[int] = ()
+    ) -> Session | None:
         """See Leaving.from_below."""
-        return self._leaving.from_below(for_session, size_bytes)
+        return self._leaving.from_below(for_session, size_bytes, besides)
 
     def next_of_tenant(self, for_session: Session) -> Session | None:
         """See Leaving.of_tenant."""
@@ -896,6 +963,9 @@ class Ledger:
             return
         session.reckoned = self._reckoning
         fewer_count = session.reckon(self.lost)
+        if session.copies > 1:
+            for segment in session.segments:
+                self._count_copies(segment)
         if session.exposed_begin is None:
             self._exposed.pop(session.uid, None)
         else:
@@ -919,11 +989,11 @@ class Ledger:
 
     def is_on_lost_path(self, segment: Segment) -> bool:
         """Whether what lies below of the segment cannot be had."""
-        return bool(self.lost) and segment.durable is not None and segment.durable.path_index in self.lost
+        return bool(self.lost) and lies_on(segment, self.lost)
 
     def lost_paths_of(self, session: Session) -> list[str]:
         """The lost paths that have segments of the session."""
-        on_lost = {s.durable.path_index for s in session.segments if s.durable} & set(self.lost)
+        on_lost = {slot.path_index for s in session.segments if lies_on(s, self.lost) for slot in s.places}
         return [self.lost[i] for i in sorted(on_lost)]
 
     def exposed(self) -> list[Session]:
@@ -956,6 +1026,7 @@ class Ledger:
             insort(self._names.setdefault(session.tenant, []), session.session_id)
         for segment in session.segments:
             segment.list_in(session.residence)
+        self._want_copies(session)
 
     def _forget_name(self, session: Session) -> None:
         name = session.tenant, session.session_id
@@ -1022,6 +1093,8 @@ class Ledger:
             self._segments.pop(segment.segment_id, None)
             self.keyed.gone(segment)
             self._resident.discard(segment, session)
+            if segment.copies > 1 or segment.copy:
+                self._count_copies(segment)
             dead.append(segment)
         session.residence.count_anew()
         self._note_withheld(session)
@@ -1031,8 +1104,21 @@ class Ledger:
 
     def _adopt(self, item: Flushed, event: SegmentEvent) -> None:
         """The slot that was taken for the rows becomes the segment's place."""
-        item.segment.flushed(event, item.slot, item.row_count, item.header_checksum, item.values)
-        item.segment.stage(-item.slot.size_bytes)
+        segment, places = item.segment, item.places
+        segment.flushed(event, places, item.row_count, item.header_checksum, item.values)
+        segment.stage(-segment.durable_bytes)
+        if segment.copies > 1 or item.copy:
+            self._count_copies(segment)
+
+    def _want_copies(self, session: Session) -> None:
+        """The session has come to list segments that may have fewer copies than its own shall have."""
+        if session.copies > 1:
+            for segment in session.segments:
+                segment.wanted(session.copies)
+                self._count_copies(segment)
+
+    def _count_copies(self, segment: Segment) -> None:
+        self.copies.count(segment, self.lost)
 
     def _empty(self, segment: Segment) -> None:
         """Give the slots of a segment without a record back, or as much as nothing uses."""
@@ -1040,7 +1126,7 @@ class Ledger:
             if self.is_clean(segment):
                 self.dropped(segment)
             return
-        memory, durable = segment.emptied()
+        memory, places = segment.emptied()
         if memory and segment in self._spoiling:
             self.memory.spoiled.add(memory)
         else:
@@ -1049,7 +1135,8 @@ class Ledger:
         self._kept_back.discard(segment)
         if memory:
             self._feed.dropped(segment)
-        self.below.give_back(durable)
+        for slot in places:
+            self.below.give_back(slot)
         self._wishes.segment_gone(segment)
 
     def _reconsider(self) -> None:
@@ -1112,6 +1199,7 @@ class Ledger:
         if {*self._sessions.values(), *self._blocks.values()} != set(self._by_uid.values()):
             yield "sessions and blocks by name and by uid differ"
         yield from self._faults_of_blocks()
+        yield from self._faults_of_copies()
         listed = {(tenant, name) for tenant, names in self._names.items() for name in names}
         if listed != set(self._sessions) or any(names != sorted(names) for names in self._names.values()):
             yield "sessions and the list of their names differ"
@@ -1139,6 +1227,19 @@ class Ledger:
         named = {((s.tenant, s.parent_id), s.uid) for s in self._blocks.values() if s.parent_id}
         if children != named:
             yield "blocks, and what is known of which continues which, differ"
+
+    def _faults_of_copies(self) -> Iterator[str]:
+        for segment in self._segments.values():
+            paths = {slot.path_index for slot in segment.places}
+            if len(paths) < len(segment.places):
+                yield f"segment {segment.segment_id}: both copies lie on one path"
+            is_short = segment.copies > 1 and len(paths) == 1 and not paths & self.lost.keys()
+            if is_short and segment not in self.copies.single:
+                yield f"segment {segment.segment_id} would never get its second copy"
+            if (segment.copies == 1 and len(paths) > 1) != (segment in self.copies.surplus):
+                yield f"segment {segment.segment_id}: it is not known whether it has a copy too many"
+        if not {*self.copies.single, *self.copies.surplus} <= set(self._segments.values()):
+            yield "copies are wanted of segments that no session lists"
 
     def _faults_of(self, session: Session) -> Iterator[str]:
         if session.is_gone:

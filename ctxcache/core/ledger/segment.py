@@ -15,7 +15,7 @@ every look, while what it shares keeps moving.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ctxcache.core.extents import SlotAllocator
@@ -47,8 +47,8 @@ class Counted(Protocol):
         """Where it lies in memory."""
 
     @property
-    def durable(self) -> Slot | None:
-        """Where it lies below."""
+    def durable_bytes(self) -> int:
+        """Bytes of all its slots below."""
 
 
 class Kin:
@@ -116,8 +116,7 @@ class Count:
             if memory := segment.memory:
                 self._memory_count += 1
                 self._memory_bytes += memory.size_bytes
-            if durable := segment.durable:
-                self._durable_bytes += durable.size_bytes
+            self._durable_bytes += segment.durable_bytes
 
     def amounts(self) -> Amounts:
         """The amounts."""
@@ -212,7 +211,8 @@ LISTED = frozenset({Place.UNWRITTEN, Place.BOTH, Place.BELOW})
 class Segment:
     """State of one segment. Owned by the ledger; there may be millions.
 
-    `memory` is its slot in the first tier, `durable` its slot in a tier below. `reference_count` sessions
+    `memory` is its slot in the first tier, `durable` its slot in a tier below. `copy` is a second slot there,
+    on another path, with the same bytes; `copies` says how many there shall be. `reference_count` sessions
     list it. `hold_count` counts leases, reservations and I/O under way: while it is not 0, the slots stay. Of
     these, `past_hold_count` can do without memory. `sums` are what the writers of its rows said of them, in
     order: they cover every committed row while the segment is in memory, and may cover rows that are marked
@@ -224,6 +224,8 @@ class Segment:
         "_use",
         "begin",
         "bound_checksums",
+        "copies",
+        "copy",
         "durable",
         "durable_row_count",
         "generation",
@@ -254,6 +256,7 @@ class Segment:
         model_fingerprint: bytes,
         layout: SegmentLayout,
         use: TenantUse,
+        copies: int = 1,
     ) -> None:
         """Make a segment that has no slot and no row."""
         self.segment_id = segment_id
@@ -276,6 +279,8 @@ class Segment:
         self._home: Residence | Kin | None = None
         self.memory: Slot | None = None
         self.durable: Slot | None = None
+        self.copy: Slot | None = None
+        self.copies = copies
         self._use = use
 
     # -- what it is --------------------------------------------------------------------------------
@@ -292,6 +297,18 @@ class Segment:
     def size_bytes(self) -> int:
         """Bytes of a slot that holds the segment."""
         return self.layout.size_bytes
+
+    @property
+    def places(self) -> tuple[Slot, ...]:
+        """Its slots below."""
+        if self.copy is None:
+            return () if self.durable is None else (self.durable,)
+        return (self.copy,) if self.durable is None else (self.durable, self.copy)
+
+    @property
+    def durable_bytes(self) -> int:
+        """Bytes of all its slots below."""
+        return (self.durable.size_bytes if self.durable else 0) + (self.copy.size_bytes if self.copy else 0)
 
     @property
     def end(self) -> int:
@@ -366,21 +383,26 @@ class Segment:
 
     def reserved(self, slot: Slot) -> None:
         """A writer gets room for its rows."""
-        self._move(slot, self.durable)
+        self._move(slot, self.durable, self.copy)
 
-    def recorded(self, slot: Slot | None, row_count: int, header_checksum: int) -> None:
-        """Records name it: all its rows lie below, or nowhere where its slot is not its own."""
+    def recorded(self, slot: Slot, row_count: int, header_checksum: int, copy: Slot | None = None) -> None:
+        """Records name it: all its rows lie in that slot below, and in the copy's if there is one."""
         self.place, self.is_growing = Place.BELOW, False
         self.row_count = self.durable_row_count = row_count
         self.header_checksum = header_checksum
-        self._move(None, slot)
+        self._move(None, slot, copy)
 
     def flushed(
-        self, event: SegmentEvent, slot: Slot, row_count: int, header_checksum: int, values: tuple[int, ...]
+        self,
+        event: SegmentEvent,
+        places: tuple[Slot, ...],
+        row_count: int,
+        header_checksum: int,
+        values: tuple[int, ...],
     ) -> None:
-        """Its first rows lie in that slot below, whose record is about to be written."""
+        """Its first rows lie in these slots below, whose record is about to be written."""
         self.happened(event)
-        self._move(self.memory, slot)
+        self._move(self.memory, *_two(places))
         self.durable_row_count = row_count
         self.bound_checksums, self.header_checksum = (), header_checksum
         self.settle(row_count, values)
@@ -388,7 +410,7 @@ class Segment:
     def promoted(self, slot: Slot) -> None:
         """Memory has it again."""
         self.happened(SegmentEvent.PROMOTED)
-        self._move(slot, self.durable)
+        self._move(slot, self.durable, self.copy)
 
     def dropped(self) -> Slot | None:
         """It leaves memory; returns the slot that it had there."""
@@ -396,7 +418,7 @@ class Segment:
         # Later appends would have to read the rows back first.
         self.is_growing = False
         slot = self.memory
-        self._move(None, self.durable)
+        self._move(None, self.durable, self.copy)
         return slot
 
     def shortened(self, durable: Sums) -> None:
@@ -405,17 +427,21 @@ class Segment:
             self.happened(SegmentEvent.SHORTENED)
         self.row_count, self.is_growing, self.sums = durable.row_end, False, [durable]
 
-    def disowned(self) -> Slot | None:
-        """Its slot below is not its own any more; returns that slot."""
-        slot = self.durable
-        self._move(self.memory, None)
-        return slot
+    def placed(self, places: tuple[Slot, ...]) -> None:
+        """Its rows lie in these slots below and no other."""
+        self._move(self.memory, *_two(places))
 
-    def emptied(self) -> tuple[Slot | None, Slot | None]:
+    def wanted(self, copies: int) -> None:
+        """So many copies of it shall be below."""
+        kept_bytes = self._kept_bytes
+        self.copies = copies
+        self._use.add(0, 0, self._kept_bytes - kept_bytes)
+
+    def emptied(self) -> tuple[Slot | None, tuple[Slot, ...]]:
         """Nothing uses its slots any more; returns those that it had in memory and below."""
         self.happened(SegmentEvent.RELEASED)
-        slots = self.memory, self.durable
-        self._move(None, None)
+        slots = self.memory, self.places
+        self._move(None, None, None)
         return slots
 
     def share(self) -> None:
@@ -456,27 +482,35 @@ class Segment:
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _move(self, memory: Slot | None, durable: Slot | None) -> None:
-        memory_bytes = durable_bytes = memory_count = 0
+    @property
+    def _kept_bytes(self) -> int:
+        """What it counts for wherever it lies: a copy that is to come is its tenant's as well."""
+        return self.copies * self.layout.size_bytes if self.memory or self.durable else 0
+
+    def _move(self, memory: Slot | None, durable: Slot | None, copy: Slot | None) -> None:
+        memory_bytes, memory_count = 0, 0
+        durable_bytes = -self.durable_bytes
+        was_kept, is_kept = bool(self.memory or self.durable), bool(memory or durable)
         if self.memory is not None:
             memory_bytes, memory_count = -self.memory.size_bytes, -1
-        if self.durable is not None:
-            durable_bytes = -self.durable.size_bytes
-        was_kept, is_kept = bool(self.memory or self.durable), bool(memory or durable)
         if memory is not None:
             memory_bytes, memory_count = memory_bytes + memory.size_bytes, memory_count + 1
-        if durable is not None:
-            durable_bytes += durable.size_bytes
-        self.memory, self.durable = memory, durable
+        self.memory, self.durable, self.copy = memory, durable, copy
+        durable_bytes += self.durable_bytes
         if self._home is not None:
             self._home.add(memory_count, memory_bytes, durable_bytes)
-        self._use.add(memory_bytes, durable_bytes, (is_kept - was_kept) * self.layout.size_bytes)
+        kept_bytes = (is_kept - was_kept) * self.copies * self.layout.size_bytes
+        self._use.add(memory_bytes, durable_bytes, kept_bytes)
 
     def _count(self, sign: int) -> None:
         if self._home is not None:
             memory_bytes = self.memory.size_bytes if self.memory else 0
-            durable_bytes = self.durable.size_bytes if self.durable else 0
-            self._home.add(sign * bool(self.memory), sign * memory_bytes, sign * durable_bytes)
+            self._home.add(sign * bool(self.memory), sign * memory_bytes, sign * self.durable_bytes)
+
+
+def _two(places: tuple[Slot, ...]) -> tuple[Slot | None, Slot | None]:
+    """The first and the second of at most two slots."""
+    return (places[0] if places else None), (places[1] if len(places) > 1 else None)
 
 
 class Shelf(SlotAllocator):
@@ -498,3 +532,32 @@ class Shelf(SlotAllocator):
         """Let a slot be taken again, unless a record may still name it."""
         if slot is not None and slot not in self.stranded:
             self.give(slot)
+
+
+class Copies:
+    """Which segments have other copies below than they shall have. Owned by the ledger; to be looked at."""
+
+    def __init__(self) -> None:
+        self.single: dict[Segment, None] = {}
+        """Segments that shall have two copies, of which one can be had: in the order of their turns."""
+        self.surplus: dict[Segment, None] = {}
+        """Segments that have two copies and shall have one."""
+
+    def count(self, segment: Segment, lost: Collection[int]) -> None:
+        """Look at a segment anew, while these paths are lost."""
+        places = segment.places if segment.is_listed else ()
+        there = sum(slot.path_index not in lost for slot in places)
+        for found, is_one in (
+            (self.single, segment.copies > 1 and there == 1),
+            (self.surplus, segment.copies == 1 and len(places) > 1),
+        ):
+            if is_one:
+                found[segment] = None
+            else:
+                found.pop(segment, None)
+
+    def put_last(self, segment: Segment) -> None:
+        """The other segments that lack a copy have their turn before this one."""
+        if segment in self.single:
+            del self.single[segment]
+            self.single[segment] = None

@@ -129,6 +129,14 @@ def block_key(session_id: str) -> bytes:
     return bytes.fromhex(session_id.rpartition("/")[2])
 
 
+def lies_on(segment: Segment, paths: Collection[int]) -> bool:
+    """Whether all that is below of the segment lies on these paths."""
+    durable, copy = segment.durable, segment.copy
+    if durable is None or durable.path_index not in paths:
+        return False
+    return copy is None or copy.path_index in paths
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Live rows `[row_begin, row_end)` of a segment; the first one's token has index `token_begin`."""
@@ -189,6 +197,10 @@ class Session:
 
     That of its last segments.
     """
+    copies: int = 1
+    """How many paths below each of its segments shall be on, 1 or 2."""
+    copy_path: int | None = None
+    """The path that second copies of its next segments go to, as `path`."""
     withheld: Ranges = ()
     """Positions that are live and not shown.
 
@@ -412,7 +424,7 @@ class Session:
 
         Returns how many tokens fewer are shown.
         """
-        on_lost = [s for s in self.segments if s.durable and s.durable.path_index in lost]
+        on_lost = [s for s in self.segments if lies_on(s, lost)]
         self.exposed_begin = next((s.begin for s in on_lost if s.memory), None)
         end = next((s.begin for s in on_lost if not s.memory), None)
         whole = ranges.normalise([*self.live, *self.withheld])
@@ -453,7 +465,7 @@ class Session:
         # Rows of its last segment behind these are the source's: the next row is put in their place.
         self.log_end = self.recorded_end = self.durable_end = token_count
         self.contents = contents_within(source.contents, 0, token_count)
-        self.path = source.path
+        self.path, self.copy_path = source.path, source.copy_path
         self.generation += 1
 
     def view(self) -> "SessionView":
@@ -474,6 +486,7 @@ class Session:
             expire_time_ns=self.expire_time_ns,
             ttl_ns=self.expiration.ttl_ns,
             is_pinned=self.is_pinned,
+            copies=self.copies,
             memory_bytes=amounts.memory_bytes,
             durable_bytes=amounts.durable_bytes,
             live=self.live,
@@ -500,6 +513,7 @@ class SessionView:
     expire_time_ns: int
     ttl_ns: int | None
     is_pinned: bool
+    copies: int
     memory_bytes: int
     durable_bytes: int
     live: Ranges = ()

@@ -90,6 +90,22 @@ PLACES = Section(
             choices=("refuse", "serve"),
         ),
         Knob(
+            name="ssd_copies",
+            kind=KnobKind.COUNT,
+            default=1,
+            unit="copies",
+            help="On how many SSD directories each segment of new sessions and blocks is, 1 or 2.",
+            more=(
+                "A session may say otherwise when it is created or updated. Both copies count in its tenant's"
+                " limit. Where one directory has no room or is lost, a segment has one copy until there is"
+                " another place."
+            ),
+            advice="2 where the loss of a device must cost no token; it halves what SSD holds",
+            watch="ctxcache_single_copy_segments",
+            least=1,
+            most=2,
+        ),
+        Knob(
             name="ssd_hang_after_s",
             kind=KnobKind.SECONDS,
             default=30,

@@ -77,6 +77,13 @@ class SegmentRecord(NamedTuple):
     """Keys of its tokens, 32 bytes each (docs/prefixes.md)."""
     segment_tokens: int = SEGMENT_TOKENS
     """Rows that its slot has room for; 1 for a block."""
+    copy: Slot | None = None
+    """The slot on another path that has the same bytes."""
+
+    @property
+    def places(self) -> tuple[Slot, ...]:
+        """All its slots."""
+        return (self.slot,) if self.copy is None else (self.slot, self.copy)
 
 
 class BlockRecord(NamedTuple):
@@ -118,6 +125,8 @@ class SessionRecord:
     """The salt in its keys, up to 64 bytes."""
     contents: tuple[Content, ...] = ()
     """The contents behind its tokens, in order; none behind the first token that was dropped."""
+    copies: int = 1
+    """How many SSD paths each of its segments shall be on, 1 or 2."""
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ class MemoryMetadata:
 
     async def recorded_slots(self) -> set[Slot]:
         """See MetadataStore."""
-        named = {segment.slot for segment in self._current.segments.values()}
+        named = {slot for segment in self._current.segments.values() for slot in segment.places}
         return named | self._current.quarantined
 
     def crash(self) -> "MemoryMetadata":

@@ -15,7 +15,7 @@ it, seeded with XXH3-64 of the key, so that a value under another key fails like
 does. The body does not repeat the key. The checksum's place and seed are the same in
 every version, so that a newer record is told apart from a damaged one.
 
-    segment  fixed part | tenant | keys, 32 bytes each
+    segment  fixed part | tenant | keys, 32 bytes each | of one with a copy: path number u32 | offset u64
     session  fixed part | tenant | session id | model id | (layer i32, kind i32)... | ids u64...
              | (begin i64, end i64)... | salt | (begin i64, end i64, digest 32)...
              of a block also: space 32 | parent's id length u16 | parent's id | size i32 of each part
@@ -69,11 +69,14 @@ _CONTENT = struct.Struct(f"<qq{DIGEST_BYTES}s")
 _COMMIT = struct.Struct("<QQQ")
 _SLOT = struct.Struct("<Q")
 _SLOT_KEY = struct.Struct(">IQ")
+_COPY = struct.Struct("<IQ")
+"""Of another length than keys, so that what follows them tells whether there is one."""
 LAYOUTS_KEPT = 256
 """Layouts of sessions that are not read anew each time: a model has one or two."""
 _IS_PINNED = 1
 _HAS_TTL = 2
 _IS_BLOCK = 4
+_HAS_COPIES = 8
 _BLOCK = struct.Struct("<32sH")
 Record = TypeVar("Record")
 
@@ -117,7 +120,8 @@ def encode_segment(record: SegmentRecord) -> bytes:
     )
     if any(len(key) != _PREFIX_KEY.size for key in record.keys):
         raise ValueError(f"a key is {_PREFIX_KEY.size} bytes")
-    return _seal(segment_key(record.segment_id), b"".join((fixed, tenant, *record.keys)))
+    copy = b"" if record.copy is None else _COPY.pack(record.copy.path_index, record.copy.offset_bytes)
+    return _seal(segment_key(record.segment_id), b"".join((fixed, tenant, *record.keys, copy)))
 
 
 def decode_segment(key: bytes, value: bytes) -> SegmentRecord:
@@ -130,6 +134,7 @@ def encode_session(record: SessionRecord) -> bytes:
     names = [name.encode() for name in (record.tenant, record.session_id, record.model_id)]
     block = record.block
     flags = _IS_PINNED * record.is_pinned | _HAS_TTL * (record.ttl_ns is not None) | _IS_BLOCK * bool(block)
+    flags |= _HAS_COPIES * (record.copies > 1)
     fixed = _SESSION.pack(
         record.generation,
         record.log_end,
@@ -285,11 +290,16 @@ def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
     ) = _SEGMENT.unpack_from(body)
     tenant_end = _SEGMENT.size + tenant_bytes
     tenant = _exactly(body, _SEGMENT.size, tenant_end).decode()
-    keys = tuple([key for (key,) in _PREFIX_KEY.iter_unpack(body[tenant_end:])])
+    end = len(body) - (len(body) - tenant_end) % _PREFIX_KEY.size
+    keys = tuple([key for (key,) in _PREFIX_KEY.iter_unpack(body[tenant_end:end])])
     identity = SegmentIdentity(tenant, uid, generation, begin, token_count, fingerprint)
     slot = Slot(path_index, offset_bytes, size_bytes)
+    copy = None
+    if end < len(body):
+        path_index, offset_bytes = _COPY.unpack(body[end:])
+        copy = Slot(path_index, offset_bytes, size_bytes)
     segment_id = int.from_bytes(key[len(SEGMENT_PREFIX) :], "big")
-    return SegmentRecord(segment_id, identity, slot, header_checksum, keys, segment_tokens)
+    return SegmentRecord(segment_id, identity, slot, header_checksum, keys, segment_tokens, copy)
 
 
 def _exactly(body: bytes, begin: int, end: int) -> bytes:
@@ -344,6 +354,7 @@ def _read_session(key: bytes, body: bytes) -> SessionRecord:
         salt=salt,
         contents=tuple([Content(*content) for content in _CONTENT.iter_unpack(contents)]),
         block=_read_block(body[end:], stream_count, is_there=bool(flags & _IS_BLOCK)),
+        copies=2 if flags & _HAS_COPIES else 1,
     )
 
 

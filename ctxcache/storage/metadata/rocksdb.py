@@ -328,7 +328,7 @@ class RocksDbMetadata:
         return await asyncio.wrap_future(self._syncer.submit(self._recorded_slots))
 
     def _recorded_slots(self) -> set[Slot]:
-        return {*(record.slot for record in self.segments()), *self.quarantined()}
+        return {slot for record in self.segments() for slot in record.places} | set(self.quarantined())
 
     def close(self) -> None:
         """Sync what is still in the page cache and give up the files, whatever the device says.

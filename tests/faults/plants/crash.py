@@ -2,11 +2,12 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctxcache.cache import Cache, eviction, flushing, sessions
+from ctxcache.cache import Cache, eviction, flushing, joining, sessions
 from ctxcache.cache.appends import Appends, Reservation
 from ctxcache.cache.eviction import record_of
 from ctxcache.cache.flushing import Flushing
@@ -15,8 +16,12 @@ from ctxcache.cache.segments import Written
 from ctxcache.cache.state import State
 from ctxcache.core import ranges
 from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.ledger import ledger
+from ctxcache.core.ledger.ledger import Flushed, Ledger
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
+from ctxcache.format.layout import SEGMENT_TOKENS
+from ctxcache.server.upkeep import Upkeep
 from ctxcache.storage.metadata.base import Changes, SessionRecord
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import SsdFiles
@@ -52,6 +57,30 @@ def checked_opening(_: int) -> None:
             raise RuntimeError(f"the books do not add up: {problems}")
 
     _patch(Cache, "open", open_checked)
+
+
+JOINED = "segments were joined"
+"""What a server that `joins_early` writes to standard error each time."""
+
+
+@plant
+def joins_early(_: int) -> None:
+    """No bug: two full segments that follow one another are joined."""
+    joined = Ledger.joined
+
+    def told(book: Ledger, session: Session, parts: Sequence[Segment], whole: Flushed) -> list[Segment]:
+        sys.stderr.write(f"{JOINED}: {len(parts)}\n")
+        return joined(book, session, parts, whole)
+
+    made = Upkeep.__init__
+
+    def often(upkeep: Upkeep, cache: Cache) -> None:
+        made(upkeep, cache, interval_s=LATE_S)
+
+    _patch(Upkeep, "__init__", often)
+    _patch(ledger, "MANY_SEGMENTS", 1)
+    _patch(joining, "LONGEST_SEGMENT_TOKENS", 2 * SEGMENT_TOKENS)
+    _patch(Ledger, "joined", told)
 
 
 @plant
@@ -101,8 +130,9 @@ def tail_rewritten_in_place(_: int) -> None:
     ) -> Sequence[Written]:
         for segment in row_counts:
             if segment.durable is not None:
-                back._ledger.below.give(segment.durable)
-                segment.disowned()
+                for slot in segment.places:
+                    back._ledger.below.give(slot)
+                segment.placed(())
                 segment.durable_row_count = 0
         written = await write(back, session, row_counts)
         await asyncio.sleep(LATE_S)
