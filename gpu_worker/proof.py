@@ -3,7 +3,7 @@
 A pass of two tokens and a step of one are captured. Each kind's rows must give back the cache that was kept,
 within the rounding of the model's type, and the next token's logits with it. The first
 candidate that gives back K and V from its rows is the adapter, one that does so from layer inputs too before
-others. Without a candidate, K and V are kept as they are cached. Nothing is served that did not pass.
+others. Without a candidate, K and V are kept as they are cached. A model that did not pass is not served.
 
 Worst case: five passes of a few tokens for each candidate, at each description of a model.
 """
@@ -39,7 +39,7 @@ _LIKE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeErr
 """Errors of a model's own code for a candidate that does not fit it."""
 
 Cached = list[dict[str, Tensor]]
-"""What each layer holds by name: keys and values [1, H, T, C], states of any shape."""
+"""The tensors of each layer by name: keys and values [1, H, T, C], states of any shape."""
 
 
 def check_whole(model: PreTrainedModel) -> None:

@@ -80,7 +80,7 @@ class Pool:
     page_bytes: int
     facts: str
     piece_count: int
-    """Of a page in host memory; 0 where a page is copied as a whole."""
+    """Pieces of a page in host memory; 0 where a page is copied as a whole."""
 
     @classmethod
     def of(cls, host: Any) -> "Pool":
@@ -224,7 +224,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         targets = list(target_locations or [])
         if len(targets) != len(keys) or any(one is None for one in targets):
             return [None] * len(keys)
-        # Of tensors that are not contiguous there is no such view, which is an error.
+        # Tensors that are not contiguous have no such view, which is an error.
         places = [[one.view(-1).view(torch.uint8).numpy()] for one in targets]
         loaded = self._loaded(str(PoolName.KV), keys, places, 1)
         return [target if is_there else None for target, is_there in zip(targets, loaded, strict=True)]
@@ -381,7 +381,7 @@ def _usable(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
         count = max(1, len(transfer.keys or []))
         return {end for end in range(1, len(there) + 1) if all(there[max(0, end - count) : end])}
-    # Of a policy that is not known here nothing is promised.
+    # Nothing is promised for a policy that is not known here.
     return set()
 
 

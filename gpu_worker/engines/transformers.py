@@ -463,7 +463,7 @@ class TransformersEngine:
         return self._savers.wait(f"sessions/{session_id}")
 
     def cost(self, session_id: str) -> ReturnCost:
-        """What it would take to bring a session back now. Nothing is read, and nothing moves.
+        """The cost of bringing a session back now. Nothing is read, and nothing moves.
 
         Raises SessionNotFound, ModelFingerprintMismatch, InvalidArgument(field="profile").
         """

@@ -208,7 +208,7 @@ class Recurrence:
     mixer: nn.Module
     layer: int
     cache_name: str
-    """What the mixer calls the cache."""
+    """The mixer's name for the cache."""
     is_stepwise: bool = False
     """Whether only one token at a time goes on from a state (Jamba); all at once from none."""
 

@@ -131,7 +131,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 
 def _caches(model: PreTrainedModel, count: int) -> list[object]:
-    """What each layer keeps, as transformers sets it up."""
+    """The cache layer of each layer, as transformers sets it up."""
     try:
         layers = DynamicCache(config=model.config).layers
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -115,7 +115,7 @@ def _all_weights(kinds: Collection[tuple[StreamBlock, ...]]) -> list[Weights]:
     if any(block.read_s for blocks in kinds for block in blocks):
         streams.append((1.0, 0.0, 0.0))
     balances = sorted({weights for blocks in kinds for weights in _balances(blocks)})
-    # Of very many an even selection: between neighbours the bounds differ little.
+    # An even selection where there are very many: bounds of neighbours differ little.
     return streams + balances[:: -(-len(balances) // _MOST_BALANCES) or 1]
 
 

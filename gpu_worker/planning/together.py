@@ -163,7 +163,7 @@ def _choose(blocks: Sequence[Sequence[StreamBlock]], order: Sequence[int]) -> _C
 
 
 def _kept(found: list[_Chosen], *, left: int) -> list[_Chosen]:
-    """The most promising: whoever comes behind waits for the stream that is free last."""
+    """The most promising: the next session waits for the stream that is free last."""
     found.sort(key=lambda chosen: (chosen.total_s + left * sum(chosen.state) / len(START), chosen.state))
     kept: list[_Chosen] = []
     for chosen in found:

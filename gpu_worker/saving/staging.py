@@ -233,7 +233,7 @@ class StagedPass:
         self.targets = targets
         """[T, row] for each stream."""
         self.chain: Chain | None = None
-        """Of the sessions' deltas, where there are any."""
+        """The chain of the sessions' deltas, where there are any."""
         self.holder_count = 0
         """Sessions that still need rows of it."""
         self.mark: Mark | None = None

@@ -230,7 +230,7 @@ def _torch_dtype(spec: ModelSpec) -> torch.dtype:
 
 
 def _check_same(found: ModelSpec, spec: ModelSpec) -> None:
-    """Compare what was found with what the engine says. Of the tokenizer only it knows."""
+    """Compare what was found with what the engine says. Only the engine knows the tokenizer."""
     expected = replace(found, tokenizer_digest=spec.tokenizer_digest)
     if expected.fingerprint() == spec.fingerprint():
         return

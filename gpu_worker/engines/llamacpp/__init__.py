@@ -22,7 +22,7 @@ class LlamaSettings:
     port: int = 8080
     slot_count: int = 4
     context_tokens: int = 0
-    """Of all slots together; 0 is what the model was trained for, in each slot."""
+    """Tokens of context of all slots together; 0 takes the model's own length in each slot."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Fields of xllamacpp's `CommonParams`, perhaps with dots, by name."""
     store: str = "127.0.0.1:7420"

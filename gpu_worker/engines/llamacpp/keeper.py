@@ -33,7 +33,7 @@ from gpu_worker.engines.llamacpp import LlamaSettings
 log = logging.getLogger(__name__)
 
 PART_BYTES = 4 << 20
-"""Of a slot's file, in one block."""
+"""Bytes of a slot's file in one block."""
 DRAIN_S = 10.0
 """How long the end of the process waits for what is still to be saved."""
 

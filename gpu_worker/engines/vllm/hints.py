@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.ctxcache")
 
 VERSION = "1"
-"""Of the actions' payloads."""
+"""Version of the actions' payloads."""
 ACTIONS_LIMIT = 32
 """Most actions of one request."""
 WAITING_LIMIT = 1024

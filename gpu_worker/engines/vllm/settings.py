@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 WHERE = "kv_connector_extra_config"
-"""Of vLLM's `--kv-transfer-config`, where the settings stand."""
+"""The field of vLLM's `--kv-transfer-config` that has the settings."""
 
 
 class SavedState(enum.Enum):

@@ -189,7 +189,7 @@ class WorkerSide:
             logger.info("%s is computed again: %s", item.session.name, error)
             self.link.failed(error)
         except Exception:
-            # Whatever a device or a model raises: the request goes on without the store.
+            # Any error of a device or a model: the request goes on without the store.
             logger.exception("%s is computed again", item.session.name)
         else:
             return True

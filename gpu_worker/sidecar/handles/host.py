@@ -95,7 +95,7 @@ def open_descriptor(fd: int, size_bytes: int, field: str) -> HostMemory:
 TICKET_BYTES = range(16, 65)
 CONNECTION_LIMIT = 64
 DESCRIPTOR_LIMIT = 256
-"""Of one message, and of all that one connection has passed and nobody has claimed."""
+"""Most descriptors of one message, and of one connection's unclaimed ones."""
 TAKEN = b"\x01"
 _CREDENTIALS = struct.Struct("3i")
 
