@@ -77,7 +77,7 @@ class Joining:
         for part in parts:
             self._ledger.held(part)
         try:
-            # Nobody waits for room here: a held slot is not freed for a join.
+            # A join waits for no room: no held slot is freed for it.
             slot = self._memory_room.take_long(longest.size_bytes, session.tenant)
             if slot is None:
                 return False
