@@ -1,6 +1,9 @@
 """A data directory with many segments, made in a minute: true records, and slots that are mostly holes.
 
     python -m lab.bench.many_segments DIRECTORY --segments 1000000 --session-segments 1
+    python -m lab.bench.many_segments DIRECTORY --segments 100000 --start
+
+With `--start` a server opens it, and its start and memory are printed.
 
 Sessions of 64 segments each, if not told otherwise. The first and the last have their bytes on SSD, whole, so
 that they can be read and checked; the slots of all others are holes. Worst case: no space, and the directory
@@ -25,12 +28,14 @@ from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import FILE_NAME
 from lab.bench.contexts import Bytes, by_stream, content, layout_of, model_of
 from lab.bench.row import Scale
+from lab.bench.server import serving
 
 SESSION_SEGMENTS = 64
 ROW_BYTES = 64
 TENANT = "default"
 _TTL_NS = 30 * 86400 * 10**9
 _BATCH_SESSIONS = 256
+_ARENA_BYTES = 256 << 20
 
 
 def shape_of(session_segments: int) -> Scale:
@@ -169,6 +174,18 @@ def _uid(session: int) -> bytes:
     return (session + 1).to_bytes(16, "big")
 
 
+def started(directory: Path, ssd_bytes: int) -> str:
+    """Open it with a server of its own; what that took."""
+    begin_s = time.monotonic()
+    with serving(directory, arena_bytes=_ARENA_BYTES, ssd_bytes=ssd_bytes) as server:
+        start_s = time.monotonic() - begin_s
+        times = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        status = Path(f"/proc/{server.pid}/status").read_text().split()
+    cpu_s = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    memory_mib = int(status[status.index("RssAnon:") + 1]) >> 10
+    return f"start {start_s:.1f} s, {cpu_s:.1f} s of CPU, {memory_mib} MiB of the process's own memory"
+
+
 def main() -> int:
     """Make one from the command line."""
     parser = argparse.ArgumentParser(
@@ -177,6 +194,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--segments", type=int, default=1_000_000)
     parser.add_argument("--session-segments", type=int, default=SESSION_SEGMENTS)
+    parser.add_argument("--start", action="store_true", help="open it, and print what that takes")
     options = parser.parse_args()
     begin_s = time.monotonic()
     made = make(options.directory, options.segments, session_segments=options.session_segments)
@@ -184,6 +202,8 @@ def main() -> int:
         f"{made.segment_count} segments of {made.session_count} sessions in {time.monotonic() - begin_s:.0f}"
         f" s; serve with --data-directory {options.directory} --ssd-size-bytes {made.ssd_bytes}\n"
     )
+    if options.start:
+        sys.stdout.write(started(options.directory, made.ssd_bytes) + "\n")
     return 0
 
 
