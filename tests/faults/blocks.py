@@ -11,16 +11,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ctxcache.client import BlockSpace, Client
-from ctxcache.client.types import LookupState
+from ctxcache.client.types import Durability, LookupState
 from ctxcache.format.layout import block_layout
 
-COUNT = 12
+COUNT, CONTESTED = 12, 3
+"""How many there are, and how many of them anybody puts, loads and deletes at any time."""
 SPACE = BlockSpace(model_fingerprint=bytes(32), layout_tag="crash")
 
 
 @dataclass(slots=True)
 class KeptBlocks:
-    """What is known of blocks by number. Thread-safe where clients share it: each takes one at a time."""
+    """What is known of blocks by number. Thread-safe where clients share it: each takes one at a time.
+
+    A contested one is nobody's alone: what a put or a load says of it counts unless a deletion was under way.
+    """
 
     slot_bytes: int
     there: set[int] = field(default_factory=set)
@@ -29,6 +33,8 @@ class KeptBlocks:
     """Those of which that was acknowledged."""
     _free: set[int] = field(default_factory=lambda: set(range(COUNT)))
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _deletions: list[int] = field(default_factory=lambda: [0] * COUNT)
+    """Of each, those that began and those that ended, together: odd sums are of one that is under way."""
 
     def key(self, number: int) -> bytes:
         """Of a block."""
@@ -44,7 +50,8 @@ class KeptBlocks:
             if not self._free:
                 return None
             number = rng.choice(sorted(self._free))
-            self._free.discard(number)
+            if number >= CONTESTED:
+                self._free.discard(number)
             return number
 
     def give_back(self, number: int) -> None:
@@ -52,16 +59,32 @@ class KeptBlocks:
         with self._lock:
             self._free.add(number)
 
-    def was_put(self, number: int, *, is_durable: bool) -> None:
-        """A put was acknowledged."""
-        self.there.add(number)
-        if is_durable:
-            self.durable.add(number)
+    def put(self, client: Client, number: int, durability: Durability) -> None:
+        """Put a block, and note it once that is acknowledged: by whomever it was put, it is there then."""
+        before = self._deletions[number]
+        [found] = client.blocks.look_up(SPACE, [self.key(number)])
+        count = client.blocks.put(SPACE, {self.key(number): self.data(number)}, durability=durability)
+        with self._lock:
+            # Otherwise another one writes it still, or a deletion may have come after the put.
+            if (count or found.state is LookupState.HIT) and self._is_unchanged(number, before):
+                self.there.add(number)
+                if durability is Durability.DISK:
+                    self.durable.add(number)
 
-    def is_deleted(self, number: int) -> None:
-        """It may be gone from now on."""
-        self.there.discard(number)
-        self.durable.discard(number)
+    def delete(self, client: Client, number: int) -> None:
+        """Delete a block, which may be gone from now on."""
+        with self._lock:
+            if number < CONTESTED and self._deletions[number] % 2:
+                return
+            self._deletions[number] += 1
+            self.there.discard(number)
+            self.durable.discard(number)
+        client.blocks.delete(SPACE, [self.key(number)])
+        with self._lock:
+            self._deletions[number] += 1
+
+    def _is_unchanged(self, number: int, before: int) -> bool:
+        return before % 2 == 0 and self._deletions[number] == before
 
     def flushed(self) -> None:
         """The server has ended in order."""
@@ -69,9 +92,10 @@ class KeptBlocks:
 
     def judge(self, client: Client, number: int, *, may_be_lost: bool) -> str | None:
         """Load a block; what is wrong with what came."""
+        before, was_there = self._deletions[number], number in self.there
         [loaded] = client.blocks.load(SPACE, [self.key(number)])
         if loaded is None:
-            is_lost = number in self.there and not may_be_lost
+            is_lost = was_there and self._is_unchanged(number, before) and not may_be_lost
             return f"block {number} is lost" if is_lost else None
         if b"".join(part.tobytes() for part in loaded) != self.data(number):
             return f"block {number} has other bytes than were put"
@@ -79,7 +103,7 @@ class KeptBlocks:
 
     def compare(self, client: Client, *, may_be_lost: bool) -> list[str]:
         """After a restart: what is wrong. What is there is expected from now on."""
-        self._free = set(range(COUNT))
+        self._free, self._deletions = set(range(COUNT)), [0] * COUNT
         self.there = set(self.durable)
         keys = [self.key(number) for number in range(COUNT)]
         states = [found.state for found in client.blocks.look_up(SPACE, keys)]

@@ -30,7 +30,7 @@ from ctxcache.errors import (
     WriteInProgress,
 )
 from lab.routes import Route, route_options
-from tests.faults.blocks import SPACE
+from tests.faults.blocks import CONTESTED
 from tests.faults.expected import Change, Expected
 from tests.faults.foresight import Foresight
 from tests.faults.ledger import Ledger
@@ -92,6 +92,7 @@ class Worker(threading.Thread):
             self._put_block: 4,
             self._load_block: 2,
             self._delete_block: 1,
+            self._contest_block: 3,
         }
 
     def stop(self) -> None:
@@ -305,12 +306,10 @@ class Worker(threading.Thread):
             self._ledger.find(f"{session.name}: other tokens were read than were left there")
 
     def _put_block(self, client: Client, _: Expected) -> None:
-        blocks, is_durable = self._ledger.blocks, self._random.random() < 0.5
-        durability = Durability.DISK if is_durable else Durability.MEMORY
+        durability = Durability.DISK if self._random.random() < 0.5 else Durability.MEMORY
         with self._one_block() as number:
             if number is not None:
-                client.blocks.put(SPACE, {blocks.key(number): blocks.data(number)}, durability=durability)
-                blocks.was_put(number, is_durable=is_durable)
+                self._ledger.blocks.put(client, number, durability)
 
     def _load_block(self, client: Client, _: Expected) -> None:
         with self._one_block() as number:
@@ -319,15 +318,24 @@ class Worker(threading.Thread):
                 self._ledger.find(problem)
 
     def _delete_block(self, client: Client, _: Expected) -> None:
-        blocks = self._ledger.blocks
         with self._one_block() as number:
             if number is not None:
-                blocks.is_deleted(number)
-                client.blocks.delete(SPACE, [blocks.key(number)])
+                self._ledger.blocks.delete(client, number)
+
+    def _contest_block(self, client: Client, _: Expected) -> None:
+        """Put a contested block anew, and once more so that it is durable: others may do so meanwhile."""
+        blocks, number = self._ledger.blocks, self._random.randrange(CONTESTED)
+        try:
+            blocks.delete(client, number)
+            blocks.put(client, number, Durability.MEMORY)
+            blocks.put(client, number, Durability.DISK)
+            self._ledger.count("contested_block_count")
+        except (CapacityExceeded, TooManyRequests, WriteInProgress):
+            self._ledger.count("refused_block_count")
 
     @contextmanager
     def _one_block(self) -> Iterator[int | None]:
-        """A block for this client alone. There may be no room for it."""
+        """A block for this client alone, or a contested one. There may be no room for it."""
         number = self._ledger.blocks.take(self._random)
         try:
             yield number

@@ -9,6 +9,7 @@ from typing import Any
 
 from ctxcache.cache import Cache, eviction, flushing, joining, sessions
 from ctxcache.cache.appends import Appends, Reservation
+from ctxcache.cache.blocks import Blocks
 from ctxcache.cache.eviction import record_of
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.integrity import check_integrity
@@ -95,6 +96,26 @@ def acknowledged_before_record(_: int) -> None:
             await commit(store, changes, is_durable=is_durable)
 
     _patch(RocksDbMetadata, "commit", commit_late)
+
+
+@plant
+def second_writer_is_not_flushed_for(_: int) -> None:
+    """A durable put of a block that another writer has put is acknowledged as it is."""
+    flush, reserve = Blocks.flush, vars(Blocks)["_reserve"]
+    put_before: set[bytes] = set()
+
+    async def reserve_and_note(blocks: Blocks, *asked: Any) -> Any:
+        room = await reserve(blocks, *asked)
+        if not room.reservation_id:
+            tenant, space, wanted, *_ = asked
+            put_before.update(block.uid for block in blocks.there(tenant, space, [wanted.key]))
+        return room
+
+    async def flush_own(blocks: Blocks, found: Sequence[Session]) -> None:
+        await flush(blocks, [block for block in found if block.uid not in put_before])
+
+    _patch(Blocks, "_reserve", reserve_and_note)
+    _patch(Blocks, "flush", flush_own)
 
 
 @plant
