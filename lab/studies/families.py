@@ -239,11 +239,8 @@ NAMES = (
 )
 
 
-def build(name: str, dtype: torch.dtype, *, is_hot: bool = True) -> PreTrainedModel:
-    """A random model of an architecture, the same on every call.
-
-    `is_hot`: its weights are so large that a wrong row shows, and so does rounding; else transformers' own.
-    """
+def build(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A random model of an architecture, the same on every call, wide enough that a wrong row shows."""
     of = CONFIG_MAPPING[name.partition("-")[0]]
     wanted = {**SHAPE, **SPECIAL.get(name, {})}
     standard, aliases = of(), getattr(of, "attribute_map", {})
@@ -257,7 +254,7 @@ def build(name: str, dtype: torch.dtype, *, is_hot: bool = True) -> PreTrainedMo
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(24)
     with torch.no_grad():
-        for key, parameter in sorted(model.named_parameters()) if is_hot else ():
+        for key, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             is_gain = "norm" in key or "ln_" in key
             if parameter.ndim > 1:

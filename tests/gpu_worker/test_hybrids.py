@@ -27,7 +27,8 @@ from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.shape import LayerKind
 from gpu_worker.profiling.model_shape import model_shape
 from gpu_worker.proof import adapt
-from lab.studies.families import VOCABULARY, build
+from lab.studies.families import VOCABULARY
+from lab.studies.hybrids import remembering
 
 NAMES = ("qwen3_next", "mamba2", "falcon_h1", "jamba", "lfm2")
 LENGTH = 150
@@ -37,7 +38,7 @@ NEXT = [5, 3, 8]
 @cache
 def _adapter(name: str) -> Adapter:
     torch.set_num_threads(1)
-    return adapt(build(name, torch.float32, is_hot=False))
+    return adapt(remembering(name))
 
 
 def _ids(seed: int = 3) -> list[int]:
@@ -87,7 +88,7 @@ def test_the_state_at_any_token_comes_back(name: str) -> None:
         wrong = _prefill(adapter, _restored(name, count - 1, 1), NEXT)
 
         assert _distance(found, expected) < 1e-5
-        assert _distance(wrong, expected) > 1e-4
+        assert _distance(wrong, expected) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
