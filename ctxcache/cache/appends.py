@@ -514,6 +514,7 @@ class Appends:
         for segment, sums in self._said(reservation, cuts, checksums, is_joint=is_joint):
             segment.note(sums)
         if keep_open:
+            # Full segments never change, so their writes begin before anybody asks for durability.
             self._staging.stage(session, reservation.mark(token_count))
         self._attach(reservation, cuts, token_count, now_ns)
         if not keep_open:

@@ -73,6 +73,7 @@ class Pins(Budget):
         self._waiting[account] += 1
         turn = self._turns.setdefault(account, asyncio.Lock())
         try:
+            # One of the tenant's callers looks at a time: a small request cannot overtake a large one.
             async with asyncio.timeout(self._wait_s), turn:
                 while not self.fits(client, sizes := needed()):
                     self._check_ever(client, sizes)
@@ -166,6 +167,7 @@ class MemoryRoom:
             take = self._take if size_bytes <= plain_bytes else self.take_long
             slot = take(size_bytes, tenant)
             if slot is None:
+                # All or none: two writers that each kept a part would wait for one another.
                 for taken in slots:
                     self._ledger.memory.give(taken)
                 return None
@@ -318,6 +320,14 @@ class MemoryRoom:
         )
 
 
+# The line of writers at the dirty limit. Shares decide who is first, and may decide anew with each request.
+#
+#    admit ──► fits, and the line is empty ─────────────────────────────► promised
+#      │                                                                    ▲
+#      └──► in line ──► first: flushes until the request fits ──────────────┤
+#              ▲          │                                                 │
+#              │          │ another one became first         writer_wait_s  │ fits by then
+#              └──────────┘                                  is over ───────┴──► else CapacityExceeded
 class DirtyBound:
     """Promises room to writers, one after the other. Owned by the event loop."""
 

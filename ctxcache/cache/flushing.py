@@ -42,6 +42,14 @@ def window(size_bytes: int) -> int:
     return max(2, WINDOW_BYTES // size_bytes)
 
 
+# The life of a staged copy. A flush that took it records it; every other end gives its slot back.
+#
+#    start ──► under way ──────► done ──────► taken by a flush ──► synced ──► recorded
+#                  │               │                  │
+#                  │ given up      │ given up         │ a write or sync failed, or the segment was cut
+#                  ▼               ▼                  ▼
+#              slot back once   slot back now     slot back; the next flush starts anew
+#              the device is done
 @dataclass(slots=True, eq=False)
 class Staged:
     """Rows of a segment on their way to a slot that no record names.
@@ -209,6 +217,7 @@ class Staging:
             staged.is_wanted = False
             raise
         finally:
+            # Done comes first: a slot is given back only when no device writes to it any more.
             staged.is_done = True
             if self._in_place.get(staged.segment) is staged:
                 del self._in_place[staged.segment]
@@ -438,11 +447,13 @@ class Flushing:
         if session.use is Use.GONE:
             raise SessionNotFound(session=session.name)
         replaced = self._ledger.flushed(session, [item.flushed for item in kept], end, begun_ns)
+        # No await from there to here: the record says what the ledger says at one moment.
         records = [segment_record_of(self._ledger, item.segment) for item in kept]
         changes = Changes(sessions=[record_of(session)], segments=records)
         try:
             await self._metadata.commit(changes, is_durable=True)
         except TierFailure:
+            # Whether the record arrived is not known: the old slots may be named by it, and stay taken.
             self._ledger.stranded(replaced)
             raise
         self._ledger.recorded(session, end, begun_ns)

@@ -110,10 +110,12 @@ class Joining:
                 self._staging.give_back(written)
             return False
         try:
+            # Bytes become durable before the record that points at them.
             await self._io.sync({place.path_index for place in written.places})
         except BaseException:
             self._staging.give_back(written)
             raise
+        # A cut, a fork or a deletion may have come during the write; from here to the commit nothing awaits.
         if not self._are_whole(session, parts):
             self._staging.give_back(written)
             return False
@@ -126,6 +128,8 @@ class Joining:
         try:
             await self._metadata.commit(changes, is_durable=True)
         except TierFailure:
+            # The record may have arrived or not. The short ones' slots stay taken until the metadata is read
+            # again.
             self._departures.strand(dead)
             raise
         self._state.counters.joined_segment_count += len(dead)

@@ -106,6 +106,7 @@ class Promotions:
         """The promotion of a segment, begun now if need be: into that slot, or one that is made free."""
         task = self._tasks.get(segment.segment_id)
         if task is None:
+            # Held until it ends, also when every caller went away: a device may write to its slot.
             self._ledger.held(segment)
             task = self._background.start(self._promote(segment, slot))
             self._tasks[segment.segment_id] = task

@@ -3,7 +3,7 @@
 
     .venv-vllm/bin/python -m lab.engines.families                      # all of them, a table
     .venv-vllm/bin/python -m lab.engines.families --only llama,phi3    # some
-    .venv-vllm/bin/python -m lab.engines.families --write docs/vllm_models.md
+    .venv-vllm/bin/python -m lab.engines.families --write lab/notes/vllm_models.md
 
 Each model holds a conversation of three turns; the engine itself keeps nothing between them. Every reply is
 compared, token for token, with that of an engine that computes each prompt. `equal` says so, with the share

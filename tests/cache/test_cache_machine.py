@@ -33,6 +33,7 @@ from ctxcache.server.upkeep import Upkeep
 from ctxcache.storage.metadata.base import Changes
 
 T = TypeVar("T")
+AnyRig = TypeVar("AnyRig", DiskRig, MemoryRig)
 # Sampled, not drawn: hypothesis prefers small numbers, and sessions would stay empty.
 picks = st.sampled_from(range(60))
 parts = st.sampled_from([i / 16 for i in range(17)])
@@ -555,21 +556,25 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.rig.leased(lease) == expected(tokens)
 
 
+def small(kind: type[AnyRig], directory: Path, policy: str) -> AnyRig:
+    """A rig with two SSD paths, six slots in memory, and joins from the second segment on."""
+    return kind(
+        directory,
+        arena_segments=6,
+        ssd_segments=(8, 5),
+        watermarks=LONG_TOO,
+        make_policy=partial(RANKED[policy], CAPACITIES),
+        many_segments=1,
+    )
+
+
 class DiskMachine(CacheMachine):
     """Over files and a database: a crash is the death of the process."""
 
     @staticmethod
     def make(directory: Path) -> DiskRig:
         """Two SSD paths with room for thirteen segments."""
-        policy = partial(RANKED["value"], CAPACITIES)
-        return DiskRig(
-            directory,
-            arena_segments=6,
-            ssd_segments=(8, 5),
-            watermarks=LONG_TOO,
-            make_policy=policy,
-            many_segments=1,
-        )
+        return small(DiskRig, directory, "value")
 
 
 class MemoryMachine(CacheMachine):
@@ -578,15 +583,7 @@ class MemoryMachine(CacheMachine):
     @staticmethod
     def make(directory: Path) -> MemoryRig:
         """Two SSD paths with room for thirteen segments."""
-        policy = partial(RANKED["look-ahead"], CAPACITIES)
-        return MemoryRig(
-            directory,
-            arena_segments=6,
-            ssd_segments=(8, 5),
-            watermarks=LONG_TOO,
-            make_policy=policy,
-            many_segments=1,
-        )
+        return small(MemoryRig, directory, "look-ahead")
 
     @rule(operation=st.sampled_from([Operation.READ, Operation.WRITE]), nth=st.integers(1, 3))
     def fail(self, operation: Operation, nth: int) -> None:

@@ -1,16 +1,30 @@
 """A real server on an event loop of its own, in this process: its books are at hand."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
+from ctxcache.errors import CacheError
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 
 T = TypeVar("T")
 PATIENCE_S = 20.0
+
+
+def settings_in(directory: Path, **others: Any) -> Settings:
+    """Settings of a small server that lies in `directory` and listens on a Unix socket alone."""
+    return Settings(
+        data_directory=directory / "data",
+        listen="",
+        unix_socket=str(directory / "socket"),
+        arena_huge_pages="off",
+        **others,
+    )
 
 
 class LiveServer:
@@ -59,3 +73,15 @@ class LiveServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE_S)
         self._loop.close()
+
+
+@contextlib.contextmanager
+def serving(settings: Settings) -> Iterator[LiveServer]:
+    """A server that is stopped at the end, unless it cannot be any more, and its loop with it."""
+    made = LiveServer(settings)
+    try:
+        yield made
+    finally:
+        with contextlib.suppress(CacheError):
+            made.stop()
+        made.close()

@@ -1,6 +1,5 @@
 """Blocks of the typed client, against a real server, by each way that a call may take."""
 
-import contextlib
 import hashlib
 import threading
 from collections.abc import Iterator
@@ -9,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_server import LiveServer
+from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.client import BlockPart, BlockSpace, Client, Durability
 from ctxcache.client.routes import Access, Transport
 from ctxcache.client.types import BlockChange, FoundBlock, LookupState
 from ctxcache.errors import (
-    CacheError,
     CapacityExceeded,
     Draining,
     InvalidArgument,
@@ -24,7 +22,6 @@ from ctxcache.errors import (
     ReservationNotFound,
     TooManyRequests,
 )
-from ctxcache.settings.config import Settings
 from ctxcache.v1.arena_pb2 import Operation
 
 WHOLE = BlockSpace(model_fingerprint=bytes(range(32)), layout_tag="engine x")
@@ -45,15 +42,12 @@ def data_of(number: int, size_bytes: int = 100_000) -> np.ndarray:
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A small server."""
-    settings = Settings(
-        data_directory=tmp_path / "data", listen="", unix_socket=str(tmp_path / "socket"), bulk_listen="",
-        arena_size_bytes=8 << 20, ssd_size_bytes=32 << 20, arena_huge_pages="off", drain_timeout_s=5,
-    )  # fmt: skip
-    made = LiveServer(settings)
-    yield made
-    with contextlib.suppress(CacheError):
-        made.stop()
-    made.close()
+    with serving(
+        settings_in(
+            tmp_path, bulk_listen="", arena_size_bytes=8 << 20, ssd_size_bytes=32 << 20, drain_timeout_s=5
+        )
+    ) as made:
+        yield made
 
 
 @pytest.fixture(params=["local socket", "local grpc", "remote grpc"])

@@ -1,6 +1,5 @@
 """Futures of the client, as an engine's poll loop uses them, and bytes that are gathered and scattered."""
 
-import contextlib
 import os
 import select
 import sys
@@ -15,16 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC, make_rows
-from live_server import LiveServer
+from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.client import BlockSpace, CallerModel, Client, MemoryRows, Scattered
 from ctxcache.client.futures import Completions
 from ctxcache.client.routes import Access, Transport
 from ctxcache.client.types import FoundBlock, LookupState
-from ctxcache.errors import CacheError, InvalidArgument, ModelNotFound, TooManyRequests, Unavailable
+from ctxcache.errors import InvalidArgument, ModelNotFound, TooManyRequests, Unavailable
 from ctxcache.format.streams import TOKENS
-from ctxcache.settings.config import Settings
 
 SPACE = BlockSpace(model_fingerprint=bytes(32), layout_tag="futures")
 KEYS = [bytes([i]) * 32 for i in range(1, 5)]
@@ -35,15 +33,12 @@ WAIT_S = 30
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A small server."""
     directory: Path = tmp_path_factory.mktemp("futures")
-    settings = Settings(
-        data_directory=directory / "data", listen="", unix_socket=str(directory / "socket"), bulk_listen="",
-        arena_size_bytes=8 << 20, ssd_size_bytes=16 << 20, arena_huge_pages="off", drain_timeout_s=5,
-    )  # fmt: skip
-    made = LiveServer(settings)
-    yield made
-    with contextlib.suppress(CacheError):
-        made.stop()
-    made.close()
+    with serving(
+        settings_in(
+            directory, bulk_listen="", arena_size_bytes=8 << 20, ssd_size_bytes=16 << 20, drain_timeout_s=5
+        )
+    ) as made:
+        yield made
 
 
 @pytest.fixture(params=["local socket", "local grpc", "remote grpc"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC, make_rows
-from live_server import LiveServer
+from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.client import Client, EngineQueue, QueuedJob
@@ -25,7 +25,6 @@ from ctxcache.client.types import (
     seconds,
 )
 from ctxcache.errors import (
-    CacheError,
     DeadlineExceeded,
     EngineTakenOver,
     InvalidArgument,
@@ -33,7 +32,6 @@ from ctxcache.errors import (
     Unavailable,
 )
 from ctxcache.server.server import Server
-from ctxcache.settings.config import Settings
 
 JOBS = 2000
 A, B = "sessions/a", "sessions/b"
@@ -43,16 +41,19 @@ Publish = Callable[..., EngineQueue]
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A small server."""
-    settings = Settings(
-        data_directory=tmp_path / "data", listen="", unix_socket=str(tmp_path / "socket"), bulk_listen="",
-        arena_size_bytes=1 << 20, ssd_size_bytes=4 << 20, arena_huge_pages="off", drain_timeout_s=5,
-        max_engine_jobs=JOBS, max_engines=2, engine_grace_s=20,
-    )  # fmt: skip
-    made = LiveServer(settings)
-    yield made
-    with contextlib.suppress(CacheError):
-        made.stop()
-    made.close()
+    with serving(
+        settings_in(
+            tmp_path,
+            bulk_listen="",
+            arena_size_bytes=1 << 20,
+            ssd_size_bytes=4 << 20,
+            drain_timeout_s=5,
+            max_engine_jobs=JOBS,
+            max_engines=2,
+            engine_grace_s=20,
+        )
+    ) as made:
+        yield made
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Segments of more than 64 tokens, by every way in and every way out."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC, make_rows
-from live_server import LiveServer
+from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.leased_rows import FiledRows
 from ctxcache.client.types import Durability
-from ctxcache.errors import CacheError, InvalidArgument
-from ctxcache.settings.config import Settings
+from ctxcache.errors import InvalidArgument
 from ctxcache.v1 import session_pb2
 from lab.routes import Route, route_options
 
@@ -29,20 +27,10 @@ RANGES = ((0, FIRST + SECOND), (1000, 3500), (2047, 2049), (4099, 4100))
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server whose arena has room for segments of 2,048 tokens."""
     directory: Path = tmp_path_factory.mktemp("long")
-    settings = Settings(
-        data_directory=directory / "data",
-        listen="",
-        unix_socket=str(directory / "socket"),
-        arena_size_bytes=64 << 20,
-        ssd_size_bytes=64 << 20,
-        arena_huge_pages="off",
-        drain_timeout_s=1,
-    )
-    made = LiveServer(settings)
-    yield made
-    with contextlib.suppress(CacheError):
-        made.stop()
-    made.close()
+    with serving(
+        settings_in(directory, arena_size_bytes=64 << 20, ssd_size_bytes=64 << 20, drain_timeout_s=1)
+    ) as made:
+        yield made
 
 
 @pytest.fixture

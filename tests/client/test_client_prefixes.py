@@ -1,6 +1,5 @@
 """Prefixes of the typed client, against a real server, by each way that a call may take."""
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC
-from live_server import LiveServer
+from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.archive.contents import ImportWishes, OnConflict
@@ -21,7 +20,6 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.routes import Access, Transport
 from ctxcache.client.types import BlockSpace, Durability, LookupState, PrefixMatch
 from ctxcache.errors import (
-    CacheError,
     InvalidArgument,
     LeaseNotFound,
     ModelFingerprintMismatch,
@@ -29,7 +27,6 @@ from ctxcache.errors import (
 )
 from ctxcache.format.layout import slot_bytes
 from ctxcache.format.streams import TOKENS, Content, Stream, contents_within
-from ctxcache.settings.config import Settings
 from ctxcache.v1.arena_pb2 import AcquireLease, Operation
 from ctxcache.v1.session_pb2 import TokenRange
 
@@ -39,15 +36,12 @@ PROMPT = np.arange(5, 205, dtype=np.int64)
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A small server."""
-    settings = Settings(
-        data_directory=tmp_path / "data", listen="", unix_socket=str(tmp_path / "socket"), bulk_listen="",
-        arena_size_bytes=1 << 20, ssd_size_bytes=4 << 20, arena_huge_pages="off", drain_timeout_s=5,
-    )  # fmt: skip
-    made = LiveServer(settings)
-    yield made
-    with contextlib.suppress(CacheError):
-        made.stop()
-    made.close()
+    with serving(
+        settings_in(
+            tmp_path, bulk_listen="", arena_size_bytes=1 << 20, ssd_size_bytes=4 << 20, drain_timeout_s=5
+        )
+    ) as made:
+        yield made
 
 
 @pytest.fixture(params=["local socket", "local grpc", "remote grpc"])

@@ -1,6 +1,5 @@
 """Reading beside the server: rows out of the files of a real server's SSD tier, under its lease."""
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, Connect, FarSide, make_rows
-from live_server import LiveServer
+from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.client import Client, SessionRows
@@ -17,7 +16,6 @@ from ctxcache.client.leased_rows import FiledRows, LeasedRows
 from ctxcache.client.types import Durability
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import (
-    CacheError,
     CorruptSegment,
     InvalidArgument,
     LeaseNotFound,
@@ -27,7 +25,6 @@ from ctxcache.errors import (
 from ctxcache.format.layout import HEADER_FIXED_BYTES, Slot
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.server import Server
-from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2
 from lab.routes import Route, route_options
 
@@ -39,22 +36,17 @@ PATHS = 2
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A small server with two SSD paths."""
-    settings = Settings(
-        data_directory=tmp_path / "data",
-        listen="",
-        unix_socket=str(tmp_path / "socket"),
-        bulk_listen="",
-        ssd_directories=tuple(tmp_path / f"ssd{i}" for i in range(PATHS)),
-        arena_size_bytes=1 << 20,
-        ssd_size_bytes=1 << 20,
-        arena_huge_pages="off",
-        drain_timeout_s=1,
-    )
-    made = LiveServer(settings)
-    yield made
-    with contextlib.suppress(CacheError):
-        made.stop()
-    made.close()
+    with serving(
+        settings_in(
+            tmp_path,
+            bulk_listen="",
+            ssd_directories=tuple(tmp_path / f"ssd{i}" for i in range(PATHS)),
+            arena_size_bytes=1 << 20,
+            ssd_size_bytes=1 << 20,
+            drain_timeout_s=1,
+        )
+    ) as made:
+        yield made
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, make_rows
-from live_server import LiveServer
+from live_server import LiveServer, serving, settings_in
 from xxhash import xxh3_64_intdigest
 
 import ctxcache
@@ -25,11 +25,10 @@ from ctxcache.cache.integrity import check_integrity
 from ctxcache.client import Client
 from ctxcache.client.types import Durability, StorageTier
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, LeaseNotFound
+from ctxcache.errors import CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.server import Server
-from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2
 from lab.routes import Route, route_options
 
@@ -41,21 +40,11 @@ WAYS: tuple[Route, ...] = ("local-socket", "local-grpc", "grpc", "bulk")
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A server with a bulk channel that writes nothing behind anybody's back."""
-    settings = Settings(
-        data_directory=tmp_path / "data",
-        listen="",
-        unix_socket=str(tmp_path / "socket"),
-        arena_size_bytes=4 << 20,
-        ssd_size_bytes=4 << 20,
-        arena_huge_pages="off",
-        drain_timeout_s=1,
-    )
-    made = LiveServer(settings)
-    made.run(_without_upkeep(made.server))
-    yield made
-    with contextlib.suppress(CacheError):
-        made.stop()
-    made.close()
+    with serving(
+        settings_in(tmp_path, arena_size_bytes=4 << 20, ssd_size_bytes=4 << 20, drain_timeout_s=1)
+    ) as made:
+        made.run(_without_upkeep(made.server))
+        yield made
 
 
 async def _without_upkeep(server: Server) -> None:

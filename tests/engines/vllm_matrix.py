@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python -m tests.engines.vllm_matrix  # all of a small random model
     .venv-vllm/bin/python -m tests.engines.vllm_matrix --model DIR --only kv/session --expected replies.json
-    .venv-vllm/bin/python -m tests.engines.vllm_matrix --write docs/vllm_models.md
+    .venv-vllm/bin/python -m tests.engines.vllm_matrix --write lab/notes/vllm_models.md
 
 For each kind of state, found by the session's name or by the prompt's tokens: in the second turn vLLM's own
 blocks were evicted, in the third the store is killed (SIGKILL) and started again, in the fourth it is stopped
