@@ -64,7 +64,7 @@ def run(policy: str, directory: Path, *, turn_count: int, seed: int) -> Ahead:
         engine = Engine(server, client, is_durable=True)
         for uid in uids:
             _turn(engine, uid, SESSION_SEGMENTS)
-        bytes_per_s = _measured(engine, client, uids[:MEASURED_COUNT])
+        bytes_per_s = _measured(engine, client, uids)
         session_bytes = SESSION_SEGMENTS * SLOT_BYTES
         needed_s = FACTOR * JOBS_AHEAD * session_bytes / bytes_per_s + GRACE_S
         period_s = needed_s / (JOBS_AHEAD - 1)
@@ -88,12 +88,14 @@ def run(policy: str, directory: Path, *, turn_count: int, seed: int) -> Ahead:
 
 def _measured(engine: Engine, client: Client, uids: Sequence[bytes]) -> float:
     """Bytes per second of leases, one after the other, of sessions that lie on SSD."""
-    if any(engine.tier(uid) is not Level.BELOW for uid in uids):
-        raise AssertionError("they are not where they are to be read from")
+    # Which of equals a policy leaves on SSD is its own choice.
+    below = [uid for uid in uids if engine.tier(uid) is Level.BELOW][:MEASURED_COUNT]
+    if len(below) < MEASURED_COUNT:
+        raise AssertionError(f"{len(below)} sessions lie where they are to be read from")
     began_s = time.monotonic()
-    for uid in uids:
+    for uid in below:
         client.sessions.open(name_of(uid), OWN).read().close()
-    return len(uids) * SESSION_SEGMENTS * SLOT_BYTES / (time.monotonic() - began_s)
+    return len(below) * SESSION_SEGMENTS * SLOT_BYTES / (time.monotonic() - began_s)
 
 
 def _order(uids: Sequence[bytes], turn_count: int, seed: int) -> list[bytes]:
