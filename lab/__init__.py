@@ -1,4 +1,4 @@
-"""What measures and shows the product.
+"""The lab: measurements and shows of the product.
 
 `ctxcache bench`, `ctxcache demo`, and `python -m lab.studies.NAME`.
 """

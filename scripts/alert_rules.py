@@ -29,7 +29,7 @@ def _rule(alert: Alert) -> str:
 
 
 def rule_tests(rule_file: str, alerts: Sequence[Alert] = ALERTS) -> str:
-    """What `promtool test rules` runs.
+    """The tests that `promtool test rules` runs.
 
     Each alert silent at first and where it should be, and firing when it should.
     """

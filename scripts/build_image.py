@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def lacking() -> str:
-    """What the machine lacks; empty where nothing."""
+    """The tools that the machine lacks; empty where it has all."""
     programs = [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]
     if programs:
         return f"{' and '.join(programs)} are not installed (apt-get install {' '.join(programs)})"
@@ -82,7 +82,7 @@ def image_of(target: str) -> str:
 
 def _make_base() -> None:
     archive = IMAGES / "base.tar"
-    # What the official image calls it.
+    # The name in the official image.
     python = 'ln -s /usr/bin/python3 "$1/usr/local/bin/python"'
     options = ["--variant=minbase", f"--include={','.join(PACKAGES)}", f"--customize-hook={python}"]
     subprocess.run(["mmdebstrap", *options, _suite(), archive], check=True)
@@ -125,7 +125,7 @@ def _build(target: str, build_args: Sequence[str]) -> None:
 
 
 def pip_configuration() -> str:
-    """What pip is told here by files and variables, as one file."""
+    """The configuration of pip on this machine, from files and variables, as one file."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     options: dict[str, str] = {}

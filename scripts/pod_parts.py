@@ -1,4 +1,4 @@
-"""What a pod's manifest means on one machine.
+"""The meaning of a pod's manifest on one machine.
 
 Who a container is, how its volumes look, its sandbox, its probes.
 
@@ -25,13 +25,13 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 Spec = Mapping[str, Any]
 SHM_BYTES = 64 << 20
-"""What a container runtime gives /dev/shm."""
+"""The size that a container runtime gives /dev/shm."""
 WRITABLE, READABLE, ENTERED = 0o660, 0o440, 0o110
-"""What fsGroup adds: to files, to files of read-only volumes, to directories besides."""
+"""The mode bits that fsGroup adds: to files, to files of read-only volumes, to directories besides."""
 
 
 class PodRefusedError(Exception):
-    """What a kubelet would refuse, or this cannot do."""
+    """A manifest that a kubelet would refuse, or that this cannot run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Image:
 
     @property
     def user(self) -> tuple[int, int]:
-        """Who runs it, where nothing else is said. Raises PodRefusedError for a name."""
+        """The user and group of the image, for a manifest without a user. Raises PodRefusedError for a name."""
         user, _, group = str(self.configuration.get("User") or "0").partition(":")
         if not user.isdecimal() or not (group or "0").isdecimal():
             raise PodRefusedError(f"image user {user}:{group} is no number: runAsNonRoot cannot be verified")
@@ -61,7 +61,7 @@ class Image:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """Whom a container runs as, and what it may."""
+    """The user of a container, and its rights."""
 
     user: int
     group: int

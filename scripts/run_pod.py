@@ -59,7 +59,7 @@ def built_images() -> dict[str, Image]:
 
 
 def lacking() -> str:
-    """What the machine lacks to run pods; empty where nothing."""
+    """The tools that the machine lacks to run pods; empty where it has all."""
     programs = [name for name in ("bwrap", "nsenter", "mount") if shutil.which(name) is None]
     if programs:
         return f"{' and '.join(programs)} are not installed (apt-get install bubblewrap util-linux)"
@@ -287,7 +287,7 @@ class Pod:
                     group.rmdir()
 
     def log(self, container: str = "") -> str:
-        """What a container has said."""
+        """The output of a container."""
         return self.containers[container or self.spec["containers"][0]["name"]].log.read_text()
 
     def _until(self, container: Spec, name: str, deadline_s: float = float("inf")) -> int:

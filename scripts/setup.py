@@ -29,7 +29,7 @@ FILES = ("pyproject.toml", "lab/pyproject.toml", "scripts/setup.py")
 
 @dataclass(frozen=True)
 class Environment:
-    """What one virtual environment holds.
+    """The contents of one virtual environment.
 
     Extras of the project and of its lab, dependency groups, torch or not.
     """

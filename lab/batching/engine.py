@@ -105,7 +105,7 @@ class BatchedEngine:
         self._model.step([Work(SequenceCache(len(token_ids)), token_ids)])
 
     def _choose(self) -> list[tuple[Running, list[int]]]:
-        """Who takes part in the next pass, and with which tokens: who has least to do first."""
+        """The sessions of the next pass and their tokens: those with least to do first."""
         room = self._pass_tokens
         chosen = []
         for sequence in sorted(self.running, key=lambda item: len(item.waiting)):

@@ -95,7 +95,7 @@ def layout_of(scale: Scale) -> SegmentLayout:
 
 
 def slots_bytes(scale: Scale, context_count: int) -> int:
-    """What so many contexts take in slots."""
+    """The bytes that so many contexts take in slots."""
     layout = layout_of(scale)
     return context_count * -(-scale.token_count // layout.segment_tokens) * layout.size_bytes
 
@@ -191,7 +191,7 @@ def copy_out(reading: SessionRows, out: Mapping[Stream, Bytes]) -> None:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """What an action takes."""
+    """The seconds that an action takes."""
     begin_ns = time.perf_counter_ns()
     action()
     return (time.perf_counter_ns() - begin_ns) / 1e9

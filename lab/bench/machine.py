@@ -30,7 +30,7 @@ def machine(directory: Path) -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """What is installed of what matters here."""
+    """The installed versions of packages that matter here."""
     found = {name: _version(name) for name in _PACKAGES}
     return found | {"redis-server": _redis_server()}
 

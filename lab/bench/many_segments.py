@@ -45,7 +45,7 @@ def shape_of(session_segments: int) -> Scale:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What was made. `ssd_bytes` is the size to serve it with."""
+    """The result of the making. `ssd_bytes` is the size to serve it with."""
 
     session_count: int
     segment_count: int

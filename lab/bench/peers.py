@@ -29,7 +29,7 @@ _HOW_REDIS = "apt-get install redis-server; pip install './lab[bench]'"
 
 
 class RedisClient(Protocol):
-    """What is used of redis.Redis."""
+    """The part of redis.Redis that is used."""
 
     def ping(self) -> bool:
         """Ask for a sign of life."""

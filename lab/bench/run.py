@@ -97,7 +97,7 @@ def measured(
     foreign_cores: float,
     notes: dict[str, object],
 ) -> Result:
-    """What the rounds of a row come to. Without anything beside, ours is the figure itself."""
+    """The figures of a row's rounds. Without anything beside, ours is the figure itself."""
     ratio = in_round(row.goal, ours, beside) if beside else Spread.of(ours)
     return Result(
         row.name,

@@ -93,7 +93,7 @@ class Rig:
 
     @property
     def size_bytes(self) -> int:
-        """What the session takes in slots."""
+        """The bytes that the session takes in slots."""
         return -(-self.token_count // self.layout.segment_tokens) * self.layout.size_bytes
 
     async def create(self) -> None:
@@ -191,7 +191,7 @@ async def _reserved(rig: Rig, write_offset: int, token_count: int) -> Reservatio
 def _copy(
     rig: Rig, reservation: Reservation, source: memoryview, mark: Callable[[int, Sequence[int]], None]
 ) -> list[int]:
-    """What a client does in its own process: every row once, segment after segment, each added up."""
+    """A client's work in its own process: every row once, segment after segment, each added up."""
     read = 0
     checksums: list[int] = []
     for run in list(reservation.runs):
@@ -350,7 +350,7 @@ async def small_flushes(
 
 
 def _written_bytes() -> int:
-    """What this process has had written to disks so far."""
+    """Bytes that this process has had written to disks so far."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["write_bytes"])
 

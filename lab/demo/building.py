@@ -55,7 +55,7 @@ def build_once(target: Path, build: Callable[[Path], None], *, progress: Progres
     """Return `target`, after `build(directory)` filled it if it did not exist.
 
     `build` gets an empty directory beside the target, renamed once every file in it is on disk.
-    Whatever `build` raises passes through and leaves nothing behind. Raises OSError.
+    Errors of `build` pass through, and leave nothing behind. Raises OSError.
     """
     if target.is_dir():
         return target

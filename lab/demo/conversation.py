@@ -66,7 +66,7 @@ _MARGIN_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What is said: a long text first, then shorter ones; `reply_tokens` at most are answered to each."""
+    """The user's texts: a long one first, then shorter ones; `reply_tokens` at most are answered to each."""
 
     turn_count: int
     opening_tokens: int

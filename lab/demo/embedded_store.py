@@ -37,7 +37,7 @@ class StoreDidNotStart(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a server said when it was ready. `ssd_io_mode` is `direct` or `buffered`."""
+    """The ready line of a server. `ssd_io_mode` is `direct` or `buffered`."""
 
     pid: int
     target: str

@@ -44,7 +44,7 @@ MARGIN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one point of the picture is measured on."""
+    """The setting of one point of the picture."""
 
     length: int
     method: Method

@@ -14,7 +14,7 @@ import transformers
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a figure depends on, besides who else uses the machine."""
+    """The facts that a figure depends on, besides other users of the machine."""
 
     cpu: str
     physical_core_count: int

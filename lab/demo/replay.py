@@ -48,7 +48,7 @@ class Replay:
         return self._compared(turn, source, number, reference)
 
     def stored(self, client: Client) -> Stored:
-        """What the store keeps of this session now."""
+        """The state of this session that the store keeps now."""
         session = client.sessions.get(f"sessions/{self.session_id}")
         row_bytes = self._subject.bytes_per_token(self._method)
         return Stored(self._method, row_bytes, session.token_count, session.ssd_bytes)

@@ -69,7 +69,7 @@ class TurnResult:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What one method kept: bytes per token by the model's shape, and bytes on SSD by the store."""
+    """The state that one method kept: bytes per token by the model's shape, and bytes on SSD by the store."""
 
     method: Method
     bytes_per_token: int

@@ -20,7 +20,7 @@ from lab.demo.view import View
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked for. With `history`, time is measured instead of a conversation held."""
+    """The options of a run. With `history`, time is measured instead of a conversation held."""
 
     turn_count: int
     opening_tokens: int | None

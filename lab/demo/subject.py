@@ -61,7 +61,7 @@ class Subject:
 
     @cached_property
     def chat(self) -> ChatFormat:
-        """What stands around a user's text."""
+        """The template around a user's text."""
         return chat_format(self.tokenizer)
 
     @cached_property

@@ -150,7 +150,7 @@ _ASSISTANT = "ASSISTANTTEXT"
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What stands before the first user's text, between an answer and the next, and after each."""
+    """The template's parts before the first user's text, between an answer and the next, and after each."""
 
     opening: str
     between: str

@@ -23,13 +23,13 @@ USER_CHARS = 72
 
 
 class View(Protocol):
-    """What happens, in the order in which it happens."""
+    """The events, in the order in which they happen."""
 
     def say(self, text: str) -> None:
         """A sentence that stays."""
 
     def doing(self, text: str) -> None:
-        """What is being done from now on."""
+        """The step that begins now."""
 
     def begin_turn(self, title: str, user_text: str) -> None:
         """A turn of the conversation begins."""

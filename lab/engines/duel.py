@@ -264,7 +264,7 @@ def ask(engine: VllmEngine, prompts: Sequence[list[int]]) -> tuple[Replies, int]
 def fight(
     contender: Contender, models: Path, prompts: Sequence[list[int]], faults: Sequence[str], place: Path
 ) -> Iterator[tuple[str, Replies, int, str]]:
-    """What a contender replies after each fault: replies, how many reused, or what it said instead."""
+    """A contender's replies after each fault: replies, how many reused, or its error."""
     if not faults:
         return
     saved, older = place / "saved", place / "older"

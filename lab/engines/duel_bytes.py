@@ -114,7 +114,7 @@ class Store:
 def fight(
     contender: LmcacheFiles | Store, place: Path, faults: Sequence[str], count: int, size_bytes: int
 ) -> dict[str, Given]:
-    """What a contender gives after each fault."""
+    """A contender's bytes after each fault."""
     saved = place / "saved"
     saved.mkdir(parents=True)
     contender.save(saved, count, size_bytes)

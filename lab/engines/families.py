@@ -71,7 +71,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 class Outcome(NamedTuple):
-    """What became of a model's conversation. `restored`: the share of the later turns' prompts."""
+    """The outcome of a model's conversation. `restored`: the share of the later turns' prompts."""
 
     is_equal: bool
     restored: float
@@ -94,12 +94,12 @@ def build(family: str, directory: Path, *, seed: int = 0) -> Path:
 
 
 def options_of(family: str) -> dict[str, Any]:
-    """What a user of this family adds to vLLM's command line."""
+    """The options that a user of this family adds to vLLM's command line."""
     return {"disable_hybrid_kv_cache_manager": True} if family in WINDOWS else {}
 
 
 def question(turn: int) -> list[int]:
-    """What a user says in a turn."""
+    """The user's text of a turn."""
     return [(13 * turn + 7 * i + i * i) % 500 + 3 for i in range(QUESTION + (60 if turn == 0 else 0))]
 
 
@@ -111,7 +111,7 @@ def last_words(error: Exception) -> str:
 
 
 def hold(model: Path, family: str, states: Sequence[str], place: Path) -> dict[str, Outcome]:
-    """What becomes of a conversation, for each kind of state."""
+    """The outcome of a conversation, for each kind of state."""
     options = options_of(family)
     outcomes = {}
     try:

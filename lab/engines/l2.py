@@ -37,7 +37,7 @@ Figures = dict[tuple[str, int, str], list[float]]
 
 
 def adapter_of_store(target: str, **params: Any) -> dict[str, Any]:
-    """What LMCache's configuration says of the store as its second tier."""
+    """LMCache's configuration with the store as its second tier."""
     return {
         "type": "plugin",
         "module_path": "gpu_worker.engines.lmcache.l2",

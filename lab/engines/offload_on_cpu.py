@@ -32,7 +32,7 @@ class CopyingWorker(OffloadingWorker):
         return self._copy(job_id, self._chunks, src_spec, self._blocks, dst_spec)
 
     def get_finished(self) -> list[TransferResult]:
-        """What ended since the last call."""
+        """The transfers that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
 

@@ -43,7 +43,7 @@ WAYS = (
 AGAIN = " again"
 HOST_BYTES = 2 << 30
 TIERED_HOST_BYTES = 128 << 20
-"""Of host memory with a tier behind it: less than the conversations need."""
+"""Bytes of host memory with a tier behind it: less than the conversations need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def engine_for(way: str, options: argparse.Namespace, target: str, log: Path) ->
     kind = way.removesuffix(AGAIN)
     if kind in {"offload", "file tier", "ctxcache tier"}:
         arguments["kv_transfer_config"] = offloading(kind, target, log.parent)
-    # What one process leaves, another finds by the same hashes.
+    # Blocks that one process leaves are found by another under the same hashes.
     environment = {"PYTHONHASHSEED": "0"}
     is_ours = kind == "ctxcache"
     with VllmEngine(

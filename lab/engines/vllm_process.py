@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the engine made of one request. `cached_count`: tokens of the prompt that were not computed.
+    """The engine's answer to one request. `cached_count`: tokens of the prompt that were not computed.
 
     `took_s`: from the request's arrival to the reply's first token.
     """
@@ -168,7 +168,7 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
         # An engine in a process of its own is asked by requests alone.
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         connectors = [core.scheduler.connector] if core is not None else []
-        # Of several ranks each is a process of its own.
+        # Each of several ranks is a process of its own.
         connectors += [get_kv_transfer_group()] if has_kv_transfer_group() else []
         for connector in connectors:
             connector.wait_until_linked(LINK_TIMEOUT_S)

@@ -1,1 +1,1 @@
-"""What truncation costs in quality, measured on real models with the code that restores sessions."""
+"""The cost of truncation in quality, measured on real models with the code that restores sessions."""

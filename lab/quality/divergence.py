@@ -1,4 +1,4 @@
-"""What storing rows in fewer bits costs: how far a model's predictions move when its cache comes from them.
+"""The cost of rows in fewer bits: how far a model's predictions move when its cache comes from them.
 
 A context is run once. Its rows are rounded, restored by the pipeline that restores sessions, and the tokens
 that follow are predicted from them and from the cache that was never dropped. Through a real store the same

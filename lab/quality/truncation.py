@@ -31,7 +31,7 @@ from lab.quality.restoring import HeldRows, pipeline_for, restored_cache
 
 
 class Cut(enum.Enum):
-    """What becomes of the state when the earliest half of a full context is dropped."""
+    """The treatment of state when the earliest half of a full context is dropped."""
 
     NONE = "no truncation"
     """Nothing is dropped: what the model does with everything."""

@@ -33,7 +33,7 @@ LEAST_TTL_S = 1.0
 RANGES = 4096
 """That one call drops."""
 NOT_PLAYED = frozenset(("expire", "evict", "cut"))
-"""What a store does by itself."""
+"""The store's own acts."""
 
 WRITE_BYTES = 64 << 20
 """What is written at a time, all streams together, or a segment."""

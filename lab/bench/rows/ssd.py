@@ -132,7 +132,7 @@ def _saving(place: Place) -> Iterator[Sides]:
         def ours(number: int) -> float:
             source = sources[number % 2]
             taken = runner.run(save(rig, source.data))
-            # What counts is what the disk gives back.
+            # Only bytes that the disk gives back count.
             runner.run(promote(rig))
             _verify(rig, source, "saved to SSD")
             return taken
@@ -244,7 +244,7 @@ def _client_saving(place: Place) -> Iterator[Sides]:
 
         def ours(number: int) -> float:
             taken = served.save(number % 2)
-            # What counts is what the disk gives back.
+            # Only bytes that the disk gives back count.
             served.demote()
             served.verify(number % 2, "saved to SSD by a client")
             served.delete()
