@@ -293,6 +293,8 @@ class HostCache(Cache):
         return (time.perf_counter_ns() - begin_ns) / 1e9
 
     def _check(self, adapter: Adapter, capacity: int) -> None:
+        if adapter.is_recurrent:
+            raise refuse(adapter.model, "its layers keep states, for which this cache has no room")
         if any(decoder.window is not None for decoder in adapter.layers):
             raise refuse(adapter.model, "a layer with a window keeps few tokens, which fit the device")
         if adapter.kind is not StateKind.KV or StateKind.HIDDEN not in adapter.kinds:

@@ -17,6 +17,7 @@ from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import IncompleteRestore, UnsupportedArchitecture
 from gpu_worker.families import Adapter
 from gpu_worker.generation import continue_greedy, prefill
+from gpu_worker.host_cache import HostCache
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import PackedModel
 from gpu_worker.parallel.sharded import shard
@@ -172,6 +173,8 @@ def test_what_has_no_room_for_a_state_is_refused() -> None:
         Restorer(adapter, torch.arange(4)).layer(0, Method.KV, torch.zeros(4, adapter.row_size))
     with pytest.raises(UnsupportedArchitecture, match="packed passes do not know"):
         PackedModel(adapter.model)
+    with pytest.raises(UnsupportedArchitecture, match="keep states, for which this cache has no room"):
+        HostCache(_adapter("lfm2"), capacity=8)
     with pytest.raises(InvalidArgument, match="would add up"):
         model_spec(adapter.model, model_id="m", packed_kinds=[StateKind.HIDDEN_INT8])
     with pytest.raises(InvalidArgument, match="states are not shared"):
