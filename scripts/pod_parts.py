@@ -43,7 +43,7 @@ class Image:
 
     @property
     def user(self) -> tuple[int, int]:
-        """The user and group of the image, for a manifest without a user. Raises PodRefusedError for a name."""
+        """The image's user and group, for a manifest without a user. Raises PodRefusedError for a name."""
         user, _, group = str(self.configuration.get("User") or "0").partition(":")
         if not user.isdecimal() or not (group or "0").isdecimal():
             raise PodRefusedError(f"image user {user}:{group} is no number: runAsNonRoot cannot be verified")
