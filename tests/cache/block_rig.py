@@ -93,5 +93,5 @@ def look(rig: Rig, *numbers: int, space: bytes = SPACE) -> list[BlockState]:
 
 
 def everything(numbers: Sequence[int]) -> list[bytes | None]:
-    """What a load of these brings when all are there."""
+    """The bytes that a load of these brings when all are there."""
     return [data_of(number) for number in numbers]

@@ -232,7 +232,7 @@ class Rig:
         return await self.cache.leases.acquire(self.request(session_id, begin, end))
 
     def leased(self, lease: Lease) -> dict[Stream, bytes]:
-        """What a client sees in the arena through a lease."""
+        """The rows that a client sees in the arena through a lease."""
         found = dict.fromkeys(STREAMS, b"")
         for piece in lease.pieces:
             if piece.segment.memory is None:
@@ -302,7 +302,7 @@ class Rig:
 
 
 def expected(tokens: Iterable[Token]) -> dict[Stream, bytes]:
-    """What a read of these tokens must bring."""
+    """The rows that a read of these tokens must bring."""
     listed = list(tokens)
     return {stream: rows_of(listed, stream) for stream in STREAMS}
 

@@ -1,6 +1,6 @@
 """Admission.
 
-What SSD has no room for, and is worth less than what lies there, is not written though nobody asked.
+Sessions that SSD has no room for, and that are worth less than those there, are not written unasked.
 """
 
 import asyncio
@@ -201,7 +201,7 @@ async def test_writers_beside_each_other_need_no_look_in_between(house: House) -
 
 
 async def test_what_was_promised_to_be_durable_never_leaves_from_memory(tmp_path: Path) -> None:
-    """Whoever waited for durability has it, in full, whatever memory needed, and after every crash."""
+    """A caller that waited for durability has it, in full, whatever memory needed, and after every crash."""
     for seed in range(6):
         house = await _house(tmp_path / str(seed))
         draw, durable = random.Random(seed), dict[str, int]()
@@ -233,7 +233,7 @@ async def test_what_was_promised_to_be_durable_never_leaves_from_memory(tmp_path
 
 
 async def test_a_session_that_ssd_has_some_of_grows_there(house: House) -> None:
-    """What it grew by is written, though it is worth least of all."""
+    """The growth of a session is written, though the session is worth least of all."""
     await house.rig.delete("good3-5")
     await house.write("grows-1", 4)
     await house.write("grows-1", 2)

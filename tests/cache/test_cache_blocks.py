@@ -80,7 +80,7 @@ async def test_what_was_not_made_durable_is_there_whole_or_not_at_all(disk_rig: 
 
 
 async def test_an_orderly_end_keeps_all(rig: MemoryRig) -> None:
-    """What was in DRAM alone is written."""
+    """Blocks that were in DRAM alone are written."""
     await put(rig, 1, 2, 3)
     await rig.restart()
     assert await load(rig, 1, 2, 3) == everything([1, 2, 3])
@@ -220,7 +220,7 @@ async def test_a_lease_is_its_tenants_until_it_ends(rig: MemoryRig) -> None:
 
 
 async def test_a_load_of_more_than_dram_holds_is_refused_and_holds_nothing(rig: MemoryRig) -> None:
-    """Whoever asks for less is served."""
+    """A caller that asks for less is served."""
     numbers = list(range(12))
     for number in numbers:
         await put(rig, number, is_durable=True)

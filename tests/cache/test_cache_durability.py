@@ -1,4 +1,4 @@
-"""What is acknowledged as durable is there after a power cut, and nothing wrong is beside it."""
+"""Tokens acknowledged as durable are there after a power cut, and nothing wrong is beside them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -209,7 +209,7 @@ async def test_a_session_that_goes_while_it_is_truncated_is_never_cut_further(
 
 
 async def test_no_generation_comes_again_after_a_crash(rig: MemoryRig, writer: Writer) -> None:
-    """What the crash took back had generations too.
+    """Commits that the crash took back had generations too.
 
     Those that come are above all of them, after each crash.
     """
@@ -518,7 +518,7 @@ async def test_sessions_that_take_each_others_room_are_flushed_one_by_one(
 
 
 async def test_a_flush_goes_round_a_path_that_fails_under_it(rig: MemoryRig, writer: Writer) -> None:
-    """What was on the failed path is written again on the other, and only then acknowledged."""
+    """Rows on the failed path are written again on the other, and only then acknowledged."""
     await rig.create("a")
     tokens = writer.make(300)
     await rig.append("a", tokens)

@@ -47,7 +47,7 @@ async def rig(rig: MemoryRig) -> MemoryRig:
 
 
 def session_of(rig: MemoryRig, session_id: str) -> Session:
-    """What the cache knows of it."""
+    """The cache's view of the session."""
     return rig.cache.ledger.find(TENANT, session_id)
 
 

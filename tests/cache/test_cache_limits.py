@@ -1,6 +1,6 @@
 """Readers and writers get their share of the arena and no more.
 
-Who must wait waits in order, and not for long.
+Callers that must wait do so in order, and not for long.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def test_one_client_holds_no_more_than_its_share(rig: MemoryRig) -> None:
 
 
 async def test_more_than_a_share_is_refused_for_good(rig: MemoryRig) -> None:
-    """What could never be leased is told apart from what may be leased later.
+    """Ranges that could never be leased are told apart from those that may be leased later.
 
     As a stream it is read all the same.
     """

@@ -56,7 +56,7 @@ SETTINGS = settings(
 
 @dataclass(slots=True)
 class Known:
-    """What the model knows of a session."""
+    """The model's view of a session."""
 
     tokens: list[Token] = field(default_factory=list)
     durable: set[Token] = field(default_factory=set)
@@ -277,7 +277,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(pick=picks, part=parts)
     def mark(self, pick: int, part: float) -> None:
-        """What is marked as written is on its way to disk, and shows nowhere."""
+        """Tokens marked as written are on their way to disk, and show nowhere."""
         item = self.open[pick % len(self.open)]
         marked = len(self.model[item.name].tokens) + round(part * len(item.written))
         self.run(self.rig.mark_written(item.reservation, marked))
@@ -337,7 +337,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(pick=picks, part=parts, is_copied=seldom)
     def adopt(self, pick: int, part: float, *, is_copied: bool) -> None:
-        """What another session has is found by its tokens, and shared; or computed and stored again."""
+        """Tokens of another session are found and shared; or computed and stored again."""
         wanted = list(self.model[self.name(pick)].tokens)
         wanted = wanted[: max(round(part * len(wanted)), SEGMENT_TOKENS)]
         self.create(is_pinned=False, ttl_s=3600)

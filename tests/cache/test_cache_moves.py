@@ -51,7 +51,7 @@ async def demoted(rig: MemoryRig, writer: Writer, segment_count: int) -> list[To
 
 
 def segments(rig: MemoryRig) -> list[Segment]:
-    """What session `a` lists."""
+    """The segments that session `a` lists."""
     return rig.cache.ledger.find(TENANT, "a").segments
 
 
@@ -337,7 +337,7 @@ async def _cancelled(rig: MemoryRig, operation: Operation, work: Awaitable[objec
 
 
 async def test_a_promotion_cancelled_in_the_middle_loses_no_slot(rig: MemoryRig, writer: Writer) -> None:
-    """What a device is still reading keeps its memory until it is done."""
+    """Memory that a device still reads from is kept until the device is done."""
     tokens = await demoted(rig, writer, 5)
     await _cancelled(rig, Operation.READ, rig.acquire("a"))
     lease = await rig.acquire("a")

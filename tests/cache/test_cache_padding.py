@@ -1,4 +1,4 @@
-"""What reaches the disk is a session's own rows, and zeros."""
+"""Only a session's own rows, and zeros, reach the disk."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Sessions are found by their tokens, and share what is equal: one copy, whoever comes and goes."""
+"""Sessions are found by their tokens, and share equal ones: one copy, whichever sessions come and go."""
 
 import random
 import time
