@@ -67,10 +67,11 @@ def value(values: Values, name: str, **labels: str) -> float:
     return values[name][tuple(sorted(labels.items()))]
 
 
-async def load(client: Client, clock: FakeClock) -> None:
+async def load(client: Client, clock: FakeClock) -> int:
     """Some of all that can happen.
 
-    Writes, hits in both tiers, every kind of miss that callers can cause, evictions.
+    Writes, hits in both tiers, every kind of miss that callers can cause, evictions. Returns the number of
+    the session that was deleted.
     """
     fill = 24
     for i in range(fill):
@@ -84,10 +85,17 @@ async def load(client: Client, clock: FakeClock) -> None:
     await client.read_rows(f"s{fill - 1}")
     await client.create("short", ttl=Duration(seconds=1))
     clock.advance(seconds=2)
-    for i in (*range(fill), "short", "never"):
+    there = []
+    for i in range(fill):
         with contextlib.suppress(grpc.aio.AioRpcError):
-            await client.get(f"s{i}" if isinstance(i, int) else i)
-    await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name=f"sessions/s{fill - 2}"))
+            await client.get(f"s{i}")
+            there.append(i)
+    for name in ("short", "never"):
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await client.get(name)
+    # The placement policy chooses which sessions are still there.
+    deleted = max([i for i in there if i < fill - 1])
+    await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name=f"sessions/s{deleted}"))
     query = session_pb2.LookupQuery(name=f"sessions/s{fill - 1}", model_fingerprint=b"x" * 32)
     await client.sessions.LookupSessions(session_pb2.LookupSessionsRequest(queries=[query]))
     way = GrpcWay(client.arena.Access())
@@ -95,3 +103,4 @@ async def load(client: Client, clock: FakeClock) -> None:
     lease = await way.one(acquire_lease=acquire)
     await way.one(release_lease=arena_pb2.ReleaseLease(lease_id=lease.lease.lease_id))
     way.die()
+    return deleted
