@@ -22,7 +22,7 @@ from ctxcache.cache.blocks import BlockState, Room, Wanted, WrittenPart
 from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Lease, TokenLease
 from ctxcache.cache.state import Pace
 from ctxcache.core.ledger.session import Expiration, Session
-from ctxcache.core.prefix.spaces import (
+from ctxcache.core.prefix.keys import (
     TAG_LIMIT_BYTES,
     Part,
     check_key,

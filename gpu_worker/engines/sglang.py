@@ -33,8 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from ctxcache.client import BlockPart, BlockSpace, Client
 from ctxcache.client.types import LookupState
-from gpu_worker.engines.link import LinkState, StoreLink
-from gpu_worker.engines.settings import Refused, StoreSettings
+from gpu_worker.engines.link import LinkState, Refused, StoreLink, StoreSettings
 from gpu_worker.model_spec import digest_checkpoint
 
 log = logging.getLogger(__name__)

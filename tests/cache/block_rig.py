@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cache_rig import SLOT_BYTES, Rig
 
 from ctxcache.cache.blocks import BlockState, Room, Wanted, WrittenPart
-from ctxcache.core.prefix.spaces import Part, space_of
+from ctxcache.core.prefix.keys import Part, space_of
 from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import block_layout
 

@@ -27,7 +27,7 @@ from ctxcache.cache.appends import GRACE_NS
 from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, Wanted, WrittenPart
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import block_id
-from ctxcache.core.prefix.spaces import Part, space_of
+from ctxcache.core.prefix.keys import Part, space_of
 from ctxcache.errors import (
     CapacityExceeded,
     InvalidArgument,

@@ -16,8 +16,8 @@ import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from safetensors.torch import save
 
+from gpu_worker.engines.link import Refused
 from gpu_worker.engines.lmcache.l2 import CtxcacheL2
-from gpu_worker.engines.settings import Refused
 from lab.engines.l2 import OPERATIONS, adapter_of_store, bench
 from tests.server_process import ServerProcess
 

@@ -22,8 +22,8 @@ from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
+from gpu_worker.engines.link import Refused
 from gpu_worker.engines.lmcache.remote import CtxcacheRemote
-from gpu_worker.engines.settings import Refused
 from tests.server_process import ServerProcess
 
 LINK_S = 20.0

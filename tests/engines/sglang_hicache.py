@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-from gpu_worker.engines.settings import Refused
+from gpu_worker.engines.link import Refused
 from tests.server_process import ServerProcess
 
 LINK_S = 20.0

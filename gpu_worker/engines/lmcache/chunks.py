@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client import BlockSpace, Client
-from gpu_worker.engines.link import StoreLink
-from gpu_worker.engines.settings import Refused, StoreSettings
+from gpu_worker.engines.link import Refused, StoreLink, StoreSettings
 from gpu_worker.model_spec import digest_checkpoint
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.engines.settings import Refused
+from gpu_worker.engines.link import Refused
 from gpu_worker.engines.vllm.pass_rows import ALLOWED, AttentionLayer, Halves, PassRows
 
 if TYPE_CHECKING:

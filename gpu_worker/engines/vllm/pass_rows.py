@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from ctxcache.client import SessionRows
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.engines.settings import Refused
+from gpu_worker.engines.link import Refused
 from gpu_worker.engines.vllm.plan import BlockLoad, BlockSave
 from gpu_worker.saving import Saver, Slice
 

@@ -17,8 +17,7 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.checkpoint import DescribedModel, describe_directory
-from gpu_worker.engines.link import StoreLink
-from gpu_worker.engines.settings import Level, Refused, Seconds, StoreSettings
+from gpu_worker.engines.link import Level, Refused, Seconds, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.plan import BlockLayout
 from gpu_worker.model_spec import digest_checkpoint
 from gpu_worker.rows import row_dtype

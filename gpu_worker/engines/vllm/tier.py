@@ -48,8 +48,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
-from gpu_worker.engines.link import LinkState, StoreLink
-from gpu_worker.engines.settings import Refused, StoreSettings
+from gpu_worker.engines.link import LinkState, Refused, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
 from gpu_worker.engines.vllm.settings import WHERE, directory_of, engine_facts, weights_digest
 from gpu_worker.engines.vllm.tier_events import StoreEvents
