@@ -199,7 +199,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def _cut(self, segment: Segment, begin: int) -> None:
         for known in list(self.known.values()):
             if segment in known.segments:
-                self._truncated(known, [t for t in known.tokens if t[0] < begin])
+                # As the cache does: tokens that the session withholds do not come back by a cut.
+                live = known.session.live
+                end = min(begin, live[-1][1] if live else 0)
+                self._truncated(known, [t for t in known.tokens if t[0] < end])
 
     # -- sessions ----------------------------------------------------------------------------------
 
