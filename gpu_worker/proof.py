@@ -193,7 +193,7 @@ def token_ids(model: PreTrainedModel) -> list[int]:
 
 
 def contents(cache: DynamicCache) -> Cached:
-    """What each layer holds. Raises ValueError for one that lacks something."""
+    """The contents of each layer. Raises ValueError for one that lacks something."""
     found: Cached = []
     for layer, held in enumerate(cache.layers):
         halves = {"keys": held.keys, "values": held.values} if isinstance(held, CacheLayerMixin) else {}

@@ -141,7 +141,7 @@ class _Plan:
         )
 
     def _segments(self, session: ArchivedSession, stretch: Stretch, layout: SegmentLayout) -> Iterator[_Laid]:
-        """Those of a frame that have tokens of the session.
+        """The segments of a frame that have tokens of the session.
 
         A frame of a store's own is one segment as it was there.
         """

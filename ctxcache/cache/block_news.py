@@ -78,7 +78,7 @@ class Subscriptions:
         return sum(map(len, self._by_space.values()))
 
     def count_of(self, tenant: str) -> int:
-        """Those of one tenant."""
+        """The subscriptions of one tenant."""
         return sum(len(news) for (whose, _), news in self._by_space.items() if whose == tenant)
 
     def begin(self, tenant: str, space: bytes) -> BlockNews:

@@ -9,7 +9,7 @@ sessions. A block has no record before it is on SSD: a crash leaves all of it or
 absent: the second writer of a block writes nothing. Its parts may have several writers; when one of them
 disappears with parts uncommitted, all of the put is given up, for it may still be writing there.
 
-Keys are looked for within a tenant and a space, see `core/prefix/spaces.py`. Nothing awaits between a look
+Keys are looked for within a tenant and a space, see `core/prefix/keys.py`. Nothing awaits between a look
 and the change that it allows.
 """
 
@@ -152,7 +152,7 @@ class Blocks:
         return block_key(block.parent_id) if block is not None and block.parent_id else None
 
     def there(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[Session]:
-        """Those of these blocks that are there."""
+        """The blocks among these that are there."""
         now_ns = self._state.clock.now_ns()
         found = (self._there(tenant, space, key, now_ns) for key in keys)
         return [block for block in found if block is not None and block.token_count]

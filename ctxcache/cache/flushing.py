@@ -531,7 +531,7 @@ class WriteBehind:
         self._flushing, self._staging = flushing, staging
         bytes_per_s = self._ledger.watermarks.write_behind_bytes_per_s
         self.allowance = Allowance(bytes_per_s, state.clock.monotonic_ns())
-        """Of all that is written unasked."""
+        """The allowance for all writes that no caller asked for."""
         self._under_way_bytes = 0
         self.looked_at_count = 0
         """Sessions looked at since the start."""

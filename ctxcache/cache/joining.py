@@ -105,7 +105,7 @@ class Joining:
         self._write_behind.allowance.spend(session.copies * slot.size_bytes)
         written = await self._staging.write_taken(session, whole, slot)
         if written is None or len(written.places) < whole.copies:
-            # What lies on two paths is not made to lie on one.
+            # Segments on two paths are not joined into one that lies on one path.
             if written is not None:
                 self._staging.give_back(written)
             return False

@@ -108,7 +108,7 @@ class Mending:
             except TierFailure as failure:
                 failed = failed or (left[0], failure)
             else:
-                # What is there and cannot be read is a bad place; what is lost may come back as it was.
+                # A slot that is there and cannot be read is bad; a lost path may come back as it was.
                 if failed is not None and failed[0].path_index not in self._ledger.lost:
                     self.drop_place(segment, failed[0], str(failed[1]))
                 return found
@@ -116,7 +116,7 @@ class Mending:
     async def image(
         self, segment: Segment, memory: memoryview | None = None
     ) -> tuple[memoryview, tuple[int, ...]]:
-        """What SSD has of a held segment, in `memory` (page-aligned, a slot's size) or other, verified.
+        """The rows that SSD has of a held segment, in `memory` (page-aligned, a slot's size) or other, verified.
 
         Returns one checksum of rows per stream besides. Raises as `read`.
         """
@@ -465,7 +465,7 @@ class Scrubbing:
         return []
 
     async def _problem(self, segment: Segment, place: Slot, bounce: memoryview) -> str:
-        """What is wrong with one of a segment's slots on SSD, or nothing."""
+        """The damage of one of a segment's slots on SSD; empty if there is none."""
         try:
             await self._io.check(segment, place, bounce)
         except CorruptSegment as error:

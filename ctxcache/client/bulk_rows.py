@@ -58,7 +58,10 @@ RETRY_INTERVAL_S = 60.0
 IDLE_LIMIT = 8
 """Connections kept for the next use; with them, as many are open as threads are at work."""
 IDLE_SHARE = 0.9
-"""Of the server's idle timeout, how much of it a connection is kept: the rest is for what is on its way."""
+"""The share of the server's idle timeout for which a connection is kept.
+
+The rest is for what is on its way.
+"""
 
 
 class NoBulkChannel(Exception):

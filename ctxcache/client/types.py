@@ -748,7 +748,10 @@ class TenantStats:
     limit_bytes: int | None = None
     """Most bytes that it may keep. Unset: what SSD has."""
     retained_bytes: int = 0
-    """Bytes that are retained on SSD on request. Of a tenant without a share: of all of those together."""
+    """Bytes that are retained on SSD on request.
+
+    For a tenant without a share: of all such tenants together.
+    """
     pinned_bytes: int = 0
     """Bytes that are kept in DRAM on request. For a tenant without a share: the sum of all such tenants."""
 
@@ -994,7 +997,7 @@ class MethodActivity:
     method: str = ""
     """`Service/Method`; of local clients' operations `local/kind`, whose times are not taken."""
     count: int = 0
-    """Those that ended."""
+    """The calls that ended."""
     failed_count: int = 0
     """Calls that ended with an error."""
     total_seconds: float = 0.0
@@ -1069,7 +1072,7 @@ class Activity:
     hit_count: int = 0
     """Reads and look-ups that found the session."""
     miss_count: int = 0
-    """Those that did not, or were refused."""
+    """Reads and look-ups that did not, or were refused."""
     refused_rpc_count: int = 0
     """Rpcs refused because too many ran, or because of a drain."""
     problems: tuple[str, ...] = ()

@@ -40,7 +40,7 @@ class HeldCondition:
 
 
 def holding(now: Moment, ring: Ring) -> Iterator[HeldCondition]:
-    """Those that hold, the critical ones first."""
+    """The conditions that hold, the critical ones first."""
     for severity in (CRITICAL, WARNING):
         for each in CONDITIONS:
             found = each.look(now, ring) if each.severity == severity else 0

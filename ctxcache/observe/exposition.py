@@ -253,7 +253,7 @@ class Sources:
     data_directory: str
     loop_lag_s: Histogram
     settings: Callable[[], Mapping[str, str]]
-    """Those that differ from their default, as people may see them."""
+    """The settings that differ from their default, as people may see them."""
     shows_names: Callable[[], bool]
     """Whether sessions and engines may be named to whoever reaches the endpoint."""
     scrape_s: Histogram = field(default_factory=lambda: Histogram(QUICK_S))

@@ -122,7 +122,7 @@ HEIGHT, SLOT, BAR = 100, 10, 8
 
 
 def hit_chart(by_minute: Sequence[Hits]) -> Html:
-    """Of each minute's accesses, those that hit, by tier; full height is all of them."""
+    """The hits among each minute's accesses, by tier; full height is all accesses."""
     return _columns(
         by_minute,
         [((hits.dram_share, "dram"), (hits.hit_share - hits.dram_share, "ssd")) for hits in by_minute],

@@ -698,4 +698,4 @@ TABLE = (WELL, HITS, PREFIXES, STAY, TIERS, MOVES, CALLS, LEASES, HINTS, TENANTS
 METRICS = {metric.name: metric for group in TABLE for metric in group.metrics}
 """By name, in the order of the table."""
 OWN = tuple(metric for metric in METRICS.values() if not metric.name.startswith("process_"))
-"""Those that are not made by the library that reads /proc."""
+"""The metrics that the library for /proc does not make."""

@@ -277,7 +277,7 @@ class Server:
 
     @property
     def settings(self) -> Settings:
-        """Those that hold now."""
+        """The settings that hold now."""
         return self._reloading.settings
 
     def reload(self) -> Reloaded:

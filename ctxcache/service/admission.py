@@ -288,7 +288,7 @@ class Connections:
         self._ended: set[tuple[int, int]] = set()
         """Descriptors and inodes that gRPC has not closed yet."""
         self.count = 0
-        """Those that are open, as of the last look."""
+        """The open connections, as of the last look."""
         self.ended_count = 0
         """How many were ended, because there were too many of a host."""
 

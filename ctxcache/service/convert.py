@@ -144,7 +144,7 @@ def model_probe(model: model_pb2.Model) -> ModelProbe | None:
 
 
 def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None, Sequence[StreamSpec]]:
-    """Those of a model, in storage order and without token ids."""
+    """The streams of a model, in storage order and without token ids."""
     if not specs:
         raise InvalidArgument(field="model.streams", problem="is required")
     limit = validate.STREAMS_LIMIT

@@ -143,7 +143,7 @@ class Replay:
         self._started_count = 0
         self._knows_future = load.is_closed or next_arrivals_s is not None
         self._following: dict[bytes, deque[TraceTurn]] = {}
-        """Of a closed loop, the turns that follow, all with their think times."""
+        """The turns that follow in a closed loop, all with their think times."""
 
     @property
     def tally(self) -> HitTally:
@@ -164,7 +164,7 @@ class Replay:
         return self.tally
 
     def _first_turns(self, turns: Iterable[TraceTurn]) -> list[TraceTurn]:
-        """Those that begin sessions; the others come when they are due."""
+        """The turns that begin sessions; the others come when they are due."""
         firsts: list[TraceTurn] = []
         last: dict[bytes, TraceTurn] = {}
         for turn in turns:

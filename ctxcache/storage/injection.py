@@ -73,7 +73,7 @@ class Fault:
 
 
 class Faults:
-    """Those of one server, from its start to its end. Owned by the event loop."""
+    """The faults of one server, from its start to its end. Owned by the event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

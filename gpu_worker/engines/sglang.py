@@ -359,7 +359,7 @@ def _clear(
 
 
 def _fingerprint(name: str, directory: str | None, client: Client) -> bytes:
-    """Of the model: of its weights, or only of its name where those are not known."""
+    """The digest of the model's weights, or of its name where the weights are not known."""
     del client
     weights = "" if directory is None else digest_checkpoint(Path(directory))
     return hashlib.sha256(f"sglang {name} {weights}".encode()).digest()

@@ -425,7 +425,7 @@ class DecoderLayer:
     window: int | None
     """Tokens a sliding-window layer attends to; None where it attends to all."""
     recurrence: Recurrence | None = None
-    """Of a layer that keeps state beside rows of tokens, or instead of them."""
+    """A layer that keeps state beside rows of tokens, or instead of them."""
 
     @property
     def has_rows(self) -> bool:

@@ -118,7 +118,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class ReturnCost:
-    """What it takes to bring a session back now, as the machine is known by now.
+    """The cost of bringing a session back now, by the machine's measured rates.
 
     `size_bytes` are read, `dram_token_count` of the `token_count` tokens' rows from DRAM. The last layer is
     usable after `restored_s`, of which the device computes for `device_s`. `others_s`: the same by other

@@ -318,7 +318,7 @@ class StagingBuffers:
         del frame.targets[stream]
 
     def seal(self, frame: StagedPass) -> None:
-        """Nothing comes any more.
+        """Close the pass: no more rows come.
 
         Raises IncompleteAppend where a stream is missing, RuntimeError for a device that failed.
         """

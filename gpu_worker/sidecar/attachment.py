@@ -88,7 +88,7 @@ class Running:
     def __init__(self, control: RestoreControl, block_ids: Sequence[int]) -> None:
         self.control = control
         self.block_ids = frozenset(block_ids)
-        """Those that it may write to."""
+        """The blocks that it may write to."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when its thread has ended."""
         self._events: asyncio.Queue[int | End] = asyncio.Queue()

@@ -443,7 +443,7 @@ class Ledger:
     def wanted(self, session: Session, segments: Iterable[Segment]) -> None:
         """As many copies of these of the session's segments shall be below as of the session.
 
-        What others list too keeps a second copy that it has, for it may be theirs.
+        Segments that others list too keep a second copy that they have, for it may be theirs.
         """
         for segment in segments:
             if session.copies > segment.copies or segment.reference_count == 1:

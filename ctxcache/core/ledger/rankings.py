@@ -237,7 +237,7 @@ class Evictable:
     def in_order(
         self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None
     ) -> Generator[bytes]:
-        """Those that leave, one after the other. To be closed: who was shown is back only then."""
+        """The sessions that leave, one after the other. To be closed: who was shown is back only then."""
         shown = []
         try:
             while (uid := self.first(judge, among)) is not None:

@@ -484,7 +484,7 @@ class Segment:
 
     @property
     def _kept_bytes(self) -> int:
-        """What it counts for wherever it lies: a copy that is to come is its tenant's as well."""
+        """The bytes it counts for wherever it lies: a copy that is to come is its tenant's as well."""
         return self.copies * self.layout.size_bytes if self.memory or self.durable else 0
 
     def _move(self, memory: Slot | None, durable: Slot | None, copy: Slot | None) -> None:

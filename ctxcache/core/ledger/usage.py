@@ -62,7 +62,7 @@ class Usage:
         return use
 
     def tenants(self) -> Iterable[str]:
-        """Those that had anything since the start, or have a configured share, by name."""
+        """The tenants that had anything since the start, or have a configured share, by name."""
         return sorted({*self._tenants, *self.shares.by_tenant})
 
 

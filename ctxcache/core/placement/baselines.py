@@ -639,7 +639,7 @@ RANKED: dict[str, Callable[[Capacities], Ranked]] = {
     "look-ahead": LookAhead,
     "value": ReturnValue,
 }
-"""Those that a server can place by."""
+"""The policies that a server can place by."""
 
 POLICIES: dict[str, Callable[[Capacities], Policy]] = {
     **RANKED,

@@ -44,7 +44,7 @@ class Keyed:
         return before
 
     def discard(self, uid: bytes) -> None:
-        """It is none of them any more."""
+        """Take the entry out: it is in the line no more."""
         known = self._keys.pop(uid, None)
         if known is not None and self._heap is not None and len(self._heap) > 2 * len(self._keys) + SLACK:
             self._in_order()
@@ -113,7 +113,10 @@ class Line:
 
 
 def takes_or_passes(accepts: Accepts, in_turn: set[bytes], passed: list[bytes]) -> Accepts:
-    """What `accepts` takes; `passed` are those in a turn that it does not, until the turn is over."""
+    """The filter `accepts`, with a note of refusals.
+
+    `passed` are those in a turn that it does not, until the turn is over.
+    """
 
     def takes(uid: bytes) -> bool:
         if accepts(uid):

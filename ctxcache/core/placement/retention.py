@@ -127,7 +127,7 @@ class Grants:
     def _room_bytes(self, asked: Granted, before: Granted | None) -> int:
         """The bytes that the session could be granted.
 
-        What is free, its own, and what is granted to lower ones.
+        The free bytes, its own, and those granted to lower classes.
         """
         account = asked.account
         lower_bytes = sum(self._by_priority[account, priority] for priority in range(asked.priority))

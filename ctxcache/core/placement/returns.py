@@ -261,7 +261,7 @@ class _Watch:
         self.bin = 0
         self.counted = 0.0
         self.index_per_s = -1.0
-        """What it promised when somebody first asked in this bin; less than 0 before that.
+        """Its promise when it was first asked for in this bin; less than 0 before that.
 
         So how often somebody looks changes nothing.
         """

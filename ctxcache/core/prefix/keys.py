@@ -91,7 +91,7 @@ class Scope(NamedTuple):
         """
         view = memoryview(token_ids).cast("B")
         at = bisect_right(contents, first_token, key=_CONTENT_END)
-        # What all keys begin with is hashed once.
+        # The beginning that all keys share is hashed once.
         begun = hashlib.sha256(self.head + _PARENT_LENGTH)
         for begin in range(0, len(view) - BLOCK_BYTES + 1, BLOCK_BYTES):
             field = b""

@@ -70,7 +70,7 @@ _COMMIT = struct.Struct("<QQQ")
 _SLOT = struct.Struct("<Q")
 _SLOT_KEY = struct.Struct(">IQ")
 _COPY = struct.Struct("<IQ")
-"""Of another length than keys, so that what follows them tells whether there is one."""
+"""A length that no key has, so that what follows them tells whether there is one."""
 LAYOUTS_KEPT = 256
 """Layouts of sessions that are not read anew each time: a model has one or two."""
 _IS_PINNED = 1
