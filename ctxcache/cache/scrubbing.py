@@ -116,7 +116,7 @@ class Mending:
     async def image(
         self, segment: Segment, memory: memoryview | None = None
     ) -> tuple[memoryview, tuple[int, ...]]:
-        """The rows that SSD has of a held segment, in `memory` (page-aligned, a slot's size) or other, verified.
+        """SSD's rows of a held segment, in `memory` (page-aligned, a slot's size) or other, verified.
 
         Returns one checksum of rows per stream besides. Raises as `read`.
         """
