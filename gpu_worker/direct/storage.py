@@ -1,11 +1,10 @@
-"""Direct storage of a worker: the path that is live, the reason where it is POSIX, and sources by it.
+"""Direct storage of a worker: the path that is live, and sources by it.
 
 kvikio is probed by a read into the GPU in a process of its own, with a time limit: where a driver is half
 there it may fail, hang or end its process. Thread-safe. Worst case: a path that fails is given up for a
 restore, counted, and the store reads for it; a probe that fails leaves POSIX.
 """
 
-import enum
 import json
 import logging
 import subprocess
@@ -14,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -25,72 +23,10 @@ from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.streams import Stream
+from gpu_worker.direct.path import DirectPath, KvikioFound, Live, Wanted, choose
 from gpu_worker.direct.source import Checksums, DeviceFiles, DirectSource, KvikioFiles, LandingSource
 from gpu_worker.kernels.chunk_checksum import reference
 from gpu_worker.pipeline.source import LeasedSource, RowSource
-
-
-class DirectPath(enum.StrEnum):
-    """From the file to the device, the best first."""
-
-    GDS = "gds"
-    """Into the GPU, by the disk itself."""
-    COMPAT = "kvikio-compat"
-    """Into the GPU, by kvikio through the host's memory."""
-    POSIX = "posix"
-    """Into staging memory of the host, and onto the device from there."""
-    OFF = "off"
-    """Through the store."""
-
-
-class Wanted(enum.StrEnum):
-    """The path that a worker is asked for: the best there is, or a path not to go beyond."""
-
-    AUTO = "auto"
-    GDS = "gds"
-    COMPAT = "kvikio-compat"
-    POSIX = "posix"
-    OFF = "off"
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """The path that is used, and why none better is."""
-
-    path: DirectPath
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class KvikioFound:
-    """The result of probing kvikio. `problem`: why it cannot be used; empty: it read into the GPU."""
-
-    problem: str
-    is_gds: bool = False
-    version: str = ""
-
-
-def choose(wanted: Wanted, found: KvikioFound | None) -> Live:
-    """The path for what is wanted; `found` of kvikio, None where there is no GPU."""
-    if wanted is Wanted.OFF:
-        return Live(DirectPath.OFF, "switched off")
-    if wanted is Wanted.POSIX:
-        return Live(DirectPath.POSIX, "asked for")
-    if found is not None:
-        return _on_gpu(wanted, found)
-    if wanted is Wanted.AUTO:
-        return Live(DirectPath.OFF, "no GPU to read into; what the store reads stays for the next one")
-    return Live(DirectPath.POSIX, f"no GPU to read into by {wanted.value}")
-
-
-def _on_gpu(wanted: Wanted, found: KvikioFound) -> Live:
-    if found.problem:
-        return Live(DirectPath.POSIX, f"kvikio: {found.problem}")
-    if found.is_gds and wanted is not Wanted.COMPAT:
-        return Live(DirectPath.GDS, f"kvikio {found.version} with GPUDirect Storage")
-    why = "asked for" if wanted is Wanted.COMPAT else "without GPUDirect Storage"
-    return Live(DirectPath.COMPAT, f"kvikio {found.version}, {why}")
-
 
 PROBE_TIMEOUT_S = 60.0
 _PROGRAM = r"""

@@ -29,8 +29,9 @@ from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.direct import storage
+from gpu_worker.direct.path import Wanted
 from gpu_worker.direct.source import Landed
-from gpu_worker.direct.storage import DirectStorage, Wanted, probe_kvikio
+from gpu_worker.direct.storage import DirectStorage, probe_kvikio
 from gpu_worker.families import Adapter
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.compute import KernelWeights, compute_for

@@ -21,8 +21,9 @@ from ctxcache.format.packing import PACKINGS, unpacked
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from ctxcache.v1.arena_pb2 import AcquireLease, Operation, ReleaseLease
 from gpu_worker.direct import storage as storage_module
+from gpu_worker.direct.path import KvikioFound, Wanted
 from gpu_worker.direct.source import DeviceFiles
-from gpu_worker.direct.storage import DirectStorage, KvikioFound, Wanted
+from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline

@@ -15,8 +15,9 @@ import torch
 
 from ctxcache.errors import TierFailure
 from gpu_worker.direct import storage as probe_module
+from gpu_worker.direct.path import DirectPath, KvikioFound, Wanted, choose
 from gpu_worker.direct.source import KvikioFiles
-from gpu_worker.direct.storage import DirectPath, KvikioFound, Wanted, choose, probe_kvikio, read_answer
+from gpu_worker.direct.storage import probe_kvikio, read_answer
 
 GPU = torch.device("cuda:0")
 GDS = KvikioFound("", is_gds=True, version="26.10")
