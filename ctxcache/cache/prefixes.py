@@ -22,7 +22,7 @@ from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.journal import Call
 from ctxcache.cache.leases import Leases, ReadRequest, TokenLease
 from ctxcache.cache.state import STEP_BY_STEP, Pace, State
-from ctxcache.core.ledger.session import Session, SessionView
+from ctxcache.core.ledger.session import Piece, Session, SessionView
 from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, NO_PARENT, Scope, scope_of
 from ctxcache.errors import (
     CorruptSegment,
@@ -75,6 +75,8 @@ class Match:
     """None where all tokens were found."""
     lease: TokenLease | None = None
     """The lease that holds the tokens, where one was asked for."""
+    missing_bytes: int = 0
+    """Slots of these tokens that are on SSD alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +169,17 @@ class Prefixes:
             return Match(shortfall=_shortfall(asked_count, known_count, 0))
         source, token_count = holder
         self.counts.found_token_count += token_count
-        in_memory = token_count
+        missing: list[Piece] = []
         if not source.is_in_memory:
-            pieces = source.pieces(0, token_count)
-            in_memory = sum(piece.row_end - piece.row_begin for piece in pieces if piece.segment.memory)
+            missing = [piece for piece in source.pieces(0, token_count) if not piece.segment.memory]
         is_durable = source.durable_end >= token_count
         return Match(
             Found.HIT if is_durable else Found.PENDING,
             token_count,
-            in_memory,
+            token_count - sum(piece.row_end - piece.row_begin for piece in missing),
             _shortfall(asked_count, known_count, token_count),
             lease,
+            sum(piece.segment.layout.size_bytes for piece in missing),
         )
 
     async def _held(self, source: Session, token_count: int, *, ttl_ns: int) -> TokenLease | None:

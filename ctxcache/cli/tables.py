@@ -247,6 +247,7 @@ def prefix_grid(found: PrefixMatch) -> RenderableType:
     return grid(
         ("state", _word(found.state)),
         ("tokens", f"{found.token_count}, of which {found.dram_token_count} are in DRAM"),
+        ("in DRAM in", "-" if found.ready_in_ns is None else human_duration(found.ready_in_ns / 10**9)),
         ("why not more", found.reason or "-"),
     )
 

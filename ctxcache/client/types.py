@@ -315,6 +315,8 @@ class PrefixMatch:
     """
     lease_expire_time_ns: int | None = None
     """When the lease ends by itself."""
+    ready_in_ns: int | None = None
+    """Estimated time until the tokens that were found are in DRAM, 0 when all are; None for a MISS."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ctxcache.v1 import prefix_pb2, prefix_pb2_grpc, session_pb2
 
 TOKENS_LIMIT_BYTES = 1 << 20
 KEYS_LIMIT = TOKENS_LIMIT_BYTES // BLOCK_BYTES
+SECOND_NS = 10**9
 _STATES = {
     Found.MISS: session_pb2.LOOKUP_STATE_MISS,
     Found.HIT: session_pb2.LOOKUP_STATE_HIT,
@@ -90,6 +91,9 @@ async def match(
         response.lease_token = found.lease.token
         expire_time_ns = convert.wall_time_ns(cache.state.clock, found.lease.deadline_ns)
         response.lease_expire_time.FromNanoseconds(expire_time_ns)
+    if found.found is not Found.MISS:
+        ready_in_s = cache.promotions.throughput.time_s(found.missing_bytes)
+        response.ready_in.CopyFrom(convert.duration(int(ready_in_s * SECOND_NS)))
     return response
 
 

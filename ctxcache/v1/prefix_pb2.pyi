@@ -122,6 +122,7 @@ class MatchPrefixResponse(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     LEASE_TOKEN_FIELD_NUMBER: _builtins.int
     LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    READY_IN_FIELD_NUMBER: _builtins.int
     state: _session_pb2.LookupState.ValueType
     """HIT where it can be adopted at once. PENDING where memory alone has some of it: an adoption writes it to disk
     first. MISS where no session has the first 64 tokens.
@@ -143,6 +144,12 @@ class MatchPrefixResponse(_message.Message):
     def lease_expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the lease ends by itself. Unset without one."""
 
+    @_builtins.property
+    def ready_in(self) -> _duration_pb2.Duration:
+        """Time until the tokens that were found are in DRAM, at the speed of late promotions: an estimate, 0 when all are
+        there. Unset for a MISS.
+        """
+
     def __init__(
         self,
         *,
@@ -152,10 +159,11 @@ class MatchPrefixResponse(_message.Message):
         reason: _builtins.str = ...,
         lease_token: _builtins.bytes = ...,
         lease_expire_time: _timestamp_pb2.Timestamp | None = ...,
+        ready_in: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_expire_time", b"lease_expire_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_expire_time", b"lease_expire_time", "ready_in", b"ready_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_token_count", b"dram_token_count", "lease_expire_time", b"lease_expire_time", "lease_token", b"lease_token", "reason", b"reason", "state", b"state", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_token_count", b"dram_token_count", "lease_expire_time", b"lease_expire_time", "lease_token", b"lease_token", "ready_in", b"ready_in", "reason", b"reason", "state", b"state", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,7 @@ def test_match_says_what_is_there(target: str, prompt: str) -> None:
         "reason": "NOT_STORED",
         "lease_token": "",
         "lease_expire_time": None,
+        "ready_in": "0s",
     }
     like = ctxcache_json(target, "prefix", "match", "models/tiny", prompt, "--like", "first")
     assert like == found

@@ -75,7 +75,7 @@ def test_a_prompt_is_adopted_and_continued(client: Client) -> None:
     assert first.adopt(PROMPT).token_count == 0
     first.append(rows_of(PROMPT), durability=Durability.DISK)
     assert client.prefixes.match(OWN, PROMPT, layout=LAYOUT) == PrefixMatch(
-        LookupState.HIT, 192, 192, "SHORT"
+        LookupState.HIT, 192, 192, "SHORT", ready_in_ns=0
     )
 
     longer = np.concatenate([PROMPT[:130], np.arange(7, 60)])
@@ -212,7 +212,9 @@ def test_a_match_holds_its_tokens_for_another_connection(client: Client, live: L
     """A scheduler matches by any way; a worker on the host reads, whatever came of the session."""
     session = client.sessions.create(OWN, id="a", layout=LAYOUT)
     session.append(rows_of(PROMPT), durability=Durability.DISK)
-    assert client.prefixes.match(OWN, PROMPT, layout=LAYOUT).lease_token == b""
+    found = client.prefixes.match(OWN, PROMPT, layout=LAYOUT)
+    assert (found.lease_token, found.ready_in_ns) == (b"", 0)
+    assert client.prefixes.match(OWN, PROMPT + 1, layout=LAYOUT).ready_in_ns is None
     match = client.prefixes.match(OWN, PROMPT, layout=LAYOUT, lease_ttl=timedelta(seconds=100))
     assert (match.token_count, len(match.lease_token)) == (192, 16)
     assert match.lease_expire_time_ns is not None

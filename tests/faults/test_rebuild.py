@@ -87,7 +87,7 @@ def test_what_is_found_by_its_tokens_is_found_after_a_rebuild(stored: Path) -> N
         after = found_by_tokens(running)
 
     assert before.token_count >= 64
-    assert before.dram_token_count == 0
+    assert (before.dram_token_count, (before.ready_in_ns or 0) > 0) == (0, True)
     assert after == before
 
 
