@@ -164,7 +164,7 @@ def test_an_answer_of_many_locations_arrives(client: Client) -> None:
     refused = [result.error.reason for result in results if not result.HasField("lease")]
     assert set(refused) <= {"CAPACITY_EXCEEDED"}
     assert {len(result.lease.segments) for result in granted} == {100}
-    # One lease more would be over it. What frames each result counts too, and where slots lie decides how much.
+    # One lease more would be over it. Frames of results count, and where slots lie decides their size.
     lease_bytes = AccessResponse(results=granted[:1]).ByteSize()
     assert AccessResponse(results=granted).ByteSize() + lease_bytes > 3 << 20, (len(granted), len(refused))
     if refused:
