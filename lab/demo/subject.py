@@ -125,11 +125,20 @@ def _subject(title: str, directory: Path) -> Subject:
         )
     try:
         subject = Subject(title, directory, *load_model(directory))
-        subject.plan(Method.HIDDEN)
+        _check_kinds(subject)
     except (UnsupportedArchitecture, UnsupportedDtype, OSError, ValueError, KeyError) as error:
         problem = f"{directory} cannot be used: {' '.join(str(error).split())}"
         raise InvalidArgument(field="--model", problem=problem) from error
     return subject
+
+
+def _check_kinds(subject: Subject) -> None:
+    """Raise UnsupportedArchitecture for a model without the layer inputs that the demo restores from."""
+    try:
+        subject.plan(Method.HIDDEN)
+    except InvalidArgument as error:
+        name = type(subject.model).__name__
+        raise UnsupportedArchitecture(architecture=name, problem=str(error)) from error
 
 
 def _can_have_twin(subject: Subject) -> bool:

@@ -76,7 +76,7 @@ def test_the_flag_is_one_that_the_connector_takes(example: dict[str, Any]) -> No
     config = transfer(example)
     engine = ROOT / "gpu_worker" / "engines" / "vllm"
     assert f'"{config["kv_connector"]}"' in (engine / "plugin.py").read_text()
-    sources = (engine / "settings.py").read_text(), (engine.parent / "settings.py").read_text()
+    sources = (engine / "settings.py").read_text(), (engine.parent / "link.py").read_text()
     known = {
         field.target.id
         for source in sources
