@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ctxcache.errors import InvalidArgument, Unavailable
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import StateKind
 from gpu_worker.errors import UnsupportedArchitecture, UnsupportedDtype
 from gpu_worker.model_spec import model_spec
 from gpu_worker.plan import Method, RestorePlan
@@ -134,11 +135,9 @@ def _subject(title: str, directory: Path) -> Subject:
 
 def _check_kinds(subject: Subject) -> None:
     """Raise UnsupportedArchitecture for a model without the layer inputs that the demo restores from."""
-    try:
-        subject.plan(Method.HIDDEN)
-    except InvalidArgument as error:
+    if not any(item.stream.kind is StateKind.HIDDEN for item in subject.spec.streams):
         name = type(subject.model).__name__
-        raise UnsupportedArchitecture(architecture=name, problem=str(error)) from error
+        raise UnsupportedArchitecture(architecture=name, problem="the inputs of its layers cannot be saved")
 
 
 def _can_have_twin(subject: Subject) -> bool:
