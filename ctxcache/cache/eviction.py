@@ -324,7 +324,7 @@ def record_of(session: Session) -> SessionRecord:
 
 
 def segment_record_of(ledger: Ledger, segment: Segment) -> SegmentRecord:
-    """What of a segment that is below is written down, with its places there."""
+    """The record of a segment that is below, with its places there."""
     assert segment.durable is not None  # noqa: S101  # the ledger has just set it
     row_count = segment.durable_row_count
     return SegmentRecord(

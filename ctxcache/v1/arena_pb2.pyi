@@ -486,7 +486,7 @@ class Reserve(_message.Message):
     """
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.ContentRange]:
-        """What lies behind these tokens, as AppendHeader.contents."""
+        """Contents behind these tokens, as AppendHeader.contents."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class Prefix(_message.Message):
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.ContentRange]:
-        """What lies behind the token ids, as it was told when they were appended: up to 1024, in order and apart. With keys
+        """Contents behind the token ids, as told when they were appended: up to 1024, in order and apart. With keys
         alone, which have it in them, INVALID_ARGUMENT.
         """
 
@@ -136,7 +136,7 @@ class MatchPrefixResponse(_message.Message):
     has them and lost tokens before them; SHORT where fewer than 64 tokens are left. Empty where all were found.
     """
     lease_token: _builtins.bytes
-    """What names the lease, 16 bytes; empty where none was asked for, nothing was found, or what was found went before it
+    """The lease's token, 16 bytes; empty where none was asked for, nothing was found, or what was found went before it
     could be held. Any connection of the tenant may use it until it ends: AcquireLease with it is a lease of the rows,
     ReleaseBlocks ends it. It does not end with the connection.
     """

@@ -31,7 +31,7 @@ class PrefixServiceStub:
 
     Every 64 tokens have a key, a hash of them and of all tokens before; docs/prefixes.md has its bytes. A session of
     the same tenant, model and layout is found as soon as its tokens are committed, in whole runs of 64, as long as none
-    of the tokens before was dropped. What is another tenant's, or of another salt, is never found. Token ids, contents
+    of the tokens before was dropped. Sessions of another tenant or salt are never found. Token ids, contents
     and salt must say all that the state depends on: an image behind equal ids is a content, an adapter a salt or a
     model of its own. Errors carry google.rpc.ErrorInfo as SessionService's do. AdoptPrefix and
     MatchPrefix are operations of ArenaService.Access and of the control socket as well.
@@ -66,7 +66,7 @@ class PrefixServiceAsyncStub(PrefixServiceStub):
 
     Every 64 tokens have a key, a hash of them and of all tokens before; docs/prefixes.md has its bytes. A session of
     the same tenant, model and layout is found as soon as its tokens are committed, in whole runs of 64, as long as none
-    of the tokens before was dropped. What is another tenant's, or of another salt, is never found. Token ids, contents
+    of the tokens before was dropped. Sessions of another tenant or salt are never found. Token ids, contents
     and salt must say all that the state depends on: an image behind equal ids is a content, an adapter a salt or a
     model of its own. Errors carry google.rpc.ErrorInfo as SessionService's do. AdoptPrefix and
     MatchPrefix are operations of ArenaService.Access and of the control socket as well.
@@ -97,7 +97,7 @@ class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Every 64 tokens have a key, a hash of them and of all tokens before; docs/prefixes.md has its bytes. A session of
     the same tenant, model and layout is found as soon as its tokens are committed, in whole runs of 64, as long as none
-    of the tokens before was dropped. What is another tenant's, or of another salt, is never found. Token ids, contents
+    of the tokens before was dropped. Sessions of another tenant or salt are never found. Token ids, contents
     and salt must say all that the state depends on: an image behind equal ids is a content, an adapter a salt or a
     model of its own. Errors carry google.rpc.ErrorInfo as SessionService's do. AdoptPrefix and
     MatchPrefix are operations of ArenaService.Access and of the control socket as well.

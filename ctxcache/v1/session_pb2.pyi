@@ -126,7 +126,7 @@ Global___TokenRange: _TypeAlias = TokenRange  # noqa: Y015
 
 @_typing.final
 class ContentRange(_message.Message):
-    """What lies behind some tokens, such as a picture behind placeholder ids. It enters the keys of the tokens
+    """A content behind some tokens, such as a picture behind placeholder ids. It enters the keys of the tokens
     (docs/prefixes.md), so that other pictures behind equal ids are not taken for it. Ranges that touch and have one
     digest are one range: let a digest say how many tokens its picture takes.
     """
@@ -208,7 +208,7 @@ class Session(_message.Message):
     ssd_bytes: _builtins.int
     """Bytes it occupies on SSD, segments shared with forks and second copies included."""
     salt: _builtins.bytes
-    """What the keys of its tokens are made with, see CreateSessionRequest.salt."""
+    """The salt in the keys of its tokens, see CreateSessionRequest.salt."""
     whole_token_count: _builtins.int
     """How many of its first tokens were computed with all tokens before them: those up to the first that was dropped. Only
     GetSession answers with it.
@@ -241,7 +241,7 @@ class Session(_message.Message):
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentRange]:
-        """What lies behind its tokens up to the first that was dropped, in order. Only GetSession answers with it."""
+        """Contents behind its tokens, in order, up to the first dropped token. Only GetSession answers with it."""
 
     def __init__(
         self,
@@ -952,7 +952,7 @@ class AppendHeader(_message.Message):
     """
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentRange]:
-        """What lies behind the tokens that will come, in order and apart: up to 1024, and so many in all of a session, else
+        """Contents behind the tokens that will come, in order and apart: up to 1024, and so many in all of a session, else
         INVALID_ARGUMENT. Each begins at `write_offset` or later. Each counts as far as its tokens are committed; what goes
         on behind this append is told again with the next one.
         """

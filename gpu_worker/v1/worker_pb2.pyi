@@ -36,7 +36,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def farewell(self) -> Global___Farewell:
-        """Last message, where the engine leaves by itself. What comes after it is not read."""
+        """Last message, where the engine leaves by itself. Later messages are not read."""
 
     def __init__(
         self,

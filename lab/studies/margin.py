@@ -5,7 +5,7 @@
 Every trace in FOLDER is replayed by prefix blocks at some multiples of its live footprint, under `value` and
 under each baseline. What counts is the share of all prompt tokens found. The table is printed; the command
 ends with 1 where the promise is broken. Traces whose sessions never return, and files that are no traces,
-are named and left out. What the results have already is not run again: a run may be done in pieces.
+are named and left out. Cells that the results have already are not run again: a run may be done in pieces.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def read(path: Path | None) -> list[Found]:
 
 
 def broken(shares: dict[str, float]) -> Iterator[str]:
-    """What of the promise these shares of one trace and capacity break, by policy."""
+    """The breaches of the promise by these shares of one trace and capacity, by policy."""
     ours = shares[OURS]
     known = {policy: share for policy, share in shares.items() if policy != OURS}
     if known:

@@ -63,7 +63,7 @@ async def test_a_picture_may_come_in_parts_with_a_restart_between(
     await (rig.crash() if is_crash else rig.restart())
     await rig.read("a")
     await rig.acquire("a")
-    # What goes on behind the append's end is told again with the next one.
+    # A content that goes on behind an append's end is told again with the next one.
     await rig.append("a", tokens[110:120], contents=[Content(110, 130, CAT)])
     for i in range(120, 130):
         await rig.append("a", tokens[i : i + 1], contents=[Content(i, 130, CAT)])
