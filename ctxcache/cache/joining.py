@@ -147,7 +147,8 @@ class Joining:
             if run and run[-1].end != segment.begin:
                 run.clear()
                 run_count = 0
-            if segment.hold_count or segment.place is not Place.BOTH or segment.row_count >= token_count:
+            is_short = segment.place is Place.BOTH and segment.row_count < token_count
+            if segment.hold_count or not is_short or not _is_whole(segment):
                 run.clear()
                 run_count = 0
                 continue

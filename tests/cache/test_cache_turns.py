@@ -233,6 +233,16 @@ async def test_a_model_of_thousands_of_streams_is_written_down_in_pieces(tmp_pat
     await rig.close()
 
 
+async def _grow(rig: MemoryRig, begin: int, count: int) -> None:
+    """Append durable tokens of which the store does not know beforehand."""
+    reservation = await rig.cache.appends.reserve(
+        TENANT, "long", fingerprint=FINGERPRINT, write_offset=begin, generation=None, token_count=count
+    )
+    ids = np.arange(begin, begin + count, dtype=np.int32)
+    rig.cache.appends.place(reservation, TOKENS, begin, memoryview(ids.tobytes()))
+    await rig.cache.appends.commit(reservation, begin + count, is_durable=True, keep_open=False)
+
+
 GROWN = 1 << 18
 A_TURN = 1 << 13
 
@@ -248,12 +258,7 @@ async def test_what_grows_token_by_token_comes_to_lie_in_few_segments(
     )
     longest = 0
     for begin in range(0, GROWN, A_TURN):
-        reservation = await made.cache.appends.reserve(
-            TENANT, "long", fingerprint=FINGERPRINT, write_offset=begin, generation=None, token_count=A_TURN
-        )
-        ids = np.arange(begin, begin + A_TURN, dtype=np.int32)
-        made.cache.appends.place(reservation, TOKENS, begin, memoryview(ids.tobytes()))
-        await made.cache.appends.commit(reservation, begin + A_TURN, is_durable=True, keep_open=False)
+        await _grow(made, begin, A_TURN)
         with turns(monkeypatch) as counts:
             await asyncio.ensure_future(made.cache.joining.turn())
             await made.cache.drain()
@@ -263,5 +268,26 @@ async def test_what_grows_token_by_token_comes_to_lie_in_few_segments(
     assert longest <= 11_500
     prompt = np.arange(GROWN, dtype=np.int32).tobytes()
     assert (await made.cache.prefixes.match(TENANT, MODEL.model_id, (), prompt)).token_count == GROWN
+    await made.check()
+    made.arena.close()
+
+
+async def test_segments_that_a_fork_lists_too_are_passed_over_in_one_short_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joining looks at each segment once, also where none of a thousand can be joined."""
+    made = MemoryRig(tmp_path, arena_segments=1200, ssd_segments=(2048,))
+    await made.open()
+    await made.cache.sessions.create(
+        TENANT, "long", model_id=MODEL.model_id, layout=(), expiration=HOUR, is_pinned=False
+    )
+    await _grow(made, 0, 1 << 16)
+    await made.fork("long", "fork", 1 << 16)
+    await _grow(made, 1 << 16, 64)
+    assert len(made.cache.ledger.find(TENANT, "long").segments) == 1025
+    with turns(monkeypatch) as counts:
+        await asyncio.ensure_future(made.cache.joining.turn())
+    assert len(made.cache.ledger.find(TENANT, "long").segments) == 1025
+    assert max(counts) <= 11_500
     await made.check()
     made.arena.close()

@@ -438,12 +438,12 @@ class Session:
 
     def segments_of(self, positions: Ranges) -> list[Segment]:
         """The segments that hold these live positions, in order."""
-        begins = [segment.begin for segment in self.segments]
+        begin_of = attrgetter("begin")
         found: list[Segment] = []
         first = 0
         for begin, end in positions:
-            low = max(bisect_right(begins, begin) - 1, first)
-            first = max(bisect_left(begins, end), low)
+            low = max(bisect_right(self.segments, begin, key=begin_of) - 1, first)
+            first = max(bisect_left(self.segments, end, key=begin_of), low)
             found += self.segments[low:first]
         return found
 
