@@ -1,26 +1,30 @@
 """The store's description of a model: its identity and every stream it can save, and digests of its files.
 
-Knows adapters, checkpoints and tokenizers, and the store's ModelSpec; `executed.py` has models in memory.
-A digest does not depend on the process that computes it, and names its scheme, so that two schemes never
-agree by accident. Worst case: hashing all weights, about 1 GB/s per core, once per process; pass
-`weights_digest` where it is known.
+Knows adapters, checkpoints and tokenizers, and the store's ModelSpec; `executed.py` has models in memory. A
+digest does not depend on the process that computes it, and names its scheme, so that two schemes never agree
+by accident. Two engines that load the same files have the same fingerprint, however they hold the weights.
+Worst case: hashing all weights, about 1 GB/s per core, once per process; pass `weights_digest` where it is
+known. `describe_directory` loads the whole model once on the host, and frees it again.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.model import ModelSpec
+from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of, unpacked
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import UnsupportedDtype
 from gpu_worker.executed import digest_execution, digest_weights, has_merged_adapters
 from gpu_worker.families import Adapter
+from gpu_worker.generation import prefill
+from gpu_worker.probe import probe_of
 from gpu_worker.proof import adapt, check_whole
 from gpu_worker.rows import row_dtype
 
@@ -149,3 +153,39 @@ def _check_dtype(model: PreTrainedModel) -> None:
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         expected = "float32, float16 or bfloat16"
         raise UnsupportedDtype(what=type(model).__name__, expected=expected, actual=str(model.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """A model as the store knows it, and its output for a few tokens."""
+
+    spec: ModelSpec
+    probe: ModelProbe
+
+
+def describe_directory(
+    directory: str | Path, *, model_id: str = "", dtype: torch.dtype | None = None
+) -> DescribedModel:
+    """Describe the model whose configuration and weights lie in `directory`.
+
+    `model_id` defaults to the directory's name, `dtype` to that of the weights. Raises
+    InvalidArgument(field="directory"), UnsupportedArchitecture, UnsupportedDtype, WeightsNotVisible, and what
+    transformers does for files that it cannot read.
+    """
+    path = Path(directory)
+    if not (path / "config.json").is_file():
+        raise InvalidArgument(field="directory", problem=f"{path} holds no model: there is no config.json")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype or "auto", local_files_only=True
+    )
+    model.train(mode=False)
+    spec = model_spec(model, model_id=model_id or path.resolve().name)
+    probe = probe_of(adapt(model), spec, lambda ids: prefill(model, DynamicCache(config=model.config), ids))
+    return DescribedModel(spec, probe)
+
+
+def spec_from_directory(
+    directory: str | Path, *, model_id: str = "", dtype: torch.dtype | None = None
+) -> ModelSpec:
+    """The store's description of the model in `directory`: see `describe_directory`."""
+    return describe_directory(directory, model_id=model_id, dtype=dtype).spec

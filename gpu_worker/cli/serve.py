@@ -16,7 +16,7 @@ import typer
 from google.protobuf.json_format import MessageToDict, MessageToJson
 
 from gpu_worker.cli import options as given
-from gpu_worker.direct.path import Wanted
+from gpu_worker.direct import Wanted
 from gpu_worker.sidecar.settings import MIB, WorkerSettings
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"

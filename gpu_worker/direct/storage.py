@@ -23,7 +23,7 @@ from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.streams import Stream
-from gpu_worker.direct.path import DirectPath, KvikioFound, Live, Wanted, choose
+from gpu_worker.direct import DirectPath, KvikioFound, Live, Wanted, choose
 from gpu_worker.direct.source import Checksums, DeviceFiles, DirectSource, KvikioFiles, LandingSource
 from gpu_worker.kernels.chunk_checksum import reference
 from gpu_worker.pipeline.source import LeasedSource, RowSource

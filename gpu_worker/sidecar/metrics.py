@@ -25,7 +25,7 @@ from ctxcache.errors import AddressUnusable, CorruptSegment, InvalidConfiguratio
 from ctxcache.observe.bearer import CHALLENGE, Bearer
 from ctxcache.observe.metric import Group, MetricKind, counter, gauge
 from ctxcache.runtime.files import check_secret, secret_refusal
-from gpu_worker.direct.path import DirectPath, Live
+from gpu_worker.direct import DirectPath, Live
 from gpu_worker.sidecar.edge import AdmissionLimit
 
 LEFT, LOST = "left", "lost"

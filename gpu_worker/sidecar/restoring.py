@@ -1,9 +1,10 @@
-"""Restoring: one session's rows into the blocks of an attached cache, by a pipeline of its own.
+"""Moving rows for an attached engine: a session into its cache's blocks, or its save area into a session.
 
-Runs in a thread of its own, which waits for the store and for the pipeline. Each restore under way has
-its own pipeline, so that none waits behind what holds another one up; at most as many rings as restores
-there may be. Worst case: the pipeline does not come to rest, and `LaneStuck` says that memory may still
-be written. The process must then end.
+Each call runs in a thread of its own. A restore waits there for the store and for its own pipeline, so that
+no restore waits behind what holds another one up; at most as many rings as restores there may be. Saved rows
+go from the engine's memory right into the store's. Worst case of a save: the store refuses it, and nothing of
+it is visible. Worst case of a restore: the pipeline does not come to rest, and `LaneStuck` says that memory
+may still be written. The process must then end.
 """
 
 import threading
@@ -11,12 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ctxcache.client import Client, SessionRows
+from ctxcache.client.convert import stream_from_wire
 from ctxcache.client.leased_rows import FiledRows
-from ctxcache.client.types import SessionInfo
-from ctxcache.errors import TokenRangeOutOfBounds
+from ctxcache.client.types import Durability, SessionInfo
+from ctxcache.errors import InvalidArgument, SessionNotFound, TokenRangeOutOfBounds, WriteOffsetMismatch
 from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.generation import common_prefix
@@ -32,6 +36,7 @@ from gpu_worker.planning.profile import Stage
 from gpu_worker.rows import token_ids_of
 from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, RestoreControl, slots_of
 from gpu_worker.sidecar.errors import TokensDiffer
+from gpu_worker.v1 import worker_pb2
 
 RING_SLOTS = 4
 
@@ -267,3 +272,46 @@ def _check_tokens(rows: SessionRows, token_ids: Sequence[int]) -> None:
     common = common_prefix(stored, token_ids)
     if common < len(token_ids):
         raise TokensDiffer(common_token_count=common, token_count=len(token_ids))
+
+
+def save(client: Client, attachment: Attachment, request: worker_pb2.SaveRequest) -> SessionInfo:
+    """Append the rows; the session as it is then. Raises InvalidArgument and what appending raises."""
+    rows = _rows_to_save(attachment, request)
+    session = _session_to_extend(client, attachment, request, list(rows))
+    return client.sessions.open(session, attachment.model.own).append(
+        rows, durability=Durability(request.durability)
+    )
+
+
+def _rows_to_save(
+    attachment: Attachment, request: worker_pb2.SaveRequest
+) -> Mapping[Stream, npt.NDArray[np.uint8]]:
+    streams = [stream_from_wire(each.stream) for each in request.streams]
+    if len(set(streams)) < len(streams) or not streams:
+        raise InvalidArgument(field="streams", problem="none, or one is named twice")
+    specs = attachment.model.own.specs(streams)
+    found = {}
+    for stream, each in zip(streams, request.streams, strict=True):
+        size_bytes = request.token_count * specs[stream].row_bytes
+        data = attachment.rows_in_save_area(stream, each.offset_bytes, size_bytes)
+        found[stream] = data.numpy().reshape(request.token_count, specs[stream].row_bytes)
+    return found
+
+
+def _session_to_extend(
+    client: Client, attachment: Attachment, request: worker_pb2.SaveRequest, layout: list[Stream]
+) -> SessionInfo:
+    own = attachment.model.own
+    try:
+        session = client.sessions.get(request.session)
+    except SessionNotFound:
+        if request.write_offset:
+            raise
+        session_id = request.session.removeprefix("sessions/")
+        session = client.sessions.create(own, id=session_id, layout=layout).info
+    own.check(session.name, session.model_fingerprint)
+    if session.token_count != request.write_offset:
+        raise WriteOffsetMismatch(
+            session=session.name, token_count=session.token_count, write_offset=request.write_offset
+        )
+    return session

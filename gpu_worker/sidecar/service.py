@@ -31,7 +31,7 @@ from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Profile
 from gpu_worker.profiling.measure import hardware_name, measure_restoring
 from gpu_worker.profiling.profile_file import Measured
-from gpu_worker.sidecar import asking, restoring, saving
+from gpu_worker.sidecar import asking, restoring
 from gpu_worker.sidecar.attachment import Attachment, End, RestoreControl, Running
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.edge import AdmissionLimit, Context
@@ -255,7 +255,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         ended: asyncio.Future[None] = loop.create_future()
         attachment.threads.add(ended)
         ended.add_done_callback(attachment.threads.discard)
-        save = self._traced("save", request.token_count, saving.save)
+        save = self._traced("save", request.token_count, restoring.save)
         work = loop.run_in_executor(self._savers, save, self._client, attachment, request)
 
         def over(done: "asyncio.Future[SessionInfo]") -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxcache.errors import InvalidConfiguration
-from gpu_worker.direct.path import Wanted
+from gpu_worker.direct import Wanted
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -28,8 +28,7 @@ from ctxcache.client import Client, leased_rows
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import TOKENS, Stream
-from gpu_worker.direct import storage
-from gpu_worker.direct.path import Wanted
+from gpu_worker.direct import Wanted, storage
 from gpu_worker.direct.source import Landed
 from gpu_worker.direct.storage import DirectStorage, probe_kvikio
 from gpu_worker.families import Adapter

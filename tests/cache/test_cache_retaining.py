@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, DiskRig, Token, Writer, expected
 
-from ctxcache.core.ledger.retaining import Retaining
+from ctxcache.core.ledger.retaining import Grant, Retaining
 from ctxcache.core.limits import Limits
-from ctxcache.core.placement.retention import Grant
 
 SECOND_NS = 10**9
 LIMITS = Limits(

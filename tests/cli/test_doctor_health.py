@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ctxcache.cli.doctor import disks
-from ctxcache.cli.doctor.finding import Finding, FindingStatus
+from ctxcache.cli.doctor import Finding, FindingStatus, disks
 
 PASSED: dict[str, Any] = {"smart_status": {"passed": True}}
 

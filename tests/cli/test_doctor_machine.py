@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.cli.doctor import disks, machine
-from ctxcache.cli.doctor.finding import FindingStatus
+from ctxcache.cli.doctor import FindingStatus, disks, machine
 from ctxcache.runtime.clock import BOOT_ID, boot_ns
 from ctxcache.runtime.files import write_facts
 from ctxcache.settings.config import Settings

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.core.placement.retention import TOP_PRIORITY, Grant, Grants, Retention
+from ctxcache.core.ledger.retaining import TOP_PRIORITY, Grant, Grants, Retention
 from ctxcache.core.placement.shares import Share, Shares
 
 SHARES = Shares({"a": Share(2 / 3), "b": Share(1 / 3)})

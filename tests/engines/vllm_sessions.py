@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.types import StorageTier
-from gpu_worker.checkpoint import describe_directory
 from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.model_spec import describe_directory
 from gpu_worker.plan import Method, RestorePlan
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import Reply, VllmEngine

@@ -11,8 +11,7 @@ import typer
 
 from ctxcache.cli.call import CliCall, call_of
 from ctxcache.cli.config import doubts
-from ctxcache.cli.doctor import disks, machine
-from ctxcache.cli.doctor.finding import Finding
+from ctxcache.cli.doctor import Finding, disks, machine
 from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.options import SHARED_OPTIONS
 from ctxcache.cli.settings import load_settings, taking_settings

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ctxcache.cli.doctor.finding import Finding, degraded, fatal, missing, ok
+from ctxcache.cli.doctor import Finding, degraded, fatal, missing, ok
 from ctxcache.cli.doctor.machine import filesystem
 from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ctxcache.cli.call import CliCall
-from ctxcache.cli.doctor.finding import Finding, degraded, fatal, missing, ok
+from ctxcache.cli.doctor import Finding, degraded, fatal, missing, ok
 from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError, CapacityExceeded, TierFailure, Unavailable
 from ctxcache.format.layout import align

@@ -1,17 +1,219 @@
 """Retaining: sessions a client asked to keep. `retain` keeps a session in the store, `pin` also in memory.
 
-Both expire, and count against the tenant's budget; `core.placement.retention` has the rules. Segments that
-forks share count for each of them. Retentions and pins end with the process. Worst case: a session that grows
-past its grant while the budget is taken has no class any more.
+A grant moves nothing and holds nothing: it puts a session into a class. Sessions without a class leave first,
+then the classes, the lowest priority first. So a retained session still leaves when nothing else can, and no
+grant can wedge a tier. A session is granted whole or not at all, for it leaves whole. Segments that forks
+share count for each of them. The budget is divided by the tenants' shares: a request displaces another
+account's grants only where those are above that account's share. Grants expire, and end with the process.
+Time comes with each call. Everything takes O(log n), and a look at each account with grants. Worst case: a
+share is taken by grants of the same priority, and the next request is refused until one expires; a session
+that grows past its grant while the budget is taken has no class any more.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import SECOND_NS, Limits
+from ctxcache.core.placement.order import Keyed
 from ctxcache.core.placement.policy import Capacities
-from ctxcache.core.placement.retention import Grant, Grants, Retention
 from ctxcache.core.placement.shares import Shares
+
+TOP_PRIORITY = 100
+"""Priorities go from 0 to this; what is beyond is taken as the nearest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A grant: so many bytes, until then."""
+
+    size_bytes: int
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A grant that holds: whose it is, and what it may be displaced by."""
+
+    account: str
+    size_bytes: int
+    until_s: float
+    priority: int
+
+
+class Grants:
+    """Grants against one budget, which accounts have shares of. Owned by its caller."""
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        shares: Shares,
+        account: Callable[[bytes], str],
+        fallen: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
+        """`account` of a session; `fallen` hears of each that came into a lower class, or lost its own."""
+        self._budget_bytes = budget_bytes
+        self._shares = shares
+        self._account = account
+        self._fallen = fallen
+        self.granted: dict[bytes, Granted] = {}
+        """By session. To be looked at, not changed."""
+        self._used: dict[str, int] = {}
+        """Bytes granted, by account."""
+        self._all_used_bytes = 0
+        self._by_priority: Counter[tuple[str, int]] = Counter()
+        self._lowest: dict[str, Keyed] = {}
+        self._due = Keyed()
+
+    def __len__(self) -> int:
+        return len(self.granted)
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self.granted
+
+    def used_bytes(self, account: str) -> int:
+        """Bytes granted to the account's sessions."""
+        return self._used.get(account, 0)
+
+    def level(self, uid: bytes) -> int:
+        """The session's class: 0 without a grant, else higher with its priority."""
+        granted = self.granted.get(uid)
+        return granted.priority + 1 if granted else 0
+
+    def ask(self, uid: bytes, size_bytes: int, until_s: float, priority: int, now_s: float) -> Grant | None:
+        """Grant a session so many bytes, in place of what it was granted before.
+
+        None: there is no room for it but that of grants no lower than it, or its time is over; what was
+        granted before stays then.
+        """
+        if until_s <= now_s:
+            return None
+        priority = min(max(priority, 0), TOP_PRIORITY)
+        asked = Granted(self._account(uid), max(size_bytes, 0), until_s, priority)
+        before = self.granted.get(uid)
+        if asked.size_bytes > self._room_bytes(asked, before):
+            return None
+        if before:
+            self._remove(uid, before)
+        limit_bytes = self._limit_bytes(asked.account)
+        while self.used_bytes(asked.account) + asked.size_bytes > limit_bytes:
+            # There is one, for the room was counted.
+            self._release_lowest(asked.account)
+        while self._all_used_bytes + asked.size_bytes > self._budget_bytes:
+            # This account is within its share, so the one furthest above its share is another.
+            self._release_lowest(self._shares.whose(None, 0, self._used_beside(asked), self._budget_bytes)[0])
+        self._add(uid, asked)
+        if before and before.priority > priority:
+            self._fallen(uid)
+        return Grant(asked.size_bytes, until_s)
+
+    def resized(self, uid: bytes, size_bytes: int, now_s: float) -> None:
+        """The session has that size now. Its growth is granted too, or it loses its class."""
+        granted = self.granted.get(uid)
+        if granted is None or size_bytes <= granted.size_bytes:
+            return
+        if self.ask(uid, size_bytes, granted.until_s, granted.priority, now_s) is None:
+            self.release(uid)
+
+    def release(self, uid: bytes) -> None:
+        """Take a grant back, or the session is gone; nothing where there is none."""
+        granted = self.granted.get(uid)
+        if granted:
+            self._remove(uid, granted)
+            self._fallen(uid)
+
+    def expire(self, now_s: float) -> None:
+        """Take back what was granted until now, or earlier."""
+        while (uid := self._due.first()) is not None and self.granted[uid].until_s <= now_s:
+            self.release(uid)
+
+    def _room_bytes(self, asked: Granted, before: Granted | None) -> int:
+        """The bytes that the session could be granted.
+
+        The free bytes, its own, and those granted to lower classes.
+        """
+        account = asked.account
+        lower_bytes = sum(self._by_priority[account, priority] for priority in range(asked.priority))
+        own_bytes = before.size_bytes if before and before.priority >= asked.priority else 0
+        return self._limit_bytes(account) - self.used_bytes(account) + lower_bytes + own_bytes
+
+    def _limit_bytes(self, account: str) -> int:
+        return self._shares.guaranteed_bytes(account, self._used, self._budget_bytes)
+
+    def _used_beside(self, asked: Granted) -> dict[str, int]:
+        return self._used | {asked.account: self.used_bytes(asked.account) + asked.size_bytes}
+
+    def _release_lowest(self, account: str) -> None:
+        lowest = self._lowest[account].first()
+        if lowest is not None:
+            self.release(lowest)
+
+    def _add(self, uid: bytes, granted: Granted) -> None:
+        self.granted[uid] = granted
+        self._count(granted.account, granted.size_bytes)
+        self._by_priority[granted.account, granted.priority] += granted.size_bytes
+        self._lowest.setdefault(granted.account, Keyed()).put(uid, (granted.priority, granted.until_s))
+        self._due.put(uid, (granted.until_s,))
+
+    def _remove(self, uid: bytes, granted: Granted) -> None:
+        del self.granted[uid]
+        self._count(granted.account, -granted.size_bytes)
+        self._by_priority[granted.account, granted.priority] -= granted.size_bytes
+        self._lowest[granted.account].discard(uid)
+        self._due.discard(uid)
+
+    def _count(self, account: str, size_bytes: int) -> None:
+        self._all_used_bytes += size_bytes
+        self._used[account] = self.used_bytes(account) + size_bytes
+        if not self._used[account]:
+            del self._used[account]
+
+
+class Retention:
+    """Sessions that a client asked to keep.
+
+    `retain` keeps a session in the store, `pin` also in memory. Owned by its caller.
+    """
+
+    def __init__(self, retained: Grants, pinned: Grants, *, longest_s: float) -> None:
+        """No grant lasts longer than `longest_s`."""
+        self.retained = retained
+        self.pinned = pinned
+        self._longest_s = longest_s
+
+    def retain(
+        self, uid: bytes, size_bytes: int, until_s: float, priority: int, now_s: float
+    ) -> Grant | None:
+        """Let the session leave the store after all that are not retained. See `Grants.ask`."""
+        return self.retained.ask(uid, size_bytes, min(until_s, now_s + self._longest_s), priority, now_s)
+
+    def pin(self, uid: bytes, size_bytes: int, until_s: float, priority: int, now_s: float) -> Grant | None:
+        """Let the session leave memory, and the store, after all that are not pinned. See `Grants.ask`."""
+        return self.pinned.ask(uid, size_bytes, min(until_s, now_s + self._longest_s), priority, now_s)
+
+    def release(self, uid: bytes) -> None:
+        """Neither retained nor pinned any more, or gone."""
+        self.retained.release(uid)
+        self.pinned.release(uid)
+
+    def resized(self, uid: bytes, size_bytes: int, now_s: float) -> None:
+        """See `Grants.resized`."""
+        self.retained.resized(uid, size_bytes, now_s)
+        self.pinned.resized(uid, size_bytes, now_s)
+
+    def expire(self, now_s: float) -> None:
+        """See `Grants.expire`."""
+        self.retained.expire(now_s)
+        self.pinned.expire(now_s)
+
+    def store_level(self, uid: bytes) -> int:
+        """The session's class where it is about leaving the store."""
+        return max(self.retained.level(uid), self.pinned.level(uid))
+
+    def memory_level(self, uid: bytes) -> int:
+        """The session's class where it is about leaving memory."""
+        return self.pinned.level(uid)
 
 
 class Retaining:

@@ -1,1 +1,84 @@
-"""LMCache: the store as its second tier (`l2`), or as the remote storage of an engine (`remote`)."""
+"""LMCache: the store as its second tier (`l2`), or as the remote storage of an engine (`remote`).
+
+Here, for both: settings, and LMCache's chunks as blocks of the store. A chunk has whatever size LMCache gives
+it; the store's blocks have 16 MiB at most. So a larger chunk is several blocks, and is there only where all
+of them are.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxcache.client import BlockSpace, Client
+from gpu_worker.engines.link import Refused, StoreLink, StoreSettings
+from gpu_worker.model_spec import digest_checkpoint
+
+if TYPE_CHECKING:
+    from lmcache.v1.memory_management import MemoryObj
+
+
+MOST_BLOCK_BYTES = 16 << 20
+THREADS = 2
+"""For each of storing and loading."""
+MOST_STORES = 64
+"""Tasks of storing that may wait; more are not done, which is a miss later."""
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSettings(StoreSettings):
+    """The settings, where LMCache's configuration has any of ours."""
+
+    model_directory: str | None = None
+    """The model's files: where it is given, other weights under the same name find nothing."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], where: str) -> Self:
+        """The settings that a configuration gives at `where`. Raises Refused."""
+        # Not super(): a class with slots is made anew.
+        settings = super(ChunkSettings, cls).of(given, where)
+        directory = settings.model_directory
+        if directory is not None and not Path(directory).is_dir():
+            raise Refused(f"{where}.model_directory: {directory} is no directory")
+        return settings
+
+    def link(self) -> StoreLink[bytes]:
+        """A link to the store, for the digest of the model's files."""
+        return StoreLink(self.connect, self._weights)
+
+    def _weights(self, client: Client) -> bytes:
+        """Empty where the settings do not say where the files are."""
+        del client
+        return b"" if self.model_directory is None else digest_checkpoint(Path(self.model_directory)).encode()
+
+
+def space_of(model_name: str, weights: bytes, *, tag: str, salt: str = "") -> BlockSpace:
+    """Where chunks of a model are looked for."""
+    return BlockSpace(
+        hashlib.sha256(b"%s\0%s" % (model_name.encode(), weights)).digest(),
+        layout_tag=tag,
+        salt=hashlib.sha256(salt.encode()).digest() if salt else b"",
+    )
+
+
+def block_keys(facts: str, chunk_hash: bytes, size_bytes: int) -> list[bytes]:
+    """The keys of a chunk's blocks: other ones where it has another number of them."""
+    count = max(-(-size_bytes // MOST_BLOCK_BYTES), 1)
+    return [
+        hashlib.sha256(f"{facts} {count} {number} ".encode() + chunk_hash).digest() for number in range(count)
+    ]
+
+
+def cut(keys: list[bytes], data: Bytes) -> dict[bytes, Bytes]:
+    """A chunk's blocks, sharing its memory."""
+    return {key: data[i * MOST_BLOCK_BYTES : (i + 1) * MOST_BLOCK_BYTES] for i, key in enumerate(keys)}
+
+
+def bytes_of(chunk: "MemoryObj") -> Bytes:
+    """A chunk's memory."""
+    return np.frombuffer(chunk.byte_array, np.uint8)

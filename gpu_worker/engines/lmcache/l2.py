@@ -24,7 +24,7 @@ from ctxcache.client.blocks import LeasedBlocks
 from ctxcache.client.types import LookupState
 from ctxcache.errors import CapacityExceeded, InvalidArgument, TooManyRequests
 from gpu_worker.engines.link import LinkState
-from gpu_worker.engines.lmcache.chunks import (
+from gpu_worker.engines.lmcache import (
     MOST_STORES,
     THREADS,
     Bytes,

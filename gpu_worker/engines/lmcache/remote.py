@@ -23,7 +23,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import LookupState
 from gpu_worker.engines.link import LinkState
-from gpu_worker.engines.lmcache.chunks import (
+from gpu_worker.engines.lmcache import (
     MOST_STORES,
     THREADS,
     Bytes,

@@ -16,10 +16,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTy
 from ctxcache.client import CallerModel, Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from gpu_worker.checkpoint import DescribedModel, describe_directory
 from gpu_worker.engines.link import Level, Refused, Seconds, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.plan import BlockLayout
-from gpu_worker.model_spec import digest_checkpoint
+from gpu_worker.model_spec import DescribedModel, describe_directory, digest_checkpoint
 from gpu_worker.rows import row_dtype
 
 if TYPE_CHECKING:

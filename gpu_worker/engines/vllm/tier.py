@@ -1,11 +1,17 @@
 """vLLM's own offloading, with the store behind its host memory: chunks of all ranks, as they lie there.
 
     GPU ◄──vLLM──► host memory ◄──CtxcacheTier──► store
+    store ──SubscribeBlocks──► thread ──► OffloadingEvent ──► vLLM: BlockStored, BlockRemoved ──► ZMQ
 
 vLLM's connector moves blocks between GPU and host memory, for any model and any parallelism that it knows.
 A chunk that left host memory is found again in the store: by this engine, after a restart, and by any other
 engine of the same model, settings and layout. The store is asked by threads; where it does not answer, or
 does not have a chunk, prompts are computed.
+
+`StoreEvents` tells vLLM's publisher of chunks that this engine has saved or found, for it knows the tokens of
+no others: stored when the store has the chunk, removed when it was evicted, deleted or has expired there.
+Where the link breaks, the next subscription says what is still there. vLLM publishes with its steps: an
+engine without a request is woken for one. Memory: some 200 bytes for each such chunk.
 """
 
 import hashlib
@@ -51,12 +57,141 @@ from ctxcache.errors import CacheError
 from gpu_worker.engines.link import LinkState, Refused, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
 from gpu_worker.engines.vllm.settings import WHERE, directory_of, engine_facts, weights_digest
-from gpu_worker.engines.vllm.tier_events import StoreEvents
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+import gc
+
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
+
+from ctxcache.client.blocks import BlockSubscription
+from gpu_worker.engines.link import PAUSE_S
+
+OWNER = "ctxcache"
+"""The tier that events name."""
+
+
+class StoreEvents:
+    """Events of the chunks that the engine has met. Thread-safe. Close it."""
+
+    def __init__(self, link: StoreLink[BlockSpace]) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        """Over all that follows."""
+        self._met: dict[bytes, OffloadKey] = {}
+        """Chunks that were saved or found, by their keys in the store."""
+        self._there: set[bytes] = set()
+        """Keys of the space that the store has, met or not."""
+        self._told: set[bytes] = set()
+        """Keys that were told as stored, and not as removed since."""
+        self._waiting: list[OffloadingEvent] = []
+        self._subscription: BlockSubscription | None = None
+        # vLLM gives a connector neither the engine nor its publisher; later it hides what lives from `gc`.
+        self._engines = [one for one in gc.get_objects() if issubclass(type(one), EngineCoreProc)]
+        """The engine of this process, where it waits for requests of others."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="ctxcache-kv-events", daemon=True)
+        self._thread.start()
+
+    def met(self, keys: Iterable[tuple[bytes, OffloadKey]]) -> None:
+        """These chunks are saved, or were found: they are told from now on."""
+        with self._lock:
+            new = dict(keys)
+            self._met.update(new)
+            self._settle(new)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are events to take."""
+        return bool(self._waiting)
+
+    def take(self) -> list[OffloadingEvent]:
+        """Events since the last call."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            return waiting
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        with self._lock:
+            if self._subscription is not None:
+                self._subscription.close()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._closed.is_set():
+            used = self._link.use()
+            if used is None:
+                if self._link.state is LinkState.REFUSED:
+                    return
+                self._closed.wait(PAUSE_S)
+                continue
+            client, space = used
+            try:
+                with client.blocks.subscribe(space) as subscription:
+                    self._hear(subscription)
+            except CacheError as error:
+                self._link.failed(error)
+                self._closed.wait(PAUSE_S)
+
+    def _hear(self, subscription: BlockSubscription) -> None:
+        with self._lock:
+            self._subscription = None if self._closed.is_set() else subscription
+            if self._subscription is None:
+                return
+        confirmed: set[bytes] | None = set()
+        try:
+            for news in subscription:
+                with self._lock:
+                    keys = {change.key for change in news.changes}
+                    there = {change.key for change in news.changes if change.state is LookupState.HIT}
+                    self._there.difference_update(keys)
+                    self._there |= there
+                    if confirmed is not None:
+                        confirmed.difference_update(keys)
+                        confirmed |= there
+                    if confirmed is not None and news.is_current:
+                        # Chunks that only the subscription before this one told of are gone.
+                        keys |= self._there - confirmed
+                        self._there, confirmed = confirmed, None
+                    self._settle(keys)
+        finally:
+            with self._lock:
+                self._subscription = None
+
+    def _settle(self, keys: Iterable[bytes]) -> None:
+        """Tell what changed of these."""
+        stored = [key for key in keys if key in self._there and key in self._met and key not in self._told]
+        removed = [key for key in keys if key in self._told and key not in self._there]
+        for some, is_removed in ((stored, False), (removed, True)):
+            if some:
+                event = OffloadingEvent(
+                    keys=[self._met[key] for key in some],
+                    medium=Medium.STORAGE,
+                    removed=is_removed,
+                    ownership=OWNER,
+                    removal_expected=not is_removed,
+                )
+                self._waiting.append(event)
+        if stored or removed:
+            self._wake()
+        self._told.update(stored)
+        self._told.difference_update(removed)
+        for key in removed:
+            del self._met[key]
+
+    def _wake(self) -> None:
+        """Let an idle engine make a step: it finds that its connector has work.
+
+        One that lives in its caller's process makes steps for requests alone, and is nobody's server.
+        """
+        for engine in self._engines:
+            engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
 
 log = logging.getLogger(__name__)
 

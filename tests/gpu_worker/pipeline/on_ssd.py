@@ -20,8 +20,8 @@ from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.packing import PACKINGS, unpacked
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from ctxcache.v1.arena_pb2 import AcquireLease, Operation, ReleaseLease
+from gpu_worker.direct import KvikioFound, Wanted
 from gpu_worker.direct import storage as storage_module
-from gpu_worker.direct.path import KvikioFound, Wanted
 from gpu_worker.direct.source import DeviceFiles
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.model_spec import model_spec

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ctxcache.errors import TierFailure
+from gpu_worker.direct import DirectPath, KvikioFound, Wanted, choose
 from gpu_worker.direct import storage as probe_module
-from gpu_worker.direct.path import DirectPath, KvikioFound, Wanted, choose
 from gpu_worker.direct.source import KvikioFiles
 from gpu_worker.direct.storage import probe_kvikio, read_answer
 

@@ -22,7 +22,7 @@ from ctxcache.client.leased_rows import FiledRows
 from ctxcache.errors import CorruptSegment, LeaseNotFound, Unavailable
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.direct.path import DirectPath
+from gpu_worker.direct import DirectPath
 from gpu_worker.direct.source import Landed, LandingSource
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.pipeline.pipeline import PipelineSettings
