@@ -1,8 +1,8 @@
 """The part of the vLLM tests that fits into CI: one small model, one engine, one store that has to bear much.
 
-Run by `make engines-ci`. Each reply is compared with one that the same engine computes from nothing: a salted
-request without a name is looked up nowhere. Tests run in their order, each on the store as the one before it
-left it.
+Run by `make engines-ci`. Each reply is compared with one that the same engine computes from nothing: nothing
+is found under a salt that no request had before. Tests run in their order, each on the store as the one
+before it left it.
 """
 
 import itertools

@@ -236,13 +236,20 @@ def test_users_with_one_system_prompt_hold_it_once(
     assert used_bytes[-1] < 2 * used_bytes[0]
 
 
-def test_a_salted_prompt_is_not_shared(shared_engine: VllmEngine) -> None:
-    """What a request asked to keep apart is found by its session's name alone."""
-    prompt = opening(11)
-    shared_engine.turn(prompt, None, COUNT)
-    (reply,) = shared_engine.ask({"prompt": prompt, "session": None, "count": COUNT, "salt": "mine"})
-    assert reply.cached_count == 0
-    assert shared_engine.turn(prompt, None, COUNT).cached_count == 64
+def test_a_salted_prompt_is_shared_with_its_salt_alone(
+    shared_engine: VllmEngine, plain: VllmEngine, name: str
+) -> None:
+    """By its tokens and by a session's name: under another salt nothing is found, and nothing is changed."""
+
+    def cached(prompt: list[int], salt: str | None, session: str | None = None) -> int:
+        (reply,) = shared_engine.ask({"prompt": prompt, "session": session, "count": COUNT, "salt": salt})
+        compare(reply, prompt, plain)
+        return reply.cached_count
+
+    salts = (None, "mine", "yours" * 30)
+    for expected in (0, 64):
+        assert [cached(opening(11), salt) for salt in salts] == [expected] * 3
+    assert [cached(opening(12), salt, name) for salt in ("mine", "mine", *salts)] == [0, 96, 0, 96, 0]
 
 
 def test_an_edited_conversation_keeps_what_is_common(

@@ -4,6 +4,7 @@ Called by vLLM's scheduler thread alone; look-ups run in threads of their own. W
 not answer, for which a request waits until its look-up's deadline.
 """
 
+import hashlib
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -117,7 +118,7 @@ class SchedulerSide:
         if not is_plain(request) or self.link.use() is None:
             return
         name = session_of(request)
-        is_shared = self._settings.prefixes and request.cache_salt is None
+        is_shared = self._settings.prefixes
         prompt = list(request.prompt_token_ids or ())
         # Less than a run of tokens is never found: a session of its own would be of no use.
         if not name and (not is_shared or len(prompt) < KEYED_TOKENS):
@@ -293,7 +294,7 @@ class SchedulerSide:
         client, model = use
         name, prompt = followed.session_name, followed.prompt
         try:
-            session = _get_or_create(client, model, name, self._settings)
+            session = _get_or_create(client, model, name, salt_of(followed.request), self._settings)
             common = session.token_count
             if not common and followed.is_shared:
                 session = client.prefixes.adopt(session, model, prompt)
@@ -326,10 +327,18 @@ def session_of(request: "Request") -> str:
     return f"sessions/{named}" if named else ""
 
 
-def _get_or_create(client: Client, model: CallerModel, name: str, settings: ConnectorSettings) -> SessionInfo:
+def salt_of(request: "Request") -> bytes:
+    """The salt of a request's session: a digest of vLLM's `cache_salt`, which may be of any length."""
+    return hashlib.sha256(request.cache_salt.encode()).digest() if request.cache_salt else b""
+
+
+def _get_or_create(
+    client: Client, model: CallerModel, name: str, salt: bytes, settings: ConnectorSettings
+) -> SessionInfo:
     """The session of this name, or a new one; of no name, a new one whose name the store chooses.
 
-    Where the name is another model's session, that stays as it is, and this one goes without a name.
+    Where the name is a session of another model or salt, that stays as it is, and this one goes without a
+    name.
     """
     layout = streams_of(model, settings.saved)
     ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
@@ -340,12 +349,14 @@ def _get_or_create(client: Client, model: CallerModel, name: str, settings: Conn
         except SessionNotFound:
             with suppress(SessionAlreadyExists):
                 id_ = name.removeprefix("sessions/")
-                return client.sessions.create(model, id=id_, layout=layout, ttl=ttl).info
+                return client.sessions.create(model, id=id_, layout=layout, ttl=ttl, salt=salt).info
         except ModelFingerprintMismatch:
             break
         else:
-            return session
-    return client.sessions.create(model, layout=layout, ttl=ttl or UNNAMED_TTL).info
+            if session.salt == salt:
+                return session
+            break
+    return client.sessions.create(model, layout=layout, ttl=ttl or UNNAMED_TTL, salt=salt).info
 
 
 def _common_count(saved: list[int], prompt: list[int]) -> int:
