@@ -1,4 +1,4 @@
-"""Writes alerts as Prometheus rules, as promtool's tests of them, and as a runbook. Pure."""
+"""Writes alerts as Prometheus rules, as promtool's tests of them, and as entries of the runbook. Pure."""
 
 import json
 from collections.abc import Sequence
@@ -91,6 +91,8 @@ def _annotations(alert: Alert) -> tuple[tuple[str, str], ...]:
     return (
         ("summary", alert.summary),
         ("description", alert.means),
+        ("look_at", alert.look),
+        ("action", alert.do),
         ("runbook_url", f"{RUNBOOK}#{alert.name.lower()}"),
     )
 
@@ -99,9 +101,9 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def runbook(head: str) -> str:
-    """The document: its head as it is, and an entry per alert."""
-    return f"{head}\n\n" + "\n\n".join(map(_entry, ALERTS)) + "\n"
+def entries() -> str:
+    """The entries of the runbook, one per alert, for the documentation site."""
+    return "\n\n".join(map(_entry, ALERTS))
 
 
 def _entry(alert: Alert) -> str:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Write what is derived from the tables of metrics, alerts and panels.
+"""Write the files that follow from the tables of metrics, alerts and panels.
 
-The table in docs/sidecar.md, the entries of docs/runbook.md, observability/alerts.yaml with its tests, and
-the dashboards beside them. The store's metrics are listed by the documentation site: `site_hooks.py`.
+observability/alerts.yaml with its tests, the dashboards, and the list of a worker's metrics. The list of the
+store's metrics and the entries of the runbook are the documentation site's: `site_hooks.py`.
 
 `generate_observability.py` writes into the tree; `--check` fails when the tree differs from what would be
 written.
@@ -14,29 +14,29 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from alert_rules import rule_tests, rules, runbook  # noqa: E402
+from alert_rules import rule_tests, rules  # noqa: E402
 from dashboard_json import dashboard  # noqa: E402
 from dashboard_table import STORE, WORKER  # noqa: E402
 from site_hooks import rows  # noqa: E402
 
 from gpu_worker.sidecar.metrics import TABLE as WORKERS  # noqa: E402
 
-RUNBOOK = ROOT / "docs" / "runbook.md"
-SIDECAR = ROOT / "docs" / "sidecar.md"
 OBSERVABILITY = ROOT / "observability"
-BEGIN, END = "<!-- metrics: begin, by scripts/generate_observability.py -->", "<!-- metrics: end -->"
+WORKERS_HEAD = """<!-- Made by scripts/generate_observability.py from gpu_worker/sidecar/metrics.py. -->
+# A worker's metrics
+
+`ctxcache worker serve --metrics-listen 127.0.0.1:7422` shows these to Prometheus.
+"""
 
 
 def main() -> None:
     """Write or check; exits 1 with the names of the files that differ."""
-    head = RUNBOOK.read_text().partition("\n## ")[0].rstrip()
     wanted = {
-        SIDECAR: _between(SIDECAR.read_text(), rows(WORKERS)),
-        RUNBOOK: runbook(head),
         OBSERVABILITY / "alerts.yaml": rules(),
         OBSERVABILITY / "alerts_test.yaml": rule_tests("alerts.yaml"),
         OBSERVABILITY / "dashboard.json": dashboard(STORE),
         OBSERVABILITY / "worker_dashboard.json": dashboard(WORKER),
+        OBSERVABILITY / "worker_metrics.md": f"{WORKERS_HEAD}\n{rows(WORKERS)}\n",
     }
     differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
@@ -47,13 +47,6 @@ def main() -> None:
     for path in differing:
         path.parent.mkdir(exist_ok=True)
         path.write_text(wanted[path])
-
-
-def _between(text: str, tables: str) -> str:
-    """A document with tables between its two marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Changes that the documentation site makes to the pages of docs/.
 
-Two pages end in lists that only the site has: all settings and all metrics, written from the tables in the
-code. The lists would say once more what `ctxcache config reference` and the exposition's HELP lines say.
+Three pages end in lists that only the site has, written from tables: all settings, all metrics, and an entry
+per alert. `ctxcache config reference`, the exposition's HELP lines and the alerts' annotations say the same.
 
 Links to files of the repository that are not pages change too: the site is built without a known address of
 the repository. A link such as `[notes](../lab/notes/truncation.md)` becomes its text and the path. mkdocs
@@ -16,7 +16,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # mkdocs runs in an environment without the project; the tables need nothing but Python.
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from alert_rules import entries  # noqa: E402
 
 from ctxcache.observe.metric import Group, Metric  # noqa: E402
 from ctxcache.observe.table import TABLE  # noqa: E402
@@ -46,6 +48,7 @@ def _with_lists(markdown: str) -> str:
     lists: dict[str, Callable[[], str]] = {
         "settings": reference.markdown,
         "metrics": lambda: "\n\n".join(map(_table, TABLE)),
+        "alerts": entries,
     }
     return re.sub(r"<!-- site: (\w+) -->", lambda mark: lists[mark[1]](), markdown)
 

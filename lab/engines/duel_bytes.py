@@ -2,7 +2,7 @@
 """The faults of the duel against LMCache's file adapter and the store: how many blocks have wrong bytes.
 
     .venv/bin/python -m lab.engines.duel_bytes --lmcache PYTHON
-    .venv/bin/python -m lab.engines.duel_bytes --lmcache PYTHON --write docs/reliability.md
+    .venv/bin/python -m lab.engines.duel_bytes --lmcache PYTHON --write lab/notes/duel.md
 
 PYTHON is that of an environment with LMCache. No engine runs: blocks of random bytes are saved, damaged where
 they lie on disk, and loaded by a new process.

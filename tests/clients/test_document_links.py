@@ -108,7 +108,7 @@ def _verbs(command: object, prefix: str = "") -> list[str]:
 def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     """Strictly, where `make docs` has set mkdocs up.
 
-    No page names a font, style or script of another host. Two pages list all settings and all metrics.
+    No page names a font, style or script of another host. Pages list all settings, metrics and alerts.
     """
     mkdocs = ROOT / ".venv-docs" / "bin" / "mkdocs"
     if not mkdocs.exists():
@@ -120,5 +120,9 @@ def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     assert [name for name in KNOBS if name not in (tmp_path / "settings.html").read_text()] == []
     assert [name for name in METRICS if name not in (tmp_path / "metrics.html").read_text()] == []
+    rules = (ROOT / "observability" / "alerts.yaml").read_text()
+    anchors = re.findall(r"docs/runbook\.md#(\w+)", rules)
+    assert anchors
+    assert [name for name in anchors if f'id="{name}"' not in (tmp_path / "runbook.html").read_text()] == []
     for page in tmp_path.rglob("*.html"):
         assert re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?(?:https?:)?//", page.read_text()) == []

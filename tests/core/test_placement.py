@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-from documented_policy import documented_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest_first import LargestFirst
 
 from ctxcache.core.placement.baselines import (
     POLICIES,
@@ -25,7 +25,7 @@ CAPACITIES = Capacities(memory_bytes=100, below_bytes=300)
 BUFFER_BYTES = 10
 MAKERS: dict[str, Callable[[Capacities], Policy]] = {
     **POLICIES,
-    "the document's": documented_policy,
+    "largest-first": lambda _: LargestFirst(),
     "t-lru of small sessions": lambda _: TailOptimised(40),
     "belady": lambda capacities: Belady(capacities, lambda uid: float(uid[0] * 37 % 11)),
 }
@@ -490,7 +490,7 @@ def test_jobs_that_never_come_do_not_keep_their_sessions() -> None:
     assert policy.evict(lambda uid: uid in (b"phantom 399", b"loyal 1")) == b"phantom 399"
 
 
-@pytest.mark.parametrize("make", [*RANKED.values(), documented_policy], ids=[*RANKED, "the document's"])
+@pytest.mark.parametrize("make", [*RANKED.values(), lambda _: LargestFirst()], ids=[*RANKED, "largest-first"])
 @settings(max_examples=60)
 @given(events=EVENTS)
 def test_who_is_evicted_is_whose_rank_is_lowest(make: Callable[[Capacities], Ranked], events: Events) -> None:

@@ -90,7 +90,7 @@ def test_grouped_heads_take_little_more_than_a_half_of_their_kv(model: str) -> N
     ],
 )
 def test_rows_have_the_documented_sizes(model: str, kind: StateKind, row_bytes: int) -> None:
-    """The table in docs/worker.md, whatever a model's own elements take."""
+    """A packed row takes the bytes that docs/chunk_format.md adds up, for any type of the model."""
     assert known_model(model).layers[0].row_bytes(kind) == row_bytes
     assert known_model(model, element_bytes=4).layers[0].row_bytes(kind) == row_bytes
 
