@@ -91,7 +91,7 @@ class _MissEventEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissEvent.V
     """Bytes of it in memory were not what was written; those that SSD has took their place, and no token was lost."""
 
 class MissEvent(_MissEvent, metaclass=_MissEventEnumTypeWrapper):
-    """What can happen to a session so that less of it is found than was stored."""
+    """Events after which less of a session is found than was stored."""
 
 MISS_EVENT_UNSPECIFIED: MissEvent.ValueType  # 0
 """Not set. As a reason: nothing is remembered."""
@@ -211,7 +211,7 @@ Global___ReloadSettingsRequest: _TypeAlias = ReloadSettingsRequest  # noqa: Y015
 
 @_typing.final
 class ReloadSettingsResponse(_message.Message):
-    """What was found."""
+    """The settings that were found to differ."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -340,7 +340,7 @@ class BadSegment(_message.Message):
     offset_bytes: _builtins.int
     """Where in it the segment begins, in bytes."""
     problem: _builtins.str
-    """What is wrong, and with which layer, in words."""
+    """The problem and its layer, in words."""
     tier: _session_pb2.Tier.ValueType
     """Which copy."""
     is_mended: _builtins.bool
@@ -442,7 +442,7 @@ Global___TierStats: _TypeAlias = TierStats  # noqa: Y015
 
 @_typing.final
 class Stats(_message.Message):
-    """What the server holds and has done since it started."""
+    """The server's contents now, and its work since it started."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -499,7 +499,7 @@ class Stats(_message.Message):
     read_token_count: _builtins.int
     """Tokens read or leased."""
     dram_hit_token_count: _builtins.int
-    """Of those, tokens that were in DRAM already."""
+    """The part of these tokens that was in DRAM already."""
     expired_session_count: _builtins.int
     """Sessions ended by expiry."""
     evicted_session_count: _builtins.int
@@ -523,11 +523,11 @@ class Stats(_message.Message):
     prefetched_segment_count: _builtins.int
     """Segments brought from SSD into DRAM ahead of need, because a hint or the placement policy asked for it."""
     prefetch_used_segment_count: _builtins.int
-    """Of those, segments that were read afterwards."""
+    """The part of these segments that was read afterwards."""
     prefetch_unused_segment_count: _builtins.int
-    """Of those, segments that left DRAM without having been read."""
+    """The part of these segments that left DRAM without having been read."""
     prefetch_late_segment_count: _builtins.int
-    """Of those read, segments that were still on their way when they were asked for."""
+    """The part of the segments read that was still on its way when it was asked for."""
     unadmitted_session_count: _builtins.int
     """Of the sessions ended to make room, those that were never written to SSD: they were not worth it."""
     spared_bytes: _builtins.int
@@ -656,7 +656,7 @@ Global___ListTenantsResponse: _TypeAlias = ListTenantsResponse  # noqa: Y015
 
 @_typing.final
 class TenantUse(_message.Message):
-    """What one tenant has. A segment counts once, however many forks share it."""
+    """The room that one tenant has. A segment counts once, however many forks share it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -726,7 +726,7 @@ class WhyMissRequest(_message.Message):
     name: _builtins.str
     """Resource name, `sessions/{session_id}`. It need not exist. Required, unless `trace_id` is given."""
     tenant: _builtins.str
-    """Whose session. Empty: the caller's tenant."""
+    """The session's tenant. Empty: the caller's tenant."""
     trace_id: _builtins.str
     """Instead of a session, a request that missed: the id of its trace, 32 hex digits, as it came in
     W3C's `traceparent`. The answer has what it missed, and speaks of the session that it missed last.
@@ -760,7 +760,7 @@ class SessionHappening(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
     event: Global___MissEvent.ValueType
-    """What."""
+    """The event."""
     count: _builtins.int
     """How often. At least 1."""
     detail: _builtins.str
@@ -798,7 +798,7 @@ Global___SessionHappening: _TypeAlias = SessionHappening  # noqa: Y015
 
 @_typing.final
 class RequestMiss(_message.Message):
-    """What a request asked for in vain."""
+    """A session that a request asked for in vain."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -812,7 +812,7 @@ class RequestMiss(_message.Message):
     access: _builtins.str
     """How it asked: `lookup`, `read` or `write`."""
     result: _builtins.str
-    """What came of it, as the metric `ctxcache_accesses_total` says it."""
+    """The outcome, as the metric `ctxcache_accesses_total` says it."""
     count: _builtins.int
     """How often without another miss in between. At least 1."""
     @_builtins.property
@@ -882,7 +882,7 @@ class WhyMissResponse(_message.Message):
 
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestMiss]:
-        """What its request missed, the oldest first, at most 8. The latest 4096 requests that named their trace and
+        """Misses of its request, the oldest first, at most 8. The latest 4096 requests that named their trace and
         missed are remembered.
         """
 

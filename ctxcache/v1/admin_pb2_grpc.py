@@ -209,8 +209,8 @@ class AdminServiceServicer:
 
     def Backup(self, request, context):
         """Returns a backup: the bytes of an archive that `ctxcache import` reads (docs/archive_format.md), to be put behind
-        one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
-        when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
+        one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is
+        whole when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
         INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
         message was not taken); UNAVAILABLE (TIER_FAILURE).
         """
@@ -285,7 +285,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdatePath(self, request, context):
-        """Takes an SSD path out of use, or back; a restart takes all back. What lies there is read as before. Errors:
+        """Takes an SSD path out of use, or back; a restart takes all back. Rows that lie there are read as before. Errors:
         INVALID_ARGUMENT (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -325,9 +325,10 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def InjectFault(self, request, context):
-        """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies around
-        the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was started with
-        `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are there).
+        """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies
+        around the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was
+        started with `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are
+        there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -341,8 +342,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ClearFaults(self, request, context):
-        """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced until
-        a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
+        """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced
+        until a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

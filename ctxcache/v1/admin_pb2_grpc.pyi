@@ -66,8 +66,8 @@ class AdminServiceStub:
     """
     Backup: _grpc.UnaryStreamMultiCallable[_operations_pb2.BackupRequest, _operations_pb2.BackupResponse]
     """Returns a backup: the bytes of an archive that `ctxcache import` reads (docs/archive_format.md), to be put behind
-    one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
-    when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
+    one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is
+    whole when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
     message was not taken); UNAVAILABLE (TIER_FAILURE).
     """
@@ -105,7 +105,7 @@ class AdminServiceStub:
     (INVALID_FIELD).
     """
     UpdatePath: _grpc.UnaryUnaryMultiCallable[_operations_pb2.UpdatePathRequest, _admin_pb2.TierStats]
-    """Takes an SSD path out of use, or back; a restart takes all back. What lies there is read as before. Errors:
+    """Takes an SSD path out of use, or back; a restart takes all back. Rows that lie there are read as before. Errors:
     INVALID_ARGUMENT (INVALID_FIELD).
     """
     Drain: _grpc.UnaryStreamMultiCallable[_operations_pb2.DrainRequest, _operations_pb2.DrainStatus]
@@ -123,15 +123,16 @@ class AdminServiceStub:
     One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
     """
     InjectFault: _grpc.UnaryUnaryMultiCallable[_faults_pb2.InjectFaultRequest, _faults_pb2.Fault]
-    """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies around
-    the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was started with
-    `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are there).
+    """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies
+    around the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was
+    started with `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are
+    there).
     """
     ListFaults: _grpc.UnaryUnaryMultiCallable[_faults_pb2.ListFaultsRequest, _faults_pb2.ListFaultsResponse]
     """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED)."""
     ClearFaults: _grpc.UnaryUnaryMultiCallable[_faults_pb2.ClearFaultsRequest, _faults_pb2.ClearFaultsResponse]
-    """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced until
-    a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
+    """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced
+    until a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
     """
 
 @_typing.type_check_only
@@ -168,8 +169,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Backup: _aio.UnaryStreamMultiCallable[_operations_pb2.BackupRequest, _operations_pb2.BackupResponse]  # type: ignore[assignment]
     """Returns a backup: the bytes of an archive that `ctxcache import` reads (docs/archive_format.md), to be put behind
-    one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
-    when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
+    one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is
+    whole when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
     message was not taken); UNAVAILABLE (TIER_FAILURE).
     """
@@ -207,7 +208,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     (INVALID_FIELD).
     """
     UpdatePath: _aio.UnaryUnaryMultiCallable[_operations_pb2.UpdatePathRequest, _admin_pb2.TierStats]  # type: ignore[assignment]
-    """Takes an SSD path out of use, or back; a restart takes all back. What lies there is read as before. Errors:
+    """Takes an SSD path out of use, or back; a restart takes all back. Rows that lie there are read as before. Errors:
     INVALID_ARGUMENT (INVALID_FIELD).
     """
     Drain: _aio.UnaryStreamMultiCallable[_operations_pb2.DrainRequest, _operations_pb2.DrainStatus]  # type: ignore[assignment]
@@ -225,15 +226,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
     """
     InjectFault: _aio.UnaryUnaryMultiCallable[_faults_pb2.InjectFaultRequest, _faults_pb2.Fault]  # type: ignore[assignment]
-    """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies around
-    the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was started with
-    `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are there).
+    """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies
+    around the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was
+    started with `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are
+    there).
     """
     ListFaults: _aio.UnaryUnaryMultiCallable[_faults_pb2.ListFaultsRequest, _faults_pb2.ListFaultsResponse]  # type: ignore[assignment]
     """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED)."""
     ClearFaults: _aio.UnaryUnaryMultiCallable[_faults_pb2.ClearFaultsRequest, _faults_pb2.ClearFaultsResponse]  # type: ignore[assignment]
-    """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced until
-    a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
+    """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced
+    until a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -303,8 +305,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_operations_pb2.BackupResponse], _abc.AsyncIterator[_operations_pb2.BackupResponse]]:
         """Returns a backup: the bytes of an archive that `ctxcache import` reads (docs/archive_format.md), to be put behind
-        one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
-        when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
+        one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is
+        whole when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
         INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
         message was not taken); UNAVAILABLE (TIER_FAILURE).
         """
@@ -396,7 +398,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _operations_pb2.UpdatePathRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.TierStats, _abc.Awaitable[_admin_pb2.TierStats]]:
-        """Takes an SSD path out of use, or back; a restart takes all back. What lies there is read as before. Errors:
+        """Takes an SSD path out of use, or back; a restart takes all back. Rows that lie there are read as before. Errors:
         INVALID_ARGUMENT (INVALID_FIELD).
         """
 
@@ -444,9 +446,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _faults_pb2.InjectFaultRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_faults_pb2.Fault, _abc.Awaitable[_faults_pb2.Fault]]:
-        """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies around
-        the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was started with
-        `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are there).
+        """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies
+        around the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was
+        started with `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are
+        there).
         """
 
     @_abc_1.abstractmethod
@@ -463,8 +466,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _faults_pb2.ClearFaultsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_faults_pb2.ClearFaultsResponse, _abc.Awaitable[_faults_pb2.ClearFaultsResponse]]:
-        """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced until
-        a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
+        """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced
+        until a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -159,8 +159,8 @@ Global___ControlHello: _TypeAlias = ControlHello  # noqa: Y015
 
 @_typing.final
 class ControlWelcome(_message.Message):
-    """The server's answer to a hello. With its first byte comes the arena's file descriptor, which is good for reading alone,
-    and behind it, where that was asked for and is granted, one for writing.
+    """The server's answer to a hello. With its first byte comes the arena's file descriptor, which is good for reading
+    alone, and behind it, where that was asked for and is granted, one for writing.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -203,10 +203,10 @@ class AccessRequest(_message.Message):
     request_id: _builtins.int
     """Chosen by the client and returned with the results."""
     trace_parent: _builtins.str
-    """The trace that they belong to, as W3C's `traceparent`. Empty: none. What cannot be read is none."""
+    """The trace that they belong to, as W3C's `traceparent`. Empty: none. A value that cannot be read counts as none."""
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
-        """Operations, carried out in order, 1 to 1024. What follows 16 MiB of results, 3 MiB over gRPC, is
+        """Operations, carried out in order, 1 to 1024. An operation behind 16 MiB of results, 3 MiB over gRPC, is
         refused with RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
         """
 
@@ -374,8 +374,8 @@ class AcquireLease(_message.Message):
     them into the arena. Not with `is_brief`. Default false.
     """
     token: _builtins.bytes
-    """A lease token of PrefixService.MatchPrefix, 16 bytes, of whatever connection of the tenant: the lease is of the rows
-    that it holds, whatever became of their session since, and has a life of its own. Without session, range,
+    """A lease token of PrefixService.MatchPrefix, 16 bytes, of whatever connection of the tenant: the lease is of the
+    rows that it holds, whatever became of their session since, and has a life of its own. Without session, range,
     generation and `leave_on_ssd`. Errors: NOT_FOUND (LEASE_NOT_FOUND) for a token that is over or another tenant's;
     INVALID_ARGUMENT (INVALID_FIELD) for one of blocks.
     """
@@ -807,7 +807,7 @@ Global___OperationResult: _TypeAlias = OperationResult  # noqa: Y015
 
 @_typing.final
 class Rechecked(_message.Message):
-    """What the lease holds in the arena is what was written."""
+    """The rows that the lease holds in the arena are those that were written."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -897,7 +897,7 @@ Global___Released: _TypeAlias = Released  # noqa: Y015
 
 @_typing.final
 class CommittedReservations(_message.Message):
-    """What came of each of several commits."""
+    """The outcome of each of several commits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

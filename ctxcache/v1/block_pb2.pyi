@@ -36,8 +36,8 @@ class BlockSpace(_message.Message):
     Required.
     """
     layout_tag: _builtins.str
-    """What the bytes are, in the engine's words: engine, backend, order, tokens of a block, element type, heads. Up to
-    1024 bytes. Default empty.
+    """The layout of the bytes, in the engine's words: engine, backend, order, tokens of a block, element type, heads.
+    Up to 1024 bytes. Default empty.
     """
     salt: _builtins.bytes
     """Keeps apart what else is equal: an adapter, a policy's version. Up to 64 bytes. Default empty."""
@@ -196,8 +196,8 @@ Global___NewBlock: _TypeAlias = NewBlock  # noqa: Y015
 @_typing.final
 class ReserveBlocks(_message.Message):
     """Gets room for the parts of blocks that are absent, all of it or none. Errors: those of PutBlocks; PERMISSION_DENIED
-    (PERMISSION_DENIED) where `Arena.may_write` is false. What is not committed within five minutes, or when the
-    connection ends, is given up. ReleaseReservation gives it up earlier.
+    (PERMISSION_DENIED) where `Arena.may_write` is false. A block that is not committed within five minutes, or before
+    the connection ends, is given up. ReleaseReservation gives it up earlier.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -270,7 +270,7 @@ Global___ReservedBlocks: _TypeAlias = ReservedBlocks  # noqa: Y015
 
 @_typing.final
 class BlockRoom(_message.Message):
-    """What there is to write of a block."""
+    """The parts of a block that there are to write."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -558,7 +558,7 @@ class BlockLease(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     token: _builtins.bytes
-    """What names it, 16 bytes; empty where nothing is held."""
+    """The lease's name, 16 bytes; empty where nothing is held."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When it ends by itself."""
@@ -659,7 +659,7 @@ Global___ReleaseBlocksResponse: _TypeAlias = ReleaseBlocksResponse  # noqa: Y015
 
 @_typing.final
 class ReadBlocksRequest(_message.Message):
-    """Request of ReadBlocks: as LeaseBlocksRequest. What it leases by keys is released at the end."""
+    """Request of ReadBlocks: as LeaseBlocksRequest. A lease that it takes by keys is released at the end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,14 +26,14 @@ if _version_not_supported:
 
 
 class BlockServiceStub:
-    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key of
-    32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
+    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key
+    of 32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
 
     Keys are looked for within the caller's tenant and a space: blocks of another space or tenant are not found. Blocks
-    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before its
-    parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
-    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access and
-    of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
+    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before
+    its parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
+    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access
+    and of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
     """
 
     def __init__(self, channel):
@@ -80,14 +80,14 @@ class BlockServiceStub:
 
 
 class BlockServiceServicer:
-    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key of
-    32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
+    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key
+    of 32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
 
     Keys are looked for within the caller's tenant and a space: blocks of another space or tenant are not found. Blocks
-    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before its
-    parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
-    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access and
-    of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
+    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before
+    its parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
+    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access
+    and of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
     """
 
     def LookupBlocks(self, request, context):
@@ -99,11 +99,12 @@ class BlockServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PutBlocks(self, request_iterator, context):
-        """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is free,
-        but each part comes from its first byte on. Bytes of a block that is there, or that another writer has, are
+        """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is
+        free, but each part comes from its first byte on. Bytes of a block that is there, or that another writer has, are
         ignored. A stream that ends early puts nothing. Errors: INVALID_ARGUMENT (INVALID_FIELD; CHECKSUM_MISMATCH),
         NOT_FOUND (RESERVATION_NOT_FOUND) after five minutes; RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS);
-        UNAVAILABLE (TIER_FAILURE). With CAPACITY_EXCEEDED or TIER_FAILURE after all bytes the blocks are there in memory.
+        UNAVAILABLE (TIER_FAILURE). With CAPACITY_EXCEEDED or TIER_FAILURE after all bytes the blocks are there in
+        memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,8 +128,8 @@ class BlockServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks; DATA_LOSS
-        (CORRUPT_SEGMENT).
+        """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks;
+        DATA_LOSS (CORRUPT_SEGMENT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,14 +202,14 @@ def add_BlockServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BlockService:
-    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key of
-    32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
+    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key
+    of 32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
 
     Keys are looked for within the caller's tenant and a space: blocks of another space or tenant are not found. Blocks
-    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before its
-    parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
-    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access and
-    of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
+    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before
+    its parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
+    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access
+    and of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
     """
 
     @staticmethod

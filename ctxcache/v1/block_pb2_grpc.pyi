@@ -27,14 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class BlockServiceStub:
-    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key of
-    32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
+    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key
+    of 32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
 
     Keys are looked for within the caller's tenant and a space: blocks of another space or tenant are not found. Blocks
-    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before its
-    parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
-    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access and
-    of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
+    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before
+    its parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
+    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access
+    and of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
     """
 
     @_typing.overload
@@ -46,11 +46,12 @@ class BlockServiceStub:
     INVALID_ARGUMENT (INVALID_FIELD).
     """
     PutBlocks: _grpc.StreamUnaryMultiCallable[_block_pb2.PutBlocksRequest, _block_pb2.PutBlocksResponse]
-    """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is free,
-    but each part comes from its first byte on. Bytes of a block that is there, or that another writer has, are
+    """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is
+    free, but each part comes from its first byte on. Bytes of a block that is there, or that another writer has, are
     ignored. A stream that ends early puts nothing. Errors: INVALID_ARGUMENT (INVALID_FIELD; CHECKSUM_MISMATCH),
     NOT_FOUND (RESERVATION_NOT_FOUND) after five minutes; RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS);
-    UNAVAILABLE (TIER_FAILURE). With CAPACITY_EXCEEDED or TIER_FAILURE after all bytes the blocks are there in memory.
+    UNAVAILABLE (TIER_FAILURE). With CAPACITY_EXCEEDED or TIER_FAILURE after all bytes the blocks are there in
+    memory.
     """
     LeaseBlocks: _grpc.UnaryUnaryMultiCallable[_block_pb2.LeaseBlocksRequest, _block_pb2.BlockLease]
     """Brings blocks into DRAM and holds them there. Counts as an access. A key that is not there, or whose bytes turn out
@@ -61,8 +62,8 @@ class BlockServiceStub:
     ReleaseBlocks: _grpc.UnaryUnaryMultiCallable[_block_pb2.ReleaseBlocksRequest, _block_pb2.ReleaseBlocksResponse]
     """Ends a lease of blocks, or of a prefix (PrefixService.MatchPrefix). Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_block_pb2.ReadBlocksRequest, _block_pb2.ReadBlocksResponse]
-    """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks; DATA_LOSS
-    (CORRUPT_SEGMENT).
+    """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks;
+    DATA_LOSS (CORRUPT_SEGMENT).
     """
     DeleteBlocks: _grpc.UnaryUnaryMultiCallable[_block_pb2.DeleteBlocksRequest, _block_pb2.DeleteBlocksResponse]
     """Deletes those of these blocks that are there. Readers of a lease read on. Errors: INVALID_ARGUMENT (INVALID_FIELD);
@@ -79,14 +80,14 @@ class BlockServiceStub:
 
 @_typing.type_check_only
 class BlockServiceAsyncStub(BlockServiceStub):
-    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key of
-    32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
+    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key
+    of 32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
 
     Keys are looked for within the caller's tenant and a space: blocks of another space or tenant are not found. Blocks
-    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before its
-    parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
-    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access and
-    of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
+    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before
+    its parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
+    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access
+    and of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -95,11 +96,12 @@ class BlockServiceAsyncStub(BlockServiceStub):
     INVALID_ARGUMENT (INVALID_FIELD).
     """
     PutBlocks: _aio.StreamUnaryMultiCallable[_block_pb2.PutBlocksRequest, _block_pb2.PutBlocksResponse]  # type: ignore[assignment]
-    """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is free,
-    but each part comes from its first byte on. Bytes of a block that is there, or that another writer has, are
+    """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is
+    free, but each part comes from its first byte on. Bytes of a block that is there, or that another writer has, are
     ignored. A stream that ends early puts nothing. Errors: INVALID_ARGUMENT (INVALID_FIELD; CHECKSUM_MISMATCH),
     NOT_FOUND (RESERVATION_NOT_FOUND) after five minutes; RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS);
-    UNAVAILABLE (TIER_FAILURE). With CAPACITY_EXCEEDED or TIER_FAILURE after all bytes the blocks are there in memory.
+    UNAVAILABLE (TIER_FAILURE). With CAPACITY_EXCEEDED or TIER_FAILURE after all bytes the blocks are there in
+    memory.
     """
     LeaseBlocks: _aio.UnaryUnaryMultiCallable[_block_pb2.LeaseBlocksRequest, _block_pb2.BlockLease]  # type: ignore[assignment]
     """Brings blocks into DRAM and holds them there. Counts as an access. A key that is not there, or whose bytes turn out
@@ -110,8 +112,8 @@ class BlockServiceAsyncStub(BlockServiceStub):
     ReleaseBlocks: _aio.UnaryUnaryMultiCallable[_block_pb2.ReleaseBlocksRequest, _block_pb2.ReleaseBlocksResponse]  # type: ignore[assignment]
     """Ends a lease of blocks, or of a prefix (PrefixService.MatchPrefix). Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
     ReadBlocks: _aio.UnaryStreamMultiCallable[_block_pb2.ReadBlocksRequest, _block_pb2.ReadBlocksResponse]  # type: ignore[assignment]
-    """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks; DATA_LOSS
-    (CORRUPT_SEGMENT).
+    """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks;
+    DATA_LOSS (CORRUPT_SEGMENT).
     """
     DeleteBlocks: _aio.UnaryUnaryMultiCallable[_block_pb2.DeleteBlocksRequest, _block_pb2.DeleteBlocksResponse]  # type: ignore[assignment]
     """Deletes those of these blocks that are there. Readers of a lease read on. Errors: INVALID_ARGUMENT (INVALID_FIELD);
@@ -127,14 +129,14 @@ class BlockServiceAsyncStub(BlockServiceStub):
     """
 
 class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key of
-    32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
+    """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key
+    of 32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
 
     Keys are looked for within the caller's tenant and a space: blocks of another space or tenant are not found. Blocks
-    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before its
-    parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
-    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access and
-    of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
+    are placed, checked, counted, expired and evicted as sessions are; where a parent is named, a block leaves before
+    its parent. After a crash a block is there whole or not at all. No list of sessions shows them. Errors carry
+    google.rpc.ErrorInfo as SessionService's do. All but PutBlocks and ReadBlocks are operations of ArenaService.Access
+    and of the control socket as well, which have ReserveBlocks and CommitBlocks for writing in place.
     """
 
     @_abc_1.abstractmethod
@@ -153,11 +155,12 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_block_pb2.PutBlocksRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_block_pb2.PutBlocksResponse, _abc.Awaitable[_block_pb2.PutBlocksResponse]]:
-        """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is free,
-        but each part comes from its first byte on. Bytes of a block that is there, or that another writer has, are
+        """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is
+        free, but each part comes from its first byte on. Bytes of a block that is there, or that another writer has, are
         ignored. A stream that ends early puts nothing. Errors: INVALID_ARGUMENT (INVALID_FIELD; CHECKSUM_MISMATCH),
         NOT_FOUND (RESERVATION_NOT_FOUND) after five minutes; RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS);
-        UNAVAILABLE (TIER_FAILURE). With CAPACITY_EXCEEDED or TIER_FAILURE after all bytes the blocks are there in memory.
+        UNAVAILABLE (TIER_FAILURE). With CAPACITY_EXCEEDED or TIER_FAILURE after all bytes the blocks are there in
+        memory.
         """
 
     @_abc_1.abstractmethod
@@ -186,8 +189,8 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _block_pb2.ReadBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_block_pb2.ReadBlocksResponse], _abc.AsyncIterator[_block_pb2.ReadBlocksResponse]]:
-        """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks; DATA_LOSS
-        (CORRUPT_SEGMENT).
+        """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks;
+        DATA_LOSS (CORRUPT_SEGMENT).
         """
 
     @_abc_1.abstractmethod

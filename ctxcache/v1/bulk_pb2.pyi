@@ -49,7 +49,7 @@ class BulkTicket(_message.Message):
     UNIX_PATH_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     ticket: _builtins.bytes
-    """What the connection's first frame has to say, 32 bytes. Empty: there is no bulk channel."""
+    """The secret that the connection's first frame must carry, 32 bytes. Empty: there is no bulk channel."""
     tcp_port: _builtins.int
     """TCP port, on the host that this rpc was sent to. 0: none."""
     unix_path: _builtins.str

@@ -37,12 +37,12 @@ class _FaultKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FaultKind.V
     FAULT_KIND_SSD_WRITE_ERROR: _FaultKind.ValueType  # 4
     """A write of a segment to SSD is refused, with `error_number`."""
     FAULT_KIND_SSD_READ_BIT_FLIP: _FaultKind.ValueType  # 5
-    """A read of a segment's rows from SSD gives back one bit that was not written. What SSD has stays as it is."""
+    """A read of a segment's rows from SSD gives back one bit that was not written. The bytes on SSD stay as they are."""
     FAULT_KIND_COMMIT_DELAY: _FaultKind.ValueType  # 6
     """A change to the metadata that somebody waits to be on disk takes `delay` longer."""
 
 class FaultKind(_FaultKind, metaclass=_FaultKindEnumTypeWrapper):
-    """What can be made to go wrong."""
+    """Failures that can be injected."""
 
 FAULT_KIND_UNSPECIFIED: FaultKind.ValueType  # 0
 """Not set; never sent."""
@@ -55,7 +55,7 @@ FAULT_KIND_SSD_READ_ERROR: FaultKind.ValueType  # 3
 FAULT_KIND_SSD_WRITE_ERROR: FaultKind.ValueType  # 4
 """A write of a segment to SSD is refused, with `error_number`."""
 FAULT_KIND_SSD_READ_BIT_FLIP: FaultKind.ValueType  # 5
-"""A read of a segment's rows from SSD gives back one bit that was not written. What SSD has stays as it is."""
+"""A read of a segment's rows from SSD gives back one bit that was not written. The bytes on SSD stay as they are."""
 FAULT_KIND_COMMIT_DELAY: FaultKind.ValueType  # 6
 """A change to the metadata that somebody waits to be on disk takes `delay` longer."""
 Global___FaultKind: _TypeAlias = FaultKind  # noqa: Y015
@@ -76,7 +76,7 @@ class Fault(_message.Message):
     fault_id: _builtins.int
     """Its number. Never used again while the server runs."""
     kind: Global___FaultKind.ValueType
-    """What it does."""
+    """The failure."""
     path: _builtins.str
     """The one file of the SSD tier that it is of. Empty: every one, or the metadata."""
     error_number: _builtins.int
@@ -123,7 +123,7 @@ class InjectFaultRequest(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     DURATION_FIELD_NUMBER: _builtins.int
     kind: Global___FaultKind.ValueType
-    """What is to go wrong. Required."""
+    """The failure to inject. Required."""
     path: _builtins.str
     """Only on this file of the SSD tier, or the one in this directory, as GetStats names it. Empty: on every one."""
     error_number: _builtins.int

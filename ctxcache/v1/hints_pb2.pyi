@@ -65,7 +65,7 @@ class _SessionChangeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Session
     """It expired or was deleted."""
 
 class SessionChange(_SessionChange, metaclass=_SessionChangeEnumTypeWrapper):
-    """What can happen to a session."""
+    """Changes of a session."""
 
 SESSION_CHANGE_UNSPECIFIED: SessionChange.ValueType  # 0
 """Never sent."""
@@ -127,7 +127,7 @@ class _HintOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintOutco
     """The session is not there."""
 
 class HintOutcome(_HintOutcome, metaclass=_HintOutcomeEnumTypeWrapper):
-    """What came of a hint."""
+    """Outcomes of a hint."""
 
 HINT_OUTCOME_UNSPECIFIED: HintOutcome.ValueType  # 0
 """Never sent."""
@@ -161,7 +161,7 @@ class ScheduleRequest(_message.Message):
 
     @_builtins.property
     def delta(self) -> Global___QueueDelta:
-        """What changed."""
+        """Changes of the queue."""
 
     @_builtins.property
     def snapshot(self) -> Global___QueueSnapshot:
@@ -187,7 +187,7 @@ Global___ScheduleRequest: _TypeAlias = ScheduleRequest  # noqa: Y015
 
 @_typing.final
 class ScheduleHello(_message.Message):
-    """Who publishes."""
+    """The engine that publishes, and its terms."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -359,7 +359,7 @@ Global___QueueSnapshot: _TypeAlias = QueueSnapshot  # noqa: Y015
 
 @_typing.final
 class ScheduleResponse(_message.Message):
-    """What comes back."""
+    """An answer to a request, or news of the queue's sessions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -372,7 +372,7 @@ class ScheduleResponse(_message.Message):
 
     @_builtins.property
     def events(self) -> Global___SessionEvents:
-        """What became of sessions in the queue."""
+        """News of sessions in the queue."""
 
     @_builtins.property
     def withdrawn(self) -> Global___Withdrawn:
@@ -497,7 +497,7 @@ Global___Withdrawn: _TypeAlias = Withdrawn  # noqa: Y015
 
 @_typing.final
 class SessionEvents(_message.Message):
-    """What became of sessions in the queue."""
+    """News of sessions in the queue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -521,7 +521,7 @@ Global___SessionEvents: _TypeAlias = SessionEvents  # noqa: Y015
 
 @_typing.final
 class SessionEvent(_message.Message):
-    """What happened to one session since its last event, and how it stands."""
+    """Changes of one session since its last event, and its state now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -532,7 +532,7 @@ class SessionEvent(_message.Message):
     """Resource name."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedScalarFieldContainer[Global___SessionChange.ValueType]:
-        """What happened; empty for a job that was put."""
+        """The changes; empty for a job that was put."""
 
     @_builtins.property
     def readiness(self) -> Global___Readiness:
@@ -888,7 +888,7 @@ Global___ReleaseHint: _TypeAlias = ReleaseHint  # noqa: Y015
 
 @_typing.final
 class HintResult(_message.Message):
-    """What came of one hint."""
+    """The outcome of one hint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -900,7 +900,7 @@ class HintResult(_message.Message):
     action_id: _builtins.str
     """Of the hint."""
     outcome: Global___HintOutcome.ValueType
-    """What came of it."""
+    """The outcome."""
     reason: _builtins.str
     """Why it is not accepted: the reason that an error would carry, or BUDGET_EXHAUSTED, TTL_LIMIT, NO_ROOM, IN_USE
     or RANGE_NOT_SUPPORTED. Empty when it is.
@@ -930,7 +930,7 @@ Global___HintResult: _TypeAlias = HintResult  # noqa: Y015
 
 @_typing.final
 class HintResponse(_message.Message):
-    """What came of a batch."""
+    """The outcomes of a batch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -65,7 +65,7 @@ class _StateKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateKind.V
     """Likewise in 2 bits, in groups of 32."""
 
 class StateKind(_StateKind, metaclass=_StateKindEnumTypeWrapper):
-    """What the bytes of a row are."""
+    """Kinds of state: the meaning of a row's bytes."""
 
 STATE_KIND_UNSPECIFIED: StateKind.ValueType  # 0
 """Not a kind; INVALID_ARGUMENT wherever a kind is required."""
@@ -161,7 +161,7 @@ class StreamName(_message.Message):
     layer: _builtins.int
     """Decoder layer, 0 to 4095; -1 for token ids."""
     kind: Global___StateKind.ValueType
-    """What the rows are. Required."""
+    """The kind of state of the rows. Required."""
     def __init__(
         self,
         *,
@@ -190,7 +190,7 @@ class StreamRange(_message.Message):
     LAYER_BEGIN_FIELD_NUMBER: _builtins.int
     LAYER_END_FIELD_NUMBER: _builtins.int
     kind: Global___StateKind.ValueType
-    """What the rows are. Required."""
+    """The kind of state of the rows. Required."""
     layer_begin: _builtins.int
     """First layer, 0 to 4095; -1 for token ids."""
     layer_end: _builtins.int
@@ -244,7 +244,7 @@ Global___StreamSpec: _TypeAlias = StreamSpec  # noqa: Y015
 
 @_typing.final
 class ModelProbe(_message.Message):
-    """What a model computed of a few tokens: docs/models.md says how it is made and compared. Whoever is refused by
+    """A model's output for a few tokens: docs/models.md says how it is made and compared. A caller whose probe is refused by
     it computes something else than the engine that registered first, though fingerprints agree.
     """
 
@@ -350,7 +350,7 @@ class Model(_message.Message):
 
     @_builtins.property
     def probe(self) -> Global___ModelProbe:
-        """What it computed of a few tokens, by the engine that sent it first. Unset: nobody did. Not in ListModels."""
+        """Its output for a few tokens, by the engine that sent it first. Unset: nobody did. Not in ListModels."""
 
     def __init__(
         self,

@@ -76,8 +76,8 @@ class MatchPrefixRequest(_message.Message):
     model: _builtins.str
     """The model that the state must be of, `models/{model_id}`. Required."""
     salt: _builtins.bytes
-    """The salt of the sessions that are looked at, up to 64 bytes. With keys alone, which have it in them, INVALID_ARGUMENT.
-    Default empty.
+    """The salt of the sessions that are looked at, up to 64 bytes. With keys alone, which have it in them,
+    INVALID_ARGUMENT. Default empty.
     """
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
@@ -85,7 +85,7 @@ class MatchPrefixRequest(_message.Message):
 
     @_builtins.property
     def prefix(self) -> Global___Prefix:
-        """What is looked for. Required."""
+        """The prefix to look for. Required."""
 
     @_builtins.property
     def lease_ttl(self) -> _duration_pb2.Duration:
@@ -187,7 +187,7 @@ class AdoptPrefixRequest(_message.Message):
     """Generation the session must be at. Unset: any."""
     @_builtins.property
     def prefix(self) -> Global___Prefix:
-        """What it is to begin with, as far as it is there in a session of its salt. Required."""
+        """The tokens that it is to begin with, as far as a session of its salt has them. Required."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ Global___ListSharedPrefixesRequest: _TypeAlias = ListSharedPrefixesRequest  # no
 
 @_typing.final
 class SharedPrefix(_message.Message):
-    """What several sessions begin with: segments that all of them list."""
+    """A beginning that several sessions share: segments that all of them list."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -300,7 +300,7 @@ class ListSharedPrefixesResponse(_message.Message):
     PREFIXES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedPrefix]:
-        """What saves most first."""
+        """The prefix that saves most comes first."""
 
     def __init__(
         self,

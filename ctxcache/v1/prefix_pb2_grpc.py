@@ -82,11 +82,11 @@ class PrefixServiceServicer:
 
     def AdoptPrefix(self, request, context):
         """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
-        list the same segments, and go on independently. What only memory has is written to disk first. Durable when it
-        returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access. Errors:
-        INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND (SESSION_NOT_FOUND);
-        ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH);
-        RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
+        list the same segments, and go on independently. Rows that only memory has are written to disk first. Durable
+        when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
+        Errors: INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND
+        (SESSION_NOT_FOUND); ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION
+        (MODEL_FINGERPRINT_MISMATCH); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,11 +49,11 @@ class PrefixServiceStub:
     """
     AdoptPrefix: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.AdoptPrefixRequest, _prefix_pb2.AdoptPrefixResponse]
     """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
-    list the same segments, and go on independently. What only memory has is written to disk first. Durable when it
-    returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access. Errors:
-    INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND (SESSION_NOT_FOUND);
-    ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH);
-    RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
+    list the same segments, and go on independently. Rows that only memory has are written to disk first. Durable
+    when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
+    Errors: INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND
+    (SESSION_NOT_FOUND); ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION
+    (MODEL_FINGERPRINT_MISMATCH); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
     """
     ListSharedPrefixes: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.ListSharedPrefixesRequest, _prefix_pb2.ListSharedPrefixesResponse]
     """Lists what several of the caller's sessions begin with, what saves most bytes first. Counts as no access. Errors:
@@ -81,11 +81,11 @@ class PrefixServiceAsyncStub(PrefixServiceStub):
     """
     AdoptPrefix: _aio.UnaryUnaryMultiCallable[_prefix_pb2.AdoptPrefixRequest, _prefix_pb2.AdoptPrefixResponse]  # type: ignore[assignment]
     """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
-    list the same segments, and go on independently. What only memory has is written to disk first. Durable when it
-    returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access. Errors:
-    INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND (SESSION_NOT_FOUND);
-    ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH);
-    RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
+    list the same segments, and go on independently. Rows that only memory has are written to disk first. Durable
+    when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
+    Errors: INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND
+    (SESSION_NOT_FOUND); ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION
+    (MODEL_FINGERPRINT_MISMATCH); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
     """
     ListSharedPrefixes: _aio.UnaryUnaryMultiCallable[_prefix_pb2.ListSharedPrefixesRequest, _prefix_pb2.ListSharedPrefixesResponse]  # type: ignore[assignment]
     """Lists what several of the caller's sessions begin with, what saves most bytes first. Counts as no access. Errors:
@@ -122,11 +122,11 @@ class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefix_pb2.AdoptPrefixResponse, _abc.Awaitable[_prefix_pb2.AdoptPrefixResponse]]:
         """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
-        list the same segments, and go on independently. What only memory has is written to disk first. Durable when it
-        returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access. Errors:
-        INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND (SESSION_NOT_FOUND);
-        ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH);
-        RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
+        list the same segments, and go on independently. Rows that only memory has are written to disk first. Durable
+        when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
+        Errors: INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND
+        (SESSION_NOT_FOUND); ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION
+        (MODEL_FINGERPRINT_MISMATCH); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
         """
 
     @_abc_1.abstractmethod

@@ -67,7 +67,7 @@ class _RecordedKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Recorded
     """By itself: a session was cut before bytes that failed verification."""
 
 class RecordedKind(_RecordedKind, metaclass=_RecordedKindEnumTypeWrapper):
-    """What was asked, or what the store did by itself."""
+    """Kinds of calls, and of the store's own deeds."""
 
 RECORDED_KIND_UNSPECIFIED: RecordedKind.ValueType  # 0
 """Not set; never sent."""
@@ -225,7 +225,7 @@ Global___RecordedStore: _TypeAlias = RecordedStore  # noqa: Y015
 
 @_typing.final
 class RecordedLayout(_message.Message):
-    """What a token takes in sessions of one kind."""
+    """The bytes that a token takes in sessions of one layout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -319,7 +319,7 @@ class RecordedCall(_message.Message):
     at_ns: _builtins.int
     """Nanoseconds since the recording began, by a clock that never goes back."""
     kind: Global___RecordedKind.ValueType
-    """What it was."""
+    """The kind of the call."""
     session: _builtins.int
     """The session: a hash of its tenant and name with a key that nobody has and that no other recording uses."""
     tenant: _builtins.int
@@ -329,7 +329,9 @@ class RecordedCall(_message.Message):
     begin: _builtins.int
     """READ: the first token."""
     tokens: _builtins.int
-    """Tokens that it was about: READ, LOOKUP: found; RESERVE: with room; APPEND: committed; TRUNCATE, CUT, EVICT, EXPIRE, DELETE: gone."""
+    """Tokens that it was about: READ, LOOKUP: found; RESERVE: with room; APPEND: committed; TRUNCATE, CUT, EVICT,
+    EXPIRE, DELETE: gone.
+    """
     dram_tokens: _builtins.int
     """LOOKUP, READ: those of them that were in DRAM."""
     layout: _builtins.int

@@ -62,7 +62,7 @@ class _LookupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LookupSta
     """State is being written; ask again."""
 
 class LookupState(_LookupState, metaclass=_LookupStateEnumTypeWrapper):
-    """What a lookup found."""
+    """The state that a look-up found."""
 
 LOOKUP_STATE_UNSPECIFIED: LookupState.ValueType  # 0
 """Never returned."""
@@ -210,8 +210,8 @@ class Session(_message.Message):
     salt: _builtins.bytes
     """The salt in the keys of its tokens, see CreateSessionRequest.salt."""
     whole_token_count: _builtins.int
-    """How many of its first tokens were computed with all tokens before them: those up to the first that was dropped. Only
-    GetSession answers with it.
+    """How many of its first tokens were computed with all tokens before them: those up to the first that was dropped.
+    Only GetSession answers with it.
     """
     copies: _builtins.int
     """On how many SSD directories each of its segments shall be, 1 or 2. Where one has no room, or is lost, a
@@ -779,7 +779,7 @@ Global___LayerRange: _TypeAlias = LayerRange  # noqa: Y015
 
 @_typing.final
 class KindAvailability(_message.Message):
-    """What a session holds of one state kind."""
+    """The tokens that a session holds of one state kind."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -811,7 +811,7 @@ Global___KindAvailability: _TypeAlias = KindAvailability  # noqa: Y015
 
 @_typing.final
 class LookupResult(_message.Message):
-    """What was found of one session."""
+    """The answer about one session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -828,9 +828,8 @@ class LookupResult(_message.Message):
     state: Global___LookupState.ValueType
     """Hit, miss or pending."""
     reason: _builtins.str
-    """Why it is a miss: the reason an error would carry (SESSION_NOT_FOUND,
-    MODEL_FINGERPRINT_MISMATCH), EMPTY for a session without tokens, or DEVICE_LOST for one whose tokens lie on an SSD path that is
-    lost. Empty otherwise.
+    """Why it is a miss: the reason an error would carry (SESSION_NOT_FOUND, MODEL_FINGERPRINT_MISMATCH), EMPTY for a
+    session without tokens, or DEVICE_LOST for one whose tokens lie on an SSD path that is lost. Empty otherwise.
     """
     generation: _builtins.int
     """Its generation; 0 on a miss."""
@@ -840,7 +839,7 @@ class LookupResult(_message.Message):
     """How many of those lie in DRAM; the others come from SSD."""
     @_builtins.property
     def kinds(self) -> _containers.RepeatedCompositeFieldContainer[Global___KindAvailability]:
-        """What is there, by kind."""
+        """The tokens that are there, by kind."""
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:

@@ -28,16 +28,15 @@ if _version_not_supported:
 class SessionServiceStub:
     """Keeps sessions: create, append, read, truncate, fork, expire, delete.
 
-    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation
-    re-numbers what stays. A caller that must not act on an outdated view sends
-    `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
-    google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
-    also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
-    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
-    RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
-    there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
-    is not there. A time is the wall clock's when it is received or answered: what is left of a life does not change when
-    that clock is set. An expire_time is at most in the year 2262.
+    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation re-numbers what
+    stays. A caller that must not act on an outdated view sends `if_generation_match`. Every rpc works within the
+    caller's tenant. Errors carry google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc;
+    any rpc may also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
+    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be), the latter two with
+    google.rpc.RetryInfo. Another tenant's session is NOT_FOUND, as one that is not there. A time is the wall clock's
+    when it is received or answered: what is left of a life does not change when that clock is set. An expire_time is
+    at most in the year 2262.
     """
 
     def __init__(self, channel):
@@ -106,16 +105,15 @@ class SessionServiceStub:
 class SessionServiceServicer:
     """Keeps sessions: create, append, read, truncate, fork, expire, delete.
 
-    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation
-    re-numbers what stays. A caller that must not act on an outdated view sends
-    `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
-    google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
-    also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
-    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
-    RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
-    there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
-    is not there. A time is the wall clock's when it is received or answered: what is left of a life does not change when
-    that clock is set. An expire_time is at most in the year 2262.
+    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation re-numbers what
+    stays. A caller that must not act on an outdated view sends `if_generation_match`. Every rpc works within the
+    caller's tenant. Errors carry google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc;
+    any rpc may also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
+    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be), the latter two with
+    google.rpc.RetryInfo. Another tenant's session is NOT_FOUND, as one that is not there. A time is the wall clock's
+    when it is received or answered: what is left of a life does not change when that clock is set. An expire_time is
+    at most in the year 2262.
     """
 
     def CreateSession(self, request, context):
@@ -295,16 +293,15 @@ def add_SessionServiceServicer_to_server(servicer, server):
 class SessionService:
     """Keeps sessions: create, append, read, truncate, fork, expire, delete.
 
-    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation
-    re-numbers what stays. A caller that must not act on an outdated view sends
-    `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
-    google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
-    also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
-    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
-    RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
-    there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
-    is not there. A time is the wall clock's when it is received or answered: what is left of a life does not change when
-    that clock is set. An expire_time is at most in the year 2262.
+    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation re-numbers what
+    stays. A caller that must not act on an outdated view sends `if_generation_match`. Every rpc works within the
+    caller's tenant. Errors carry google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc;
+    any rpc may also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
+    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be), the latter two with
+    google.rpc.RetryInfo. Another tenant's session is NOT_FOUND, as one that is not there. A time is the wall clock's
+    when it is received or answered: what is left of a life does not change when that clock is set. An expire_time is
+    at most in the year 2262.
     """
 
     @staticmethod

@@ -29,16 +29,15 @@ GRPC_VERSION: str
 class SessionServiceStub:
     """Keeps sessions: create, append, read, truncate, fork, expire, delete.
 
-    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation
-    re-numbers what stays. A caller that must not act on an outdated view sends
-    `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
-    google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
-    also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
-    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
-    RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
-    there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
-    is not there. A time is the wall clock's when it is received or answered: what is left of a life does not change when
-    that clock is set. An expire_time is at most in the year 2262.
+    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation re-numbers what
+    stays. A caller that must not act on an outdated view sends `if_generation_match`. Every rpc works within the
+    caller's tenant. Errors carry google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc;
+    any rpc may also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
+    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be), the latter two with
+    google.rpc.RetryInfo. Another tenant's session is NOT_FOUND, as one that is not there. A time is the wall clock's
+    when it is received or answered: what is left of a life does not change when that clock is set. An expire_time is
+    at most in the year 2262.
     """
 
     @_typing.overload
@@ -114,16 +113,15 @@ class SessionServiceStub:
 class SessionServiceAsyncStub(SessionServiceStub):
     """Keeps sessions: create, append, read, truncate, fork, expire, delete.
 
-    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation
-    re-numbers what stays. A caller that must not act on an outdated view sends
-    `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
-    google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
-    also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
-    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
-    RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
-    there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
-    is not there. A time is the wall clock's when it is received or answered: what is left of a life does not change when
-    that clock is set. An expire_time is at most in the year 2262.
+    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation re-numbers what
+    stays. A caller that must not act on an outdated view sends `if_generation_match`. Every rpc works within the
+    caller's tenant. Errors carry google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc;
+    any rpc may also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
+    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be), the latter two with
+    google.rpc.RetryInfo. Another tenant's session is NOT_FOUND, as one that is not there. A time is the wall clock's
+    when it is received or answered: what is left of a life does not change when that clock is set. An expire_time is
+    at most in the year 2262.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -195,16 +193,15 @@ class SessionServiceAsyncStub(SessionServiceStub):
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps sessions: create, append, read, truncate, fork, expire, delete.
 
-    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation
-    re-numbers what stays. A caller that must not act on an outdated view sends
-    `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
-    google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
-    also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
-    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
-    RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
-    there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
-    is not there. A time is the wall clock's when it is received or answered: what is left of a life does not change when
-    that clock is set. An expire_time is at most in the year 2262.
+    Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation re-numbers what
+    stays. A caller that must not act on an outdated view sends `if_generation_match`. Every rpc works within the
+    caller's tenant. Errors carry google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc;
+    any rpc may also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
+    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be), the latter two with
+    google.rpc.RetryInfo. Another tenant's session is NOT_FOUND, as one that is not there. A time is the wall clock's
+    when it is received or answered: what is left of a life does not change when that clock is set. An expire_time is
+    at most in the year 2262.
     """
 
     @_abc_1.abstractmethod

@@ -134,7 +134,8 @@ class Rank(_message.Message):
     """How many layers it has. 0: all from the first one on."""
     rendezvous: _builtins.str
     """Where the workers of all ranks meet, the same for all: `tcp://host:port`, where the worker of the first rank
-    listens, or `file:///path` of a file that all of them can write and nobody used before. Required for more than one rank.
+    listens, or `file:///path` of a file that all of them can write and nobody used before. Required for more than
+    one rank.
     """
     def __init__(
         self,
@@ -194,7 +195,7 @@ class MemoryRegion(_message.Message):
     CUDA_IPC_FIELD_NUMBER: _builtins.int
     CUDA_VMM_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
-    """Size in bytes, 1 or more. What the handle leads to must not be smaller, nor become so."""
+    """Size in bytes, 1 or more. The memory behind the handle must not be smaller, nor become so."""
     shared_memory_name: _builtins.str
     """POSIX shared memory by its name, as shm_open takes it: a slash and up to 250 characters without one."""
     @_builtins.property
@@ -256,7 +257,7 @@ Global___PassedDescriptor: _TypeAlias = PassedDescriptor  # noqa: Y015
 
 @_typing.final
 class CudaIpc(_message.Message):
-    """What cudaIpcGetMemHandle gave, and where in that allocation the region begins."""
+    """The handle that cudaIpcGetMemHandle gave, and where in that allocation the region begins."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -286,7 +287,7 @@ Global___CudaIpc: _TypeAlias = CudaIpc  # noqa: Y015
 
 @_typing.final
 class CudaVmm(_message.Message):
-    """What cuMemExportToShareableHandle gave, as a POSIX file descriptor."""
+    """The handle that cuMemExportToShareableHandle gave, as a POSIX file descriptor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

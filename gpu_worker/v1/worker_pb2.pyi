@@ -465,7 +465,7 @@ class PlanRequest(_message.Message):
     """Tokens that are prefilled after them. Default 0."""
     @_builtins.property
     def kinds(self) -> _containers.RepeatedScalarFieldContainer[_model_pb2.StateKind.ValueType]:
-        """What the store has of every layer. Empty: all kinds that can be restored."""
+        """The kinds that the store has of every layer. Empty: all kinds that can be restored."""
 
     def __init__(
         self,
@@ -583,7 +583,7 @@ Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
 
 @_typing.final
 class ProfileResponse(_message.Message):
-    """What plans are made from."""
+    """The measurements that plans are made from."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -656,7 +656,7 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class Stats(_message.Message):
-    """What is attached, and what was done since the worker started."""
+    """The attachments now, and the work since the worker started."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -100,12 +100,11 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Restores tokens of a session into blocks of the attached cache. What is wrong with the request is an error,
-        and nothing was written then. All else is told in the result, the last response: a restore that cannot be
-        had, or not in time, is a miss with its reason, and the blocks that may hold something else than before
-        are named. After the result nothing is written to the blocks. To cancel, use Cancel: when the stream ends
-        by itself, writing ends soon after. Errors: NOT_FOUND (ATTACHMENT_NOT_FOUND), ALREADY_EXISTS
-        (RESTORE_ALREADY_EXISTS).
+        """Restores tokens of a session into blocks of the attached cache. A bad request is answered with an error, and
+        nothing was written then. All else is told in the result, the last response: a restore that cannot be had, or not
+        in time, is a miss with its reason, and the blocks that may hold something else than before are named. After the
+        result nothing is written to the blocks. To cancel, use Cancel: when the stream ends by itself, writing ends soon
+        after. Errors: NOT_FOUND (ATTACHMENT_NOT_FOUND), ALREADY_EXISTS (RESTORE_ALREADY_EXISTS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

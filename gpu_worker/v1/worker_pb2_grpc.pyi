@@ -50,12 +50,11 @@ class WorkerServiceStub:
     cannot be reached; DEADLINE_EXCEEDED when no hello comes within 10 seconds.
     """
     Restore: _grpc.UnaryStreamMultiCallable[_worker_pb2.RestoreRequest, _worker_pb2.RestoreResponse]
-    """Restores tokens of a session into blocks of the attached cache. What is wrong with the request is an error,
-    and nothing was written then. All else is told in the result, the last response: a restore that cannot be
-    had, or not in time, is a miss with its reason, and the blocks that may hold something else than before
-    are named. After the result nothing is written to the blocks. To cancel, use Cancel: when the stream ends
-    by itself, writing ends soon after. Errors: NOT_FOUND (ATTACHMENT_NOT_FOUND), ALREADY_EXISTS
-    (RESTORE_ALREADY_EXISTS).
+    """Restores tokens of a session into blocks of the attached cache. A bad request is answered with an error, and
+    nothing was written then. All else is told in the result, the last response: a restore that cannot be had, or not
+    in time, is a miss with its reason, and the blocks that may hold something else than before are named. After the
+    result nothing is written to the blocks. To cancel, use Cancel: when the stream ends by itself, writing ends soon
+    after. Errors: NOT_FOUND (ATTACHMENT_NOT_FOUND), ALREADY_EXISTS (RESTORE_ALREADY_EXISTS).
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.CancelResponse]
     """Cancels a restore and returns when nothing more is written to its blocks; its stream ends with a miss. One
@@ -98,12 +97,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     cannot be reached; DEADLINE_EXCEEDED when no hello comes within 10 seconds.
     """
     Restore: _aio.UnaryStreamMultiCallable[_worker_pb2.RestoreRequest, _worker_pb2.RestoreResponse]  # type: ignore[assignment]
-    """Restores tokens of a session into blocks of the attached cache. What is wrong with the request is an error,
-    and nothing was written then. All else is told in the result, the last response: a restore that cannot be
-    had, or not in time, is a miss with its reason, and the blocks that may hold something else than before
-    are named. After the result nothing is written to the blocks. To cancel, use Cancel: when the stream ends
-    by itself, writing ends soon after. Errors: NOT_FOUND (ATTACHMENT_NOT_FOUND), ALREADY_EXISTS
-    (RESTORE_ALREADY_EXISTS).
+    """Restores tokens of a session into blocks of the attached cache. A bad request is answered with an error, and
+    nothing was written then. All else is told in the result, the last response: a restore that cannot be had, or not
+    in time, is a miss with its reason, and the blocks that may hold something else than before are named. After the
+    result nothing is written to the blocks. To cancel, use Cancel: when the stream ends by itself, writing ends soon
+    after. Errors: NOT_FOUND (ATTACHMENT_NOT_FOUND), ALREADY_EXISTS (RESTORE_ALREADY_EXISTS).
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a restore and returns when nothing more is written to its blocks; its stream ends with a miss. One
@@ -155,12 +153,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.RestoreResponse], _abc.AsyncIterator[_worker_pb2.RestoreResponse]]:
-        """Restores tokens of a session into blocks of the attached cache. What is wrong with the request is an error,
-        and nothing was written then. All else is told in the result, the last response: a restore that cannot be
-        had, or not in time, is a miss with its reason, and the blocks that may hold something else than before
-        are named. After the result nothing is written to the blocks. To cancel, use Cancel: when the stream ends
-        by itself, writing ends soon after. Errors: NOT_FOUND (ATTACHMENT_NOT_FOUND), ALREADY_EXISTS
-        (RESTORE_ALREADY_EXISTS).
+        """Restores tokens of a session into blocks of the attached cache. A bad request is answered with an error, and
+        nothing was written then. All else is told in the result, the last response: a restore that cannot be had, or not
+        in time, is a miss with its reason, and the blocks that may hold something else than before are named. After the
+        result nothing is written to the blocks. To cancel, use Cancel: when the stream ends by itself, writing ends soon
+        after. Errors: NOT_FOUND (ATTACHMENT_NOT_FOUND), ALREADY_EXISTS (RESTORE_ALREADY_EXISTS).
         """
 
     @_abc_1.abstractmethod
