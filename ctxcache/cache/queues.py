@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
-from ctxcache.cache.state import State
+from ctxcache.cache.state import STEP_BY_STEP, Pace, State
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Bound, QueueLimits
 from ctxcache.core.observations import Throughput
@@ -180,12 +180,12 @@ class Queues:
         if queue.taken_over is stream and self._queues.get(queue.name) is queue:
             queue.lost_until_ns = self._state.clock.monotonic_ns() + queue.grace_ns
 
-    async def withdraw(self, queue: Queue) -> None:
+    async def withdraw(self, queue: Queue, pace: Pace = STEP_BY_STEP) -> None:
         """Forget a queue and its jobs; its stream has it no longer."""
         if self._queues.get(queue.name) is queue:
             del self._queues[queue.name]
             self._leaving.append(queue)
-        await self._forget_jobs()
+        await self._forget_jobs(pace)
 
     async def expire_due(self) -> None:
         """Withdraw queues of engines that have not come back, and put off jobs that are overdue."""
@@ -193,7 +193,7 @@ class Queues:
         for queue in list(self._queues.values()):
             if queue.lost_until_ns is not None and queue.lost_until_ns <= now_ns:
                 await self.withdraw(queue)
-        await self._forget_jobs()
+        await self._forget_jobs(STEP_BY_STEP)
         is_more = True
         while is_more:
             is_withdrawn = self._withdraw_started(now_ns)
@@ -209,7 +209,7 @@ class Queues:
             self._reordered(uid, self._schedule.order(uid))
         return bool(due)
 
-    async def _forget_jobs(self) -> None:
+    async def _forget_jobs(self, pace: Pace) -> None:
         """Also what others began and were cancelled at."""
         while self._leaving:
             queue = self._leaving[0]
@@ -218,7 +218,8 @@ class Queues:
                 self._discount(queue, job.uid)
             if not jobs:
                 self._leaving.popleft()
-            await asyncio.sleep(0)
+            if pace.is_over:
+                await pace.rest()
 
     def forget(self, queue: Queue) -> None:
         """Forget a queue without jobs."""

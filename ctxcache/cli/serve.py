@@ -27,7 +27,7 @@ from ctxcache.runtime.files import keep_private
 from ctxcache.runtime.logs import log_to
 from ctxcache.runtime.memory import check_address_space, keep_freed_memory, look_seldom_at_what_stays
 from ctxcache.runtime.sockets import raise_limit
-from ctxcache.runtime.threads import shorten_time_slices
+from ctxcache.runtime.threads import shorten_time_slices, switch_threads_often
 from ctxcache.server import lifecycle
 from ctxcache.server.server import Server
 
@@ -107,6 +107,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     look_seldom_at_what_stays()
     # Before any thread is begun.
     shorten_time_slices()
+    switch_threads_often()
     asyncio.run(
         lifecycle.serve(
             settings,

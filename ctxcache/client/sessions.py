@@ -224,7 +224,8 @@ class SessionCalls:
         """Say for each (name, model fingerprint) what could be restored, in the same order."""
         remaining = iter(queries)
         results: builtins.list[LookupResult] = []
-        while batch := builtins.list(islice(remaining, LOOKUP_BATCH)):
+        batch: builtins.list[tuple[str, bytes]] = []
+        while batch := [*batch, *islice(remaining, LOOKUP_BATCH - len(batch))]:
             request = session_pb2.LookupSessionsRequest(
                 queries=[
                     session_pb2.LookupQuery(name=name, model_fingerprint=fingerprint)
@@ -233,6 +234,8 @@ class SessionCalls:
             )
             answer = self._wire.call(self._wire.sessions.LookupSessions, request)
             results += [from_wire(LookupResult, one) for one in answer.results]
+            # A large answer ends early; one without results does not go on.
+            batch = batch[len(answer.results) :] if answer.results else []
         return results
 
     def _truncate(self, request: session_pb2.TruncateSessionRequest) -> SessionInfo:

@@ -14,6 +14,7 @@ import ctypes
 import os
 import platform
 import struct
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,6 +32,16 @@ def started_pool(count: int, name: str) -> ThreadPoolExecutor:
         raise
     all_run.wait()
     return pool
+
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long one thread may keep the interpreter while another waits for it. By itself it is ten times that: so
+long a thread that writes records would hold up the event loop."""
+
+
+def switch_threads_often() -> None:
+    """Have no thread of this process keep the interpreter for long."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 SLICE_NS = 100_000

@@ -158,6 +158,7 @@ class Server:
             tls=None if metrics_tls is None else lambda: metrics_tls.context,
         )
         newcomers = Newcomers()
+        self._local_turns = Turns(newcomers)
         edge = Edge(
             self._admissions,
             identification,
@@ -166,6 +167,7 @@ class Server:
             times=self._rpc_times,
             spans=cache.state.spans,
             newcomers=newcomers,
+            turns=self._local_turns,
         )
         self._connections = Connections(_connection_limit(settings), settings.max_connections_per_host)
         self._ports = Ports(
@@ -175,7 +177,6 @@ class Server:
         self._watches: list[asyncio.Task[None]] = []
         path = control_path(settings)
         self._arena = _arena_message(storage, path)
-        self._local_turns = Turns(newcomers)
         self._control = ControlSocket(
             cache,
             self._arena,

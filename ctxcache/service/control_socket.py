@@ -309,6 +309,7 @@ class _Connection(asyncio.Protocol):
             self._control.admission,
             may_write=may_write,
             answer_limit_bytes=ANSWER_LIMIT_BYTES,
+            batch_limit_bytes=ANSWER_LIMIT_BYTES,
         )
         if self._hello_timer is not None:
             self._hello_timer.cancel()

@@ -45,7 +45,7 @@ from ctxcache.service.callers import (
     current,
     let_in_anybody,
 )
-from ctxcache.service.fairness import Newcomers, Turns
+from ctxcache.service.fairness import Newcomers, Turns, Usage
 from ctxcache.wire.status import code_of, message_of, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -73,10 +73,12 @@ class Edge(grpc.aio.ServerInterceptor):
         times: RpcTimes,
         spans: Spans,
         newcomers: Newcomers,
+        turns: Turns,
     ) -> None:
         """`decoders`, by method, read what generated code would copy; `times` are told of every rpc's end.
 
-        `newcomers`: calls of one message count as such, that bulk work lets them go first.
+        `newcomers`: calls of one message count as such, that bulk work lets them go first. `turns`: in which
+        greedy tenants' calls begin.
 
         `stall_timeout_s`: how long a client may take none of a response that waits for it.
         """
@@ -85,7 +87,7 @@ class Edge(grpc.aio.ServerInterceptor):
         self._stall_timeout_s = stall_timeout_s
         self._decoders = decoders
         self._times = times
-        self._newcomers = newcomers
+        self._newcomers, self._line = newcomers, Line(Usage(), turns)
         self._spans = spans
         self._public = Admission("watches of health", PUBLIC_LIMIT)
         self._arrivals, self._public_arrivals = Arrivals(), Arrivals(PUBLIC_ARRIVALS_LIMIT)
@@ -148,6 +150,7 @@ class Edge(grpc.aio.ServerInterceptor):
             begins_whole=method in STREAMS,
             is_anybodys=not is_own,
             newcomers=self._newcomers,
+            line=self._line,
         )
         encode = partial(_encoded, handler.response_serializer)
         if is_single:
@@ -178,6 +181,18 @@ def _until_drained(
     return watch
 
 
+class Line:
+    """Where calls of greedy tenants wait before their messages are read."""
+
+    def __init__(self, usage: Usage, turns: Turns) -> None:
+        self.usage, self._turns = usage, turns
+
+    async def stand(self, tenant: str) -> None:
+        """Wait until this tenant may begin something: at once, but for greedy ones."""
+        if self.usage.is_greedy(tenant):
+            await self._turns.take()
+
+
 class _Rpc:
     """One method: from its headers to its status."""
 
@@ -195,6 +210,7 @@ class _Rpc:
         begins_whole: bool,
         is_anybodys: bool,
         newcomers: Newcomers,
+        line: Line,
     ) -> None:
         """`begins_whole`: an rpc with a stream of requests is not counted before the first of them is there.
 
@@ -203,21 +219,24 @@ class _Rpc:
         self._behaviour, self._read, self._admission = behaviour, read, admission
         self._let_in, self._timer, self._arrivals = let_in, timer, arrivals
         self._stall_timeout_s = stall_timeout_s
-        self._newcomers = newcomers
+        self._newcomers, self._line, self._usage = newcomers, line, line.usage
         self._is_stream, self._begins_whole, self._is_anybodys = is_stream, begins_whole, is_anybodys
 
     async def answer_once(self, _: object, context: Context) -> Any:
         """With one response."""
         begun_ns, end, incoming = time.monotonic_ns(), CANCELLED, Incoming(context)
-        admission = self._admission
-        newcomer = None if self._is_stream else self._newcomers.come(begun_ns)
+        admission, newcomer = self._admission, None
         try:
-            caller = self._let_in(context)
+            tenant = self._tenant(context)
+            if not (self._is_stream or self._usage.is_greedy(tenant)):
+                newcomer = self._newcomers.come(begun_ns)
             request = await self._request(incoming, context)
-            tenant = caller.grant.tenant
             admission.begin(tenant)
             try:
-                response = await self._behaviour(request, context)
+                await self._line.stand(tenant)
+                response = await self._usage.metered(tenant, self._carry_out(request, context))
+                if isinstance(response, bytes):
+                    self._usage.charge(tenant, len(response))
             finally:
                 admission.end(tenant)
             end = OK
@@ -240,17 +259,20 @@ class _Rpc:
         begun_ns, end, incoming = time.monotonic_ns(), CANCELLED, Incoming(context)
         admission = self._admission
         try:
-            caller = self._let_in(context)
+            tenant, caller = self._tenant(context), current()
             request = await self._request(incoming, context)
             # Closed here and now when the client goes away: what the rpc holds ends with it.
-            with admission.enter(caller.tenant):
-                async with aclosing(self._behaviour(request, context)) as responses:
-                    async for response in responses:
+            with admission.enter(tenant):
+                await self._line.stand(tenant)
+                async with aclosing(self._behaviour(self._read_one(request), context)) as responses:
+                    while (response := await self._usage.metered(tenant, anext(responses, None))) is not None:
                         caller.check()
                         await _send(context, response, self._stall_timeout_s)
                         # Before the next one is made.
                         if admission.turns:
                             await admission.turns.take()
+                        else:
+                            await self._line.stand(tenant)
             end = OK
         except grpc.aio.BaseError:
             # The client is gone, which gRPC finds out for itself.
@@ -268,25 +290,37 @@ class _Rpc:
         finally:
             self._timer.ended((time.monotonic_ns() - begun_ns) / 1e9, end)
 
+    def _tenant(self, context: Context) -> str:
+        tenant = self._let_in(context).tenant
+        self._usage.come(tenant)
+        return tenant
+
+    async def _carry_out(self, request: Any, context: Context) -> Any:
+        return await self._behaviour(self._read_one(request), context)
+
+    def _read_one(self, request: Any) -> Any:
+        """The one request, which is not read before it is its turn; a stream of them as it is."""
+        return request if self._is_stream else _one(self._read, request)
+
     async def _request(self, incoming: "Incoming", context: Context) -> Any:
-        """The one request, or the stream of them. Raises as `Arrivals.receive`."""
+        """The one request as it came, or the stream of them. Raises as `Arrivals.receive`."""
         refusal = self._admission.refusal()
         if refusal:
             raise refusal.again()
         if self._is_stream and self._is_anybodys:
             arriving = self._arrivals.receive_all(incoming, context.peer())
-            return _each(self._read, None, arriving)
+            return _each(self._read, None, arriving, self._line)
         if self._is_stream and not self._begins_whole:
-            return _each(self._read, self._admission.turns, incoming)
+            return _each(self._read, self._admission.turns, incoming, self._line)
         encoded = await self._arrivals.receive(incoming, context.peer())
         if self._is_stream:
             incoming.give_back(encoded)
-            return _each(self._read, self._admission.turns, incoming)
+            return _each(self._read, self._admission.turns, incoming, self._line)
         if encoded is None:
             raise InvalidArgument(field="request", problem="is missing")
         if len(encoded) > SMALL_BYTES:
             raise InvalidArgument(field="request", problem=f"is larger than {SMALL_BYTES} bytes")
-        return _one(self._read, encoded)
+        return encoded
 
 
 async def _send(context: Context, response: object, stall_timeout_s: float) -> None:
@@ -310,13 +344,15 @@ def _one(read: Callable[[bytes], Any], encoded: bytes) -> Any:
 
 
 async def _each(
-    read: Callable[[bytes], Any], turns: Turns | None, encoded: AsyncIterator[bytes]
+    read: Callable[[bytes], Any], turns: Turns | None, encoded: AsyncIterator[bytes], line: Line
 ) -> AsyncIterator[Any]:
     caller = current()
     async for item in encoded:
         caller.check()
         if turns:
             await turns.take()
+        else:
+            await line.stand(caller.tenant)
         yield _one(read, item)
 
 

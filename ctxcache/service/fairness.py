@@ -1,28 +1,45 @@
 """Fairness: one piece of bulk work per few turns of the event loop, so that small calls get in between.
 
 gRPC takes on one call of each method per few turns of the loop, and a call takes several, with waits for
-gRPC's own thread between them. Where a piece of bulk work filled each of those waits, a small call waited for
-several pieces. So bulk work waits while calls are there that have come lately and have not rested themselves.
+gRPC's own threads between them. Where a piece of bulk work filled each of those waits, a small call waited
+for several pieces. So bulk work waits while calls are there that have come lately and have not rested
+themselves; and after each piece gRPC's threads, which may have one processor with the loop, go first.
 
     bulk     |piece|                     |piece|            |piece|
     calls          |come ... answered|         |none: a few turns of the loop|
+
+Bulk work is what takes longer than a slice, and every call of a tenant that has had more than its part of the
+loop lately, from before its message is read. Tenants with bulk work have their pieces in turns.
 
 Knows nothing of the work. Worst case of bulk work: calls come without a pause, and it gets one piece per
 PATIENCE_NS. Worst case of a call: one piece of bulk work, which was under way when the call came.
 """
 
 import asyncio
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-TURNS_BETWEEN = 4
+TURNS_BETWEEN = 8
 """Turns of the loop that belong to others after each piece: what gRPC needs to take on a call."""
-SLICE_NS = 500_000
+YIELDING_TURNS = 3
+"""Of those, each which begins with the processor left to gRPC's threads."""
+SLICE_NS = 250_000
 """How long one piece of work that never waits by itself may take."""
+PART = 4
+"""A tenant that has more than one in so many of the loop's nanoseconds is greedy."""
+CALL_NS = 200_000
+"""What a call takes of the processor beside its own work: gRPC's part. A byte of an answer takes one more."""
+CREDIT_NS, DEBT_LIMIT_NS = 4_000_000, 20_000_000
+"""How far a tenant may be ahead of its part without being greedy; how much of that is remembered."""
+ALONE_NS = 10**9
+"""How long after another tenant's last call a tenant counts as the only one, and is not greedy."""
+TENANTS_LIMIT = 4096
+"""Tenants whose use is kept in mind; with one more all begin anew."""
 PATIENCE_NS = 2_000_000
 """How long bulk work waits for newcomers before its next piece."""
 NEW_NS = 3_000_000
@@ -79,13 +96,89 @@ _COMING: ContextVar[tuple[Newcomers, object] | None] = ContextVar("coming", defa
 """The call that this task carries out, while it may be a newcomer."""
 
 
+# -- tenants -------------------------------------------------------------------------------------------
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+"""The tenant of this task, for turns."""
+
+
+class Usage:
+    """How much of the loop each tenant has had lately. Owned by the event loop.
+
+    A tenant's mark runs PART times as fast as what it uses, and is greedy while that is ahead of time.
+    """
+
+    def __init__(self) -> None:
+        self._marks_ns: dict[str, int] = {}
+        self._latest = ""
+        self._mixed_ns = -ALONE_NS
+        """When last a call of one tenant followed a call of another."""
+
+    def come(self, tenant: str) -> None:
+        """Count a call of this tenant as this task's."""
+        TENANT.set(tenant)
+        if tenant != self._latest:
+            if self._latest:
+                self._mixed_ns = time.monotonic_ns()
+            self._latest = tenant
+        self.charge(tenant, CALL_NS)
+
+    def charge(self, tenant: str, took_ns: int) -> None:
+        """Note what this tenant has had."""
+        now_ns = time.monotonic_ns()
+        if len(self._marks_ns) >= TENANTS_LIMIT and tenant not in self._marks_ns:
+            self._marks_ns.clear()
+        mark_ns = max(self._marks_ns.get(tenant, 0), now_ns) + PART * took_ns
+        self._marks_ns[tenant] = min(mark_ns, now_ns + DEBT_LIMIT_NS)
+
+    def is_greedy(self, tenant: str) -> bool:
+        """Whether this tenant has had more than its part, while others are there."""
+        mark_ns = self._marks_ns.get(tenant, 0)
+        if not mark_ns:
+            return False
+        now_ns = time.monotonic_ns()
+        return mark_ns > now_ns + CREDIT_NS and now_ns - self._mixed_ns < ALONE_NS
+
+    def metered(self, tenant: str, work: Awaitable[T]) -> "Metered[T]":
+        """The same work; what it takes of the loop counts as this tenant's."""
+        return Metered(self, tenant, work)
+
+
+class Metered(Generic[T]):
+    """Work whose steps, between its own waits, are charged to a tenant."""
+
+    def __init__(self, usage: Usage, tenant: str, work: Awaitable[T]) -> None:
+        self._usage, self._tenant, self._work = usage, tenant, work
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        steps = self._work.__await__()
+        step: Callable[[Any], Any] = steps.send
+        argument: Any = None
+        while True:
+            begun_ns = time.monotonic_ns()
+            try:
+                waited_for = step(argument)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]  # typed Any by the library
+            finally:
+                self._usage.charge(self._tenant, time.monotonic_ns() - begun_ns)
+            try:
+                argument, step = (yield waited_for), steps.send
+            except BaseException as error:  # noqa: BLE001  # the work's own to handle, a cancellation too
+                argument, step = error, steps.throw
+
+
+# -- turns ---------------------------------------------------------------------------------------------
+
+
 class Turns:
-    """Turns, in the order of arrival. Owned by the event loop."""
+    """Turns: of each tenant in the order of arrival, and tenant after tenant. Owned by the event loop."""
 
     def __init__(self, newcomers: Newcomers | None = None) -> None:
         """`newcomers`: calls that go first; None where pieces wait for nobody but each other."""
         self._newcomers = newcomers
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By tenant, the next one first."""
         self._is_taken = False
         self._patience: asyncio.TimerHandle | None = None
         """Set while newcomers go first."""
@@ -102,10 +195,14 @@ class Turns:
                 return
             self._let_newcomers_first()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiting.setdefault(TENANT.get(), deque()).append(turn)
         await turn
 
     def _rest(self, count: int) -> None:
+        if count % YIELDING_TURNS == 0:
+            # A thread that wakes does not interrupt one that computes: the kernel may let it wait for
+            # milliseconds.
+            os.sched_yield()
         asyncio.get_running_loop().call_soon(*((self._rest, count - 1) if count else (self._next,)))
 
     def _next(self) -> None:
@@ -132,7 +229,12 @@ class Turns:
 
     def _give(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
+            tenant = next(iter(self._waiting))
+            own = self._waiting.pop(tenant)
+            turn = own.popleft()
+            if own:
+                # Behind the others.
+                self._waiting[tenant] = own
             if not turn.done():
                 turn.set_result(None)
                 self._rest(TURNS_BETWEEN)

@@ -54,7 +54,7 @@ class Scheduling:
             # A client that was killed looks like one that has said all, but for this.
             yield hints_pb2.ScheduleResponse(withdrawn=hints_pb2.Withdrawn(job_count=count))
             self._queues.check(queue, stream)
-            await self._queues.withdraw(queue)
+            await self._queues.withdraw(queue, LoopSlice(self._turns))
         finally:
             self._queues.lose(queue, stream)
 

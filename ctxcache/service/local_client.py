@@ -40,7 +40,7 @@ from ctxcache.service import blocks, convert, prefixes, validate
 from ctxcache.service.admission import OK, Admission
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer
-from ctxcache.service.fairness import LoopSlice, Turns
+from ctxcache.service.fairness import TENANT, LoopSlice, Turns
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc
 
 OPERATIONS_LIMIT = 1024
@@ -93,14 +93,16 @@ class LocalClient:
         *,
         may_write: bool,
         answer_limit_bytes: int,
+        batch_limit_bytes: int,
     ) -> None:
         """`turns`: in which batches are done that take long. `admission`: says when no more is to be held.
 
         `may_write`: it may reserve room, in which others' bytes still lie. Locations of a lease beyond
-        `answer_limit_bytes` are refused, and so is what follows in a batch whose results have as many.
+        `answer_limit_bytes` are refused, and so is what follows in a batch whose results have more than
+        `batch_limit_bytes`.
         """
         self._may_write = may_write
-        self._answer_limit_bytes = answer_limit_bytes
+        self._answer_limit_bytes, self._batch_limit_bytes = answer_limit_bytes, batch_limit_bytes
         self._cache = cache
         self._turns = turns
         self._tenant = tenant
@@ -147,6 +149,7 @@ class LocalClient:
 
         Returns an encoded AccessResponse.
         """
+        TENANT.set(self._tenant)
         TRACE_PARENT.set(request.trace_parent)
         spans = self._cache.state.spans
         if spans.is_on and request.trace_parent:
@@ -176,8 +179,8 @@ class LocalClient:
         """Do an operation, and say what came of it; `before_bytes` of the answer are made already."""
         kind, end = operation.WhichOneof("operation"), OK
         try:
-            if before_bytes > self._answer_limit_bytes:
-                raise convert.too_large(before_bytes, self._answer_limit_bytes)
+            if before_bytes > self._batch_limit_bytes:
+                raise convert.too_large(before_bytes, self._batch_limit_bytes)
             match kind:
                 case "acquire_lease":
                     await self._acquire(operation.acquire_lease, result.lease)
@@ -576,6 +579,7 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
             self._admission,
             may_write=self._may_write(),
             answer_limit_bytes=convert.ANSWER_LIMIT_BYTES,
+            batch_limit_bytes=min(convert.ANSWER_LIMIT_BYTES, convert.PAGE_LIMIT_BYTES),
         )
         try:
             async with aclosing(self._until_drained(request_iterator, client)) as requests:

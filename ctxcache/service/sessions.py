@@ -188,6 +188,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         tenant, ahead_ns = current().tenant, self._clock.wall_ahead_ns()
         answer = EncodedAnswer()
         for session_id, print_ in asked:
+            if answer.size_bytes > convert.PAGE_LIMIT_BYTES:
+                # The client asks for the rest.
+                break
             if part.is_over:
                 await part.rest()
                 ahead_ns = self._clock.wall_ahead_ns()

@@ -874,7 +874,9 @@ class LookupSessionsResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupResult]:
-        """One result per query, in the same order."""
+        """One result per query, in the same order, at least one. Fewer than queries where more would
+        make the answer larger than about 1 MiB: ask for the rest.
+        """
 
     def __init__(
         self,

@@ -29,6 +29,8 @@ class Recorder(grpc.GenericRpcHandler):
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bytes]] = []
+        self.looked_up_at_once = 0
+        """Results in an answer to look-ups."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
         """Record a call of any method."""
@@ -39,6 +41,10 @@ class Recorder(grpc.GenericRpcHandler):
         self.calls.append((method, request))
         if method == "RegisterModel":
             return model_pb2.Model(name=OWN.name, fingerprint=OWN.fingerprint).SerializeToString()
+        if method == "LookupSessions":
+            queries = session_pb2.LookupSessionsRequest.FromString(request).queries
+            results = [session_pb2.LookupResult(name=q.name) for q in queries[: self.looked_up_at_once]]
+            return session_pb2.LookupSessionsResponse(results=results).SerializeToString()
         return b""
 
 
@@ -165,6 +171,18 @@ def test_a_lookup_of_many_sessions_is_sent_in_batches(recorder: tuple[Recorder, 
 
     sizes = [len(session_pb2.LookupSessionsRequest.FromString(sent).queries) for _, sent in handler.calls]
     assert sizes == [1000, 1]
+
+
+def test_look_ups_that_are_answered_in_part_are_asked_again(recorder: tuple[Recorder, Client]) -> None:
+    """A large answer ends early; the caller has all results, in its order."""
+    handler, client = recorder
+    handler.looked_up_at_once = 400
+
+    found = client.sessions.lookup((f"sessions/{number}", bytes(32)) for number in range(1300))
+
+    assert [one.name for one in found] == [f"sessions/{number}" for number in range(1300)]
+    sizes = [len(session_pb2.LookupSessionsRequest.FromString(sent).queries) for _, sent in handler.calls]
+    assert sizes == [1000, 900, 500, 100]
 
 
 def test_a_server_that_does_not_serve_is_not_healthy(recorder: tuple[Recorder, Client]) -> None:

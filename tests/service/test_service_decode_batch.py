@@ -165,10 +165,14 @@ def test_an_answer_of_many_locations_arrives(client: Client) -> None:
     assert set(refused) <= {"CAPACITY_EXCEEDED"}
     assert {len(result.lease.segments) for result in granted} == {100}
     # One lease more would be over it. Frames of results count, and where slots lie decides their size.
+    limit_bytes = 1 << 20 if refused else 3 << 20
     lease_bytes = AccessResponse(results=granted[:1]).ByteSize()
-    assert AccessResponse(results=granted).ByteSize() + lease_bytes > 3 << 20, (len(granted), len(refused))
+    assert AccessResponse(results=granted).ByteSize() + lease_bytes > limit_bytes, (
+        len(granted),
+        len(refused),
+    )
     if refused:
-        assert AccessResponse(results=results).ByteSize() < 4 << 20
+        assert AccessResponse(results=results).ByteSize() < 2 << 20
     attachment.stream.send(
         [Operation(release_lease=ReleaseLease(lease_id=r.lease.lease_id)) for r in granted]
     )

@@ -6,6 +6,7 @@ what is left is what cannot be put off. So it is the same on every machine, howe
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -121,6 +122,50 @@ async def test_work_in_one_go_would_be_noticed(
             assert [len(answer) async for answer in _answers(client, *call)]
 
     assert most[0] > LINES_LIMIT
+
+
+async def test_a_greedy_tenant_waits_while_others_are_answered(
+    client: Client, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call begins when no call of another is under way; a call of another begins at once."""
+    await client.create("a")
+    monkeypatch.setattr(fairness, "NEW_NS", 10**12)
+    monkeypatch.setattr(fairness, "PATIENCE_NS", 10**18)
+    monkeypatch.setattr(fairness.Usage, "is_greedy", lambda _, tenant: tenant == "default")
+    turns, request = server._local_turns, session_pb2.GetSessionRequest(name="sessions/a")
+    assert turns._newcomers is not None
+    other = turns._newcomers.come(time.monotonic_ns())
+
+    greedy = asyncio.ensure_future(client.get("a"))
+    async with asyncio.timeout(30):
+        while "default" not in turns._waiting:  # noqa: ASYNC110  # an event for it would be the test's alone
+            await asyncio.sleep(0)
+        for_other = (("ctxcache-tenant", "other"),)
+        await refused(
+            client.sessions.GetSession(request, metadata=for_other), Code.NOT_FOUND, "SESSION_NOT_FOUND"
+        )
+        assert not greedy.done()
+        turns._newcomers.leave(other)
+        assert (await greedy).name == "sessions/a"
+
+
+async def test_look_ups_end_where_their_answer_would_grow_too_large(
+    client: Client, facts: calls.Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first queries are answered, one at least; the caller asks for the rest."""
+    queries = [
+        session_pb2.LookupQuery(name=f"sessions/s{i}", model_fingerprint=facts.large) for i in range(9)
+    ]
+    request = session_pb2.LookupSessionsRequest(queries=queries)
+    whole = await client.sessions.LookupSessions(request)
+    monkeypatch.setattr(convert, "PAGE_LIMIT_BYTES", whole.ByteSize() // 2)
+    part = await client.sessions.LookupSessions(request)
+
+    assert len(whole.results) == len(queries)
+    assert 0 < len(part.results) < len(queries)
+    assert [one.name for one in part.results] == [one.name for one in queries[: len(part.results)]]
+    monkeypatch.setattr(convert, "PAGE_LIMIT_BYTES", 0)
+    assert len((await client.sessions.LookupSessions(request)).results) == 1
 
 
 async def _answers(client: Client, method: str, request: bytes) -> AsyncIterator[bytes]:

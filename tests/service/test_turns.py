@@ -1,6 +1,7 @@
 """Bulk work takes turns, in order, and leaves the loop to others in between."""
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from ctxcache.service import fairness as module
-from ctxcache.service.fairness import TURNS_BETWEEN, LoopSlice, Newcomers, Turns
+from ctxcache.service.fairness import TENANT, TURNS_BETWEEN, LoopSlice, Newcomers, Turns, Usage
+
+MS = 10**6
 
 
 @contextmanager
@@ -124,3 +127,114 @@ async def test_who_gives_up_behind_newcomers_holds_up_nobody(monkeypatch: pytest
         waiting[0].cancel()
     await asyncio.wait_for(asyncio.gather(*waiting[1:]), 10)
     await asyncio.wait_for(turns.take(), 10)
+
+
+async def test_tenants_have_their_turns_one_after_another() -> None:
+    """However much one of them has waiting."""
+    turns, log = Turns(), list[str]()
+    await turns.take()
+
+    async def piece(tenant: str) -> None:
+        TENANT.set(tenant)
+        await turns.take()
+        log.append(tenant)
+
+    await asyncio.wait_for(asyncio.gather(*map(piece, "aaaabbc")), 10)
+
+    assert "".join(log) == "abcabaa"
+
+
+async def test_after_a_piece_the_processor_is_left_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of gRPC may have one processor with the loop, and be let in by nothing else for milliseconds."""
+    yields: list[None] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(None))
+    turns = Turns()
+    for _ in range(3):
+        await asyncio.wait_for(turns.take(), 10)
+
+    assert len(yields) >= 2 * (TURNS_BETWEEN // module.YIELDING_TURNS)
+
+
+class Hands:
+    """A clock that stands still by itself."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**12
+
+    def monotonic_ns(self) -> int:
+        """See time.monotonic_ns."""
+        return self.now_ns
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    """The time that the module under test sees."""
+    hands = Hands()
+    monkeypatch.setattr(module, "time", hands)
+    return hands
+
+
+async def test_a_tenant_is_greedy_by_what_its_work_takes(hands: Hands) -> None:
+    """Its own work alone counts, not what others do while it waits; and not for ever."""
+    usage = Usage()
+    usage.come("idle")
+    usage.come("busy")
+
+    async def work(took_ns: int) -> str:
+        hands.now_ns += took_ns
+        await asyncio.sleep(0)
+        hands.now_ns += took_ns
+        return "done"
+
+    async def another() -> None:
+        hands.now_ns += 100 * MS
+
+    found, _ = await asyncio.gather(usage.metered("idle", work(0)), another())
+    assert found == "done"
+    assert not usage.is_greedy("idle")
+
+    await usage.metered("busy", work(5 * MS))
+    assert usage.is_greedy("busy")
+    assert not usage.is_greedy("idle")
+    hands.now_ns += 100 * MS
+    assert not usage.is_greedy("busy")
+
+
+async def test_a_tenant_that_is_alone_is_not_greedy(hands: Hands) -> None:
+    """Nobody waits for it."""
+    usage = Usage()
+    for _ in range(100):
+        usage.come("busy")
+        usage.charge("busy", MS)
+    assert not usage.is_greedy("busy")
+
+    usage.come("other")
+    assert usage.is_greedy("busy")
+
+
+async def test_metered_work_fails_and_is_cancelled_as_itself() -> None:
+    """Its errors come out, and a cancellation reaches what it does last."""
+    usage, log = Usage(), list[str]()
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise LookupError
+
+    async def wait() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            log.append("let go")
+
+    with pytest.raises(LookupError):
+        await usage.metered("a", fail())
+
+    async def metered() -> None:
+        await usage.metered("a", wait())
+
+    waiting = asyncio.ensure_future(metered())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert log == ["let go"]
