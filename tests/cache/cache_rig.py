@@ -16,10 +16,11 @@ from types import FrameType
 from typing import Any
 
 from fakes import FakeClock, MemoryTier, Operation
+from integrity import check_integrity
+from memory_metadata import MemoryMetadata
 
 from ctxcache.cache import Cache
 from ctxcache.cache.appends import Reservation
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.prefixes import Match
 from ctxcache.core.ledger.ledger import MANY_SEGMENTS
@@ -32,7 +33,6 @@ from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, Content, DType, StateKind, Stream, StreamSpec, ranges_of
 from ctxcache.storage.metadata.base import Changes, MetadataStore
-from ctxcache.storage.metadata.memory import MemoryMetadata
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.base import DeviceTier
 from ctxcache.storage.tiers.dram import DramArena

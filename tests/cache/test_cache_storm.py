@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from cache_rig import SLOT_BYTES, TENANT, MemoryRig, Token, Writer, expected
 from fakes import FakeClock, MemoryTier, Operation
+from integrity import check_integrity
+from memory_metadata import MemoryMetadata
 
 from ctxcache.cache.hints import Action, Hint
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.queues import Queue
 from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.policy import Capacities
@@ -29,7 +30,6 @@ from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.upkeep import Upkeep
 from ctxcache.storage.metadata.base import Changes
-from ctxcache.storage.metadata.memory import MemoryMetadata
 from ctxcache.storage.tiers.base import Range
 
 STEPS = 80

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, make_rows
+from integrity import check_integrity
 from live_server import LiveServer, serving, settings_in
 from xxhash import xxh3_64_intdigest
 
@@ -21,7 +22,6 @@ import ctxcache
 from ctxcache.archive.contents import ArchiveOutcome, ArchiveStatus
 from ctxcache.archive.frames import FILE_ID_BYTES, ROWS, ArchiveFrameReader, FrameWriter, source
 from ctxcache.archive.transfer import Exporter
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.client import Client
 from ctxcache.client.types import Durability, StorageTier
 from ctxcache.core.ledger.segment import Segment

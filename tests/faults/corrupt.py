@@ -24,7 +24,6 @@ from ctxcache.cache import Cache
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
 from ctxcache.storage.metadata import records
-from ctxcache.storage.metadata.memory import MemoryMetadata
 from ctxcache.storage.rebuild import rebuild
 from tests.faults.corrupt_store import (
     LAYOUT,
@@ -38,6 +37,7 @@ from tests.faults.corrupt_store import (
 )
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.plants.corrupt import PATCHES
+from tests.memory_metadata import MemoryMetadata
 
 PAGE = 4096
 REFUSALS = (CorruptMetadata, DataDirectoryUnusable, FormatTooNew)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from batched_engine import BatchedEngine
 from peft import LoraConfig
 from tiny_models import CONFIGS, build
 from transformers import DynamicCache, PreTrainedModel
@@ -25,7 +26,6 @@ from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.probe import probe_of
 from gpu_worker.proof import adapt
 from gpu_worker.saving import Saver
-from lab.batching.engine import BatchedEngine
 
 PLAN = RestorePlan.uniform(Method.KV, 3)
 PROMPT = list(range(5, 75))

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ctxcache.cache import Cache
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.server.server import Server
 from ctxcache.server.upkeep import Upkeep
 from ctxcache.settings.config import Settings
 from tests.fakes import NANOSECONDS, FakeClock
+from tests.integrity import check_integrity
 
 T = TypeVar("T")
 PATIENCE_S = 60.0

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from fakes import FakeClock
+from memory_metadata import MemoryMetadata
 from metadata_contract import MetadataContract
 
 from ctxcache.storage.injection import COUNT_LIMIT, Fault, FaultKind, Faults, SlowMetadata
 from ctxcache.storage.metadata.base import MetadataStore
-from ctxcache.storage.metadata.memory import MemoryMetadata
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc
 import pytest
 from fakes import FakeClock
+from integrity import check_integrity
 from service_rig import Access, Client, GrpcWay, SocketWay
 
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2

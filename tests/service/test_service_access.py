@@ -10,11 +10,11 @@ import grpc
 import pytest
 from fakes import FakeClock
 from google.protobuf.duration_pb2 import Duration
+from integrity import check_integrity
 from service_rig import STREAMS, Access, Client, SocketWay, all_rows, refused, rows, until
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.cache.appends import GRACE_NS, RESERVATION_LIFETIME_NS
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.leases import LEASE_LIFETIME_NS
 from ctxcache.server.server import Server
 from ctxcache.service import control_socket, convert, fairness

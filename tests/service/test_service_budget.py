@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from fakes import FakeClock
+from integrity import check_integrity
 from server_process import write_secret
 from service_rig import Access, Client, GrpcWay, SocketWay, until
 
 from ctxcache.cache.appends import Reservation
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.core.placement.shares import Share
 from ctxcache.identity import ArenaGrant, Role, Token, digest_of
 from ctxcache.server.server import Server

@@ -25,11 +25,11 @@ from bulk_stubs import (
 )
 from fakes import FakeClock
 from google.protobuf.duration_pb2 import Duration
+from integrity import check_integrity
 from service_rig import KV, STREAMS, Client, all_rows, chunk, chunks, commit, info_of, ranges, rows, until
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.cache.appends import GRACE_NS, RESERVATION_LIFETIME_NS
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.server.server import Server
 from ctxcache.service import bulk, bulk_connection
 from ctxcache.service.bulk_connection import TICKET_LIFETIME_NS, TICKET_LIMIT

@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 import pytest
 from fakes import FakeClock
+from integrity import check_integrity
 from service_rig import Access, Client, SocketWay, all_rows, until
 from xxhash import xxh3_64_intdigest
 
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.errors import AddressUnusable
 from ctxcache.identity import parse_rules
 from ctxcache.server.server import Server

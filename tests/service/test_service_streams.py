@@ -10,6 +10,7 @@ import pytest
 from bulk_stubs import BulkSessions
 from fakes import FakeClock
 from google.protobuf.duration_pb2 import Duration
+from integrity import check_integrity
 from service_rig import (
     KV,
     STREAMS,
@@ -26,7 +27,6 @@ from service_rig import (
 )
 
 from ctxcache.cache.appends import RESERVATION_LIFETIME_NS
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.leases import LEASE_LIFETIME_NS, Rows
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import DeadlineExceeded

@@ -12,7 +12,6 @@ from ctxcache.cache.appends import Appends, Reservation
 from ctxcache.cache.blocks import Blocks
 from ctxcache.cache.eviction import record_of
 from ctxcache.cache.flushing import Flushing
-from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.segments import Written
 from ctxcache.cache.state import State
 from ctxcache.core import ranges
@@ -27,6 +26,7 @@ from ctxcache.storage.metadata.base import Changes, SessionRecord
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import SsdFiles
 from tests.faults.planted import plant
+from tests.integrity import check_integrity
 
 LATE_S = 0.03
 _late: set["asyncio.Task[None]"] = set()

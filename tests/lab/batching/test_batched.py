@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from batched_engine import BatchedEngine
 from sessions import rows_of
 from tiny_models import CONFIGS, SINKS, build
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.proof import adapt
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
-from lab.batching.engine import BatchedEngine
 
 PROMPTS = [list(range(5, 75)), [3, 4, 5] * 9, [60, 8, 7] * 5, list(range(90, 10, -2)), [11]]
 REPLY_TOKENS = 20

@@ -1,4 +1,4 @@
-"""Metadata in memory: for tests, and for a store that need not survive its process.
+"""Metadata in memory, for tests.
 
 Knows no bytes: records are kept as they are. Worst case: it is gone with the process; `crash` shows
 what a power cut would leave of a store that syncs like this one is asked to.
