@@ -4,7 +4,8 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 BIN := .venv/bin
 SOURCES := ctxcache gpu_worker lab tests scripts
-WORKER_TESTS := $(addprefix tests/,gpu_worker lab faults live helm stories/test_restored_turn.py)
+# Long tests first, so that none runs alone at the end.
+WORKER_TESTS := $(addprefix tests/,faults live helm lab gpu_worker stories/test_restored_turn.py)
 
 # Threads beside torch's own only get in each other's way on the small machines where tests run.
 export TOKENIZERS_PARALLELISM ?= false
@@ -63,7 +64,9 @@ test-store: setup-store
 	.venv-store/bin/python -c 'import importlib.util as u, sys; sys.exit(bool(u.find_spec("torch")) and "torch is installed in .venv-store")'
 	.venv-store/bin/python -m pytest $(addprefix --ignore=,$(WORKER_TESTS)) $(PYTEST_ARGS)
 
-# The worker, what drives store and worker together, and the simulator's pictures.
+# The worker, what drives store and worker together, and the simulator's pictures. Half of the time these tests
+# wait, for servers, deadlines and devices: three processes keep two cores busy.
+test-worker: export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) \* 3 / 2)
 test-worker: setup
 	$(BIN)/python -m pytest $(WORKER_TESTS) tests/cli/test_simulate.py tests/cli/test_simulate_blocks.py $(PYTEST_ARGS)
 

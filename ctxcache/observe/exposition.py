@@ -93,6 +93,8 @@ def _stay(cache: Cache) -> Iterator[Sample]:
 def _tiers(cache: Cache) -> Iterator[Sample]:
     ledger = cache.ledger
     yield from _tier("dram", cache.arena, ledger.memory)
+    # A path that is told to be lost is lost to look-ups too, though upkeep has not come to it.
+    cache.devices.note()
     yield from _tier("ssd", cache.ssd, ledger.below)
     withheld = cache.ledger.withheld
     yield Sample("ctxcache_withheld_sessions", len(withheld))

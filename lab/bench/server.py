@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ctxcache.settings.config import PREFIX
 
@@ -43,6 +43,13 @@ class Server:
         return next(a for a in addresses if a.startswith("unix:") == (transport == "unix"))
 
 
+def start(arguments: Sequence[str], stderr: IO[str]) -> "subprocess.Popen[str]":
+    """Start `ctxcache serve` with these arguments, its standard output a pipe."""
+    return subprocess.Popen(  # noqa: S603  our own command
+        [*_COMMAND, *arguments], env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True
+    )
+
+
 @contextmanager
 def serving(
     directory: Path, *, arena_bytes: int, ssd_bytes: int, options: Sequence[str] = ()
@@ -57,30 +64,24 @@ def serving(
         tempfile.TemporaryDirectory(prefix="cb-") as sockets,
         (directory.parent / f"{directory.name}.stderr").open("w+") as stderr,
     ):
-        process = subprocess.Popen(  # noqa: S603  our own command
-            [
-                *_COMMAND,
-                "--data-directory",
-                str(directory),
-                "--listen",
-                "127.0.0.1:0",
-                "--arena-size-bytes",
-                str(arena_bytes),
-                "--ssd-size-bytes",
-                str(ssd_bytes),
-                "--unix-socket",
-                f"{sockets}/grpc",
-                "--control-socket",
-                f"{sockets}/control",
-                "--output",
-                "json",
-                *options,
-            ],
-            env=_environment(),
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
+        arguments = [
+            "--data-directory",
+            str(directory),
+            "--listen",
+            "127.0.0.1:0",
+            "--arena-size-bytes",
+            str(arena_bytes),
+            "--ssd-size-bytes",
+            str(ssd_bytes),
+            "--unix-socket",
+            f"{sockets}/grpc",
+            "--control-socket",
+            f"{sockets}/control",
+            "--output",
+            "json",
+            *options,
+        ]
+        process = start(arguments, stderr)
         ready: dict[str, Any] = {}
         try:
             ready = _ready(process, Path(stderr.name))
@@ -94,7 +95,8 @@ def serving(
                 Path(ready["arena"]["path"]).unlink()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The process's environment: ours, without settings."""
     return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
 
 

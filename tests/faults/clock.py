@@ -1,9 +1,10 @@
 """Clock: the wall clock is set under a server and between two, and sessions live as long as they were to.
 
 The server's own wall clock is moved by hours (`set_clock.c`, preloaded). A session of TTL seconds must be
-there shortly before and gone shortly after that many seconds of real time; the times that it answers with
-follow the wall clock. A machine that slept has slept for sessions too. Worst case: a session that outlives
-its time by hours, or all of them gone at once.
+there shortly before and gone shortly after that many seconds; the times that it answers with follow the wall
+clock. Seconds that only have to pass are put on both clocks, but for the first time, where they pass. A
+machine that slept has slept for sessions too. Worst case: a session that outlives its time by hours, or all
+of them gone at once.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import ctxcache
@@ -21,8 +22,9 @@ from ctxcache.client.types import seconds
 from ctxcache.errors import SessionNotFound
 from tests.cli.stored import HIDDEN, model_spec
 from tests.faults.harness import Harness, Report, Unsupported
-from tests.faults.planted import command
-from tests.server_process import COMMAND_LINE, ServerProcess
+from tests.faults.planted import MODULES, forked
+from tests.nursery import Nursery
+from tests.server_process import ServerProcess
 
 SOURCE = Path(__file__).with_name("set_clock.c")
 HOURS_S = 2 * 3600
@@ -36,35 +38,54 @@ class SetClock:
 
     def __init__(self, folder: Path) -> None:
         """Raises Unsupported: there is no C compiler."""
-        library, self._path = folder / "set_clock.so", folder / "offsets"
+        library, self._path, self._wall_s = folder / "set_clock.so", folder / "offsets", 0.0
         try:
             subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE], check=True)
         except FileNotFoundError as error:
             raise Unsupported("needs a C compiler: apt-get install gcc") from error
         self._path.write_bytes(bytes(16))
+        self.passed_s = 0.0
+        """Seconds that have passed for the process alone."""
         self.environment: Mapping[str, str] = {
             "LD_PRELOAD": str(library),
             "CLOCK_OFFSETS": str(self._path),
         }
 
-    def set(self, *, wall_s: float = 0, slept_s: float = 0) -> None:
-        """Let the wall clock be so far off, and the machine have slept for so long."""
+    def set(self, *, wall_s: float = 0) -> None:
+        """Let the wall clock be so far off what it would be, for all the time that has passed."""
+        self._wall_s = wall_s
         with self._path.open("r+b") as file:
-            file.write(struct.pack("<qq", int(wall_s * NS), int(slept_s * NS)))
+            file.write(struct.pack("<qq", int((wall_s + self.passed_s) * NS), int(self.passed_s * NS)))
+
+    def let_pass(self, seconds: float) -> None:
+        """Let so much time pass, by both clocks, at once."""
+        self.passed_s += seconds
+        self.set(wall_s=self._wall_s)
+
+    def now_s(self) -> float:
+        """The process's wall clock."""
+        return time.time() + self._wall_s + self.passed_s
 
 
 def run(options: argparse.Namespace, report: Report) -> None:
     """See the module."""
-    program = command([options.control]) if options.control else COMMAND_LINE
+    program = forked([options.control] if options.control else [])
     with tempfile.TemporaryDirectory(prefix="ctxcache-clock-") as folder:
         clock = SetClock(Path(folder))
-        server = ServerProcess(Path(folder) / "data", environment=clock.environment, program=program)
-        with server:
+        with (
+            Nursery(MODULES, clock.environment) as nursery,
+            ServerProcess(
+                Path(folder) / "data", environment=clock.environment, program=program, nursery=nursery
+            ) as server,
+        ):
+            is_waited_for = not options.control
             for name, wall_s in (("back", -HOURS_S), ("forward", HOURS_S)):
                 for is_restarted in (False, True):
-                    _lives_as_long(options, report, server, clock, f"{name}-{is_restarted}", wall_s)
+                    case = f"{name}-{is_restarted}"
+                    _lives_as_long(options, report, server, clock, case, wall_s, is_waited_for=is_waited_for)
                     report.end_if_found()
                     clock.set()
+                    is_waited_for = False
             _sleeps(report, server, clock)
 
 
@@ -75,6 +96,8 @@ def _lives_as_long(
     clock: SetClock,
     name: str,
     wall_s: float,
+    *,
+    is_waited_for: bool,
 ) -> None:
     with ctxcache.connect(server.target) as client:
         client.models.register(model_spec())
@@ -85,7 +108,7 @@ def _lives_as_long(
         client.sessions.create(
             CallerModel(model_spec()), id=f"{name}-hour", layout=[HIDDEN], ttl=seconds(3600)
         )
-        at = datetime.now(UTC) + timedelta(seconds=options.ttl_s)
+        at = datetime.fromtimestamp(clock.now_s() + options.ttl_s, UTC)
         client.sessions.create(CallerModel(model_spec()), id=f"{name}-at", layout=[HIDDEN], expire_time=at)
     made_s = time.monotonic()
     clock.set(wall_s=wall_s)
@@ -94,17 +117,18 @@ def _lives_as_long(
         server.start()
     with ctxcache.connect(server.target) as client:
         stays = client.sessions.get(f"sessions/{name}-hour")
-        told_s = (stays.expire_time_ns or 0) / NS - (time.time() + wall_s)
+        told_s = (stays.expire_time_ns or 0) / NS - clock.now_s()
         if not -SLACK_S < 3600 - told_s < time.monotonic() - began_s + SLACK_S:
             report.find(f"{name}: an hour's session says that it has {told_s:.0f} s by the wall clock")
-        _given_afterwards(report, client, name, wall_s)
+        _given_afterwards(report, client, clock, name)
         listed = {session.name for session in client.sessions.list()}
         if (
             time.monotonic() - began_s < options.ttl_s
             and not {f"sessions/{name}", f"sessions/{name}-at"} <= listed
         ):
             report.find(f"{name}: a session of {options.ttl_s} s is gone before its time")
-        time.sleep(max(0.0, made_s + options.ttl_s + 1 - time.monotonic()))
+        left_s = max(0.0, made_s + options.ttl_s + 1 - time.monotonic())
+        (time.sleep if is_waited_for else clock.let_pass)(left_s)
         for ended in (name, f"{name}-at"):
             try:
                 client.sessions.get(f"sessions/{ended}")
@@ -113,9 +137,9 @@ def _lives_as_long(
             report.find(f"{ended}: a session of {options.ttl_s} s outlives its time")
 
 
-def _given_afterwards(report: Report, client: Client, name: str, wall_s: float) -> None:
+def _given_afterwards(report: Report, client: Client, clock: SetClock, name: str) -> None:
     """A time that a caller gives is the wall clock's as it is then."""
-    began_s, at = time.monotonic(), datetime.fromtimestamp(time.time() + wall_s + 600, UTC)
+    began_s, at = time.monotonic(), datetime.fromtimestamp(clock.now_s() + 600, UTC)
     made = client.sessions.create(
         CallerModel(model_spec()), id=f"{name}-late", layout=[HIDDEN], expire_time=at
     ).info
@@ -128,7 +152,7 @@ def _sleeps(report: Report, server: ServerProcess, clock: SetClock) -> None:
     """Two hours pass for the machine in no time."""
     with ctxcache.connect(server.target) as client:
         client.sessions.create(CallerModel(model_spec()), id="sleeper", layout=[HIDDEN], ttl=seconds(3600))
-        clock.set(wall_s=HOURS_S, slept_s=HOURS_S)
+        clock.let_pass(HOURS_S)
         try:
             client.sessions.get("sessions/sleeper")
             report.find("a session of an hour is there after the machine has slept for two")

@@ -33,7 +33,8 @@ STREAMS = {TOKENS: 4, HIDDEN: ROW_BYTES}
 TOKENS_PER_APPEND = 96
 WITHIN_S, UPKEEP_S = 20.0, 1.2
 HANG_AFTER_S = 2
-NEED_FUSE = ("waits_for_what_hangs", "waits_for_the_catalog")
+HANGS = {"waits_for_what_hangs": 1, "waits_for_the_catalog": 0}
+"""The device whose hanging shows each of these controls."""
 LEAST_SHARE = 0.4
 """Of all tokens, that one of two devices must have: sessions are spread evenly, but for one."""
 REFUSED_EXIT = 9
@@ -65,6 +66,9 @@ def run(options: argparse.Namespace, report: Report) -> None:
     program = forked([options.control] if options.control else [])
     with tempfile.TemporaryDirectory(prefix="ctxcache-devices-") as folder:
         places = Places(Path(folder))
+        if (hangs := HANGS.get(options.control)) is not None:
+            _hangs(options, report, places.folder, hangs)
+            return
         server = ServerProcess(
             Path(folder) / "data",
             *places.options,
@@ -210,12 +214,12 @@ def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int]
             # Who finds it out is refused.
             with suppress(CacheError), client.sessions.open(name, MODEL).read() as rows:
                 rows.array(TOKENS)
-        if not _until(lambda: _state(client, path) == PathState.LOST):
+        if not _until(report, lambda: _state(client, path) == PathState.LOST):
             report.find("run time: a device of which nothing can be read is not lost")
         _judge(report, "run_time", client, sizes)
         report.end_if_found()
         client.admin.clear_faults()
-        if not _until(lambda: _state(client, path) != PathState.LOST):
+        if not _until(report, lambda: _state(client, path) != PathState.LOST):
             report.find("run time: a device that answers again is still lost")
     _is_whole(report, "run time", server, sizes)
 
@@ -227,7 +231,7 @@ def _displaced(report: Report, server: ServerProcess, places: Places, sizes: Map
     places.take(1, is_left_empty=False)
     with ctxcache.connect(server.target) as client:
         path = next(tier.path for tier in client.admin.stats().tiers if "ssd1" in tier.path)
-        if not _until(lambda: _state(client, path) == PathState.RESTING):
+        if not _until(report, lambda: _state(client, path) == PathState.RESTING):
             report.find("a path whose directory is gone goes on taking writes")
         report.end_if_found()
         late = {f"sessions/late{i}": 200 for i in range(4)}
@@ -239,7 +243,7 @@ def _displaced(report: Report, server: ServerProcess, places: Places, sizes: Map
             if _read(report, "displaced", client, name, i, client.sessions.get(name).token_count) != size:
                 report.find(f"{name} was acknowledged on a path whose directory was gone")
         places.put_back(1)
-        if not _until(lambda: _state(client, path) == PathState.OPEN):
+        if not _until(report, lambda: _state(client, path) == PathState.OPEN):
             report.find("a directory that was mounted again under the server is not taken")
     _is_whole(report, "mounted again", server, sizes)
 
@@ -251,7 +255,7 @@ def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int
     """
     when = f"hang{index}"
     if problem := why_not():
-        if options.control in NEED_FUSE:
+        if options.control:
             raise Unsupported(problem)
         report.figures[when] = f"not tested: {problem}"
         return
@@ -278,7 +282,7 @@ def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int
                 _is_noticed(report, when, client, server, disk, path, sizes)
                 report.end_if_found()
                 server.signal(signal.SIGTERM)
-                if not _until(lambda: _main_thread_is_gone(server.pid)):
+                if not _until(report, lambda: _main_thread_is_gone(server.pid)):
                     report.find(f"{when}: a server does not end while its device hangs")
                 disk.tell("answer")
                 server.wait(WITHIN_S)
@@ -304,9 +308,9 @@ def _is_noticed(
         disk.tell("hang")
         reads = [callers.submit(_read_or_refused, client, name) for name in sizes]
         try:
-            if not _until(lambda: all(read.done() for read in reads)):
+            if not _until(report, lambda: all(read.done() for read in reads)):
                 report.find(f"{when}: reads of a device that answers nothing are not answered either")
-            elif not _until(lambda: _state(client, path) == PathState.LOST):
+            elif not _until(report, lambda: _state(client, path) == PathState.LOST):
                 report.find(f"{when}: a device that answers nothing is not lost")
             report.end_if_found()
             _judge(report, when, client, sizes)
@@ -314,7 +318,7 @@ def _is_noticed(
             report.figures[f"{when}_more_threads"] = _thread_count(server.pid) - threads_before
             late = {f"sessions/hlate{i}": 200 for i in range(4)}
             filling = callers.submit(_fill, client, late)
-            if not _until(filling.done):
+            if not _until(report, filling.done):
                 report.find(f"{when}: commits wait for a device that answers nothing")
             report.end_if_found()
             filling.result()
@@ -351,8 +355,8 @@ def _state(client: Client, path: str) -> PathState:
     return next(tier.state for tier in client.admin.stats().tiers if tier.path == path)
 
 
-def _until(is_so: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + WITHIN_S
+def _until(report: Report, is_so: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + report.patience_s(WITHIN_S)
     while not is_so():
         if time.monotonic() > deadline_s:
             return False

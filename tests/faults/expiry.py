@@ -218,9 +218,9 @@ def _check_gone(options: argparse.Namespace, report: Report, client: Client) -> 
 
 def _wait_until_gone(report: Report, client: Client, used_bytes: Sequence[int]) -> float:
     """When all are removed and their space is back, which it is behind their records."""
-    if not _until(lambda: client.admin.stats().session_count == 1, GONE_S):
+    if not _until(lambda: client.admin.stats().session_count == 1, report.patience_s(GONE_S)):
         report.find(f"{client.admin.stats().session_count - 1} sessions are not removed after {GONE_S} s")
-    if not _until(lambda: _is_back(client, used_bytes), BACK_S):
+    if not _until(lambda: _is_back(client, used_bytes), report.patience_s(BACK_S)):
         report.find(f"space is not back: {used_bytes} B before, {_used_bytes(client)} B {BACK_S} s after")
     return time.monotonic()
 

@@ -50,7 +50,7 @@ A byte per second is a rate.
 """
 REFUSES_OTHERS = {"/ctxcache.v1.AdminService/Drain": "/ctxcache.v1.AdminService/Undrain"}
 """Rpcs after which others are refused, as they should be, and what ends that: never among the others."""
-DRAINS = 30
+DRAINS = 10
 CANARIES = 8
 CANARY_TOKENS = 150
 RSS_GROWTH_LIMIT_BYTES = 96 << 20
@@ -270,6 +270,7 @@ def _run(options: argparse.Namespace, report: Report, server: ServerProcess, cli
     sweeper = Fuzzer(server.target, options.seed, plausible, report)
     sweeper.sweep()
     _count(report, [sweeper])
+    report.end_if_found()
     first_rss_bytes = _rss_bytes(server.pid)
     with ThreadPoolExecutor(options.threads) as pool:
         for i in range(ROUNDS):
@@ -278,6 +279,7 @@ def _run(options: argparse.Namespace, report: Report, server: ServerProcess, cli
             fuzzers = [Fuzzer(server.target, seed, plausible, report) for seed in seeds]
             list(pool.map(Fuzzer.run, fuzzers, [each] * len(fuzzers)))
             _count(report, fuzzers)
+            report.end_if_found()
             progress(i + 1, ROUNDS, "rounds of requests")
     drainer = Fuzzer(server.target, options.seed, plausible, report)
     drainer.refuse_others(DRAINS)
@@ -380,7 +382,7 @@ def _check_after(report: Report, server: ServerProcess, client: Client, used_byt
         except CacheError as error:
             report.find(f"{name} cannot be deleted: {error}")
     stats = client.admin.stats()
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + report.patience_s(SETTLE_S)
     while time.monotonic() < deadline and (stats.lease_count or stats.reservation_count):
         time.sleep(0.1)
         stats = client.admin.stats()

@@ -50,6 +50,13 @@ class Report:
         """No findings; with a control, at least one, by a harness that is whole."""
         return not self.is_broken and bool(self.findings) == (self.control is not None)
 
+    def patience_s(self, whole_s: float) -> float:
+        """How long to wait for what a whole server does within `whole_s`.
+
+        With a control less: what never comes is waited for.
+        """
+        return whole_s if self.control is None else whole_s / 4
+
     def count(self, figure: str, by: int = 1) -> None:
         """Add to a figure that counts."""
         before = self.figures.get(figure, 0)

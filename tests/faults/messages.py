@@ -96,7 +96,9 @@ class MessageMaker:
     def message(self, descriptor: Descriptor, depth: int = 0) -> Message:
         """One message of that type."""
         made = GetMessageClass(descriptor)()
-        fields = list(descriptor.fields)
+        # Of the members of a oneof only the last that is set stays: the others would be drawn for nothing.
+        fields = [field for field in descriptor.fields if field.containing_oneof is None]
+        fields += [self._draw.choice(oneof.fields) for oneof in descriptor.oneofs]
         self._draw.shuffle(fields)
         for field in fields:
             if self._draw.random() < (0.75 if depth < MAX_DEPTH else 0):

@@ -130,7 +130,9 @@ def test_a_store_that_stands_still_under_a_restore_costs_its_deadline(
             finally:
                 os.kill(server.pid, signal.SIGCONT)
         failure = engine.wait(session_id)
-        last = _turn(engine, session_id, 2)
+        # A store that answers may take longer than that on a busy machine.
+        with _engine(client) as patient:
+            last = _turn(patient, session_id, 2)
 
     assert [turn.token_ids, last.token_ids] == _never_dropped()[1:]
     assert turn.miss_reason in MISSES

@@ -42,7 +42,7 @@ def test_an_example_works(
     line = line.replace("/models", str(tmp_path)).replace("/run/ctxcache/worker.sock", str(worker.path))
     if is_first:
         command = [*PROGRAM, *shlex.split(line)[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         code, said, problem = done.returncode, done.stdout, done.stderr
     else:
         ran = CliRunner().invoke(app, shlex.split(line)[2:])
@@ -66,7 +66,7 @@ def test_llama_cpp_is_missed_by_the_name_of_its_extra() -> None:
     """One sentence says what to install."""
     (line, *_) = examples_of("llamacpp")
     command = [*PROGRAM, *shlex.split(line)[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
     assert done.returncode == ExitCode.USAGE
     assert done.stderr == "ctxcache: llama.cpp is not installed: pip install 'ctxcache[llamacpp]'\n"
