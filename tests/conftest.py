@@ -1,4 +1,4 @@
-"""What all tests may use. Lying here, it also makes `server_process` importable from every test."""
+"""Fixtures of all tests. Lying here, it also makes `server_process` importable from every test."""
 
 import os
 import signal

@@ -112,7 +112,7 @@ def cut(data: bytes, file_id: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def modelled(payload: bytes) -> Model:
-    """What a MODL says."""
+    """The model that a MODL frame describes."""
     create_time_ns, *sizes = struct.unpack_from("<qHHII", payload)
     tenant, model_id, encoded, _probe = parts(payload, 20, sizes)
     fingerprint = hashlib.sha256(encoded).digest()
@@ -122,7 +122,7 @@ def modelled(payload: bytes) -> Model:
 
 
 def described(payload: bytes, models: list[Model]) -> Session:
-    """What a SESS says."""
+    """The session that a SESS frame describes."""
     uid, generation, log_end, created, accessed, expires, ttl, model, flags, *sizes = struct.unpack_from(
         "<16sqqqqqqIHHIIII", payload
     )
@@ -152,7 +152,7 @@ def described(payload: bytes, models: list[Model]) -> Session:
 
 
 def parts(payload: bytes, begin: int, sizes: list[int]) -> list[bytes]:
-    """What follows the fixed part."""
+    """The parts that follow the fixed one."""
     check(len(payload) == begin + sum(sizes), "sizes")
     found = []
     for size in sizes:

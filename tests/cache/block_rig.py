@@ -88,7 +88,7 @@ async def load(rig: Rig, *numbers: int, space: bytes = SPACE) -> list[bytes | No
 
 
 def look(rig: Rig, *numbers: int, space: bytes = SPACE) -> list[BlockState]:
-    """What is there."""
+    """The state of each block."""
     return [one.state for one in rig.cache.blocks.look_up(rig.tenant, space, map(key_of, numbers))]
 
 

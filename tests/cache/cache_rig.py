@@ -114,7 +114,7 @@ class Rig:
     limits: Limits = UNLIMITED
     shares: Shares = NO_SHARES
     tenant: str = TENANT
-    """Who calls."""
+    """The calling tenant."""
     make_policy: Callable[[], Ranked] = LeastRecentlyUsed
     many_segments: int = MANY_SEGMENTS
     """From how many segments on a session's short ones are joined."""
@@ -216,7 +216,7 @@ class Rig:
         )
 
     def request(self, session_id: str, begin: int = 0, end: int | None = None) -> ReadRequest:
-        """What a reader asks for."""
+        """A reader's request."""
         return ReadRequest(self.tenant, session_id, FINGERPRINT, None, begin, end)
 
     async def read(self, session_id: str, begin: int = 0, end: int | None = None) -> dict[Stream, bytes]:

@@ -63,7 +63,7 @@ def restore(archive: Path, directory: Path, kill_at: int = 0) -> str:
 
 
 def look(directory: Path) -> str:
-    """What a server would say to it."""
+    """A server's answer to the directory."""
     with DataDirectory.open(directory / "data"):
         return "whole"
 
@@ -80,7 +80,7 @@ def verify(directory: Path) -> str:
 
 
 def forked(work: Callable[[], str]) -> str:
-    """What it says, in a process of its own; nothing when that is killed."""
+    """The answer of `work`, from a process of its own; nothing when that is killed."""
     readable, writable = os.pipe()
     child = os.fork()
     if not child:

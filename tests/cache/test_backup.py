@@ -100,7 +100,7 @@ async def opened(directory: Path, rig: Rig) -> DiskRig:
 
 @pytest.fixture
 async def restore(rig: MemoryRig, tmp_path: Path) -> AsyncIterator[Callable[[Path], Awaitable[DiskRig]]]:
-    """What opens a cache on a backup, with its books checked at the end."""
+    """A function that opens a cache on a backup, with its books checked at the end."""
     made: list[DiskRig] = []
 
     async def restore(path: Path) -> DiskRig:
@@ -146,7 +146,7 @@ async def test_all_of_it_comes_back(rig: MemoryRig, tmp_path: Path, restore: Res
         for fact in ("uid", "expire_time_ns", "ttl_ns", "is_pinned", "create_time_ns", "token_count"):
             assert getattr(after[name], fact) == getattr(view, fact), (name, fact)
     assert (copied.session_count, copied.left_out_session_count, copied.unwritten_token_count) == (3, 0, 0)
-    # What forks share is in it once.
+    # Segments that forks share are in the backup once.
     assert copied.segment_count == len(rig.cache.ledger.segments())
     assert copied.bytes == copied.total_bytes
 
@@ -334,7 +334,7 @@ async def test_who_is_cut_faster_than_copied_is_left_out_and_counted(
 
 
 async def test_one_at_a_time_and_its_end_leaves_nothing(rig: MemoryRig, tmp_path: Path) -> None:
-    """Whoever stops taking it ends it; a device that refuses does too."""
+    """A reader that stops ends the backup; a device that refuses does too."""
     await stored(rig, "a", Writer(1).make(3 * SEGMENT_TOKENS))
     making = Backup(rig.cache)
     async with aclosing(making.run("a test")) as pieces:

@@ -62,7 +62,7 @@ class House:
         await self.turn()
 
     async def turn(self) -> None:
-        """What happens unasked."""
+        """The background steps."""
         await Upkeep(self.rig.cache).turn()
         await self.rig.check()
 
@@ -158,7 +158,7 @@ async def test_ssd_with_free_room_takes_everything(house: House) -> None:
 async def test_from_full_memory_it_leaves_and_what_is_better_stays(house: House) -> None:
     """The coldest of those that were not written goes for each that comes.
 
-    Nobody waits, nothing is refused or written.
+    No writer waits, and nothing is refused or written.
     """
     flushed = house.rig.cache.state.counters.flushed_segment_count
     for number in range(40):
@@ -188,7 +188,7 @@ async def test_a_bound_on_dirty_rows_holds_up_nobody_for_what_is_not_written(hou
 async def test_writers_beside_each_other_need_no_look_in_between(house: House) -> None:
     """A burst finds its room though write-behind never had its turn.
 
-    What it would spare goes when it is wanted.
+    A session that would be spared goes when its room is wanted.
     """
     for number in range(24):
         name = f"once{number}-1"
@@ -213,7 +213,7 @@ async def test_what_was_promised_to_be_durable_never_leaves_from_memory(tmp_path
             await house.write(name, draw.randint(1, 2), is_durable=is_durable)
             if is_durable:
                 durable[name] = len(house.tokens[name])
-                # What it is worth by now does not matter.
+                # The session's worth by now does not matter.
                 house.policy.say(name, draw.choice([0, 9 + number]))
             before = set(house.rig.names())
             if draw.random() < 0.1:

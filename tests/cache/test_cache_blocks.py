@@ -309,7 +309,7 @@ async def test_sessions_and_blocks_leave_for_each_other(rig: MemoryRig) -> None:
     for number in range(200, 340):
         await put(rig, number, is_durable=True)
     assert rig.names() == set()
-    # What became of it is remembered, whatever number of blocks came and went.
+    # The session's fate is remembered, whatever number of blocks came and went.
     history = rig.cache.state.journal.history
     assert history.end_of(TENANT, "a") is Event.EVICTED
     assert history.end_of(TENANT, block_id(SPACE, key_of(0))) is None

@@ -147,7 +147,7 @@ async def test_who_gives_up_leaves_the_line_to_the_next(make: Make) -> None:
 
 
 async def test_a_writer_whose_time_is_up_gets_nothing_out_of_turn(make: Make) -> None:
-    """What is free is for those that come first: it is refused, and told so; they get their room."""
+    """Free room is for those that come first: it is refused, and told so; they get their room."""
     rig = await make()
     budget, ledger = _Budget(rig), rig.cache.ledger
     await budget.append("a", LIMIT_SEGMENTS - 1)

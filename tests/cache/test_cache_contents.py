@@ -1,4 +1,7 @@
-"""What keys are made with, salt and contents, and what a match holds: leases that any connection may use."""
+"""Salt and contents, which keys are made with, and the lease of a match.
+
+Leases that any connection may use.
+"""
 
 from pathlib import Path
 
@@ -105,7 +108,10 @@ async def test_forks_have_salt_and_contents_of_what_they_share(rig: MemoryRig, t
 
 
 async def test_contents_behind_a_cut_are_forgotten(rig: MemoryRig, tokens: list[Token]) -> None:
-    """What follows has no keys, so that nothing needs to be known of it; what is before is found on."""
+    """Tokens behind the cut have no keys, so that nothing needs to be known of them.
+
+    What is before is found on.
+    """
     await rig.create("a")
     await rig.append("a", tokens, contents=[Content(3, 5, DOG), *PICTURE], is_durable=True)
     await rig.truncate("a", (110, 120))
@@ -149,7 +155,7 @@ async def test_a_session_has_a_bounded_number_of_contents(rig: MemoryRig, tokens
 
 
 async def leased(rig: MemoryRig, tokens: list[Token], ttl_ns: int = SECOND_NS) -> TokenLease | None:
-    """What a match holds."""
+    """The lease of a match."""
     layout = ranges_of(STREAMS)
     match = await rig.cache.prefixes.match(
         rig.tenant, MODEL.model_id, layout, rows_of(tokens, TOKENS), lease_ttl_ns=ttl_ns

@@ -86,7 +86,10 @@ async def test_the_loss_of_either_path_costs_nothing(pair: MemoryRig, lost: int)
 
 
 async def test_a_path_that_fails_in_the_middle_of_a_read_is_read_round(pair: MemoryRig) -> None:
-    """Nobody has noticed yet that the path is gone; promotion and reads past DRAM go to the other one."""
+    """The store has not noticed yet that the path is gone.
+
+    Promotion and reads past DRAM go to the other one.
+    """
     made = await stored(pair, 2)
     pair.ssd.lose(0)
     lease = await pair.acquire("s0")
@@ -97,7 +100,7 @@ async def test_a_path_that_fails_in_the_middle_of_a_read_is_read_round(pair: Mem
 
 
 async def test_both_copies_are_synced_before_the_record(pair: MemoryRig) -> None:
-    """What was acknowledged survives a power cut on either path alone."""
+    """Acknowledged rows survive a power cut on either path alone."""
     tokens = Writer(1).make(LENGTH)
     await pair.create("s")
     await pair.append("s", tokens, is_durable=True)
@@ -161,7 +164,7 @@ async def test_where_both_copies_are_bad_the_session_is_cut(disks: DiskRig) -> N
 
 
 async def test_a_copy_is_bad_while_the_other_path_is_lost(pair: MemoryRig) -> None:
-    """What is left cannot be had now, and is there again with its path."""
+    """The remaining copy cannot be read now, and is there again with its path."""
     made = await stored(pair, 1)
     segment = segments(pair, "s0")[1]
     first, second = segment.places
@@ -222,7 +225,10 @@ async def test_any_write_or_sync_may_fail(pair: MemoryRig, operation: Operation,
 
 
 async def test_a_session_is_marked_and_unmarked_while_it_lives(rig: MemoryRig) -> None:
-    """What it has is copied behind its back, and given back when nobody wants it."""
+    """The session's segments are copied in the background.
+
+    The copies are given back when they are not wanted.
+    """
     tokens = Writer(1).make(LENGTH)
     await rig.create("s")
     await rig.append("s", tokens, is_durable=True)

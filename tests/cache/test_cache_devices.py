@@ -184,7 +184,7 @@ async def test_places_on_a_lost_path_stay_taken_when_the_new_ones_are_not_record
 
 
 async def test_a_session_is_cut_where_its_first_lost_segment_begins(rig: MemoryRig) -> None:
-    """What is before it is served, what is behind it waits for the device, what a fork took of it too."""
+    """Tokens before it are served; those behind it wait for the device, in forks as well."""
     tokens = Writer(1).make(3 * SEGMENT_TOKENS)
     await rig.create("s")
     await rig.append("s", tokens[:64], is_durable=True)

@@ -487,7 +487,7 @@ async def test_a_victim_that_disappears_is_no_error_of_the_one_who_needs_room(
 
 
 async def test_a_cancelled_truncation_gives_its_slots_back(rig: MemoryRig, writer: Writer) -> None:
-    """Whoever stops waiting leaves no slot behind that nobody knows."""
+    """A caller that stops waiting leaves no unknown slot behind."""
     await rig.create("a")
     await rig.append("a", writer.make(200), is_durable=True)
     with rig.slow_commits():
@@ -645,7 +645,7 @@ async def test_writers_without_a_path_evict_no_more_than_they_need(rig: MemoryRi
 async def test_streams_go_on_where_writes_are_refused(
     rig: MemoryRig, writer: Writer, *, is_path: bool
 ) -> None:
-    """What is on SSD is read though memory is full of what can neither be written nor go."""
+    """Rows on SSD are read though memory is full of segments that can neither be written nor leave."""
     await rig.create("a")
     await rig.append("a", tokens := writer.make(100))
     await rig.demote("a")

@@ -41,7 +41,7 @@ async def forked(rig: MemoryRig, writer: Writer, count: int) -> Segment:
 
 
 async def lines_of_moves(rig: MemoryRig) -> list[int]:
-    """What it costs to promote and read, to leave DRAM, and to delete."""
+    """The cost of promoting and reading, of leaving DRAM, and of deleting."""
     await rig.demote("source")
     lines = []
     name = max(rig.names() - {"source"})
@@ -53,7 +53,7 @@ async def lines_of_moves(rig: MemoryRig) -> list[int]:
 
 
 def size_bytes(segment: Segment) -> int:
-    """What a segment keeps for itself: what it refers to, one step deep."""
+    """The memory that a segment keeps for itself: what it refers to, one step deep."""
     return sum(sys.getsizeof(item) for item in gc.get_referents(segment) if not isinstance(item, type))
 
 
@@ -167,7 +167,10 @@ async def test_a_fork_that_is_cut_counts_what_it_still_lists(rig: MemoryRig, wri
 
 
 async def test_what_is_shared_is_as_warm_as_its_warmest_session(rig: MemoryRig, writer: Writer) -> None:
-    """What an old source and a busy fork share stays in DRAM when room is needed; others go before it."""
+    """Segments that an old source shares with a busy fork stay in DRAM when room is needed.
+
+    Others go before it.
+    """
     await rig.create("source")
     tokens = writer.make(2 * SEGMENT_TOKENS)
     await rig.append("source", tokens, is_durable=True)

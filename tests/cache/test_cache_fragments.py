@@ -68,7 +68,7 @@ async def test_a_cut_into_too_many_runs_is_refused(rig: MemoryRig, writer: Write
 
 
 async def test_appends_and_cuts_in_turn_come_to_the_same_end(rig: MemoryRig, writer: Writer) -> None:
-    """What goes on behind a cut is a run more, and counted when the cut is made: no append is refused."""
+    """An append behind a cut is one run more, and counted when the cut is made: no append is refused."""
     for cut_count in range(1, LIMIT + 1):
         view = await rig.append("a", writer.make(2))
         cut = rig.cache.sessions.keep_first(TENANT, "a", None, view.token_count - 1)

@@ -224,7 +224,7 @@ async def test_a_crash_leaves_the_short_or_the_long_ones(slow: MemoryRig, writer
 
 
 async def test_bytes_that_memory_did_not_keep_are_not_made_durable(slow: MemoryRig, writer: Writer) -> None:
-    """What its writer said of a row decides: the short segment on SSD is right, and stays."""
+    """The writer's checksum of a row decides: the short segment on SSD is right, and stays."""
     tokens = await grow(slow, "a", writer, LONGEST + 300)
     segment = segments_of(slow, "a")[5]
     assert segment.memory is not None

@@ -1,4 +1,4 @@
-"""Who has begun to leave DRAM goes on: half a session hastens no turn that waits for all of it."""
+"""A session that has begun to leave DRAM goes on: half a session hastens no turn that waits for all of it."""
 
 from dataclasses import dataclass, field
 

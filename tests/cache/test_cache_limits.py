@@ -80,7 +80,7 @@ async def test_more_than_a_share_is_refused_for_good(rig: MemoryRig) -> None:
 
 @pytest.mark.parametrize("is_deleted", [False, True])
 async def test_a_stream_holds_no_more_than_the_readers_share(rig: MemoryRig, *, is_deleted: bool) -> None:
-    """What of it lies in the arena beyond that leaves for others.
+    """Rows of the stream beyond that share leave the arena for others.
 
     Its rows are read from SSD, also when it is deleted.
     """

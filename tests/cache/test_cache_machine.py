@@ -285,7 +285,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(pick=picks, is_abandoned=st.booleans())
     def give_up(self, pick: int, *, is_abandoned: bool) -> None:
-        """What was not committed never was."""
+        """Rows that were not committed never were."""
         item = self.open.pop(pick % len(self.open))
         self.rig.cache.appends.release(item.reservation, is_abandoned=is_abandoned)
 
@@ -479,7 +479,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.rig.cache.leases.lease_count == len(self.leases)
 
     def check_old(self, seconds: int) -> None:
-        """What had the time to be written is on SSD, unless that has no room or failed."""
+        """Rows that had the time to be written are on SSD, unless it has no room or failed."""
         cache = self.rig.cache
         if self.is_faulty or seconds * 10**9 < cache.ledger.watermarks.tail_age_ns:
             return
@@ -523,7 +523,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.learn(is_whole=is_whole)
 
     def learn(self, *, is_whole: bool) -> None:
-        """What is there after a start is right."""
+        """The sessions after a start are right."""
         for name, known in self.model.items():
             view = self.rig.cache.sessions.get("acme", name)
             least = len(known.tokens)

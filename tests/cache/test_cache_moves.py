@@ -187,7 +187,7 @@ async def test_a_deleted_session_gives_staged_slots_back(rig: MemoryRig, writer:
 
 
 async def test_a_refused_staging_is_made_good_by_the_flush(rig: MemoryRig, writer: Writer) -> None:
-    """Who asked for nothing hears of no failure; who asks for durability gets it."""
+    """A caller that asked for nothing hears of no failure; who asks for durability gets it."""
     reservation, tokens = await written(rig, writer, 2 * SEGMENT_TOKENS)
     rig.ssd.fail(Operation.WRITE)
     rig.cache.appends.mark_written(reservation, len(tokens))
@@ -368,7 +368,7 @@ async def test_what_was_promoted_and_dropped_at_once_is_promoted_again(
 
 
 async def test_a_flush_cancelled_in_the_middle_goes_on(rig: MemoryRig, writer: Writer) -> None:
-    """Nobody hears of its end, and what it wrote is recorded."""
+    """The flush ends unheard, and the rows that it wrote are recorded."""
     await rig.create("a")
     await rig.append("a", writer.make(3 * SEGMENT_TOKENS))
     await _cancelled(rig, Operation.WRITE, rig.flush("a"))
@@ -498,7 +498,7 @@ async def test_rows_that_memory_loses_while_they_are_flushed_are_not_recorded(
 ) -> None:
     """Their copy on SSD is more than the segment has by then.
 
-    What is read back later is only what is left.
+    A later read brings only the remaining rows.
     """
     await rig.create("a")
     tokens = writer.make(30)

@@ -51,7 +51,7 @@ class OperatedStorm(Storm):
     has_faults = False
 
     async def fail(self) -> None:
-        """What is written while a path is taken out of use may be refused; devices fail where they are to."""
+        """A write may be refused while its path is taken out of use; devices fail where they are to."""
         await (super().fail() if self.has_faults else asyncio.sleep(0))
 
     async def foretell(self) -> None:
@@ -115,7 +115,7 @@ class OperatedStorm(Storm):
         self.rig.cache.state.is_pressed.set()
 
     async def drain(self) -> None:
-        """What SSD is to have is written."""
+        """All rows that SSD is to have are written."""
         task = asyncio.ensure_future(self.rig.cache.flush_due())
         if self.dice.random() < 0.3:
             await asyncio.sleep(0)

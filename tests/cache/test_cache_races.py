@@ -62,7 +62,7 @@ class Crowd:
                 await asyncio.sleep(0)
 
     async def upkeep(self, _: str) -> None:
-        """What happens without being asked."""
+        """The background steps."""
         await Upkeep(self.rig.cache).turn()
 
     async def append(self, name: str) -> None:

@@ -205,7 +205,7 @@ async def test_a_cancelled_reader_leaves_nothing_held(rig: MemoryRig) -> None:
 
 
 async def test_a_lease_of_more_than_the_arena_moves_nothing(rig: MemoryRig) -> None:
-    """What can never fit is refused before anything makes way for it."""
+    """A lease that can never fit is refused before anything makes way for it."""
     await filled(rig, "big", 4 * SEGMENT_TOKENS)
     await rig.append("big", Writer(1).make(4 * SEGMENT_TOKENS), is_durable=True)
     await filled(rig, "small", 10, tag=2)

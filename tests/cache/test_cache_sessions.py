@@ -263,7 +263,7 @@ async def test_a_session_being_written_is_not_evicted(rig: MemoryRig, writer: Wr
 
 
 async def test_an_expired_session_waits_for_its_writer(rig: MemoryRig) -> None:
-    """Nobody can reach it, and its room comes back when the writer is done."""
+    """The session cannot be reached, and its room comes back when the writer is done."""
     await rig.create("a", ttl_s=10)
     reservation = await rig.reserve("a", 1)
     rig.clock.advance(seconds=10)
@@ -279,7 +279,7 @@ async def test_an_expired_session_waits_for_its_writer(rig: MemoryRig) -> None:
 
 
 async def test_a_fork_that_has_to_wait_is_checked_again(rig: MemoryRig, writer: Writer) -> None:
-    """What changed while the source was made durable is not overlooked."""
+    """A change made while the source became durable is not overlooked."""
     await rig.create("a")
     await rig.append("a", writer.make(10))
     gate = rig.ssd.hold(Operation.WRITE)

@@ -86,7 +86,7 @@ class SlowTier(MemoryTier):
             await pause(self._dice, 9)
 
     def cut(self) -> MemoryTier:
-        """What a power cut leaves: of what was not synced some pages, some of them torn."""
+        """The state that a power cut leaves: of what was not synced some pages, some of them torn."""
         survivor = self.crash()
         for key, page in self._pages.items():
             kept_bytes = self._dice.choice((0, SECTOR_BYTES, ALIGN_BYTES))
@@ -120,7 +120,10 @@ class SlowMetadata(MemoryMetadata):
             self._sync()
 
     def cut(self) -> MemoryMetadata:
-        """What a power cut leaves: the first few of the commits that were not synced are there as well."""
+        """The state that a power cut leaves.
+
+        The first few of the commits that were not synced are there as well.
+        """
         survivor = self.crash()
         for changes in self._unsynced[: self._dice.randrange(len(self._unsynced) + 1)]:
             survivor._current.apply(changes)
@@ -129,7 +132,7 @@ class SlowMetadata(MemoryMetadata):
 
 @dataclass(slots=True)
 class Known:
-    """What a session must hold; `other` is what it may hold instead while it is being truncated."""
+    """The rows that a session must hold; `other` is what it may hold instead while it is being truncated."""
 
     uid: bytes
     tokens: list[Token] = field(default_factory=list)
@@ -209,7 +212,7 @@ class Storm:
             self.settle(name)
 
     def settle(self, name: str) -> Known | None:
-        """What must be in the session, if it was not evicted; what was damaged may have been cut."""
+        """The rows that must be in the session, if it was not evicted; what was damaged may have been cut."""
         known = self.known.get(name)
         session = self.rig.cache.ledger.get(known.uid) if known else None
         if known is None or session is None:
@@ -349,7 +352,7 @@ class Storm:
                 await cache.queues.withdraw(queue)
 
     async def upkeep(self) -> None:
-        """What happens without being asked, a second later."""
+        """The background steps, a second later."""
         self.rig.clock.advance(seconds=1)
         await Upkeep(self.rig.cache).turn()
 
@@ -370,7 +373,7 @@ class Storm:
     async def cut(self) -> None:
         """The power goes, for a copy.
 
-        What was acknowledged as durable is there, and nothing else than was written.
+        Rows acknowledged as durable are there, and no rows but those that were written.
         """
         await pause(self.dice, 200)
         if self.cut_count == CUTS:

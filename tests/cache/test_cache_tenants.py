@@ -21,7 +21,7 @@ SHARES = Shares({"a": Share(0.5), "b": Share(0.25), "c": Share(0.0, 0.25)})
 """Of 32 segments on SSD 16 and 8 are guaranteed, and c has 8 at most."""
 ALL_OF_IT = Shares({"a": Share(0.5), "d": Share(0.5)})
 EQUAL = Shares(are_tenants_known=True)
-"""Nobody configured anything."""
+"""No share is configured."""
 ANYONE = "x"
 """A tenant without a share."""
 
@@ -146,7 +146,7 @@ async def test_what_is_borrowed_is_given_back_as_others_come(equal: DiskRig) -> 
 
 
 async def test_who_has_more_than_its_share_gives_way(shared: DiskRig) -> None:
-    """What was taken beyond a share while nobody needed it goes as soon as its owner comes, and no more."""
+    """Room taken beyond a share goes as soon as the tenant that it belongs to comes, and no more than that."""
     await _flood(shared, "b", 16, tag=9)
     assert _used(shared, "b")[1] == 32
 
@@ -331,7 +331,7 @@ OPERATIONS = st.lists(
 async def test_whatever_tenants_do_nobody_within_its_share_loses_anything(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str, int, int]]
 ) -> None:
-    """Who is within its share before another acts has the same sessions after it.
+    """A tenant within its share has the same sessions before and after another tenant acts.
 
     Limits hold, and the books.
     """
@@ -381,7 +381,7 @@ async def _act(
         try:
             await rig.append(name, tokens, is_durable=writer.tag % 3 > 0)
         finally:
-            # What could not be made durable is visible all the same.
+            # Tokens that could not be made durable are visible all the same.
             if name in rig.names():
                 stored[key] = (stored[key] + tokens)[: rig.token_count(name)]
     elif what == "read":

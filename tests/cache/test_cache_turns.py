@@ -75,7 +75,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[MemoryRig]:
 
 
 def request(begin: int = 0, end: int | None = None) -> ReadRequest:
-    """What a reader asks for."""
+    """A reader's request."""
     return ReadRequest(TENANT, "long", FINGERPRINT, None, begin, end)
 
 
@@ -112,7 +112,7 @@ async def delete(rig: MemoryRig) -> None:
 
 
 async def look(rig: MemoryRig) -> None:
-    """What it is."""
+    """The session's facts."""
     rig.cache.sessions.get(TENANT, "long")
 
 

@@ -251,7 +251,10 @@ async def test_much_that_is_dirty_is_written_tails_too(large: Make, writer: Writ
 
 
 async def test_a_tail_is_durable_after_its_age(large: Make, writer: Writer) -> None:
-    """What nobody flushed survives a power cut once it is 30 seconds old; a growing tail waits till then."""
+    """A tail that no caller flushed survives a power cut once it is 30 seconds old.
+
+    A growing tail waits till then.
+    """
     rig = await large()
     await rig.create("a")
     tokens = writer.make(10)
@@ -348,7 +351,7 @@ def add_clean_sessions(rig: MemoryRig, sources: Sequence[Session], count: int) -
 
 
 async def lines_of_a_turn(rig: MemoryRig, writer: Writer) -> int:
-    """What upkeep of bytes costs after three sessions have changed."""
+    """The cost of upkeep after three sessions have changed."""
     for number in range(3):
         await rig.append(f"s{number}", writer.make(SEGMENT_TOKENS))
     upkeep = Upkeep(rig.cache)
@@ -408,7 +411,7 @@ async def test_room_on_ssd_costs_what_leaves(tmp_path: Path, writer: Writer) -> 
 
 
 async def test_room_among_many_costs_what_leaves(large: Make, writer: Writer) -> None:
-    """Who needs room looks at no session of two thousand that share what a reader holds."""
+    """A search for room looks at none of two thousand sessions that share a reader's segments."""
     rig = await large(Watermarks(low=0, high=0))
     await rig.create("held")
     await rig.append("held", writer.make(20 * SEGMENT_TOKENS), is_durable=True)

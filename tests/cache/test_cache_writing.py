@@ -195,7 +195,7 @@ async def test_a_writer_that_says_it_is_there_keeps_its_reservation(rig: MemoryR
 
 
 async def test_a_cancelled_reservation_gives_everything_back(rig: MemoryRig, writer: Writer) -> None:
-    """Whoever stops waiting for room leaves the session free for others."""
+    """A writer that stops waiting for room leaves the session free for others."""
     await rig.create("old")
     await rig.append("old", writer.make(6 * SEGMENT_TOKENS))
     await rig.create("a")
@@ -306,7 +306,7 @@ async def test_a_session_created_again_under_its_writer_is_not_touched(
 
 
 async def test_rows_are_durable_as_they_are_when_they_are_committed(rig: MemoryRig, writer: Writer) -> None:
-    """What lay in a writer's room before, beyond a commit or beyond a mark, is on disk nowhere."""
+    """Bytes in a writer's room beyond a commit or a mark are nowhere on disk."""
     await rig.create("a")
     tokens = writer.make(3 * SEGMENT_TOKENS)
     reservation = await rig.reserve("a", len(tokens))

@@ -1,6 +1,6 @@
 """Promotions that were asked for and wait for room.
 
-What waits is bounded, and keeps nobody waiting in vain.
+Deferred hints are bounded, and keep no caller waiting in vain.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.policy import Capacities
 
 ARENA_SEGMENTS = 8
-"""Of which the high watermark keeps one free."""
+"""Segments of the arena; the high watermark keeps one of them free."""
 SECOND_NS = 10**9
 
 
@@ -70,7 +70,7 @@ async def test_the_time_of_who_asks_again_counts_from_then(asked: Asked) -> None
 
 
 async def test_who_is_larger_than_memory_does_not_wait_for_it(asked: Asked) -> None:
-    """What of it has room comes; the rest never could, and whoever is in a queue comes in its place."""
+    """The part that has room comes; the rest never could, and whoever is in a queue comes in its place."""
     await asked.store("large", 8)
     await asked.store("next", 1)
     answer = await asked.ask("large")

@@ -1,4 +1,4 @@
-"""What is listened to: bounded, and what is lost is counted; a recording says where."""
+"""Calls as a listener hears them: bounded, and what is lost is counted; a recording says where."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def heard(name: str, at_ns: int = 5_000_000) -> Heard:
 
 
 def test_who_does_not_listen_in_time_loses_the_last_and_is_told() -> None:
-    """What was kept is whole, and after it is taken there is room."""
+    """The kept calls are whole, and after they are taken there is room."""
     listening = Listening(limit=2)
     for name in ("a", "b", "c", "d"):
         listening.hear(heard(name))

@@ -49,7 +49,7 @@ async def archive(rig: MemoryRig, tmp_path: Path) -> Path:
 
 
 def told(*_: object) -> None:
-    """Nobody looks."""
+    """Progress is not looked at."""
 
 
 def laid_out(archive: Path, directory: Path, *, ssd_size_bytes: int = 1 << 20, step: Step = told) -> Restored:

@@ -1,4 +1,4 @@
-"""What a policy is told of sessions, and how often it is asked: the rest is the policy's own."""
+"""Events of sessions that a policy hears, and how often it is asked: the rest is the policy's own."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,7 +173,7 @@ async def test_after_a_start_sessions_are_told_in_the_order_of_their_accesses(no
 
 
 async def test_a_session_that_is_forked_while_it_is_leased_is_known_to_leave_dram(noted: MemoryRig) -> None:
-    """What it shares now leaves DRAM as what was its own did: the policy hears that it is on SSD only."""
+    """Shared segments leave DRAM as its own did: the policy hears that it is on SSD only."""
     await noted.create("a")
     await noted.append("a", Writer(1).make(128), is_durable=True)
     lease = await noted.acquire("a", 0, 1)

@@ -1,6 +1,6 @@
 """Promotion ahead of need.
 
-Who is hinted is in memory before anyone asks, at nobody's cost who is needed sooner.
+A hinted session is in memory before it is read, at no cost to sessions that are needed sooner.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from ctxcache.errors import CorruptSegment, TierFailure
 from ctxcache.server.upkeep import Upkeep
 
 ARENA_SEGMENTS = 24
-"""Of which the high watermark keeps 3 free."""
+"""Segments of the arena; the high watermark keeps 3 of them free."""
 SSD_SEGMENTS = (64, 64)
 PARTS = 4
 """Segments of each session."""
@@ -148,7 +148,7 @@ async def test_a_watcher_hears_what_becomes_of_a_session(foreseen: Foreseen) -> 
 
 
 async def test_what_is_not_needed_makes_room_and_what_is_does_not(foreseen: Foreseen) -> None:
-    """Whoever waits for nothing leaves for the queue's head; its tail never pushes the head out."""
+    """Sessions without a job leave for the queue's head; its tail never pushes the head out."""
     for name in NAMES[:5]:
         await foreseen.read(name)
     foreseen.hint("f")

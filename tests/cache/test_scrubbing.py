@@ -100,7 +100,7 @@ async def test_a_bad_place_is_kept_from_use_until_it_is_tested(disk_rig: DiskRig
 async def test_a_place_that_keeps_nothing_stays_bad(
     disk_rig: DiskRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What gives back other bytes than it was given is not used again, however often it is tested."""
+    """A place that returns other bytes than were written is not used again, however often it is tested."""
     await disk_rig.create("a")
     await disk_rig.append("a", Writer(1).make(100), is_durable=True)
     await disk_rig.demote("a")

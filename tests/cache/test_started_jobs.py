@@ -13,7 +13,7 @@ from ctxcache.core.placement.schedule import Job
 
 
 class Heard:
-    """What the policy hears of jobs and turns, in order."""
+    """The jobs and turns that the policy hears of, in order."""
 
     def __init__(self, rig: MemoryRig) -> None:
         self.events: list[str] = []

@@ -25,7 +25,7 @@ SPEC: ModelSpec = replace(
 WIDE: ModelSpec = replace(
     model_spec("wide"), streams=(StreamSpec(Stream(0, StateKind.KV), 1 << 18, DType.FLOAT16),)
 )
-"""Of which 64 tokens are a block of an export."""
+"""Bytes of a token; 64 tokens are a block of an export."""
 
 
 def make_rows(spec: ModelSpec, token_count: int, seed: int) -> Rows:

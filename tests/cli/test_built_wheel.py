@@ -179,7 +179,7 @@ def test_what_only_an_extra_brings_is_named(wheel: Path, tmp_path: Path, absent:
 
 
 def test_a_part_of_ours_that_is_missing_is_a_bug(wheel: Path, tmp_path: Path) -> None:
-    """Nobody is told to install what the wheel should have brought."""
+    """No message says to install a part that the wheel should have brought."""
     environment = installed(wheel, tmp_path)
     (tmp_path / "wheel/ctxcache/cli/main.py").write_text("import ctxcache.no_such_part")
 

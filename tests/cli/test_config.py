@@ -36,7 +36,7 @@ def test_what_serve_would_refuse_check_refuses(tmp_path: Path, text: str, said: 
 
 
 def test_check_doubts_what_is_seldom_meant() -> None:
-    """What is allowed and dangerous is a warning, and no error."""
+    """A dangerous setting that is allowed is a warning, and no error."""
     odd = ("--tail-age-s", "0", "--insecure-listen", "true", "--fault-injection", "true")
     done = ctxcache("config", "check", *odd, "--output", "json")
     answer = json.loads(done.stdout)

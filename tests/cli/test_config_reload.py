@@ -43,7 +43,7 @@ def write(path: Path, **settings: object) -> None:
 
 
 def values(server: ServerProcess) -> dict[str, object]:
-    """What the server runs with."""
+    """The settings that the server runs with."""
     with connect(server.target) as client:
         return {s.name: json.loads(s.value_json) for s in client.admin.settings()}
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_changes_nothing(server: ServerProcess, file: Path, text:
 
 @pytest.mark.usefixtures("file")
 def test_a_reload_is_audited(server: ServerProcess) -> None:
-    """Who did it and what came of it; looking is not written down."""
+    """The audit log names the operator and the outcome; looking is not written down."""
     before = len(server.stderr.splitlines())
     values(server)
     with connect(server.target) as client:

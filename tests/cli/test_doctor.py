@@ -59,7 +59,7 @@ def test_a_machine_that_can_serve(tmp_path: Path) -> None:
 
 
 def test_the_direct_io_probe_agrees_with_the_server(tmp_path: Path) -> None:
-    """What the doctor says about O_DIRECT is what the server then does."""
+    """The doctor's finding about O_DIRECT is the server's I/O mode afterwards."""
     _, findings = doctor(tmp_path / "data")
     with ServerProcess(tmp_path / "data") as server:
         mode = server.ready["ssd"][0]["io_mode"]
@@ -192,7 +192,7 @@ def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_named_as_its_driver_names_it(tmp_path: Path) -> None:
-    """What nvidia-smi says is what is found."""
+    """The finding names the GPU as nvidia-smi does."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'NVIDIA Tiny, 1024 MiB, 1.0'\n")

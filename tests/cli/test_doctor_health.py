@@ -1,4 +1,4 @@
-"""What the doctor says of disks, by what a kernel and smartctl say of them."""
+"""The doctor's findings about disks, from the words of a kernel and of smartctl."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the doctor says of the machine, by what a kernel says."""
+"""The doctor's findings about the machine, from the words of a kernel."""
 
 import os
 import resource

@@ -69,7 +69,7 @@ def start(step: str, directory: Path, *options: str) -> "subprocess.Popen[str]":
 
 
 def ended(process: "subprocess.Popen[str]", number: signal.Signals) -> tuple[str, str]:
-    """What it says from the signal to its end."""
+    """The output from the signal to the end."""
     process.send_signal(number)
     try:
         return process.communicate(timeout=60)
@@ -113,7 +113,7 @@ def test_a_rebuild_at_the_start_is_ended_at_once(tmp_path: Path) -> None:
 
 
 def test_a_hangup_while_it_starts_is_no_end(tmp_path: Path) -> None:
-    """Whoever changed the settings meanwhile asks for them to be read again: it does so when it is ready."""
+    """SIGHUP asks for changed settings to be read again: it does so when it is ready."""
     file = tmp_path / "ctxcache.toml"
     file.write_text("max_sessions = 5\n")
     (tmp_path / "shm").mkdir()

@@ -96,7 +96,7 @@ def imported(client: Client, data: bytes, wishes: ImportWishes, step: Step = not
 
 
 def contents(data: bytes) -> dict[str, Rows]:
-    """What is in an export."""
+    """The sessions of an export, by name."""
     fd = os.memfd_create("export")
     try:
         os.write(fd, data)
@@ -126,7 +126,7 @@ def once(action: Callable[[], object]) -> Step:
 
 
 def test_a_session_that_changes_meanwhile_is_read_again(client: Client) -> None:
-    """What goes into the file is the later one, whole; what came of the earlier one is void."""
+    """The file has the later state, whole; what came of the earlier one is void."""
     keep(client, SPEC, "x", TOKEN_COUNT)
 
     def change() -> None:
@@ -259,7 +259,7 @@ def test_what_was_filled_so_far_may_go(client: Client) -> None:
 
 
 def test_what_is_replaced_stays_when_it_has_changed(client: Client) -> None:
-    """Nobody has seen its new tokens who wanted it replaced."""
+    """The operator who wanted it replaced had not seen its new tokens."""
     keep(client, SPEC, "x", TOKEN_COUNT)
     _, data = exported(client, "x")
 

@@ -1,4 +1,4 @@
-"""What goes wrong, for scripts: a document on standard error, with one reason for one sort of fault."""
+"""Failures as scripts see them: a document on standard error, with one reason for one sort of fault."""
 
 import json
 import sys

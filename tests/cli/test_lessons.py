@@ -1,4 +1,4 @@
-"""What was learned of return times outlives restarts and kills.
+"""Learned return times outlive restarts and kills.
 
 Whatever is wrong with it, the server starts.
 """

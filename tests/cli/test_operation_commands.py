@@ -1,4 +1,4 @@
-"""What operators do to a server that runs, through the real binary.
+"""Operators' commands on a running server, through the real binary.
 
 Tiers, leases, shares, the drain, and what goes on.
 """
@@ -127,7 +127,7 @@ def test_sessions_are_filtered(target: str) -> None:
 
 
 def test_hints_are_sent_and_answered(target: str) -> None:
-    """What came of one is told; one that lasts needs to say how long."""
+    """The outcome of each hint is told; one that lasts needs to say how long."""
     (sent,) = ctxcache_json(target, "hint", "send", "prefetch", SESSION)["hints"]
 
     assert sent["outcome"] == "HINT_OUTCOME_ACCEPTED"
@@ -183,7 +183,7 @@ def test_watch_goes_on_until_it_is_interrupted(target: str) -> None:
 
 
 def test_an_interval_is_of_a_watch(target: str) -> None:
-    """Nobody waits for what shows once."""
+    """A command that shows its answer once takes no interval."""
     ran = ctxcache("--target", target, "tier", "list", "--interval", "5")
 
     assert ran.exit_code == ExitCode.USAGE

@@ -81,7 +81,7 @@ def test_a_plugin_that_needs_what_is_not_installed_says_what_to_install(tmp_path
 
 @pytest.mark.parametrize("module", ["ctxcache", "gpu_worker", "waving"])
 def test_a_missing_part_of_ours_is_a_bug(tmp_path: Path, module: str) -> None:
-    """Nobody is told to install what this distribution should have brought."""
+    """No message says to install a part that this distribution should have brought."""
     ran = ctxcache("wave", environment=install(tmp_path, f"import {module}.no_such_part"))
 
     assert ran.exit_code == ExitCode.INTERNAL

@@ -1,6 +1,6 @@
-"""Who else may read or change what a server has.
+"""The rights of other users on a server's files.
 
-Nobody, whatever the umask, and whatever was there before.
+Other users have none, whatever the umask, and whatever was there before.
 """
 
 import os
@@ -172,7 +172,10 @@ def test_a_secret_as_a_pod_mounts_it_is_taken(tmp_path: Path) -> None:
 
 
 def test_the_doctor_looks_at_all_of_it(tmp_path: Path) -> None:
-    """What a start would refuse ends it as a start would; what a start would mend is said, and left."""
+    """The doctor ends with a start's exit code where a start would refuse.
+
+    What a start would mend is said, and left.
+    """
     data, hashes = tmp_path / "data", tmp_path / "hashes"
     with ServerProcess(data) as server:
         assert server.terminate() == 0

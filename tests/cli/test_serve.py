@@ -163,7 +163,7 @@ def test_the_default_data_directory_is_the_users(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_changes_nothing(tmp_path: Path, second: signal.Signals) -> None:
-    """Whoever is impatient still gets an orderly end."""
+    """A second signal still leads to an orderly end."""
     with ServerProcess(tmp_path / "data") as server:
         store_session(server.target, "safe")
         os.kill(server.pid, signal.SIGTERM)

@@ -149,7 +149,7 @@ def test_an_arena_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_data_directory_of_a_newer_format(tmp_path: Path) -> None:
-    """What a newer version wrote is left alone."""
+    """A directory of a newer version is left alone."""
     (tmp_path / "FORMAT").write_text(
         json.dumps({"format": DATA_FORMAT + 1, "created_by": "later", "instance_id": "00"})
     )

@@ -209,7 +209,7 @@ def test_expire_now_ends_the_session(target: str) -> None:
 
 
 def test_flush_makes_every_token_durable(target: str) -> None:
-    """What was in memory only is on disk afterwards."""
+    """Tokens that only memory had are on disk afterwards."""
     store_session(target, "flushed")
 
     flushed = ctxcache_json(target, "session", "flush", "flushed")

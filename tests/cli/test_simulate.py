@@ -57,7 +57,7 @@ def test_people_see_a_table(trace: Path) -> None:
 
 
 def test_costs_are_another_table(trace: Path) -> None:
-    """What is saved, worn and waited for; prices and the model are options.
+    """Savings, wear and waits; prices and the model are options.
 
     One of three turns hits 15 tokens.
     """
@@ -377,7 +377,7 @@ def test_a_sweep_reads_lengths_at_the_pace_that_is_said(tmp_path: Path) -> None:
     [("--exclusive", "--layers", "4", "--resident-layers", "2"), ("--inclusive", "--resident-layers", "2")],
 )
 def test_first_layers_alone_need_an_inclusive_store_of_layers(trace: Path, options: tuple[str, ...]) -> None:
-    """What DRAM has not must be on SSD, and there must be layers to count."""
+    """Layers that DRAM lacks must be on SSD, and there must be layers to count."""
     ran = ctxcache("simulate", str(trace), *options)
 
     assert ran.exit_code == ExitCode.USAGE

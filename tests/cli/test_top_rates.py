@@ -1,4 +1,4 @@
-"""What happened between two looks at a server."""
+"""Rates between two looks at a server."""
 
 import math
 

@@ -27,7 +27,7 @@ PLACES = {"empty": 0, "refused": 0}
 
 @contextmanager
 def recording(target: str, path: Path) -> Iterator[None]:
-    """What the server is asked within the block is in the file; Ctrl-C ends it."""
+    """Calls within the block are in the file; Ctrl-C ends it."""
     command = [*COMMAND_LINE, "--target", target, "--output", "json", "trace", "record", str(path)]
     environment = without_settings(os.environ)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -92,7 +92,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
             await_line(path, '"delete"')
             again = ctxcache("--target", server.target, "trace", "record", str(directory / "again.jsonl"))
             taken = ctxcache("--target", server.target, "trace", "record", str(directory / "again.txt"))
-        # What it says of the end it says when it has noticed.
+        # The recorder reports its end when it has noticed it.
         server.terminate()
         audited = [line for line in server.stderr.splitlines() if "method=Record" in line]
 

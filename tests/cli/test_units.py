@@ -61,7 +61,7 @@ def test_durations_parse(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "h", "2 h", "-2h", "2y", "1h-30m"])
 def test_other_durations_are_refused(text: str) -> None:
-    """What is not understood as a whole is refused."""
+    """A text that is not a duration as a whole is refused."""
     with pytest.raises(ValueError, match="is not a time such as"):
         units.parse_duration_s(text)
 

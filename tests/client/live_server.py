@@ -52,7 +52,7 @@ class LiveServer:
         return future.result(PATIENCE_S)
 
     def ask(self, question: Callable[[Server], T]) -> T:
-        """What the server's books say."""
+        """The answer of the server's books to a question."""
 
         async def answer() -> T:
             return question(self.server)

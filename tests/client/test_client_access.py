@@ -109,7 +109,7 @@ def test_who_wants_only_the_arena_is_told_that_it_is_not_here(connect: Connect, 
 
 
 def test_a_broken_stream_fails_its_waiters_at_once(connect: Connect, far_side: FarSide) -> None:
-    """Nobody waits for the deadline of an answer that cannot come."""
+    """No caller waits out the deadline of an answer that cannot come."""
     session = far_side.add(NAME, 5)
     client = connect(access="local", timeout_s=120.0)
     client.sessions.open(session, OWN).read().close()
@@ -279,7 +279,7 @@ def test_a_caller_interrupted_in_the_middle_of_an_answer_breaks_the_way(
 
 
 def test_a_late_answer_holds_nobody_up() -> None:
-    """What it holds is given back by whoever reads, who never waits for an answer himself then."""
+    """The next reader gives the late lease back, and does not wait for an answer to that."""
     ours, theirs = socket.socketpair()
     access = SocketAccess(ours, FrameReader(), "unix:here", timeout_s=1.0)
     asked = FrameReader()

@@ -1,4 +1,4 @@
-"""Who may write to the arena.
+"""The rights of local clients on the arena.
 
 Tried by a client that is not ours, against a real server, and by ours beside it.
 """
@@ -113,9 +113,9 @@ print(json.dumps({"fds": len(fds), "size": os.fstat(fd).st_size, "done": done}))
 
 
 def attempts(server: ServerProcess, *, uid: int = 0) -> dict[str, Any]:
-    """What a client without our library gets done with what the control socket gives it."""
+    """The things that a client without our library can do with the control socket's descriptors."""
     given = (str(uid), server.ready["control_socket"], str(server.ready["arena"]["size_bytes"]))
-    # What it may not read of this environment it must not miss.
+    # The other user cannot read this environment, and must not need it.
     ran = subprocess.run(
         [sys.executable, "-I", "-c", ATTEMPTS, *given],
         capture_output=True,
@@ -200,7 +200,7 @@ def stored_twice(client: Client, name: str) -> npt.NDArray[np.generic]:
 def test_another_user_that_may_read_gets_nothing_to_write_with(server: ServerProcess) -> None:
     """Not by the descriptor it is given, nor by what the kernel makes of it.
 
-    What it asks for beyond is not given.
+    A descriptor to write through is not given.
     """
     assert attempts(server, uid=STRANGER) == {
         "fds": 1,

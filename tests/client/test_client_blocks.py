@@ -289,7 +289,7 @@ def test_a_client_that_goes_gives_its_puts_up(live: LiveServer, local: Client) -
             own.stream.carry_out(commit)
     live.until(lambda server: len(server._cache.ledger.blocks()) == 1)
     assert local.blocks.look_up(replace(WHOLE, layout_tag=""), [key_of(2)]) == [MISS]
-    # What was committed of the first one is whole with the other rank's part.
+    # The first rank's committed part is whole with the other rank's part.
     assert local.blocks.put(RANKS, {key_of(1): b"def"}, parts=[1], part_bytes=[3, 3]) == 1
     [loaded] = local.blocks.load(RANKS, [key_of(1)])
     assert loaded is not None

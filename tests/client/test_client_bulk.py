@@ -194,7 +194,7 @@ def test_a_broken_read_goes_on_where_it_broke(bulk: Client, piece_count: int) ->
 
 
 def test_a_buffer_is_whole_after_a_break(bulk: Client) -> None:
-    """What was half received is received again."""
+    """A half-received chunk is received again."""
     expected = make_rows(60_000)
     with bulk.sessions.open(NAME, OWN).read() as rows:
         rows.array(TOKENS, out=np.empty(expected[TOKENS].shape, np.uint8))
@@ -305,7 +305,7 @@ def test_a_read_on_a_kept_connection_that_had_ended_begins_again(
 def test_an_append_on_a_kept_connection_that_had_ended_begins_again(
     bulk: Client, monkeypatch: pytest.MonkeyPatch, after: SocketFrameKind | None
 ) -> None:
-    """Nothing of it was asked to be visible yet."""
+    """No commit had asked for any of it to be visible."""
     bulk.sessions.open(NAME, OWN).append(make_rows(1))
     ends_unnoticed(kept(bulk), monkeypatch, after)
 

@@ -198,7 +198,7 @@ def test_a_list_goes_on_to_the_last_page(connect: Connect) -> None:
 
 
 def test_a_model_survives_the_wire() -> None:
-    """What was registered has the same fingerprint when it comes back."""
+    """A registered model has the same fingerprint when it comes back."""
     assert model_from_wire(model_to_wire(SPEC)) == SPEC
 
 

@@ -1,6 +1,6 @@
 """Tenants told apart by certificates, against a real server.
 
-What each sees, keeps and may do, and who is nobody.
+The sessions and rights of each caller, and of callers without a name.
 """
 
 from collections.abc import Callable, Iterator
@@ -243,7 +243,7 @@ def test_one_floods_and_the_other_keeps_its_share(
 def test_operators_verbs_need_an_operator(connect: Callable[..., Client], server: ServerProcess) -> None:
     """So does a hold against eviction.
 
-    What an operator changes is written down with who did it, and what came of it.
+    An operator's change is written down with its author and outcome.
     """
     user, operator = connect("a"), connect("ops")
     name = fill(user, "pinned", make_rows(5)).name
@@ -357,7 +357,10 @@ def test_no_name_reaches_into_another_tenant(connect: Callable[..., Client], nam
 
 
 def test_without_shared_memory_rows_come_by_stream(connect: Callable[..., Client]) -> None:
-    """Nobody is told where the arena is, or lent or let reserve any of it: others' bytes lie there."""
+    """Callers without a grant are not told where the arena is, and may neither lease nor reserve.
+
+    Others' bytes lie there.
+    """
     client = connect("a", "auto")
     fill(client, "streamed", make_rows(70))
     np.testing.assert_array_equal(rows_of(client, "sessions/streamed"), make_rows(70)[KV])

@@ -122,7 +122,10 @@ def test_what_waits_is_bounded_and_may_be_cancelled(
 
 
 def test_a_closed_client_cancels_what_waits(held: tuple[Completions, threading.Event, Future[None]]) -> None:
-    """What runs ends by itself; nothing is taken any more, and nothing is left of thread and descriptor."""
+    """A running call ends by itself.
+
+    Nothing is taken any more, and nothing is left of thread and descriptor.
+    """
     completions, go_on, running = held
     waiting = completions.submit(lambda: 1)
     descriptor = completions.fileno()
@@ -141,7 +144,7 @@ def test_a_closed_client_cancels_what_waits(held: tuple[Completions, threading.E
 
 
 def test_a_descriptor_that_is_asked_for_late_tells_what_has_ended() -> None:
-    """Whoever submits before the first poll misses nothing; a call's own failure ends nothing else."""
+    """Calls submitted before the first poll are not missed; a call's own failure ends nothing else."""
     completions = Completions()
 
     def fail() -> None:

@@ -83,7 +83,7 @@ def job(number: int, session: str = A, **facts: Any) -> QueuedJob:
 
 
 def job_ids(server: Server, engine: str = "engine") -> set[str]:
-    """What the server takes the queue to be."""
+    """The jobs of the queue as the server has them."""
     queue = server._cache.queues._queues.get(f"default\0{engine}")
     return set(server._cache.queues.job_ids(queue)) if queue else set()
 

@@ -56,7 +56,7 @@ def test_chunks_come_in_layer_order_without_a_gap(client: Client, far_side: FarS
 
 
 def test_a_read_of_some_streams_offers_no_others(client: Client, far_side: FarSide) -> None:
-    """What was not asked for is not read, and asking later is an error."""
+    """Other streams are not read, and asking for them later is an error."""
     far_side.add(NAME, 5)
 
     with client.sessions.open(NAME, OWN).read(streams=[KV]) as rows:
@@ -330,7 +330,7 @@ def test_rows_are_received_into_a_buffer_of_the_callers_once(connect: Connect, f
 
 
 def test_a_buffer_is_filled_whole_wherever_the_stream_breaks(connect: Connect, far_side: FarSide) -> None:
-    """What arrives after a break goes where it belongs."""
+    """Rows that arrive after a break go where they belong."""
     far_side.add(NAME, 9)
     for chunk_count in range(9):
         far_side.chunks_until_break = [chunk_count]

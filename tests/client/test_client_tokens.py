@@ -303,7 +303,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     assert is_known(connect("a"))
     write_hashes(hashes, GRANTS)
     count = server.stderr.count("tokens_loaded")
-    # Nobody asks for it: the file has changed.
+    # The server reads the file unasked: the file has changed.
     until(lambda: server.stderr.count("tokens_loaded") > count)
     assert is_known(connect("a"))
 

@@ -165,7 +165,7 @@ def test_a_gap_between_rows_is_refused(client: Client, far_side: FarSide) -> Non
 
 
 def test_rows_past_the_room_are_refused(client: Client, far_side: FarSide) -> None:
-    """What lies behind the room is somebody else's."""
+    """The bytes behind the room belong to another session."""
     far_side.add(NAME, 0)
 
     with client.sessions.open(NAME, OWN).writer(4) as writer, pytest.raises(InvalidArgument):

@@ -293,7 +293,7 @@ def test_a_lease_that_ended_is_told_from_damage(
 
 
 def test_a_server_that_ended_ends_the_read(live: LiveServer, client: Client) -> None:
-    """What was read is not returned: who knows whose it is by now."""
+    """The rows that were read are not returned: who knows whose it is by now."""
     with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         live.stop()
         with pytest.raises(LeaseNotFound):

@@ -1,4 +1,4 @@
-"""What protects rows.
+"""The holds that protect rows.
 
 A stream that lives, a deadline that has not passed, and an arena that is the server's.
 """
@@ -30,7 +30,7 @@ class Gone:
 
 
 def test_a_lease_of_a_server_that_is_gone_protects_nothing() -> None:
-    """Nobody has said so yet: the check after a copy asks."""
+    """The end of the server is not noticed yet: the check after a copy asks."""
     hold = Hold(
         stream=cast("AccessStream", Gone()),
         deadline_ns=time.monotonic_ns() + LATER_NS,

@@ -83,7 +83,7 @@ def counters(live: LiveServer) -> tuple[int, int]:
 
 
 def events(client: Client) -> list[int]:
-    """What `why-miss` says of the session."""
+    """The events of the session that `why-miss` tells."""
     return [one.event for one in client.admin.why_miss(NAME).happenings]
 
 
@@ -176,7 +176,7 @@ def test_views_and_files_beside_the_server_are_verified_too(
 def test_an_export_has_no_flipped_byte(
     live: LiveServer, connect: Callable[[Route], Client], tmp_path: Path, way: Route
 ) -> None:
-    """What is written is what was stored; of a session of which memory alone has it, nothing is."""
+    """SSD gets the rows that were stored; of a session of which memory alone has it, nothing is."""
     client = connect(way)
     made(client, 150, Durability.DISK)
     whole = exported(client, tmp_path / "whole")
@@ -210,7 +210,7 @@ def outcomes_of(client: Client, path: Path) -> list[ArchiveOutcome]:
 def test_a_byte_that_changes_before_its_first_flush_is_never_made_durable(
     live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
-    """Who asks for durability is told, what is before it is durable, and a restart serves nothing else."""
+    """A flush is refused; the tokens before are durable, and a restart serves no others."""
     client = connect("local-socket")
     made(client, 150, Durability.MEMORY)
     flip(live, 2, 5)

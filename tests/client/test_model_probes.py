@@ -53,7 +53,7 @@ def spec(request: pytest.FixtureRequest) -> ModelSpec:
 
 
 def kept(client: Client, spec: ModelSpec) -> ModelProbe | None:
-    """What the store has of a model."""
+    """The store's probe of a model."""
     return client.models.get(f"models/{spec.model_id}").probe
 
 

@@ -24,7 +24,7 @@ KV = {"layer": 1, "kind": "STATE_KIND_KV"}
 ROW_BYTES = 32
 TOKEN_COUNT = 70
 TIMEOUT_S = 30
-# What buf curl exits with: eight times the number of the gRPC code.
+# Exit codes of buf curl: eight times the number of the gRPC code.
 INVALID_ARGUMENT, NOT_FOUND, ABORTED = 3 * 8, 5 * 8, 10 * 8
 Json = dict[str, Any]
 

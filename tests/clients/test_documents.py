@@ -1,4 +1,4 @@
-"""What docs/clients.md and docs/chunk_format.md show is what runs."""
+"""The snippets and tables of docs/clients.md and docs/chunk_format.md are those that run."""
 
 import os
 import re

@@ -50,7 +50,10 @@ FORK_APPENDED_COUNT = 5
 
 @dataclass(frozen=True)
 class Stopped:
-    """What a server left behind: its file, also as it was after the first append, and its sessions."""
+    """The files that a server left behind.
+
+    Its file, also as it was after the first append, and its sessions.
+    """
 
     path: Path
     early_file: bytes
