@@ -86,7 +86,7 @@ def small_model() -> model_pb2.Model:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the attacker's tenant has: fingerprints of its models, and its long session's generation."""
+    """The attacker's sessions: fingerprints of its models, and its long session's generation."""
 
     large: bytes
     small: bytes

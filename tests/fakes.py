@@ -54,7 +54,7 @@ class FakeClock:
 
 
 class Operation(enum.Enum):
-    """What a tier is asked to do."""
+    """Operations of a tier."""
 
     READ = "read"
     WRITE = "write"
@@ -179,7 +179,7 @@ class MemoryTier:
         """See Tier. A failure is that of one device, the first path's, and fences it."""
         for index in path_indexes:
             self._check_fence(index)
-        # What is written while a sync waits is not what it was called for.
+        # A write that comes while a sync waits is not covered by that sync.
         written = {key: page for key, page in self._pages.items() if key[0] in path_indexes}
         try:
             await self._arrive(Operation.SYNC, min(path_indexes, default=0))

@@ -56,7 +56,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Segment:
-    """What a header says. Positions `[begin, begin + token_count)` are the writer's."""
+    """The facts of a header. Positions `[begin, begin + token_count)` are the writer's."""
 
     offset_bytes: int
     size_bytes: int

@@ -78,7 +78,7 @@ def contents(store: MetadataStore) -> Changes:
 
 
 class MetadataContract:
-    """What every metadata store does.
+    """The contract of every metadata store.
 
     A subclass provides the fixture `open_store`: a function that opens the same store again after
     it was closed.

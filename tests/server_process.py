@@ -39,7 +39,7 @@ class ServerDidNotStart(Exception):
 
 
 class Process(Protocol):
-    """What is needed of a running server; `subprocess.Popen` is one."""
+    """The needed part of a running server; `subprocess.Popen` is one."""
 
     pid: int
     stdout: IO[str] | None

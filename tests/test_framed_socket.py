@@ -74,5 +74,5 @@ def test_a_frame_of_many_parts_has_no_more_time_than_its_bytes(
 def test_a_slow_peer_has_its_time_for_every_piece(
     pair: tuple[FramedSocket, FramedSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What moves as it must is not cut."""
+    """A connection that moves fast enough is not cut."""
     assert receive_slowly(pair, monkeypatch, [PIECE_BYTES] * 3, PIECE_TIMEOUT_S * 0.9)

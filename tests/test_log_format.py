@@ -74,7 +74,7 @@ def test_json_has_the_fields(logger: tuple[logging.Logger, io.StringIO]) -> None
 
 
 def test_json_of_others_and_of_failures(logger: tuple[logging.Logger, io.StringIO]) -> None:
-    """What a library says is a message; a traceback is a field."""
+    """A library's line is a message; a traceback is a field."""
     log, stream = logger
     log.warning("Something %s, 100%%", "else")
     try:

@@ -133,7 +133,7 @@ def most_circles(collections_per_count: int) -> int:
 
 
 def test_circles_that_outlive_a_collection_go_in_the_end() -> None:
-    """What stays is not looked at each time, and does not grow without bound.
+    """Objects that stay are not looked at each time, and do not grow without bound.
 
     A look at all comes when it has doubled.
     """

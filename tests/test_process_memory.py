@@ -30,5 +30,5 @@ def test_refused_memory_is_no_internal_error(error: Exception) -> None:
 
 @pytest.mark.parametrize("error", OTHER, ids=repr)
 def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
-    """What is our fault stays our fault."""
+    """A bug of ours stays a bug of ours."""
     assert refused_memory(error) is None

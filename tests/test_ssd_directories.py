@@ -106,7 +106,7 @@ def test_a_number_that_another_server_has_given_meanwhile_stays(tmp_path: Path) 
 
 
 def test_a_filesystem_that_is_not_mounted_is_refused(tmp_path: Path, made: list[Path]) -> None:
-    """What was in use and is empty now would cost sessions their tokens at the first read.
+    """A directory that was in use and is empty now would cost sessions their tokens at the first read.
 
     Or not be there.
     """

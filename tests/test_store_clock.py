@@ -16,7 +16,7 @@ SLACK_NS = 600 * SECOND_NS
 
 
 def kept(directory: Path, *, boot_id: str, stopped_ns: int, wall_stopped_ns: int) -> None:
-    """What a run left that ended so long ago by the time since boot, and so long ago by the wall clock."""
+    """The files of a run that ended so long ago by the time since boot, and so long ago by the wall clock."""
     facts = {
         "boot_id": boot_id, "boot_ns": boot_ns() - stopped_ns, "time_ns": THEN_NS,
         "wall_ns": time.time_ns() - wall_stopped_ns,
@@ -44,7 +44,7 @@ def test_over_another_boot_a_stop_is_neither_negative_nor_endless(
 ) -> None:
     """No session's life grows by it, and a clock that is a year ahead costs a day.
 
-    What is not believed is told.
+    A time that is not believed is told.
     """
     kept(tmp_path, boot_id="another", stopped_ns=0, wall_stopped_ns=wall_stopped_ns)
     clock = StoreClock.open(tmp_path)

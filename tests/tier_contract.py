@@ -18,7 +18,7 @@ from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.storage.tiers.base import Tier
 
 SMALLEST_CAPACITY_BYTES = 48 << 20
-"""What every path of the tier under test must have."""
+"""The least bytes of every path of the tier under test."""
 _LARGE_BYTES = (9 << 20) + ALIGN_BYTES
 """More than two pieces of 4 MiB, and no multiple of one."""
 
@@ -43,7 +43,7 @@ def buffer(size_bytes: int, *, seed: int | None = None) -> memoryview:
 
 
 class TierContract:
-    """What every tier does. A subclass provides the fixture `tier`, its paths of 48 MiB or more."""
+    """The contract of every tier. A subclass provides the fixture `tier`, its paths of 48 MiB or more."""
 
     async def test_a_read_returns_what_was_written(self, tier: PlacedTier) -> None:
         """Bytes come back as they went in, from every path."""

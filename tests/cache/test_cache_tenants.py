@@ -146,7 +146,7 @@ async def test_what_is_borrowed_is_given_back_as_others_come(equal: DiskRig) -> 
 
 
 async def test_who_has_more_than_its_share_gives_way(shared: DiskRig) -> None:
-    """Room taken beyond a share goes as soon as the tenant that it belongs to comes, and no more than that."""
+    """Room beyond a share goes as soon as its owner needs it, and no more than that."""
     await _flood(shared, "b", 16, tag=9)
     assert _used(shared, "b")[1] == 32
 

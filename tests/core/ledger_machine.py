@@ -321,7 +321,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.known)
     @rule()
     def expire(self) -> None:
-        """What is due goes, but for sessions that are written."""
+        """Expired sessions go, but for those that are written."""
         now_ns = self.rig.clock.ns
         waiting = []
         while due := self.ledger.due(now_ns, limit=2):
@@ -600,7 +600,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.known)
     @rule(pick=picks)
     def demote(self, pick: int) -> None:
-        """What may leave memory of a session does."""
+        """Segments of a session that may leave memory do."""
         known = self._pick(pick)
         for segment in known.segments if known else ():
             rows = self.rows[segment]
@@ -692,7 +692,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(pick=picks)
     def corrupt(self, pick: int) -> None:
-        """What lies below of a segment is bad: listed, on its way out, or held by a reader alone."""
+        """A segment's rows below are bad: listed, on its way out, or held by a reader alone."""
         some = [s for s, r in self.rows.items() if r.below]
         if some:
             segment = some[pick % len(some)]
@@ -758,7 +758,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger.lost)
     @rule(pick=picks, is_well=often)
     def rescue(self, pick: int, *, is_well: bool) -> None:
-        """What memory has of a lost path is written elsewhere."""
+        """Rows of a lost path that memory has are written elsewhere."""
         known = self._pick(pick)
         if known is None or any(of is known for of, _ in self.flushes):
             return
@@ -793,7 +793,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_is_somewhere(self) -> None:
-        """What is taken of a shelf is what segments, moves and sets of bad slots have, each once."""
+        """The taken slots of a shelf are those of segments, moves and bad places, each once."""
         memory = [rows.memory for rows in self.rows.values() if rows.memory]
         memory += [*self.spoiled, *(slot for _, slot in self.promotions)]
         assert sorted(memory) == sorted(self.rig.memory.taken)

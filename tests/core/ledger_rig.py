@@ -26,7 +26,7 @@ SIZE = LAYOUT.size_bytes
 SECOND_NS = 10**9
 TTL_NS = 100 * SECOND_NS
 SUM = (7,)
-"""What a writer says of rows: this ledger has none."""
+"""A writer's checksum of rows: this ledger has none."""
 
 
 class SetClock:
@@ -58,7 +58,7 @@ class Paths:
 
 
 class Heard:
-    """What the ledger wished."""
+    """The ledger's wishes."""
 
     def __init__(self) -> None:
         self.gone: list[Segment] = []

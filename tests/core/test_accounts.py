@@ -61,5 +61,5 @@ def test_accounts_are_asked_in_the_order_named(
 
 
 def test_without_accounts_there_is_one_order() -> None:
-    """Nobody pays for what is not configured."""
+    """Without configured shares no tenant pays for another."""
     assert type(ranking(lambda _: (0,), None)) is Ranking

@@ -15,7 +15,7 @@ LEAVING = st.lists(st.builds(Candidate, st.booleans(), st.integers(0, 40)), max_
 def test_nothing_better_leaves_and_room_is_never_left_empty(
     size_bytes: int, free_bytes: int, leaving: list[Candidate]
 ) -> None:
-    """What is free is taken.
+    """Free room is taken.
 
     Where it does not do, all that would leave are worth less, and no others are looked at.
     """

@@ -35,7 +35,7 @@ def size_of(uid: bytes) -> int:
 
 
 def victims(policy: Policy, names: Iterable[bytes], size: Callable[[bytes], int]) -> list[bytes]:
-    """Who leaves, in order, of a store that has room for CAPACITY bytes and makes it before it admits."""
+    """The sessions that leave, in order, a store of CAPACITY bytes that makes room before it admits."""
     held: dict[bytes, int] = {}
     left = []
     for name in names:

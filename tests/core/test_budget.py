@@ -18,7 +18,7 @@ def sizes_of(segment_ids: set[int]) -> dict[int, int]:
 
 
 def pinned_bytes(held: Held, client: Pinner) -> int:
-    """What a budget must say, counted anew."""
+    """The pinned bytes, counted anew."""
     ids = {i for owner, sizes in held if client.number is None or owner == client for i in sizes}
     return sum(SIZES[i] for i in ids)
 

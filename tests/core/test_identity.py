@@ -62,7 +62,7 @@ def test_the_first_rule_decides() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_rule_is_refused(text: str) -> None:
-    """Whoever writes rules is told, before anybody is let in by them."""
+    """A bad rule is refused before it lets any caller in."""
     with pytest.raises(ValueError, match=r"."):
         parse_rules(text)
 

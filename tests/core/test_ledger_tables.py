@@ -241,7 +241,7 @@ def use_together() -> None:
 
 
 def write_behind() -> None:
-    """What is due is taken, put back, spared and recalled."""
+    """Due sessions are taken, put back, spared and recalled."""
     rig = LedgerRig()
     found = with_backlog(rig, Backlog.TAKEN)
     rig.ledger.taken(found)

@@ -182,7 +182,7 @@ def _check_window(policy: LookAhead, checked: _Checked, queue: dict[bytes, float
 
 
 def test_beyond_the_window_the_queue_leaves_from_its_tail() -> None:
-    """Who has no job goes first, then who has the last one, though the window does not reach that far."""
+    """A session without a job goes first, then that of the last job, though the window ends before it."""
     capacities = Capacities(0, 80)
     policy = LookAhead(capacities)
     ledger = Tiers(capacities, policy)
@@ -409,7 +409,7 @@ def test_a_session_said_to_be_over_goes_first_while_that_holds() -> None:
 
 
 def test_an_expected_return_is_waited_for_until_it_is_overdue() -> None:
-    """Who is said to return soon stays before who is said to return late.
+    """A session that is said to return soon stays before one that is said to return late.
 
     Once overdue, it is as others are.
     """
@@ -452,7 +452,7 @@ def _serve_queue(ledger: Tiers, pick: Callable[[int], int], rounds: int, *, star
 
 
 def test_an_order_that_does_not_come_true_is_left_aside() -> None:
-    """Nobody is fetched by a queue whose last job starts first; one that comes true is followed again."""
+    """A queue whose last job starts first fetches no session; one that comes true is followed again."""
     policy = ReturnValue(CAPACITIES)
     ledger = Tiers(CAPACITIES, policy)
     assert policy.follows_order
@@ -520,6 +520,6 @@ def test_who_is_new_says_nothing_about_a_queue() -> None:
 
 
 def test_a_buffer_larger_than_dram_is_refused() -> None:
-    """What cannot be kept free is not promised."""
+    """A buffer that cannot be kept free is refused."""
     with pytest.raises(ValueError, match="buffer"):
         Tiers(Capacities(1, 1), LeastRecentlyUsed(), buffer_bytes=2)

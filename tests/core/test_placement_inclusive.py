@@ -1,6 +1,6 @@
 """Inclusive tiers.
 
-What DRAM has SSD has, if it is worth it, within both capacities, whatever the events and the policy.
+A session in DRAM is on SSD too, if it is worth that, within both capacities, for any events and policy.
 """
 
 import pytest
@@ -142,7 +142,7 @@ def test_what_is_worth_less_than_all_of_a_full_ssd_stays_in_dram_and_leaves_from
 
 
 def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> None:
-    """What lies on SSD has come to be worth less, and goes for it."""
+    """The sessions on SSD have come to be worth less, and go for it."""
     ledger, policy = _full()
     _turn(ledger, b"\1", 5)
     policy.said = {bytes([10 + number]): 0.5 for number in range(4)}

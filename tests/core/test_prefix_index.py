@@ -21,7 +21,7 @@ from ctxcache.core.prefix.keys import (
 from ctxcache.format.streams import TOKENS_RANGE, Content, StateKind, StreamRange, contents_within
 
 BYTES_PER_KEY = 100
-"""What an entry may take at most."""
+"""The most bytes of an entry."""
 RANGES = (StreamRange(StateKind.HIDDEN, 0, 3), StreamRange(StateKind.KV, 3, 16))
 SCOPES = [make_scope(tenant, bytes(32), layout_tag(RANGES)) for tenant in ("alice", "bob")]
 
@@ -46,7 +46,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.order = 0
 
     def under(self, scope: int, number: int) -> list[Entry]:
-        """What the model has under a key, the last first."""
+        """The model's entries under a key, the last first."""
         puts = [
             (order, Entry(owner, 64 * (i + 1)))
             for owner, keys in self.held.items()

@@ -41,7 +41,7 @@ def test_normalise_keeps_every_position_once(given_ranges: list[tuple[int, int]]
 
 @given(range_lists, range_lists)
 def test_subtract_is_set_difference(kept: Ranges, dropped: Ranges) -> None:
-    """What is left is what was there and was not dropped."""
+    """The remaining positions were there and were not dropped."""
     found = ranges.subtract(kept, dropped)
 
     assert positions(found) == sorted(set(positions(kept)) - set(positions(dropped)))
@@ -50,7 +50,7 @@ def test_subtract_is_set_difference(kept: Ranges, dropped: Ranges) -> None:
 
 @given(range_lists, st.integers(0, SIZE), st.integers(0, SIZE))
 def test_clip_is_intersection(kept: Ranges, begin: int, end: int) -> None:
-    """What is left is what lies within."""
+    """The remaining positions lie within."""
     found = ranges.clip(kept, begin, end)
 
     assert positions(found) == [i for i in positions(kept) if begin <= i < end]

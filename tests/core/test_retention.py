@@ -36,7 +36,7 @@ def test_budgets_hold_and_lower_priorities_alone_make_way(
 ) -> None:
     """No account has more than its budget.
 
-    Who lost a grant it did not give back was lower, or its time over.
+    A session that lost a grant which it did not give back was lower, or its time was over.
     """
     fallen: list[bytes] = []
     grants, now_s = _grants(fallen), 0.0
@@ -68,7 +68,7 @@ def test_budgets_hold_and_lower_priorities_alone_make_way(
             assert all(held[other][1] > now_s for other in held if other in grants)
         held = {other: what for other, what in held.items() if other in grants}
 
-        # Whoever stands lower than it did was told of.
+        # Each session that fell to a lower class was told of.
         assert {other for other, level in levels.items() if grants.level(other) < level} <= set(fallen)
         for account, limit_bytes in BUDGETS.items():
             sizes = [size for other, (size, _, _) in held.items() if _account(other) == account]
@@ -103,7 +103,10 @@ def test_a_refused_request_leaves_what_was_granted() -> None:
 
 
 def test_growth_counts_against_the_budget_or_costs_the_class() -> None:
-    """What a session grew by is granted from what is free, then from lower ones; else it is as others are."""
+    """The growth of a session is granted from free bytes, then from lower grants.
+
+    Else it is as others are.
+    """
     fallen: list[bytes] = []
     grants = _grants(fallen)
     grants.ask(b"\0", 40, 10, 1, 0)
@@ -128,7 +131,10 @@ def test_priorities_beyond_the_range_are_the_nearest() -> None:
 
 
 def test_a_pin_counts_in_both_tiers_and_a_retention_in_the_store_alone() -> None:
-    """What is pinned in DRAM must not leave the store first; nobody is kept longer than the longest time."""
+    """A session that is pinned in DRAM must not leave the store first.
+
+    Nobody is kept longer than the longest time.
+    """
     retention = Retention(_grants(), _grants(), longest_s=100)
     assert retention.retain(b"r", 10, 1e9, 3, 5) == Grant(10, 105)
     assert retention.pin(b"p", 10, 20, 4, 5) == Grant(10, 20)

@@ -1,4 +1,4 @@
-"""What is learned of return times, of hints about them, and that the work of one call is bounded."""
+"""Learned return times, hints about them, and the bounded work of one call."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def test_an_hour_without_a_call_is_caught_up_with_some_sessions_at_a_time() -> N
 
 
 def test_those_that_are_away_for_too_long_are_forgotten_some_at_a_time() -> None:
-    """What is not watched any more promises nothing; a call forgets so many at most."""
+    """A session that is not watched any more promises nothing; a call forgets so many at most."""
     returns = ReturnTimes(lambda _: None)
     uids = [number.to_bytes(2, "big") for number in range(2 * AGED_AT_ONCE)]
     for uid in uids:
@@ -71,7 +71,7 @@ def test_an_age_that_nobody_has_reached_promises_no_more_than_the_last_that_some
 
 
 def _index_after(then: Callable[[ReturnTimes, bytes], None]) -> float:
-    """What a session promises when jobs of 512 others came a second after their turns."""
+    """A session's promise when jobs of 512 others came a second after their turns."""
     returns = ReturnTimes(lambda _: None)
     for number in range(512):
         uid = b"%d" % number
@@ -133,7 +133,7 @@ def test_who_returns_leaves_nothing_to_be_walked_by_later_calls() -> None:
 
 
 def _indices(returns: ReturnTimes) -> list[float]:
-    """What a session promises at some idle times, of a class that was seen and of one that was not."""
+    """A session's promise at some idle times, for a class that was seen and for one that was not."""
     found = []
     for turn_count in (1, 5):
         uid = b"asked %d" % turn_count

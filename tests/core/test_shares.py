@@ -28,7 +28,7 @@ USED = st.dictionaries(TENANTS, st.integers(1, CAPACITY_BYTES))
 
 
 def _guaranteed(shares: Shares, tenant: str, needing: str, used: dict[str, int]) -> int:
-    """What the tenant is guaranteed while `needing` is there too."""
+    """The bytes that the tenant is guaranteed while `needing` is there too."""
     return shares.guaranteed_bytes(tenant, used | {needing: 1}, CAPACITY_BYTES)
 
 
@@ -163,7 +163,7 @@ def test_where_tenants_are_not_told_apart_there_is_one_account() -> None:
     ("guaranteed", "limit"), [(-0.1, 1), (0.5, 0.4), (0, 0), (0.1, 1.1), (float("nan"), 1)]
 )
 def test_a_share_outside_its_bounds_is_refused(guaranteed: float, limit: float) -> None:
-    """What cannot be given is not promised."""
+    """A share that cannot be given is not promised."""
     with pytest.raises(ValueError, match="share"):
         Share(guaranteed, limit)
 

@@ -43,7 +43,7 @@ def test_a_request_within_its_share_goes_before_all_that_are_not(
 ) -> None:
     """Of one tenant's the first that came; of tenants within their shares too.
 
-    Of those above, the one least above.
+    The one that is least above, among those above.
     """
     line = WaitingLine("room", shares, used)
     waiting = [line.join(tenant, needed_bytes) for tenant, needed_bytes in asked]
@@ -118,7 +118,7 @@ def test_a_flood_takes_nothing_while_another_is_within_its_share(
 def test_everybody_is_served_and_the_books_are_right(
     shares: Shares, asked: list[tuple[str, int]], data: st.DataObject
 ) -> None:
-    """Whoever comes while whom is served, and whoever gives up.
+    """Arrivals while others are served, and callers that give up.
 
     All others get their room, once, and nothing is left.
     """

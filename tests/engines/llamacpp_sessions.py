@@ -49,7 +49,7 @@ SLOTS_GLOB = "ctxcache-slots-*"
 
 
 class Reply(NamedTuple):
-    """What a user sees of an answer, and what of its prompt was not computed."""
+    """The text of an answer, and the tokens of its prompt that were not computed."""
 
     text: str
     cached_count: int
@@ -136,7 +136,7 @@ class Llama:
 
 
 class Conversation:
-    """What was said so far."""
+    """The words of a conversation so far."""
 
     def __init__(self, session: str, subject: str) -> None:
         self.session = session
@@ -177,7 +177,7 @@ def other_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each conversation is without a store, each in a server that does nothing else."""
+    """Each conversation without a store, in a server that does nothing else."""
     texts = {}
     for session, subject in SUBJECTS.items():
         with Llama(model, ABSENT, tmp_path_factory.mktemp("plain")) as llama:
@@ -199,7 +199,7 @@ def conversations() -> list[Conversation]:
 
 
 def texts(conversation: Conversation) -> list[str]:
-    """What the assistant said."""
+    """The assistant's replies."""
     return [reply.text for reply in conversation.replies]
 
 
@@ -431,7 +431,7 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 def test_bad_requests_are_refused_with_their_field(
     shared: Llama, body: dict[str, object], headers: dict[str, str], status: int, field: str
 ) -> None:
-    """Nothing of them reaches llama.cpp."""
+    """Such requests do not reach llama.cpp."""
     request = {"messages": HELLO, "max_tokens": 2} | body
     got, _, data = shared.request("POST", "/v1/chat/completions", request, headers)
     assert got == status

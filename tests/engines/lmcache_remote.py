@@ -87,7 +87,7 @@ def key_of(number: int, *, model: str = "tiny", rank: int = 0, dtype: torch.dtyp
 
 
 def values_of(number: int, token_count: int = CHUNK_TOKENS) -> torch.Tensor:
-    """What a chunk holds."""
+    """The values of a chunk."""
     draw = torch.Generator().manual_seed(number)
     return torch.randn(2, LAYERS, token_count, WIDTH, generator=draw).to(DTYPE)
 
@@ -165,7 +165,7 @@ def test_no_memory_of_lmcache_is_left_behind(store: ServerProcess) -> None:
 
 
 def test_a_store_that_is_killed_or_hangs_is_a_miss(store: ServerProcess) -> None:
-    """What was on disk is found again when it is back."""
+    """Chunks on disk are found again when the store is back."""
     with lmcache(store.target, durability="disk") as engine:
         engine.store({key_of(1): engine.chunk(1)})
         for is_killed in (True, False):

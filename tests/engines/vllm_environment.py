@@ -1,4 +1,4 @@
-"""What `pip install ctxcache` does to an environment that has vLLM: it adds what is missing, no more.
+"""The effect of `pip install ctxcache` on an environment that has vLLM: it adds what is missing, no more.
 
 Run by `make engines`. The environment is a new one, with vLLM alone.
 """
@@ -15,7 +15,7 @@ from scripts.setup import ROOT, find_uv, group_requirements, uv_settings
 
 MODULES_THAT_BREAK_VLLM = ["cffi", "_cffi_backend", "cryptography"]
 ADDED = {"ctxcache", "grpcio-health-checking", "xxhash"}
-"""What vLLM 0.32.0 does not have of the base wheel's requirements."""
+"""Requirements of the base wheel that vLLM 0.32.0 does not have."""
 
 
 def uv(*words: str | Path) -> str:

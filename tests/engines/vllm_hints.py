@@ -1,4 +1,4 @@
-"""What requests say of conversations in a real vLLM, and its waiting queue: the store hears it, and acts.
+"""Requests' hints about conversations in a real vLLM, and its waiting queue: the store hears it, and acts.
 
 Run by `make engines`, in an environment that has vLLM.
 """
@@ -66,7 +66,7 @@ def prompt_of(number: int, count: int = 97) -> list[int]:
 
 
 def until(what: Callable[[], Any]) -> Any:
-    """What is asked for, once it is true."""
+    """The answer of `what`, once it is true."""
     deadline_s = time.monotonic() + 30
     while not (found := what()):
         assert time.monotonic() < deadline_s

@@ -40,7 +40,7 @@ from tests.server_process import ServerProcess
 
 CELLS = [f"{state}/{way}" for state in ("blocks", "kv", "hidden") for way in ("session", "prefix")]
 EVENTS = ("first", "evicted", "killed", "stopped", "damaged")
-"""What happens in each turn."""
+"""The event of each turn."""
 FULL_TURNS = 3
 STALL_S = 1.5
 """The most that a first token may come later than computed: `timeout_s` is 1, and the machine is shared."""
@@ -63,7 +63,7 @@ class Scale:
         return -(-self.turns * (self.question + self.answer) // 32) * 32
 
     def asked(self, turn: int, number: int) -> list[int]:
-        """What the user of a conversation says in a turn."""
+        """The words of a conversation's user in a turn."""
         draw = random.Random(1000 * turn + number)
         return [draw.randrange(3, 500) for _ in range(self.question)]
 
@@ -76,7 +76,7 @@ LARGE = Scale(12, 5, 330, 32, 3 << 30, 256 << 20)
 
 @dataclass
 class Outcome:
-    """What became of the replies of a turn."""
+    """The outcome of a turn's replies."""
 
     count: int = 0
     equal_count: int = 0
@@ -95,7 +95,7 @@ class Outcome:
 
 @dataclass
 class Conversations:
-    """What each reply must be, and how long it takes to compute."""
+    """The expected replies, and the time that each takes to compute."""
 
     scale: Scale
     replies: dict[str, tuple[list[int], float]] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def damage(store: ServerProcess) -> None:
 
 
 def happen(event: str, store: ServerProcess, number: int, conversations: int) -> None:
-    """What happens to the store before a conversation's turn."""
+    """Do to the store what `event` says before a conversation's turn."""
     third = conversations // 3
     if event == "damaged" and number == 0:
         store.terminate()

@@ -60,7 +60,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vll
 
 @pytest.fixture(scope="module", params=["blocks", "kv", "hidden"])
 def state(request: pytest.FixtureRequest) -> str:
-    """What is saved of a token, as the connector's setting says it."""
+    """The kind of state that is saved, as the connector's setting names it."""
     return str(request.param)
 
 
@@ -96,7 +96,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def asked(turn: int) -> list[int]:
-    """What a user says in a turn."""
+    """The words of a user in a turn."""
     return [(7 * turn + 3 * i) % 500 + 3 for i in range(QUESTION)]
 
 
@@ -232,7 +232,7 @@ def test_users_with_one_system_prompt_hold_it_once(
             wait_for_all(cache)
             (ssd,) = (one for one in cache.admin.stats().tiers if one.tier is StorageTier.SSD)
             used_bytes.append(ssd.used_bytes)
-    # What each of the others asked and was answered is an eighth of the prompt at the most.
+    # The own words of each other session are an eighth of the prompt at the most.
     assert used_bytes[-1] < 2 * used_bytes[0]
 
 
@@ -550,7 +550,7 @@ class Planted:
 
 
 def test_a_model_whose_layers_need_more_than_their_input_is_refused(model: Path, tmp_path: Path) -> None:
-    """What a few tokens of the loaded model do not prove is not served: the log says where they differ."""
+    """A model that a few tokens do not prove is not served: the log says where they differ."""
     (tmp_path / "planted.py").write_text(PLANTED)
     with (
         pytest.raises(RuntimeError, match=r"layers\.0.* restored from saved rows differs by .*state=blocks"),

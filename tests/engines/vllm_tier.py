@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replies(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, ...]]:
-    """What an engine that keeps nothing replies to the first prompts."""
+    """The replies of an engine that keeps nothing, to the first prompts."""
     with VllmEngine(model, None, tmp_path_factory.mktemp("plain") / "log") as engine:
         return [engine.turn(prompt_of(number), None, COUNT).token_ids for number in range(12)]
 

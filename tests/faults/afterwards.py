@@ -50,7 +50,7 @@ def empty(client: Client, ledger: Ledger) -> None:
         _remove(client, session.name)
     ledger.sessions.clear()
     ledger.blocks.delete_all(client)
-    # What has expired is removed when upkeep comes by, and its bytes come back behind its record.
+    # Expired blocks are removed when upkeep comes by, and their bytes come back behind their records.
     deadline_s = time.monotonic() + EMPTYING_TIMEOUT_S
     while (left := _left(client.admin.stats())) and time.monotonic() < deadline_s:
         time.sleep(0.05)

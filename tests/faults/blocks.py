@@ -21,7 +21,7 @@ SPACE = BlockSpace(model_fingerprint=bytes(32), layout_tag="crash")
 
 @dataclass(slots=True)
 class KeptBlocks:
-    """What is known of blocks by number. Thread-safe where clients share it: each takes one at a time.
+    """The known state of blocks, by number. Thread-safe where clients share it: each takes one at a time.
 
     A contested one is nobody's alone: what a put or a load says of it counts unless a deletion was under way.
     """
@@ -102,7 +102,7 @@ class KeptBlocks:
         return None
 
     def compare(self, client: Client, *, may_be_lost: bool) -> list[str]:
-        """After a restart: what is wrong. What is there is expected from now on."""
+        """After a restart: what is wrong. Blocks that are there are expected from now on."""
         self._free, self._deletions = set(range(COUNT)), [0] * COUNT
         self.there = set(self.durable)
         keys = [self.key(number) for number in range(COUNT)]

@@ -17,7 +17,7 @@ NTH_OTHERWISE = (1, 1, 2, 3)
 
 
 class Kind(enum.Enum):
-    """What takes a server down."""
+    """Ways to take a server down."""
 
     KILL = "at a random moment"
     STEP = "at a step of its work"
@@ -38,7 +38,7 @@ class Blow:
 
     @property
     def plants(self) -> tuple[str, ...]:
-        """What to plant for it."""
+        """The plants that it needs."""
         if not self.step:
             return ()
         where = "kill_at_start" if self.kind is Kind.START_STEP else "kill"

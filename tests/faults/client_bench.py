@@ -28,9 +28,9 @@ ROW_BYTES = 1 << 16
 TOKENS_EACH = 512
 SESSIONS = 6
 TIMEOUT_S = 20.0
-"""What a call may take on a busy machine; nothing is promised about it."""
+"""The longest time of a call on a busy machine; nothing is promised about it."""
 START_WITHIN_S = 300.0
-"""What a client with a thousand streams to open may take until it has them."""
+"""The longest time that a client may take to open a thousand streams."""
 KEEPALIVE_S = 4
 """A peer has half of it to answer a ping. One second was too little for a live client on a busy machine."""
 GONE_WITHIN_S = 1.5 * KEEPALIVE_S

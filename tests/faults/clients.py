@@ -1,6 +1,6 @@
 """Clients that die, freeze, stall, vanish, give up, or speak out of turn.
 
-What they held ends with them; what they had not committed was never there; what others hold and
+Their leases and reservations end with them; what they had not committed was never there; what others hold and
 read goes on; and no number of them makes the server hold more memory than its bound.
 """
 
@@ -46,7 +46,10 @@ BEGUN_ONE_IN = 10
 STREAMS_BESIDE = 16
 """Streams admitted beside stalled ones."""
 STALLED_READER_BYTES = 3 << 20
-"""What one reader that takes nothing may cost the server: a message of 1 MiB, made, copied and on its way."""
+"""The memory that one reader that takes nothing may cost the server.
+
+A message of 1 MiB, made, copied and on its way.
+"""
 THAWS = 2
 THIEVES = 2
 

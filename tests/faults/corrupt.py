@@ -201,7 +201,7 @@ class Records:
                 self._report.find(f"{told}: {sentence}")
 
     async def _open(self) -> tuple[list[str], bool] | None:
-        """What is broken and whether it was counted; None when the start was refused."""
+        """The damage, and whether it was counted; None when the start was refused."""
         try:
             directory, store = open_metadata(self._home)
         except REFUSALS:

@@ -1,7 +1,7 @@
 """A store on real files to damage: sessions whose every row is known, in two SSD files and RocksDB.
 
 Everything runs in this process, over the parts that a server is built of, so that thousands of damages
-can be tried. What it holds is a copy made while it was open: what a killed process leaves.
+can be tried. Its content is a copy made while the store was open: what a killed process leaves.
 """
 
 import shutil

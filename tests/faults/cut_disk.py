@@ -36,7 +36,7 @@ class Disk:
     cache: list[tuple[int, bytes]] = field(default_factory=list)
 
     def read(self, size_bytes: int, offset: int) -> bytes:
-        """What was written last, durable or not."""
+        """The bytes that were written last, durable or not."""
         data = bytearray(os.pread(self.fd, size_bytes, offset))
         for begin, written in self.cache:
             low, high = max(begin, offset), min(begin + len(written), offset + size_bytes)

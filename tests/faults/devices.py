@@ -97,7 +97,7 @@ def _scenario(options: argparse.Namespace, report: Report, server: ServerProcess
         if list(places.paths[1].iterdir()):
             report.find("the place of a directory that is not mounted was written to")
     report.end_if_found()
-    # What upkeep writes down of sessions meanwhile, it has written.
+    # The records that upkeep owes have been written meanwhile.
     time.sleep(UPKEEP_S)
     server.kill9()
     places.put_back(1)
@@ -143,7 +143,7 @@ def _refuses_by_default(report: Report, server: ServerProcess, places: Places) -
 
 
 def _judge(report: Report, when: str, client: Client, sizes: Mapping[str, int]) -> None:
-    """What is claimed before anything is read must be there, and right, and about half of all."""
+    """Tokens that look-ups claim must be there, right, and about half of all."""
     fingerprint = model_spec().fingerprint()
     found = client.sessions.lookup((name, fingerprint) for name in sizes)
     claimed = {result.name: result.token_count for result in found if not result.reason}
@@ -211,7 +211,7 @@ def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int]
             error_number=errno.EIO,
         )
         for name in sizes:
-            # Who finds it out is refused.
+            # The call that finds the loss is refused.
             with suppress(CacheError), client.sessions.open(name, MODEL).read() as rows:
                 rows.array(TOKENS)
         if not _until(report, lambda: _state(client, path) == PathState.LOST):

@@ -1,11 +1,10 @@
 """Drain: SIGTERM under load, again and again, and nothing that was begun or acknowledged is lost.
 
-Each cycle starts the server, has clients append as fast as they can, and has slow work of every
-kind under way: a read over gRPC, a lease, room that is being written into. Then SIGTERM. What was
-under way ends well; what comes later is refused with an error that says to come again; the health
-service says no; the exit code is 0 within the bound; and the next start has every token that was
-ever acknowledged, durable or not, with its bytes. Worst case: a disk so slow that the flush takes
-longer than the bound, which is a finding.
+Each cycle starts the server, has clients append as fast as they can, and has slow work of every kind under
+way: a read over gRPC, a lease, room that is being written into. Then SIGTERM. Calls under way end well; what
+comes later is refused with an error that says to come again; the health service says no; the exit code is 0
+within the bound; and the next start has every token that was ever acknowledged, durable or not, with its
+bytes. Worst case: a disk so slow that the flush takes longer than the bound, which is a finding.
 """
 
 import argparse
@@ -236,7 +235,7 @@ def _verify(report: Report, server: ServerProcess, acknowledged: dict[str, int])
         for name, token_count in acknowledged.items():
             session = client.sessions.get(name)
             if session.token_count != token_count:
-                # What was committed and not answered may be there, what was answered must be.
+                # A commit without an answer may be there; an answered one must be.
                 if session.token_count < token_count:
                     report.find(f"{name}: {session.token_count} tokens of {token_count} acknowledged")
                 acknowledged[name] = session.token_count

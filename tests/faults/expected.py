@@ -1,4 +1,4 @@
-"""What must be there after a crash: a model kept outside the victim, a state per session.
+"""The state that must be there after a crash: a model kept outside the victim, a state per session.
 
 Every token appended in a run has a number of its own, its tag, which is its token id as well; tags of
 one session ascend along its log. So a session's content is a list of tags, and any prefix that a

@@ -38,7 +38,7 @@ WITH_ROWS, AT_A_TIME, SAMPLED = 50, 64, 100
 LEAD_S, CALM_S, GONE_S, BACK_S = 3.0, 3.0, 60.0, 10.0
 ATTEMPTS, REST_S, SLOWEST_RATE_HZ = 5, 0.05, 10.0
 P99_LIMIT_S, STALL_LIMIT_S = 0.05, 0.25
-"""What a small call and a resident read of 3 MB may take at most while sessions expire.
+"""The longest times of a small call and of a resident read of 3 MB while sessions expire.
 
 P99, and the longest.
 """
@@ -164,7 +164,7 @@ async def _date_one(
 
 
 async def _ask(call: Callable[[M], Awaitable[object]], request: M) -> grpc.StatusCode:
-    """What came of a call; asked again where the server has too much to do."""
+    """The status of a call; asked again where the server has too much to do."""
     while True:
         try:
             await call(request)

@@ -59,7 +59,7 @@ ROUNDS = 10
 CONTROL_SHARE = 50
 """Requests for each connection to the control socket, which carries a dozen frames."""
 STREAMS = tuple(StreamSpec(Stream(layer, StateKind.KV), 96, DType.FLOAT16) for layer in range(3))
-# What gRPC itself refuses carries no reason of ours: messages beyond its limit.
+# Refusals of gRPC itself carry no reason of ours: messages beyond its limit.
 WITHOUT_REASON = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 NEVER = (
     grpc.StatusCode.INTERNAL,

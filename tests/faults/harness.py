@@ -1,4 +1,4 @@
-"""What every fault harness has in common: a command line, a report, and controls that it must catch.
+"""The common part of all fault harnesses: a command line, a report, and controls that it must catch.
 
     python -m tests.faults.NAME [--seed N] [--json] [--control BUG]
 
@@ -34,7 +34,7 @@ class Found(Exception):
 
 @dataclass(slots=True)
 class Report:
-    """What a run did and found. `figures` have units in their names."""
+    """The work and the findings of a run. `figures` have units in their names."""
 
     harness: str
     seed: int

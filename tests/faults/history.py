@@ -276,7 +276,7 @@ def _begun_count(hands: Iterable[Hand]) -> int:
 
 
 class History:
-    """What was asked and answered in one act, by session name."""
+    """The calls and answers of one act, by session name."""
 
     def __init__(self, names: Sequence[str], crashes: Sequence[Op]) -> None:
         self._ops: dict[str, list[Op]] = {name: list(crashes) for name in names}

@@ -77,7 +77,7 @@ def matched(runs: Runs, found: Runs) -> tuple[Runs, Bound] | None:
 
 
 class Image(NamedTuple):
-    """What a crash may leave of a session."""
+    """A state of a session that a crash may leave."""
 
     uid: str
     runs: Runs
@@ -109,7 +109,7 @@ class State(NamedTuple):
     lent: tuple[tuple[int, Runs], ...] = ()
 
     def images(self) -> frozenset[Image | None]:
-        """What a crash may leave."""
+        """The states that a crash may leave."""
         if not self.is_there:
             return self.stale | {None}
         return self.stale | {Image(self.uid, cut(self.runs, 0, c), self.ttl_ns, self.due) for c in self.cuts}
@@ -195,7 +195,7 @@ class Model:
                 yield self._touched(known, op)
 
     def told(self, state: State, op: Op) -> Iterator[State]:
-        """What the answer to a change says: of some moment before it, of the session that was changed."""
+        """The answer to a change tells of the changed session at some moment before the answer."""
         if state.is_there and (not state.uid or state.uid == op.uid):
             yield from self._bound(state, op)
         else:
@@ -262,7 +262,7 @@ class Model:
             )
 
     def flush(self, state: State, op: Op) -> Iterator[State]:
-        """What was committed is durable."""
+        """Committed tokens are durable."""
         if self._is_live(state, op):
             yield state._replace(cuts=(count_of(state.runs),))
 
@@ -385,7 +385,10 @@ class Search:
         return Outcome(is_linearizable=False, problem=self._problem(), step_count=self.step_count)
 
     def _following(self, mask: int, state: State, needs: Sequence[int]) -> list[tuple[int, State]]:
-        """What may come next, the likeliest last: an operation that was called before any other has ended."""
+        """The operations that may come next, the likeliest last.
+
+        Each was called before any other one ended.
+        """
         left = [i for i in range(len(self.ops)) if not mask >> i & 1]
         first_end_ns = min(self.ops[i].returned_ns for i in left)
         able = [i for i in left if self.ops[i].called_ns <= first_end_ns and needs[i] & mask == needs[i]]
@@ -394,7 +397,8 @@ class Search:
         for i in able:
             states = list(self.model.after(state, self.ops[i]))
             if states == [state] and self.ops[i].kind in LOOKS:
-                # What only looks, and finds nothing new, may as well come first: no order is lost by that.
+                # An operation that only looks, and finds nothing new, may as well come first: no order is
+                # lost by that.
                 return [(mask | 1 << i, state)]
             found += [(mask | 1 << i, after) for after in states]
         return found

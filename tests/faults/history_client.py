@@ -77,7 +77,7 @@ def rows_to_append(
 
 
 def look_into(rows: SessionRows) -> dict[str, Any]:
-    """What rows say of themselves: runs of `(tag, count, lineage, position)`, or what is wrong with them."""
+    """The facts that rows carry: runs of `(tag, count, lineage, position)`, or what is wrong with them."""
     tags = rows.array(TOKENS).view("<i4").ravel().astype(np.uint64)
     whole: Words | None = None
     for stream in SHAPE.streams:
@@ -151,7 +151,7 @@ def _facts(error: CacheError) -> dict[str, int]:
 
 
 def view_of(session: SessionInfo) -> dict[str, Any]:
-    """What an answer says of its session."""
+    """The facts of a session in an answer."""
     return {"uid": session.uid, "generation": session.generation, "count": session.token_count}
 
 

@@ -57,12 +57,12 @@ class Shape:
 
     @property
     def slot_bytes(self) -> int:
-        """What a segment of 64 tokens takes in either tier."""
+        """Bytes of a segment of 64 tokens in either tier."""
         return SegmentLayout(self.model.resolve(self.streams)).size_bytes
 
     @property
     def longest_slot_bytes(self) -> int:
-        """What the longest segment takes."""
+        """Bytes of the longest segment."""
         return SegmentLayout(self.model.resolve(self.streams)).of(LONGEST_SEGMENT_TOKENS).size_bytes
 
 

@@ -1,7 +1,7 @@
-"""What clients do with a server over its life, and what must be true of it whatever fails on the way.
+"""A server's life with its clients, and the promises that hold whatever fails on the way.
 
-Every call has a deadline. What was acknowledged is a bound from below, what was asked for one from
-above. Worst case: a call that is not answered, which is a problem like a wrong byte.
+Every call has a deadline. Acknowledged tokens are a bound from below, tokens asked for one from above. Worst
+case: a call that is not answered, which is a problem like a wrong byte.
 """
 
 import time
@@ -23,7 +23,7 @@ from tests.faults.rows import first_difference, rows_of
 DEADLINE_S = 15.0
 SHORT_LIFE_S = 0.4
 REFUSALS = (TierFailure, CapacityExceeded)
-"""What a fault of a system call may look like to a client: a path and a reason each."""
+"""The errors by which a client may see a fault of a system call: a path and a reason each."""
 STREAMS = {TOKENS: 4, HIDDEN: ROW_BYTES}
 OWN = CallerModel(model_spec())
 T = TypeVar("T")
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Known:
-    """What a session may be after a restart: between `least` and `most` tokens, or gone."""
+    """The states that a session may have after a restart: between `least` and `most` tokens, or gone."""
 
     owner: int
     least: int = 0

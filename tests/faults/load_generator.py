@@ -28,7 +28,7 @@ OK, REFUSED = "ok", "refused"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to offer. Requests are hex; a write is an append's messages and the truncation that undoes it.
+    """The load to offer. Requests are hex; a write is an append's messages and the truncation that undoes it.
 
     `stream_rate_hz` 0 means a closed loop of `concurrency`. `seconds` counts from the first call;
     calls under way then are waited for.

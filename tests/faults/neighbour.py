@@ -52,7 +52,7 @@ from tests.faults.planted import command
 from tests.server_process import COMMAND_LINE, ServerProcess
 
 RATIO = 3.0
-"""What another's calls may make of the p99 of a small call."""
+"""The most by which another's calls may multiply the p99 of a small call."""
 SESSIONS, LISTED, LONG_TOKENS = 1200, 30, 1 << 17
 ATTACKERS, CALL_TIMEOUT_S, PAUSE_S = 3, 60.0, 0.003
 """Processes that attack at once; how long the neighbour waits between two calls."""
@@ -64,7 +64,7 @@ WAITED_S = 0.0001
 
 @dataclass(slots=True)
 class Sent:
-    """What one attacker sent, and what came of it."""
+    """One attacker's calls, and their outcomes."""
 
     call_count: int = 0
     largest_bytes: int = 0
@@ -315,7 +315,7 @@ def _judge_answers(report: Report, name: str, sent: Sequence[Sent]) -> None:
 
 
 def _alone() -> tuple[str, ...]:
-    """What a server is started by: one processor, and first there."""
+    """The command that starts a server: one processor, and first there."""
     pinned = ("taskset", "-c", str(_server_processor()))
     return (*pinned, "nice", "-n", str(NICENESS)) if os.geteuid() == 0 else pinned
 
@@ -403,13 +403,13 @@ def _compared(rounds: Sequence[Sequence[Sequence[float]]]) -> tuple[str, float]:
 
 
 def _processor_s(pid: int) -> float:
-    """What a process has had of the processors."""
+    """The processor time that a process has had."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _prepare(target: str) -> calls.Facts:
-    """What either tenant has before the attacks."""
+    """Make each tenant's sessions before the attacks."""
     with grpc.insecure_channel(target) as channel:
         mine = _Tenant(channel, "neighbour")
         mine.register(calls.small_model())

@@ -1,9 +1,9 @@
 """Overload: at ten times what the server can do, it goes on doing that, and refuses the rest at once.
 
-One server, which has a core to itself, and generators on another one. In turns: *saturation*, a closed
-loop of exactly as many streams as are admitted, whose rate is the sustainable one and its peak; and
-*overload*, an open loop of ten times that rate with ten times the small calls and local leases. What
-is compared comes from the same run, a minute apart at most:
+One server, which has a core to itself, and generators on another one. In turns: *saturation*, a closed loop
+of exactly as many streams as are admitted, whose rate is the sustainable one and its peak; and *overload*, an
+open loop of ten times that rate with ten times the small calls and local leases. Compared figures come from
+the same run, a minute apart at most:
 
     goodput     streams that ended well per second, overload beside saturation
     admitted    p99 of those streams' latency, overload beside saturation: both wait for their turn on
@@ -46,7 +46,7 @@ from tests.server_process import COMMAND_LINE, ServerProcess
 
 STREAMS_ADMITTED = 8
 STREAM_BYTES_LIMIT = 8 << 20
-"""What one admitted stream may keep of memory: two messages, one in the making and one on its way."""
+"""The memory that one admitted stream may keep: two messages, one in the making and one on its way."""
 ARENA_BYTES = 384 << 20
 SSD_BYTES = 512 << 20
 CONTEXTS, CONTEXT_TOKENS, WRITE_TOKENS, WRITERS = 4, 2048, 64, 16
@@ -80,7 +80,7 @@ STORED = (TOKENS_SPEC, *SPEC.streams)
 
 @dataclass(slots=True)
 class Phase:
-    """What came of one turn: outcomes of the load and of the probe, latencies of local leases."""
+    """The figures of one turn: outcomes of the load and of the probe, latencies of local leases."""
 
     seconds: float
     load: list[Outcome] = field(default_factory=list)

@@ -45,7 +45,7 @@ def check_supported() -> None:
 
 @dataclass(slots=True)
 class _Powered:
-    """What exists while there is power."""
+    """The parts that exist while there is power."""
 
     daemon: "subprocess.Popen[str]"
     loops: list[str] = field(default_factory=list)

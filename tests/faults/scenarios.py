@@ -1,7 +1,7 @@
 """Faults that last: a device that hangs, no descriptors, a clock that jumps; `shortages.py` has more.
 
-Each scenario lets a real server meet one, and says what it did that it must not. What takes part of
-`syscalls.py` is how servers are made. Worst case: a call that is not answered, which is a problem.
+Each scenario lets a real server meet one, and says what it did that it must not. `syscalls.py` says how
+servers are made. Worst case: a call that is not answered, which is a problem.
 """
 
 import os
@@ -103,7 +103,7 @@ def clock_jump(make: Callable[[], ServerProcess], clock: Path, jump: str, proble
 
 
 def clock_environment(clock: Path) -> dict[str, str]:
-    """What lets a server read its wall clock from that file. Raises Unsupported."""
+    """The environment in which a server reads its wall clock from that file. Raises Unsupported."""
     if not CLOCK_LIBRARY.exists():
         raise Unsupported("there is no libfaketime; apt-get install faketime")
     return {

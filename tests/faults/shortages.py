@@ -1,7 +1,7 @@
 """Shortages: a small disk that is full to its last byte, and memory that is refused.
 
-What is short is really short: ext4 on a small loop device, and a bound on the process's address space.
-What takes part of `syscalls.py` is how servers are made. Worst case: a machine that lets nobody mount, which
+The shortages are real: ext4 on a small loop device, and a bound on the process's address space.
+`syscalls.py` says how servers are made. Worst case: a machine that lets nobody mount, which
 is Unsupported; without loop devices the small filesystem is a tmpfs.
 """
 
@@ -32,7 +32,7 @@ FULL_BYTES = 2 << 20
 START_LIMITS_BYTES = (1 << 30, 3 << 30)
 MANY_TOKENS, CLIENTS = 20_000, 6
 STARVED_DEADLINE_S = 4.0
-"""What a server without memory may leave a caller waiting: here no longer than this."""
+"""The longest wait of a caller of a server without memory: here no longer than this."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def small_disk(directory: Path, image: Path) -> Iterator[str]:
 def full_disk(make: Callable[[], ServerProcess], ballast: Path, problems: list[str]) -> None:
     """All of a server on one full disk.
 
-    What grows is refused by name, the rest goes on, room helps at once.
+    Calls that need room are refused by name, the others go on, and room helps at once.
     """
     life = Lifecycle(problems.append)
     _fill(ballast, FULL_BYTES)

@@ -43,7 +43,7 @@ SESSIONS_EACH, MOST_TOKENS, CLIENT_LIFE = 6, 1500, 60
 WARM_ROUNDS_SHARE = 0.4
 RSS_GROWTH_LIMIT_BYTES, COUNT_GROWTH_LIMIT = 12 << 20, 12
 METADATA_FILES_LIMIT = 80
-# What may be said to a client that shares an arena with others.
+# Refusals that a client that shares an arena may hear.
 ALLOWED = (CapacityExceeded, TooManyRequests)
 
 
@@ -69,7 +69,7 @@ def model(number: int) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a server holds when nobody wants anything of it."""
+    """A server's room, leases, descriptors and threads at rest."""
 
     rss_bytes: int
     descriptor_count: int

@@ -72,7 +72,7 @@ class Run:
         return ("--arena-directory", str(self.arena), "--unix-socket", "", *SIZES, *ssd)
 
     def prefixes(self, place: str) -> Sequence[str]:
-        """What paths of a place begin with."""
+        """The beginnings of a place's paths."""
         return {
             "directory": [str(self.data / name) for name in ("LOCK", "FORMAT", "RUNS", "PATHS")],
             "metadata": [str(self.data / "metadata")],

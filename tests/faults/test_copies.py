@@ -66,7 +66,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wrong(running: ServerProcess) -> list[str]:
-    """What is not there and right, of the sessions that have two copies."""
+    """The sessions with two copies that are missing or wrong."""
     found = []
     with ctxcache.connect(running.target, access="remote") as client:
         looked_up = client.sessions.lookup((f"sessions/s{i}", model_spec().fingerprint()) for i in range(3))
@@ -90,7 +90,10 @@ def test_a_start_without_a_directory_loses_no_token(stored: Path, tmp_path: Path
 
 
 def test_damage_in_one_directory_loses_no_token(stored: Path, tmp_path: Path) -> None:
-    """Every segment of one file has a byte flipped. What is read is served from the other, and mended."""
+    """Every segment of one file has a byte flipped.
+
+    Reads are served from the other copy, and the bad one is mended.
+    """
     folder = copied(stored, tmp_path)
     data = bytearray((folder / "ssd0" / "segments.dat").read_bytes())
     begins = [at for at in range(0, len(data), ALIGN_BYTES) if data[at : at + len(MAGIC)] == MAGIC]

@@ -11,7 +11,7 @@ SHORT = ["--sessions", "6"]
 def test_one_of_two_devices_takes_its_sessions_and_no_other() -> None:
     """Gone at a start, at run time, and moved away.
 
-    What is claimed is there, and all of it when the device is back.
+    Claimed tokens are there, and all tokens when the device is back.
     """
     report = HARNESS.execute(SHORT)
 

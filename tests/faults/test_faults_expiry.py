@@ -5,7 +5,7 @@ import pytest
 from tests.faults.expiry import HARNESS
 
 SHORT = ["--sessions", "400", "--rate", "200", "--untimed"]
-# What takes too long is a matter of time, and found in the long run alone.
+# Slowness is found in the long run alone.
 UNTIMED = [name for name in HARNESS.controls if name != "all_at_once"]
 
 

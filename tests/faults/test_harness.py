@@ -28,7 +28,7 @@ def test_a_harness_that_breaks_is_not_good(arguments: list[str]) -> None:
 def test_a_broken_harness_says_so_and_ends_with_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever reads the last lines sees a verdict, not a traceback."""
+    """The last lines are a verdict, not a traceback."""
     monkeypatch.setattr("sys.argv", ["breaking"])
 
     assert BREAKING.main() == NOT_GOOD

@@ -252,7 +252,7 @@ def test_a_store_without_records_is_made_anew_too(tmp_path: Path) -> None:
 
 
 def test_a_damaged_number_is_mended(stored: Path) -> None:
-    """What the refusal of the start advises helps: the data directory knows which number was where."""
+    """The advice of the refused start helps: the data directory knows which number was where."""
     for name in SSD_NAMES:
         (stored / name / "DEVICE").write_text("{")
     with pytest.raises(ServerDidNotStart, match=r"DEVICE.*`ctxcache rebuild` makes it anew"):

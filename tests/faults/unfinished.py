@@ -3,7 +3,7 @@
 One real server that knows callers by their tokens, and 200 raw HTTP/2 connections that show none. Each begins
 a small call and an append, says that a message of 2 MiB comes, and sends as much of it as the server
 gives room for, in frames of 24 bytes: each costs a receiver that keeps them many times its size. Meanwhile a
-caller with a token is served. What is judged: memory of the process besides the arena stays below what the
+caller with a token is served. The judgement: memory of the process besides the arena stays below what the
 chart gives it, and comes back once the connections are gone.
 
 Worst case: a machine so slow that the connections send little; how much they sent is told, and too little is
@@ -30,11 +30,11 @@ from tests.server_process import COMMAND_LINE, ServerProcess
 
 CHART = Path(__file__).parents[2] / "helm/ctxcache/values.yaml"
 MESSAGE_BYTES, FRAME_BYTES, FIRST_ROOM_BYTES, MOST_BYTES = 2 << 20, 24, 65535, 160 << 10
-"""What a message is said to have; what a frame has; a connection's room at first; the most that it sends."""
+"""Announced bytes of a message; what a frame has; a connection's room at first; the most that it sends."""
 LEFT_BYTES = 64 << 20
 """How much more than before may stay: free memory that a server keeps is not asked back at once."""
 LEAST_SHARE = 0.5
-"""Of what the connections would send: less proves nothing."""
+"""The least share of the connections' bytes that must arrive: less proves nothing."""
 PATIENCE_S, RETURN_S, CALL_TIMEOUT_S = 60.0, 60.0, 30.0
 STREAMS = {1: "/ctxcache.v1.SessionService/GetSession", 3: "/ctxcache.v1.SessionService/AppendSession"}
 Code = grpc.StatusCode
@@ -96,7 +96,7 @@ def _ask(target: str, report: Report) -> None:
 
 
 def _chart_bytes() -> int:
-    """What the chart gives the process besides the arena, by default."""
+    """The memory that the chart gives the process besides the arena, by default."""
     line = next(each for each in CHART.read_text().splitlines() if "memoryOverheadMiB:" in each)
     return int(line.split(":")[1]) << 20
 

@@ -43,7 +43,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is no fault: sessions that are not pinned may be evicted, devices may fail."""
+    """Answers that are no fault: sessions that are not pinned may be evicted, devices may fail."""
 
     may_evict: bool = False
     may_fail: bool = False

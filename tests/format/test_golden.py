@@ -50,7 +50,7 @@ def header(case: Case) -> SegmentHeader:
 
 @each_segment
 def test_facts_encode_to_the_golden_bytes(case: Case) -> None:
-    """What is written today is, byte for byte, what the format says."""
+    """The encoded facts are, byte for byte, those of the golden file."""
     encoded = header(case).encode()
 
     assert encoded.hex() == case["header_hex"]
@@ -59,7 +59,7 @@ def test_facts_encode_to_the_golden_bytes(case: Case) -> None:
 
 @each_segment
 def test_golden_bytes_decode_to_the_facts(case: Case) -> None:
-    """What any earlier version wrote is read, and padding behind it does not matter."""
+    """The golden bytes are read, and padding behind them does not matter."""
     encoded = bytes.fromhex(case["header_hex"])
 
     assert decode_header(encoded) == header(case)

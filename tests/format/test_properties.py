@@ -1,4 +1,4 @@
-"""What holds of the chunk format for any segment."""
+"""Properties of the chunk format for any segment."""
 
 import struct
 from dataclasses import fields, replace
@@ -254,7 +254,7 @@ def test_a_fingerprint_covers_every_field(other: ModelSpec) -> None:
 
 
 def test_a_fingerprint_leaves_out_names_and_order() -> None:
-    """What a caller calls a model, and the order in which it lists streams, changes nothing."""
+    """A model's name, and the order in which its streams are listed, change nothing."""
     renamed = replace(MODEL, model_id="other", streams=MODEL.streams[::-1])
 
     assert renamed.fingerprint() == MODEL.fingerprint()

@@ -22,7 +22,7 @@ def slot() -> memoryview:
 
 
 def said(view: memoryview, ends: list[int], *, joint_from: int) -> list[Sums]:
-    """What writers say of rows up to these ends; from `joint_from` on, row by row of all streams."""
+    """Writers' sums of rows up to these ends; from `joint_from` on, row by row of all streams."""
     found, begin = [], 0
     for end in ends:
         if begin < joint_from:
@@ -46,7 +46,7 @@ ENDS = st.sets(st.integers(1, ROWS), min_size=1).map(sorted)
 def test_sums_settle_to_those_of_the_whole_and_find_every_flip(
     ends: list[int], joint_from: int, row: int, spec: StreamSpec
 ) -> None:
-    """Whoever said them, in whatever pieces."""
+    """The sums may come from any writers, in any pieces."""
     view, row_count = slot(), ends[-1]
     known = said(view, ends, joint_from=joint_from)
     assert covers(known, row_count)
@@ -65,7 +65,7 @@ def test_sums_settle_to_those_of_the_whole_and_find_every_flip(
     st.integers(0, ROWS - 1),
 )
 def test_a_tally_is_cut_anew_by_any_range(ends: list[int], wanted: list[int], row: int) -> None:
-    """What it says of a range is the sum of its rows.
+    """The tally's sum of a range is the sum of its rows.
 
     Where a row that it has to read has changed, it says nothing.
     """
@@ -94,7 +94,7 @@ def test_a_tally_is_cut_anew_by_any_range(ends: list[int], wanted: list[int], ro
 
 
 def test_rows_that_are_written_again_are_taken_out() -> None:
-    """What is left of a piece keeps its sum; of rows that nobody noted nothing is said."""
+    """The remaining part of a piece keeps its sum; of rows that nobody noted nothing is said."""
     data = bytes(range(10 * ROW_BYTES))
     tally = Tally()
 

@@ -17,7 +17,7 @@ PARTS = st.lists(st.binary(max_size=200), max_size=4)
 
 
 def parsed(encoded: bytes) -> AppendSessionRequest | None:
-    """What the protobuf parser makes of it; None when it refuses."""
+    """The protobuf parser's reading; None when it refuses."""
     try:
         return AppendSessionRequest.FromString(encoded)
     except Exception:  # noqa: BLE001  # whatever it raises, it refuses
@@ -62,7 +62,7 @@ def test_what_is_encoded_is_read_without_the_parser(
 
 @given(st.binary(max_size=80))
 def test_rubbish_is_read_as_the_parser_reads_it(encoded: bytes) -> None:
-    """What the scanner accepts, the parser accepts with the same values."""
+    """Bytes that the scanner accepts, the parser accepts with the same values."""
     check_alike(encoded)
     check_alike(b"\x12" + bytes([len(encoded)]) + encoded)
 
@@ -123,5 +123,5 @@ def test_fields_in_any_order_are_read_as_the_parser_reads_them(fields: list[byte
 
 @pytest.mark.parametrize("layer", [1 << 31, -(1 << 31) - 1])
 def test_a_layer_that_protobuf_would_cut_is_left_to_it(layer: int) -> None:
-    """What is another number to the parser is not read here as one that fits."""
+    """A layer that the parser would cut to another number is not read here."""
     assert scan_chunk(encode_chunk(Stream(layer, StateKind.HIDDEN), 0, [b"rows"], 1)) is None

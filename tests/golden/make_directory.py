@@ -66,7 +66,7 @@ PICTURES = (Content(10, 40, bytes(range(32))), Content(60, 80, bytes(32)))
 
 
 def owner_of(session_id: str, index: int) -> int:
-    """Who wrote the token of that index."""
+    """The session that wrote the token of that index."""
     return 1 if session_id == "s4" and index < FORKED_TOKENS else int(session_id[1:])
 
 

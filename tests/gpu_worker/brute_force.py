@@ -22,7 +22,7 @@ Way = tuple[Seconds, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer may take, as `Choices` but in plain numbers."""
+    """One layer's possible times, as `Choices` but in plain numbers."""
 
     options: tuple[Way, ...]
     splits: tuple[Way, ...]

@@ -1,4 +1,4 @@
-"""What a session's cache has to be: the engine's own after its last turn, moved and cut as the session was.
+"""The expected cache of a session: the engine's own after its last turn, moved and cut as the session was.
 
 Knows rotary models of transformers, no store and no restore: keys move by transformers' own rotation.
 """
@@ -79,7 +79,7 @@ class Kept:
 
 
 def fresh(model: PreTrainedModel, token_ids: Sequence[int]) -> Kept:
-    """What a prefill of these tokens leaves."""
+    """The cache that a prefill of these tokens leaves."""
     cache = DynamicCache(config=model.config)
     prefill(model, cache, token_ids)
     return Kept.of_cache(token_ids, cache)

@@ -106,7 +106,7 @@ def test_errors_do_not_add_up_over_layers(kind: StateKind) -> None:
         for begin in (4, 0):
             found = chain.wide(layer, each, rows[begin : 9 if begin else 4], begin)
             off = (found - inputs[layer][begin : begin + len(found)]).abs()
-            # What is rounded is a step of about N(0, 1) and the error below: 9 is far out of both.
+            # The rounded value is a step of about N(0, 1) and the error below: 9 is far out of both.
             assert off.max() <= 9 / ((1 << DELTAS[kind].bits) - 1)
 
 

@@ -101,7 +101,7 @@ def test_replies_are_those_of_one_at_a_time(store: ServerProcess, name: str, met
 
 
 def test_a_session_that_is_lost_or_edited_is_computed_beside_the_others(store: ServerProcess) -> None:
-    """What the caller knows of it replaces what the store has not."""
+    """The caller's tokens replace those that the store lacks."""
     with ctxcache.connect(store.target) as client, _engine(client, "llama") as engine:
         first = engine.turns(_requests(0, "edited"))
         known = [[*PROMPTS[name][0], *one.token_ids] for name, one in zip(PROMPTS, first, strict=True)]

@@ -242,7 +242,7 @@ def _never(*_: object, **_options: object) -> None:
 def test_a_session_that_grows_before_it_is_read_is_planned_anew(
     client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read counts, not what was looked up."""
+    """The rows read count, not those that were looked up."""
     read = SessionHandle.read
 
     def growing(*args: Any, **options: Any) -> SessionRows:  # Any: as read takes them

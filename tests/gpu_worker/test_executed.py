@@ -1,4 +1,4 @@
-"""What is executed is what the fingerprint is of: no two models that compute otherwise share one."""
+"""The fingerprint is of the executed model: no two models that compute otherwise share one."""
 
 import copy
 import functools
@@ -282,7 +282,7 @@ def test_what_cannot_be_seen_is_refused(edit: Edit, where: str) -> None:
 
 
 def test_wrappers_are_refused() -> None:
-    """What stands around a model may do anything."""
+    """A wrapper around a model may do anything."""
     with pytest.raises(UnsupportedArchitecture, match="get_base_model"):
         model_spec(nn.Sequential(build("llama")), model_id="m")  # type: ignore[arg-type]
 

@@ -170,7 +170,7 @@ def test_a_store_that_dies_under_a_restore_and_comes_back(
 def test_a_store_that_is_started_again_between_turns_is_a_hit(
     server: ServerProcess, session_id: str, access: Access
 ) -> None:
-    """What was saved for good comes back through the same client."""
+    """Durable rows come back through the same client."""
     with ctxcache.connect(server.target, access=access) as client, _engine(client) as engine:
         first = _turn(engine, session_id, 0)
         assert engine.wait(session_id) is None

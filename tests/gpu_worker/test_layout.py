@@ -1,4 +1,4 @@
-"""What to save: the state whose return costs least, and no more bytes than that needs."""
+"""The layout of a new session: the state whose return costs least, and no more bytes than that needs."""
 
 from itertools import product
 

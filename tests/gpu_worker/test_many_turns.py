@@ -104,7 +104,7 @@ class _Walk:
         self._model, self._spec = _model(self._name), _spec(self._name, is_lossy=self._is_lossy)
         self._kept: dict[str, Kept] = {}
         self._plans: dict[str, str] = {}
-        """What each session was created by."""
+        """The plan that each session was created by."""
         self.reused_count = 0
         self.story: list[str] = []
 
@@ -181,7 +181,7 @@ class _Walk:
         name = f"sessions/{session_id}"
         with client.sessions.open(name, stored_model(client, name)).read(streams=[TOKENS]) as rows:
             assert token_ids_of(rows.array(TOKENS)) == token_ids
-        # What was saved before stays as it was saved, whatever this turn made of it.
+        # Rows saved earlier stay as they were saved, whatever this turn made of them.
         self._kept[session_id] = expected.and_then(Kept.of_cache(token_ids, all_cached))
 
     def _engine(self, client: Client, session_id: str, sinks: int) -> _Engine:
@@ -226,7 +226,7 @@ class _Walk:
     def _begins_on(
         self, kept: Kept, history: list[int] | None, new_count: int, sinks: int
     ) -> tuple[Kept, list[int]]:
-        """What a turn has to restore, and what of its history it has to compute."""
+        """The cache that a turn has to restore, and the tokens of its history that it has to compute."""
         count = len(kept.token_ids) if history is None else len(history)
         known = kept.token_ids if history is None else history
         if (cut := fit(count, new_count, window=WINDOW, sink_count=sinks)) is not None:

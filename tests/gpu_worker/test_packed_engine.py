@@ -102,7 +102,7 @@ def test_what_the_store_has_is_what_was_computed_but_for_packing(client: Client,
 
 
 def test_a_lossless_engine_does_not_take_packed_sessions(client: Client, session_id: str) -> None:
-    """Whoever did not ask for packed kinds is another model to the store."""
+    """An engine that did not ask for packed kinds is another model to the store."""
     plan = RestorePlan.uniform(Method.HIDDEN_INT8, LAYER_COUNT)
     with TransformersEngine(_model(), client, _spec(), plan) as engine:
         engine.turn(session_id, TURNS[0], max_new_tokens=1)

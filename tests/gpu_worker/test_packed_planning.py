@@ -44,7 +44,7 @@ def _times_smaller(model: str, layout: SessionLayout) -> float:
 
 
 def _layout(model: str, lossy_kinds: frozenset[StateKind]) -> SessionLayout:
-    """What is saved where bytes are dear, but token ids alone will not do."""
+    """The layout that is saved where bytes are dear, but token ids alone will not do."""
     engine = EngineAbilities(can_recompute=False, lossy_kinds=lossy_kinds)
     return choose_layout(
         known_model(model),

@@ -30,7 +30,7 @@ def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
     "case", GOLDEN["packed_rows"], ids=lambda case: f"{case['kind']} {case['element_count']}"
 )
 def test_golden_rows_come_back(case: dict[str, Any]) -> None:
-    """What any writer stored by the document is read, to the last bit; rows may lie apart."""
+    """Rows that any writer packed by the document are read, to the last bit; rows may lie apart."""
     row = torch.frombuffer(bytearray.fromhex(case["row_hex"]), dtype=torch.uint8)
     kind, count = StateKind(case["kind"]), case["element_count"]
     apart = torch.zeros(3, 2 * len(row), dtype=torch.uint8)[:, : len(row)].copy_(row)
@@ -86,7 +86,7 @@ def test_zero_rows_come_back_as_zeros(kind: StateKind) -> None:
 
 
 def test_a_row_that_few_bits_cannot_hold_is_refused_by_name() -> None:
-    """Nothing of its batch is packed."""
+    """No row of its batch is packed."""
     rows = _normal(5, 64)
     rows[3, 7] = torch.nan
     spec = StreamSpec(Stream(2, StateKind.KV_INT8), PACKINGS[StateKind.KV_INT8].row_bytes(64), DType.PACKED)

@@ -45,7 +45,7 @@ def test_mixed_plan_reads_its_compact_form() -> None:
 
 
 ALONE = [method for method in Method if method is not Method.TOKENS and not method.is_delta]
-"""What a layer may come back by, whatever the layer below it does."""
+"""Methods of a layer that do not depend on the layer below."""
 
 
 @given(st.lists(st.sampled_from(ALONE), min_size=1), st.integers(0, 5))

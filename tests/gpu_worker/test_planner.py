@@ -333,7 +333,7 @@ def test_uniform_128_layers_take_a_handful_of_steps() -> None:
     ],
 )
 def test_nonsense_is_refused(broken: object) -> None:
-    """What cannot be is refused where it is said, not where it is used."""
+    """An impossible value is refused where it is given, not where it is used."""
     assert callable(broken)
     with pytest.raises(InvalidArgument):
         broken()

@@ -80,7 +80,7 @@ def test_block_is_the_pipeline_condensed(steps: list[Seconds]) -> None:
 def test_bound_stops_only_where_it_is_too_late(
     choices: list[Seconds], state: Seconds, too_late_s: float
 ) -> None:
-    """Whoever asks whether a way ends in time gets the answer of all bounds, and below that their number."""
+    """The answer whether a way ends in time is that of all bounds, and below that their number."""
     blocks = tuple(block((seconds,)) for seconds in choices)
     limits = bounds([blocks] * 3, [len(blocks)] * 3)
     whole_s = least_end_s(limits, state, 1)
@@ -170,7 +170,7 @@ def test_unlike_layers_are_bounded_and_say_so() -> None:
 
 
 def test_more_steps_never_make_it_worse() -> None:
-    """What a larger limit finds ends no later, and says no less about how good it is."""
+    """A larger limit finds a plan that ends no later, with a bound that is no looser."""
     generator = random.Random(3)
     layers = [
         Choices(

@@ -58,7 +58,7 @@ def _measured(name: str, ssd_directory: Path | None = None) -> Measured:
 def test_a_profile_begins_at_one_token() -> None:
     """Before its first length a profile is level.
 
-    What short sessions take would be far from it, and pass for drift.
+    The times of short sessions would be far from it, and pass for drift.
     """
     measured = measure(
         adapt(build("llama")),

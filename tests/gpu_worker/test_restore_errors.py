@@ -79,7 +79,7 @@ def test_short_layer_gives_no_cache() -> None:
     session = saved_session("llama")
 
     class Short:
-        """What a client reads: the third layer ends after 64 tokens."""
+        """The rows that a client reads: the third layer ends after 64 tokens."""
 
         def pieces(self, stream: Stream) -> list[Any]:
             rows = session.rows[stream].view(torch.uint8).numpy()

@@ -51,7 +51,7 @@ def test_a_full_ring_has_no_room() -> None:
 
 
 def test_rows_that_follow_one_another_are_a_slice() -> None:
-    """What lies together is viewed; anything else is put together by number, in order."""
+    """Rows that lie together are viewed; anything else is put together by number, in order."""
     assert rows_of([RowRun(2, 4), RowRun(4, 7)]) == slice(2, 7)
     scattered = rows_of([RowRun(8, 9), RowRun(0, 2)])
     assert not isinstance(scattered, slice)

@@ -165,9 +165,9 @@ def test_decoding_commits_a_segment_at_a_time(client: Client, session: SessionIn
 
 
 def test_full_staging_sheds_and_counts(server: ServerProcess, client: Client, create: Create) -> None:
-    """What a slow store cannot take is shed at once, and what follows too.
+    """Rows that a slow store cannot take are shed at once, and those that follow too.
 
-    What came before the gap is saved.
+    The rows before the gap are saved.
     """
     session, other = create("one"), create("other")
     with Saver(client, _OWN, _LAYOUT, staging_bytes=200 * _TOKEN_BYTES) as saver:
@@ -284,7 +284,7 @@ def test_a_session_never_opened_is_not_waited_for(client: Client) -> None:
 
 
 def test_a_session_is_open_once(client: Client, session: SessionInfo) -> None:
-    """Whoever opens a session again has to look at what became of it first."""
+    """An engine that opens a session again has to look first at what became of it."""
     with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         with pytest.raises(InvalidArgument, match="is being saved"):
@@ -341,7 +341,7 @@ def test_a_pass_that_raises_is_a_gap(client: Client, session: SessionInfo) -> No
 
 
 def test_rows_of_another_shape_are_a_gap(client: Client, create: Create) -> None:
-    """What cannot be stored costs the save, never the pass, and its room goes to the next one."""
+    """Rows that cannot be stored cost the save, never the pass, and their room goes to the next one."""
     session, next_session = create("one"), create("next")
     with Saver(client, _OWN, _LAYOUT, staging_bytes=2 * _TOKEN_BYTES) as saver:
         saver.open(session)
@@ -486,7 +486,10 @@ def test_rows_are_read_and_their_room_reused_behind_the_copy(client: Client, ses
 
 
 def test_a_failed_passes_room_waits_for_its_copies(client: Client, create: Create) -> None:
-    """Nobody needs its rows any more, and the device still writes them: not into another pass's room."""
+    """The failed pass's rows are not needed any more, and the device still writes them.
+
+    So the next pass gets other room.
+    """
     failed, early, late = create("failed"), create("early"), create("late")
     copies = _LateCopies()
     with Saver(client, _OWN, _LAYOUT, copies=copies, staging_bytes=2 * _TOKEN_BYTES) as saver:
@@ -545,7 +548,7 @@ def test_a_failed_device_is_a_gap(client: Client, session: SessionInfo, *, is_fa
 def test_a_killed_store_leaves_whole_tokens(tmp_path: Path, session_id: str) -> None:
     """Killed between two saves.
 
-    What is shed is counted, and what it wakes up with is a prefix, bit for bit.
+    Shed rows are counted, and the restarted store has a prefix, bit for bit.
     """
     with ServerProcess(tmp_path / "data") as server:
         with ctxcache.connect(server.target, timeout_s=5) as client, Saver(client, _OWN, _LAYOUT) as saver:

@@ -167,7 +167,10 @@ SEEN: dict[str, Edit] = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_each_change_is_seen_by_the_look_before_a_turn(name: str) -> None:
-    """What a pass could depend on is compared before each turn; only what differs is looked into."""
+    """The state that a pass could depend on is compared before each turn.
+
+    Only what differs is looked into.
+    """
     model = adapted()
     snapshot = ModelSnapshot(model)
     assert snapshot.is_current()

@@ -103,7 +103,7 @@ def test_mistakes_are_one_sentence(arguments: tuple[str, ...], problem: str) -> 
 
 
 def test_plan_without_a_profile_says_that_it_goes_by_the_datasheet() -> None:
-    """Nobody takes a datasheet's figures for measured ones."""
+    """A datasheet's figures cannot be taken for measured ones."""
     ran = CliRunner().invoke(app, ("plan", "smollm2-135m"))
 
     assert ran.stderr == "no profile of smollm2-135m on this machine; by datasheet: cpu\n"

@@ -17,7 +17,7 @@ TIMEOUT_S = 60
 
 
 class RenderError(Exception):
-    """What helm said."""
+    """The refusal of helm."""
 
 
 def helm(*arguments: str) -> str:
@@ -36,7 +36,7 @@ def render(case: str = "default", *sets: str) -> str:
 
 
 def objects(text: str) -> dict[tuple[str, str], Any]:
-    """What was rendered, by kind and name."""
+    """The rendered objects, by kind and name."""
     found = (item for item in yaml.safe_load_all(text) if item)
     return {(item["kind"], item["metadata"]["name"]): item for item in found}
 

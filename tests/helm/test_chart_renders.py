@@ -19,7 +19,7 @@ FOREIGN = {"Certificate", "PodMonitor", "PrometheusRule", "ServiceMonitor"}
 
 @pytest.mark.parametrize("case", CASES)
 def test_renders_as_before(case: str) -> None:
-    """What a change of the chart changes is seen. UPDATE_GOLDEN=1 takes the new one."""
+    """Each effect of a change of the chart is seen. UPDATE_GOLDEN=1 takes the new one."""
     golden, text = HERE / "golden" / f"{case}.yaml", render(case)
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text)
@@ -40,7 +40,7 @@ def test_is_what_kubernetes_takes(case: str, version: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((CHART / "examples").iterdir()), ids=lambda path: path.stem)
 def test_examples_are_what_kubernetes_takes(path: Path) -> None:
-    """What people copy is valid, too."""
+    """The examples that people copy are valid, too."""
     for item in yaml.safe_load_all(path.read_text()):
         kubernetes_validate.validate(item, NEWEST, strict=True)
 

@@ -1,4 +1,4 @@
-"""What every switch of the chart does, and what it refuses."""
+"""The effect of every switch of the chart, and its refusals."""
 
 import re
 import shutil
@@ -268,7 +268,7 @@ def test_the_end_has_the_time_that_it_needs() -> None:
 
 @pytest.mark.parametrize("case", ["default", "tls-cert-manager", "tls-secret", "watched"])
 def test_pods_are_restricted(case: str) -> None:
-    """What the restricted level of pod security asks for, in every pod."""
+    """Every pod keeps to the restricted level of pod security."""
     pods = [pod_of(item) for item in objects(render(case, "tests.enabled=true")).values() if pod_of(item)]
     assert len(pods) == 2
     for pod in pods:
@@ -329,7 +329,7 @@ def test_the_store_asks_nobody() -> None:
 
 
 def test_a_digest_wins_over_a_tag() -> None:
-    """What production pins is what runs."""
+    """A pinned digest is the image that runs."""
     assert store_pod(objects(render("tls-cert-manager")))["containers"][0]["image"].startswith(
         "registry.example.com/ctxcache@sha256:aaaa"
     )
@@ -418,7 +418,7 @@ def test_every_value_is_used() -> None:
 
 @pytest.mark.parametrize("case", ["default", "node-local"])
 def test_notes_warn(case: str, tmp_path: Path) -> None:
-    """What is dangerous is said at install."""
+    """Dangerous settings are told at install."""
     notes = _notes(case, tmp_path)
     assert "WARNING: tls.mode is none" in notes
     assert ("host paths are used" in notes) == (case == "node-local")

@@ -23,7 +23,7 @@ MUTABLE_OF_STATEFUL_SET = {
 
 
 def immutable(item: Any) -> Any:
-    """What may not change in an object."""
+    """The parts of an object that may not change."""
     spec = item.get("spec", {})
     if item["kind"] == "StatefulSet":
         return {name: value for name, value in spec.items() if name not in MUTABLE_OF_STATEFUL_SET}

@@ -19,7 +19,7 @@ FILES = ("dashboard.json", "worker_dashboard.json")
 
 
 def _read_by_grafana(board: Any) -> Any:
-    """What is left of a dashboard that its models have read and written again."""
+    """A dashboard as Grafana's models have read and written it again."""
     sdk = "grafana_foundation_sdk"
     import_module(f"{sdk}.cog.plugins").register_default_plugins()
     model = import_module(f"{sdk}.models.dashboard").Dashboard.from_json(board)

@@ -65,7 +65,7 @@ def test_the_store_runs_as_the_chart_says() -> None:
 
 
 def test_a_sandbox_has_the_mounts_in_order_and_then_a_read_only_root() -> None:
-    """What is mounted after the root was made read-only would not be there."""
+    """A mount made after the root became read-only would not be there."""
     who = Identity(10001, 10001, (), is_root_read_only=True, drops_capabilities=True)
     mounts = [
         Mount(Path("/v/data"), "/data", is_read_only=False),

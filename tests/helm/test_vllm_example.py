@@ -29,14 +29,14 @@ def store() -> dict[str, Any]:
 
 
 def transfer(example: dict[str, Any]) -> dict[str, Any]:
-    """What follows the one flag."""
+    """The settings behind the one flag."""
     arguments = example["containers"][0]["args"]
     config: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     return config
 
 
 def test_the_page_has_the_values_that_are_tested() -> None:
-    """What is copied from it is the case that is rendered here."""
+    """The page's values are the case that is rendered here."""
     (shown,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
     assert yaml.safe_load(shown) == yaml.safe_load((HERE / "cases" / "vllm.yaml").read_text())

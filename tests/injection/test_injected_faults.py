@@ -70,7 +70,7 @@ def test_cleared_faults_strike_no_more(faults: Faults) -> None:
 
 
 def test_there_are_never_more_than_a_few(faults: Faults, clock: FakeClock) -> None:
-    """What is over makes room."""
+    """A fault that is over makes room."""
     inject: Callable[[], object] = lambda: faults.inject(fault(end_ns=clock.monotonic_ns() + S))  # noqa: E731
     for _ in range(FAULT_LIMIT):
         inject()

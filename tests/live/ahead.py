@@ -32,7 +32,7 @@ GRACE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What came of it. `early` turns were announced at least `needed_s` before they began."""
+    """The outcome of one run. `early` turns were announced at least `needed_s` before they began."""
 
     policy: str
     turns: int
@@ -99,7 +99,7 @@ def _measured(engine: Engine, client: Client, uids: Sequence[bytes]) -> float:
 
 
 def _order(uids: Sequence[bytes], turn_count: int, seed: int) -> list[bytes]:
-    """Whose turns these are; nobody has two of them closer than the queue is long."""
+    """The sessions of the turns; nobody has two of them closer than the queue is long."""
     draw, order = random.Random(seed), list[bytes]()
     while len(order) < turn_count:
         recent = order[-2 * JOBS_AHEAD :]

@@ -26,7 +26,7 @@ BUFFER_SHARE = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Segments that each tier of the store takes. What is in DRAM is on SSD too."""
+    """Segments that each tier of the store takes. A session in DRAM is on SSD too."""
 
     dram_segments: int
     ssd_segments: int
@@ -43,7 +43,7 @@ class Setting:
     hints: frozenset[TraceHint] = frozenset()
 
     def load(self) -> Load:
-        """What the simulator is told. Reads take no time: the store's clock stands still while it works."""
+        """The simulator's load. Reads take no time: the store's clock stands still while it works."""
         sizes = self.sizes
         return Load(
             token_bytes=TOKEN_BYTES,
@@ -57,7 +57,7 @@ class Setting:
         )
 
     def settings(self, directory: Path) -> Settings:
-        """What the server is told: no bound on what turns keep, and a buffer of the simulator's size."""
+        """The server's settings: no bound on what turns keep, and a buffer of the simulator's size."""
         return Settings(
             data_directory=directory,
             listen="127.0.0.1:0",
@@ -125,7 +125,7 @@ class _Noted(Replay):
 
 
 def simulated(turns: Sequence[TraceTurn], setting: Setting, *, lost_at: int | None = None) -> Outcome:
-    """What the simulator says; its queue is lost at the `lost_at`-th job."""
+    """The simulator's outcome; its queue is lost at the `lost_at`-th job."""
     replay = _Noted(turns, setting)
     idle = replay.store.tiers.idle
 
@@ -149,7 +149,7 @@ def live(
     goes_on: bool = False,
     is_durable: bool = False,
 ) -> tuple[Outcome, Engine]:
-    """What a running store does, and the engine that drove it."""
+    """A running store's outcome, and the engine that drove it."""
     replay, engine = (
         _Noted(turns, setting),
         Engine(store, client, hints, goes_on=goes_on, is_durable=is_durable),
@@ -166,7 +166,7 @@ def live(
 
 
 def live_here(turns: Sequence[TraceTurn], setting: Setting, directory: Path) -> Outcome:
-    """What a server in this process does, undisturbed; where turns wait, their queue is published."""
+    """The outcome of an undisturbed server in this process; where turns wait, their queue is published."""
     with RunningServer(setting.settings(directory)) as server, ctxcache.connect(server.target) as client:
         if setting.slot_count is None and not setting.hints:
             return live(turns, setting, server, client)[0]

@@ -32,12 +32,12 @@ OWN = CallerModel(MODEL)
 LAYOUT = SegmentLayout(STORED)
 SLOT_BYTES = LAYOUT.size_bytes
 TOKEN_BYTES = SLOT_BYTES // LAYOUT.segment_tokens
-"""What a token of a full segment takes in the store, header and padding included."""
+"""Bytes of a token of a full segment in the store, header and padding included."""
 TRIES = 3
 
 
 class Store(Protocol):
-    """What the engine needs of a running store beside its address."""
+    """The engine's view of a running store, beside its address."""
 
     def set_time(self, now_s: float) -> None:
         """Let it be so many seconds after the start."""
@@ -78,7 +78,7 @@ class Engine:
         self._sizes: dict[bytes, int] = {}
         """Tokens of every session, as the engine knows them."""
         self._found_tokens = 0
-        """What the last look-up found."""
+        """The tokens that the last look-up found."""
         self._open: dict[bytes, SessionRows] = {}
         client.models.register(MODEL)
 
@@ -99,7 +99,7 @@ class Engine:
         return Level.MEMORY if found.dram_token_count == found.token_count else Level.BELOW
 
     def is_on_ssd(self, uid: bytes) -> bool:  # noqa: ARG002  for a ledger's
-        """What the store writes it counts itself."""
+        """The store counts its writes itself."""
         return False
 
     def arrived(self, uid: bytes, now_s: float) -> list[Move]:
@@ -158,7 +158,7 @@ class Engine:
             self._open[uid] = self._read(uid)
         except CacheError as error:
             self._trouble(error)
-            # What cannot be read is made anew.
+            # A session that cannot be read is made anew.
             with suppress(CacheError):
                 self._client.sessions.delete(name_of(uid))
 

@@ -1,4 +1,4 @@
-"""What the sessions of a load are called in a store, and whose their rows are."""
+"""Names of a load's sessions in a store, and the owner that their rows tell."""
 
 import zlib
 

@@ -18,7 +18,7 @@ PARTS_UNTIL_ALL = 2
 
 @contextmanager
 def recorded(target: str, path: Path) -> Iterator[None]:
-    """What the store is asked within the block is in the file after it."""
+    """Calls to the store within the block are in the file after it."""
     has_begun, is_over = threading.Event(), threading.Event()
 
     def record() -> None:

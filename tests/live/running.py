@@ -1,6 +1,6 @@
 """A real server in this process, on a loop of its own, with a clock that is moved by hand.
 
-What it does unasked is asked for: `rest` does all of it and waits until nothing moves.
+Background steps are asked for: `rest` does all of it and waits until nothing moves.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class RunningServer:
 
     @property
     def cache(self) -> Cache:
-        """What it serves; to be touched within `do` only."""
+        """The cache that it serves; to be touched within `do` only."""
         return self._server._cache
 
     def do(self, step: Callable[[], Awaitable[T]]) -> T:

@@ -13,7 +13,7 @@ from tests.live.names import name_of
 
 
 class Hints:
-    """What a scheduler says: nothing. `tell_time` lets the store know what time it is."""
+    """A scheduler's hints: nothing. `tell_time` lets the store know what time it is."""
 
     def __init__(self) -> None:
         self.tell_time: Callable[[float], None] = lambda _: None

@@ -1,4 +1,4 @@
-"""What a disturbance costs a running store: hits at most, never a byte, and nothing hangs."""
+"""The cost of a disturbance to a running store: hits at most, never a byte, and nothing hangs."""
 
 from datetime import timedelta
 from pathlib import Path

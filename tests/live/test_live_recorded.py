@@ -92,7 +92,7 @@ def test_a_store_of_the_same_size_gives_the_same_hits(
 
 
 def test_a_store_with_less_memory_hits_less(recording: tuple[Path, Outcome], tmp_path: Path) -> None:
-    """What it has lost is written anew, with all that the session had."""
+    """A lost session is written anew, with all that it had."""
     path, _ = recording
     smaller = Setting(Sizes(48, 96), "value")
     with RunningServer(smaller.settings(tmp_path / "data")) as server:

@@ -166,7 +166,7 @@ async def test_after_a_hang_the_catalog_begins_anew(
 ) -> None:
     """With a base of all records, once the device has returned the write.
 
-    What was missing is named until then.
+    The missing part is named until then.
     """
     impatient.append([(b"s/two", b"2")], 2)
     await impatient.wait(impatient.last_write)
@@ -209,7 +209,7 @@ async def test_no_end_is_marked_behind_commits_that_are_missing(
 def test_an_end_does_not_wait_for_a_write_that_hangs(
     impatient: Catalog, hanging: HungDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody has noticed it before: the end comes all the same."""
+    """The damage was not noticed before: the end comes all the same."""
     impatient.append([(b"s/two", b"2")], 2)
     hanging.came.wait()
     impatient.close(2)

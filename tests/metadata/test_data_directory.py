@@ -172,7 +172,7 @@ def test_an_interrupted_creation_is_finished(tmp_path: Path) -> None:
 
 
 def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
-    """What is not a directory is named."""
+    """A path that is no directory is named."""
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "data"):
         with pytest.raises(DataDirectoryUnusable, match=r"[nN]ot a directory"):
@@ -244,7 +244,7 @@ def test_runs_that_are_gone_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("found", [1, 2])
 def test_an_earlier_format_is_refused(tmp_path: Path, found: int) -> None:
-    """What it holds is bound to its checksums in another way: nothing of it is read, and nothing changed."""
+    """Its rows are bound to their checksums in another way: nothing of it is read, and nothing changed."""
     text = json.dumps({"format": found, "created_by": "ctxcache 0.1.0", "instance_id": "00ff"})
     (tmp_path / "FORMAT").write_text(text)
     with pytest.raises(DataDirectoryUnusable, match=f"it has format {found} of an earlier version"):

@@ -1,4 +1,4 @@
-"""What a database loses and does not know.
+"""Losses that a database does not notice by itself.
 
 Found by its witness, by its count, or brought back by its catalog.
 """

@@ -61,7 +61,7 @@ async def until_refused(store: RocksDbMetadata) -> int:
 
 
 def sessions_of(path: Path) -> list[Any]:
-    """What the next process finds."""
+    """The sessions that the next process finds."""
     store = RocksDbMetadata(path)
     try:
         return sorted(store.sessions(), key=lambda session: session.uid)
@@ -112,7 +112,7 @@ def few_inodes(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_store_without_inodes_takes_changes_again(few_inodes: Path) -> None:
-    """What grows is refused before RocksDB runs into it; what runs into it passes."""
+    """Commits that grow are refused before RocksDB runs into the limit; what runs into it passes."""
     store = RocksDbMetadata(few_inodes / "metadata")
     taken = few_inodes / "taken"
     taken.mkdir()

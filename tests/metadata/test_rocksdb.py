@@ -109,7 +109,7 @@ def refused_syncs(path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("kill_after", [1, 7, 40])
 def test_acknowledged_commits_survive_kill_9(tmp_path: Path, kill_after: int) -> None:
-    """What a durable commit has returned for is there after a kill, three times in a row."""
+    """Acknowledged durable commits are there after a kill, three times in a row."""
     acknowledged = 0
     for _ in range(3):
         arguments = [
@@ -207,7 +207,7 @@ def test_what_a_directory_is_called_is_no_reason(tmp_path: Path, word: str) -> N
 
 
 async def test_a_refused_sync_fails_every_commit_that_waits_for_it(tmp_path: Path) -> None:
-    """Nobody who shares a failed sync is told that all is well."""
+    """No commit that shares a failed sync is told that all is well."""
     store = RocksDbMetadata(tmp_path / "metadata")
     commits = [Changes(segments=[make_segment(i)]) for i in range(10)]
     with refused_syncs(tmp_path / "metadata"):

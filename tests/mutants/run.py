@@ -42,13 +42,13 @@ _CONTEXT.set_forkserver_preload(
 )
 _PASSED, _FAILED, _COLLECTION_FAILED = 0, 1, 2
 _TIMED_OUT = "+ Timeout +"
-"""What pytest-timeout writes above its stacks."""
+"""The line that pytest-timeout writes above its stacks."""
 _FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a mutant. `by`: the first test that noticed it."""
+    """The fate of a mutant. `by`: the first test that noticed it."""
 
     name: str
     file: str

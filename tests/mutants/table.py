@@ -30,7 +30,7 @@ WIDER = {
     "ctxcache/client": ("tests/client", "tests/service"),
     "ctxcache": ("tests/metadata", "tests/cache", "tests/test_ssd_directories.py"),
 }
-"""What runs when the tests that were named have not noticed.
+"""The tests that run when those that were named have not noticed.
 
 The longest prefix of the file's name decides.
 """
@@ -83,7 +83,7 @@ def load(tables: Iterable[Path] | None = None) -> list[Mutant]:
 
 
 def check(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
-    """What is wrong with the tables: a sentence per mutant that cannot be made or tested."""
+    """The problems of the tables: a sentence per mutant that cannot be made or tested."""
     problems = []
     names = [mutant.name for mutant in mutants]
     problems += [

@@ -56,7 +56,7 @@ async def fetch(server: Server, path: str, *, head: bytes = b"", method: str = "
 
 
 async def values_of(server: Server) -> Values:
-    """What the server's metrics are now."""
+    """The server's metrics now."""
     status, text = await fetch(server, "/metrics")
     assert status == 200
     return parsed(text)

@@ -25,7 +25,7 @@ def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def series_of(before: Values, after: Values) -> list[tuple[str, str]]:
-    """What two scrapes a minute apart would have stored, as promtool's input series."""
+    """Two scrapes a minute apart, as promtool's input series."""
     found = []
     for name, samples in after.items():
         for labels, value in samples.items():

@@ -1,4 +1,4 @@
-"""What a metrics endpoint shows, as values."""
+"""The page of a metrics endpoint, as values."""
 
 from collections.abc import Mapping
 

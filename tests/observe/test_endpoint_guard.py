@@ -119,7 +119,7 @@ async def test_who_begins_no_handshake_makes_way(tmp_path: Path) -> None:
 
 
 def test_a_token_is_read_again_when_it_changes(tmp_path: Path) -> None:
-    """What cannot be used changes nothing."""
+    """A file that cannot be used changes nothing."""
     path = _token_file(tmp_path)
     bearer = Bearer(path, source="metrics_token_file")
     fresh = tmp_path / "fresh"

@@ -64,7 +64,7 @@ async def test_hits_and_misses_are_told_apart(tmp_path: Path) -> None:
 
 
 async def test_a_session_that_was_evicted_and_comes_back_is_regretted(tmp_path: Path) -> None:
-    """What it had is counted, and how long it was gone."""
+    """Its tokens are counted, and the time that it was gone."""
     async with observed(tmp_path) as (server, client, clock):
         deleted = await load(client, clock)
         missing = [i for i in range(24) if i != deleted and not await _is_there(client, f"s{i}")]
@@ -104,7 +104,7 @@ async def test_rpcs_count_by_method_code_and_reason(tmp_path: Path) -> None:
 
 
 async def test_a_stall_of_the_event_loop_is_seen(tmp_path: Path) -> None:
-    """What keeps the loop from its timers counts by how long it does."""
+    """A stall counts by the time for which it keeps the loop from its timers."""
     async with observed(tmp_path) as (server, _, _):
         time.sleep(0.4)  # noqa: ASYNC251  # the very thing
         await asyncio.sleep(0)

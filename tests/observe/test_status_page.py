@@ -1,6 +1,6 @@
 """The status page.
 
-What it says, to whom it says names, that no name becomes markup, and that a browser shows it.
+Its content, the readers that see names, that no name becomes markup, and that a browser shows it.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ def test_conditions_are_those_of_the_alerts() -> None:
 
 
 def _sample_of(name: str) -> list[tuple[str, dict[str, str], list[float]]]:
-    """What fires an alert in its own test: metric, labels, values by minute."""
+    """The sample that fires an alert in its own test: metric, labels, values by minute."""
     (alert,) = [alert for alert in ALERTS if alert.name == name]
     found = []
     for series, values in alert.series:
@@ -318,7 +318,7 @@ def test_host_names_of_others_are_told() -> None:
 
 
 def test_no_text_becomes_markup() -> None:
-    """What is not made by `element` is escaped, in text and in attributes."""
+    """Text that `element` did not make is escaped, in text and in attributes."""
     assert element("b", EVIL, title=EVIL) == (
         '<b title="{0}">{0}</b>'.format(
             "&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&gt;&lt;img src=x onerror=alert(1)&gt;&amp;amp;"

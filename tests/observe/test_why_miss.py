@@ -130,7 +130,7 @@ TRACES = [f"00-{i:032x}-00f067aa0ba902b7-01" for i in range(1, 5)]
 
 
 async def test_a_request_that_names_its_trace_is_remembered(tmp_path: Path) -> None:
-    """What it looked up in vain, and what it did to others."""
+    """Its vain look-ups, and its effects on others."""
     async with observed(tmp_path) as (_, client, _clock):
         await client.create("cut")
         await client.append("cut", 1, 0, 10)

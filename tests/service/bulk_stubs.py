@@ -1,6 +1,6 @@
 """AppendSession and ReadSession over the bulk channel, as calls that look like gRPC's.
 
-Written from docs/clients.md alone: a socket, the protos and XXH3. Nothing of the product's frames.
+Written from docs/clients.md alone: a socket, the protos and XXH3. No code of the product's frames is used.
 """
 
 import asyncio
@@ -171,7 +171,7 @@ class BulkSessions:
 def as_frame(message: session_pb2.AppendSessionRequest, *, is_first: bool) -> tuple[int, bytes, bytes]:
     """A message of AppendSession as a frame.
 
-    What is none of the three is one that the server does not know.
+    A message that is none of the three is one that the server does not know.
     """
     match message.WhichOneof("message"):
         case "header":

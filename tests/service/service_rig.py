@@ -43,7 +43,7 @@ def ranges(*streams: model_pb2.StreamName) -> list[model_pb2.StreamRange]:
 
 
 def spec_of(stream: model_pb2.StreamName, **facts: Any) -> model_pb2.StreamSpec:
-    """What a model says of one stream."""
+    """A model's description of one stream."""
     return model_pb2.StreamSpec(streams=ranges(stream)[0], **facts)
 
 
@@ -162,7 +162,7 @@ class Client:
         return await self.sessions.GetSession(request)  # type: ignore[no-any-return]
 
     def read_request(self, session_id: str, **changes: Any) -> session_pb2.ReadSessionRequest:
-        """What a reader asks for."""
+        """A reader's request."""
         facts = {"name": f"sessions/{session_id}", "model_fingerprint": self.fingerprint}
         return session_pb2.ReadSessionRequest(**(facts | changes))
 
@@ -182,12 +182,12 @@ class Client:
         return found
 
     async def stats(self) -> Any:
-        """What the server says of itself."""
+        """The server's statistics."""
         return await self.admin.GetStats(admin_pb2.GetStatsRequest())
 
 
 def all_rows(tag: int, token_count: int) -> dict[int, bytes]:
-    """What reading every stream must bring."""
+    """The rows that a read of every stream must bring."""
     return {stream.layer: rows(tag, 0, token_count, stream) for stream in STREAMS}
 
 

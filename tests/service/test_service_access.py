@@ -93,7 +93,7 @@ class Mapped:
         return found
 
     def checksums(self, lease: arena_pb2.Lease, segment: arena_pb2.SegmentLocation) -> list[int]:
-        """What the checksums of a segment must be, from the bytes."""
+        """The expected checksums of a segment, from its bytes."""
         found = []
         for item in lease.layout:
             begin = segment.offset_bytes + item.offset_bytes
@@ -174,7 +174,7 @@ async def test_a_batch_is_carried_out_in_order(client: Client, access: Access, m
 
 
 async def test_every_refusal_has_its_code_and_reason(client: Client, access: Access, server: Server) -> None:
-    """What a unary rpc's status would say, in the result of the operation."""
+    """The result of the operation says what a unary rpc's status would say."""
     await client.create("a")
     await client.append("a", 1, 0, 10)
     await client.create("busy")

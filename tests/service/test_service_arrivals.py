@@ -37,7 +37,7 @@ class Sending:
         self._said: asyncio.Queue[object] = asyncio.Queue()
 
     def say(self, *messages: object) -> None:
-        """What comes next."""
+        """The next bytes."""
         for item in messages:
             self._said.put_nowait(item)
 

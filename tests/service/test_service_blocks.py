@@ -64,7 +64,7 @@ def stub(client: Client) -> Any:
 
 
 async def states(stub: Any, *numbers: int) -> list[Any]:
-    """What a look-up says."""
+    """The states that a look-up answers."""
     request = block_pb2.LookupBlocksRequest(space=SPACE, keys=map(key_of, numbers))
     return list((await stub.LookupBlocks(request)).states)
 

@@ -27,9 +27,9 @@ FLOODING, QUIET = "a", "b"
 WRITERS = 24
 """Appends that the flooding tenant has under way at any time."""
 SMALL_APPENDS = 12
-"""What the other one asks for, a slot for each: less than half of the 27 that may be dirty."""
+"""Appends of the other tenant, a slot for each: less than half of the 27 that may be dirty."""
 TOKENS = 128
-"""What each append of the flood brings: two slots."""
+"""Tokens of each append of the flood: two slots."""
 SHARE_GRANTS = 6
 """Appends of the flood that are within its own half: of those that came first."""
 Append = Callable[[str], Awaitable[None]]

@@ -93,7 +93,7 @@ async def read(connection: Connection, client: Client) -> dict[int, bytes]:
 
 
 async def test_a_ticket_is_good_for_one_connection(client: Client) -> None:
-    """Whoever sees it travel cannot use it again."""
+    """A ticket that was seen on its way cannot be used again."""
     ticket = (await ticket_of(client)).ticket
     first = await Connection.open(client.channel, ticket=ticket)
     await first.receive()
@@ -168,7 +168,7 @@ async def test_one_connection_serves_many_requests(client: Client, connection: C
 async def test_a_frame_that_is_no_request_is_refused(
     client: Client, connection: Connection, kind: int
 ) -> None:
-    """Whoever is out of step is told so."""
+    """A client that is out of step is told so."""
     await connection.send(kind)
 
     facts = await refused(connection, Code.INVALID_ARGUMENT, "INVALID_FIELD")
@@ -276,7 +276,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_writer_that_stalls_in_a_chunk_is_cut(hurried: None, client: Client, server: Server) -> None:
-    """What it held is free again, and nothing of it is visible."""
+    """Its room is free again, and none of its rows are visible."""
     connection = await Connection.open(client.channel)
     await client.create("a")
     await connection.send(APPEND, client.header("a", 0).header.SerializeToString())
@@ -295,7 +295,7 @@ async def test_a_writer_that_stalls_in_a_chunk_is_cut(hurried: None, client: Cli
 async def test_a_writer_that_falls_silent_keeps_no_room(
     client: Client, server: Server, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it was lent is the reservation's alone again long before that ends.
+    """The lent room is the reservation's alone again long before that ends.
 
     When the writer goes on it is lent anew.
     """
@@ -440,7 +440,7 @@ async def test_parts_that_do_not_fit_are_refused(
 
 
 async def test_damage_in_the_arena_is_noticed_by_the_reader(client: Client, server: Server) -> None:
-    """What a segment's chunks had for checksums when they were stored is what the reader verifies."""
+    """The reader verifies by the checksums that the chunks had when they were stored."""
     await client.create("a")
     await client.append("a", 1, 0, 64, is_durable=True)
     segment = server._cache.ledger.find("default", "a").segments[0]
@@ -565,7 +565,7 @@ async def test_a_server_without_threads_closes_the_connection(
     monkeypatch: pytest.MonkeyPatch,
     starter: Callable[..., None],
 ) -> None:
-    """Whoever comes is not left waiting, it counts for nothing, and the next one is served."""
+    """A new connection is not left waiting, counts for nothing, and the next one is served."""
     ticket = await ticket_of(client)
     with monkeypatch.context() as limited:
         limited.setattr(bulk, "start_new_thread", starter)

@@ -1,4 +1,4 @@
-"""The control socket by itself: framing, greeting, limits, ends. What it carries is tested with Access."""
+"""The control socket by itself: framing, greeting, limits, ends. Its operations are tested with Access."""
 
 import asyncio
 import os
@@ -160,7 +160,7 @@ async def test_a_frame_that_is_too_large_ends_it_before_it_has_come(path: str) -
 async def test_leases_end_with_a_client_that_dies_while_its_batch_waits(
     way: SocketWay, client: Client, server: Server
 ) -> None:
-    """What a promotion would have brought is held by nobody."""
+    """Rows that a promotion would have brought are held by no lease."""
     await client.admin.DemoteSession(admin_pb2.DemoteSessionRequest(name="sessions/a"))
     for _ in range(5):
         dying = await SocketWay.open(server._arena.control_socket)
@@ -226,7 +226,7 @@ async def _send(way: SocketWay, data: bytes) -> None:
 
 
 async def test_another_user_is_refused(path: str, server: Server) -> None:
-    """Whoever gets past the file's mode is still asked who he is."""
+    """A user that gets past the file's mode is still identified."""
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     _open_to_everybody(Path(path))
@@ -269,7 +269,7 @@ async def test_another_user_is_let_in_as_a_rule_says(
         "s.connect(sys.argv[1]); s.settimeout(10); sys.argv[2] and s.sendall(bytes.fromhex(sys.argv[2]));"
         "data, fds, _, _ = socket.recv_fds(s, 65536, 4); print(data[4], len(fds), data[5:])"
     )
-    # Whoever may not come at all is told so before it has said anything: unread words would reset the
+    # A user that may not come at all is told so before its first message: unread words would reset the
     # connection.
     hello = "" if words == "UNAUTHENTICATED" else (struct.pack("<IB", len(HELLO), 1) + HELLO).hex()
     ended = await asyncio.create_subprocess_exec(

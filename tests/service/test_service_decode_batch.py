@@ -113,7 +113,7 @@ def test_steps_arrive_across_segments_and_rooms(client: Client) -> None:
     assert generations == [session.generation for session in sessions]
     for lane, name in enumerate(names):
         check(client, name, lane, 120)
-    # What was not used is given back: another writer may come at once.
+    # Unused room is given back: another writer may come at once.
     client.sessions.open(names[0], OWN).append({s: rows(120, s, [0]) for s in ROW_BYTES})
 
 

@@ -183,7 +183,7 @@ async def test_a_flood_evicts_nothing_that_is_within_half(tenants: tuple[Client,
 
     kept = [await quiet.get(f"s{number}") for number in range(7)]
     assert [session.durable_token_count for session in kept] == [TOKENS] * 7
-    # What the quiet tenant does not use the other one has borrowed.
+    # The other tenant has borrowed the room that the quiet one does not use.
     listed = await flooding.sessions.ListSessions(session_pb2.ListSessionsRequest())
     assert sum(session.ssd_bytes for session in listed.sessions) > SSD_BYTES * 0.4
 

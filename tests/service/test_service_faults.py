@@ -1,6 +1,6 @@
 """Faults on purpose.
 
-What comes of them is what docs/operations.md says of devices that fail by themselves.
+Their effects are those that docs/operations.md tells of devices that fail by themselves.
 """
 
 import asyncio
@@ -251,7 +251,7 @@ async def test_a_write_that_fails_goes_to_another_path(client: Client, number: i
 
 
 async def test_when_no_path_takes_writes_flushes_say_so(settings: Settings) -> None:
-    """What is in memory is read; the end of the server says what is lost."""
+    """Rows in memory are read; the end of the server says what is lost."""
     server = await Server.start(settings)
     async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
         client = Client(channel)

@@ -1,4 +1,4 @@
-"""Who watches the server's health and takes no answer holds up nobody: neither the drain nor the end."""
+"""A watcher of the server's health that takes no answer holds up no call: neither the drain nor the end."""
 
 import asyncio
 from typing import Any

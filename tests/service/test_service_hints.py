@@ -344,7 +344,7 @@ async def test_what_is_kept_is_granted_within_the_budget(
 
 
 async def test_a_full_budget_of_pins_stops_nobody(client: Client, hint: Hinter, server: Server) -> None:
-    """What is beyond is rejected, and everybody goes on writing."""
+    """Pins beyond the budget are rejected, and all writers go on."""
     outcomes = []
     for number in range(60):
         name = f"s{number}"

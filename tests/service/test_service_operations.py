@@ -1,4 +1,4 @@
-"""What operators look at and do while the server runs."""
+"""Operators' calls to a running server."""
 
 import asyncio
 import logging
@@ -54,7 +54,7 @@ async def stored(client: Client, name: str = "a") -> None:
 async def test_leases_are_listed_and_can_be_taken_back(
     client: Client, connect: Callable[[], Awaitable[Access]]
 ) -> None:
-    """Whoever holds one by the control socket is cut off, with all it holds.
+    """A client that holds one by the control socket is cut off, with all that it holds.
 
     By gRPC it could not know, and keeps it.
     """
@@ -144,7 +144,7 @@ async def test_a_drain_waits_for_who_holds_something(
 
 
 async def test_a_drain_survives_the_call(server: Server, client: Client) -> None:
-    """Whoever waits for it may stop waiting."""
+    """The caller that waits for it may stop waiting."""
     drain = client.admin.Drain(ops.DrainRequest())
     await drain.read()
     drain.cancel()
@@ -200,7 +200,7 @@ async def test_shares_change_while_it_runs(client: Client) -> None:
 
 
 async def test_a_path_rests_and_is_opened(server: Server, client: Client) -> None:
-    """What is written goes elsewhere meanwhile; the last path stays open."""
+    """Rows are written elsewhere meanwhile; the last path stays open."""
     one, two = server._cache.ssd.paths
     rested = await client.admin.UpdatePath(ops.UpdatePathRequest(path=str(Path(one).parent), resting=True))
     await stored(client)

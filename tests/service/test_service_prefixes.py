@@ -96,7 +96,10 @@ async def test_a_prompt_is_found_and_adopted(client: Client, stub: Any) -> None:
 
 
 async def test_what_sessions_share_is_listed(client: Client, stub: Any) -> None:
-    """What saves most first, of the caller's own sessions; nothing where nothing is shared."""
+    """Shared prefixes of the caller's own sessions come in order of what they save.
+
+    Nothing where nothing is shared.
+    """
     request = prefix_pb2.ListSharedPrefixesRequest(page_size=1)
     for name, tag, count in (("a", 1, 200), ("b", 2, 80)):
         await client.create(name)

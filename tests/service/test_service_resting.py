@@ -66,7 +66,7 @@ async def health(client: Client) -> dict[str, Any]:
 
 
 async def ready(server: Server) -> tuple[int, str]:
-    """What /readyz says."""
+    """The answer of /readyz."""
 
     def ask() -> tuple[int, str]:
         try:
@@ -106,7 +106,7 @@ async def test_it_says_that_writes_are_refused_and_why(
 async def test_reads_go_on_and_nothing_is_lost_or_there_twice(
     server: Server, client: Client, lacking: asyncio.Event
 ) -> None:
-    """What was refused can be asked for again; what was read is what was written."""
+    """A refused call can be made again; what was read is what was written."""
     assert await client.read_rows("a") == all_rows(1, 64)
     await client.append("a", 1, 64, 70)
     await refused(client.append("a", 1, 70, 72, is_durable=True), Code.UNAVAILABLE, "TIER_FAILURE")

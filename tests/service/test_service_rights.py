@@ -1,4 +1,4 @@
-"""Who may call what, of every rpc that there is, and which calls are written down."""
+"""Every rpc: the callers that may call it, and whether the call is written down."""
 
 import hashlib
 import importlib
@@ -25,7 +25,7 @@ Code = grpc.StatusCode
 ADMIN = "/ctxcache.v1.AdminService/"
 NAMES = {"user": "team", "operator": "ops:operator"}
 READS = ("Get", "List", "WhyMiss")
-"""What the names of the rpcs begin with that change nothing; all others are written down."""
+"""Beginnings of the names of rpcs that change nothing; all others are written down."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def rpcs() -> list[str]:
 
 
 def by(name: str, *, tenant: str = "") -> tuple[tuple[str, str], ...]:
-    """What a caller says of itself."""
+    """A caller's metadata."""
     token = (("authorization", f"Bearer {name}"),)
     return (*token, (TENANT_HEADER, tenant)) if tenant else token
 

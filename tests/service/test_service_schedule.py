@@ -175,7 +175,7 @@ async def test_expired_and_deleted_sessions_are_told(
 
 
 async def test_evicted_sessions_are_told(client: Client, engine: Engine) -> None:
-    """Whoever is given up for others."""
+    """The engine hears of each of its sessions that is given up for others."""
     await client.create("a")
     await client.append("a", 1, 0, 100, is_durable=True)
     await engine.put(job(1))
@@ -263,7 +263,7 @@ async def test_the_policy_hears_the_merged_order(
 
 
 async def test_a_snapshot_replaces_the_queue(client: Client, engine: Engine, server: Server) -> None:
-    """What is not in it is gone."""
+    """Jobs that are not in it are gone."""
     for name in ("a", "b", "c"):
         await client.create(name)
     await engine.put(job(1, "a"), job(2, "b"))
@@ -433,7 +433,7 @@ async def test_engines_are_bounded(client: Client, connect: Callable[[], Engine]
 
 
 async def test_jobs_are_bounded(client: Client, engine: Engine, server: Server) -> None:
-    """What goes beyond is refused whole; the queue is as it was, and the stream goes on."""
+    """A request beyond the bound is refused whole; the queue is as it was, and the stream goes on."""
     await client.create("a")
     await engine.put(*(job(i) for i in range(JOBS)))
     refusals = [

@@ -29,7 +29,7 @@ OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
 async def health_of(channel: grpc.aio.Channel, service: str) -> int:
-    """What the server says of a service's health."""
+    """The server's answer about a service's health."""
     stub: Any = health_pb2_grpc.HealthStub(channel)
     answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
     return int(answer.status)
@@ -137,7 +137,7 @@ async def test_a_stream_whose_holds_have_ended_does_not_hold_the_drain(
 
 
 async def test_a_message_larger_than_any_of_ours_is_refused(client: Client) -> None:
-    """What one call can make the server hold in memory is bounded."""
+    """The memory that one call can make the server hold is bounded."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.get("x" * (5 << 20))
 
@@ -220,7 +220,10 @@ async def test_an_address_that_fails_lets_go_of_the_others(settings: Settings, t
 async def test_a_unix_socket_that_somebody_listens_to_is_not_taken_away(
     settings: Settings, tmp_path: Path, suffix: str
 ) -> None:
-    """Whoever comes second is told, even while the first takes nobody; what a killed one left is replaced."""
+    """The second server is refused, even while the first takes no connections.
+
+    What a killed one left is replaced.
+    """
     path = tmp_path / "socket"
     wanted = settings.model_copy(update={"listen": "", "unix_socket": str(path)})
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as living:
@@ -261,7 +264,7 @@ async def test_a_run_that_cannot_be_noted_is_none(settings: Settings) -> None:
 
 @dataclasses.dataclass
 class Acknowledged:
-    """What a client was told is durable."""
+    """The tokens that a client was told are durable."""
 
     counts: dict[int, int] = dataclasses.field(default_factory=dict)
 
@@ -317,7 +320,7 @@ async def test_nothing_acknowledged_is_lost_to_a_kill(tmp_path: Path) -> None:
 
 
 async def test_a_generation_that_a_crash_took_back_never_comes_again(tmp_path: Path) -> None:
-    """Who saw tokens that a crash lost is refused afterwards, however many commits follow."""
+    """A client that saw tokens which a crash lost is refused afterwards, however many commits follow."""
     with ServerProcess(tmp_path / "data") as server:
         async with grpc.aio.insecure_channel(server.target, OWN_CONNECTION) as channel:
             client = Client(channel)

@@ -292,7 +292,7 @@ async def _has(client: Client, token_count: int) -> bool:
 async def test_times_are_told_by_the_wall_clock_as_it_is(
     client: Client, clock: FakeClock, step_s: int
 ) -> None:
-    """What is left of a session's life is what answers say, before and after the clock was set.
+    """Answers tell the rest of a session's life, before and after the clock was set.
 
     Absolute times too.
     """
@@ -395,7 +395,7 @@ async def test_truncation_keeps_what_it_says(client: Client) -> None:
 async def test_a_truncation_that_cannot_be_changes_nothing(
     client: Client, facts: dict[str, Any], code: Code, reason: str
 ) -> None:
-    """What to keep must be said, and be there."""
+    """A truncation must name tokens to keep, and they must be there."""
     await client.create("a")
     before = await client.append("a", 1, 0, 10)
     request = session_pb2.TruncateSessionRequest(name="sessions/a", **facts)

@@ -1,6 +1,6 @@
 """Large requests of one tenant are carried out a little at a time: between two pieces others have their turn.
 
-What is counted are lines of Python between two turns of the event loop, where every slice is over at once:
+The count is of lines of Python between two turns of the event loop, where every slice is over at once:
 what is left is what cannot be put off. So it is the same on every machine, however busy.
 """
 
@@ -169,7 +169,7 @@ async def test_look_ups_end_where_their_answer_would_grow_too_large(
 
 
 async def _answers(client: Client, method: str, request: bytes) -> AsyncIterator[bytes]:
-    """What the server sends, as it is encoded."""
+    """The server's encoded answers."""
     channel: Any = client.channel
     if method.endswith(("/Access", "/Schedule")):
         async for answer in channel.stream_stream(method)(iter(calls.messages_of(request))):

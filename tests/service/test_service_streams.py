@@ -69,7 +69,7 @@ class Sender:
         self._queue.put_nowait(None)
 
     async def messages(self) -> AsyncIterator[AppendSessionRequest]:
-        """What is sent."""
+        """The messages of the stream."""
         while (message := await self._queue.get()) is not None:
             yield message
 
@@ -150,7 +150,7 @@ async def test_a_reader_that_goes_away_holds_nothing(client: Client, server: Ser
 
 
 async def test_rows_that_pass_are_copied_into_their_message() -> None:
-    """What is read past DRAM lies in a buffer that the next rows are read into."""
+    """Rows read past DRAM lie in a buffer that the next rows are read into."""
     buffer = bytearray(b"right" * 2)
     layout = SegmentLayout((TOKENS_SPEC, StreamSpec(Stream(0, StateKind.KV), 5, DType.INT8)))
 
@@ -277,7 +277,7 @@ def with_chunk(part: session_pb2.Chunk) -> list[AppendSessionRequest]:
 async def test_a_broken_append_shows_nothing(
     client: Client, server: Server, messages: list[AppendSessionRequest], code: Code, reason: str
 ) -> None:
-    """What no good commit covered never was, and the session can be written again at once."""
+    """Rows that no good commit covered never were, and the session can be written again at once."""
     await client.create("a")
     before = await client.append("a", 1, 0, 10)
     await refused(client.send([client.header("a", 10), *messages]), code, reason)

@@ -1,4 +1,4 @@
-"""What an operator sees of tenants, and soft pins under a running load."""
+"""Tenants as an operator sees them, and soft pins under a running load."""
 
 import asyncio
 from contextlib import suppress
@@ -40,7 +40,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 async def test_tenants_are_listed_with_what_they_have(server: Server, client: Client) -> None:
-    """Who has a share is there before it has anything; a page at a time."""
+    """A tenant with a share is listed before it has anything; a page at a time."""
     await client.create("s")
     await client.append("s", 1, 0, 100, is_durable=True)
     listed = await client.admin.ListTenants(admin_pb2.ListTenantsRequest())

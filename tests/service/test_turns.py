@@ -25,7 +25,7 @@ def coming(newcomers: Newcomers) -> Iterator[None]:
 
 
 async def test_pieces_are_done_one_after_another_with_turns_for_others_between() -> None:
-    """Whoever comes first goes first, and between two pieces others have had their turns."""
+    """The first comer goes first, and between two pieces others have had their turns."""
     turns, log = Turns(), list[str]()
 
     async def bulk(name: str) -> None:

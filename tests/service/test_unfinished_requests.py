@@ -1,6 +1,6 @@
 """Callers that nobody knows and that finish no message.
 
-What they take of the server's memory, and that it comes back.
+Their use of the server's memory, and that it comes back.
 """
 
 import asyncio

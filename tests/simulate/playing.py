@@ -22,5 +22,5 @@ def turn(session: str, arrival_s: float, tokens: int = 100, output_tokens: int =
 
 
 def played(load: Load, turns: Sequence[TraceTurn], name: str = "lru") -> HitTally:
-    """What a policy comes to."""
+    """The tally of a policy."""
     return Replay(load, lambda capacities, _: POLICIES[name](capacities)).run(turns)

@@ -49,7 +49,7 @@ def _load(seed: int) -> Load:
 
 @cache
 def _played(name: str, lie: Lie | None = None, share: float = 0.0) -> Rates:
-    """What the policy comes to where such lies are told; clients give hints where it is those that lie."""
+    """The policy's rates where such lies are told; clients give hints where it is those that lie."""
     tallies = []
     for seed in SEEDS:
         load = _load(seed)

@@ -113,7 +113,7 @@ def test_capacities_are_scaled_as_if_live_state_peaked_elsewhere(load_path: Path
 
 
 def test_more_processes_give_the_same_rows_in_the_same_order(load_path: Path) -> None:
-    """Whoever is done first, rows come in the order of the runs, and each is told of."""
+    """Rows come in the order of the runs, whichever ends first, and each is told of."""
     sweep = SWEEPS["capacity"]
     _, runs = prepare(
         sweep, PacedTrace(load_path), sweep.preset, ["lru", "look-ahead"], live_bytes=None, step=quiet

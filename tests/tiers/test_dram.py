@@ -36,7 +36,7 @@ def arena(path: Path) -> Iterator[DramArena]:
 
 
 def test_the_file_begins_with_the_arena_id(arena: DramArena, path: Path) -> None:
-    """Whoever maps the file can tell that it is this arena."""
+    """A client that maps the file can tell that it is this arena."""
     assert path.read_bytes()[:16] == arena.arena_id
 
 
@@ -76,7 +76,7 @@ def test_the_first_page_has_no_view(arena: DramArena) -> None:
 
 
 def test_a_stale_file_is_replaced(path: Path) -> None:
-    """What a killed server left is gone: a new arena is all zeros."""
+    """The file that a killed server left is gone: a new arena is all zeros."""
     path.write_bytes(b"stale" * SIZE_BYTES)
     arena = DramArena(path, SIZE_BYTES)
 
@@ -86,7 +86,7 @@ def test_a_stale_file_is_replaced(path: Path) -> None:
 
 
 def test_a_symbolic_link_is_refused(path: Path, tmp_path: Path) -> None:
-    """Nobody can have the arena replace, or write to, a file of their choice."""
+    """No user can have the arena replace, or write to, a file of their choice."""
     (tmp_path / "victim").write_text("mine")
     path.symlink_to(tmp_path / "victim")
     with pytest.raises(TierFailure, match="not a file"):
@@ -156,7 +156,7 @@ def test_prefaulted_memory_is_mapped(arena: DramArena) -> None:
 def test_huge_pages_are_taken_where_there_are_enough(path: Path) -> None:
     """`auto` says which pages it got and why.
 
-    What it got is shared by descriptor, and by path only as a file.
+    The memory is shared by descriptor, and by path only as a file.
     """
     arena = DramArena(path, SIZE_BYTES, huge_pages="auto")
     is_huge = arena.page_bytes == 2 << 20

@@ -52,7 +52,7 @@ def test_reads_that_fail_in_a_row_fence() -> None:
 
 
 def test_the_first_reason_stays() -> None:
-    """What is told of a fenced path is what happened first."""
+    """The reason told of a fenced path is the first one."""
     health, _ = _health()
     health.fence("fdatasync: no")
     health.write_failed("write: full", errno.ENOSPC)

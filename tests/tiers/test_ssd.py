@@ -156,14 +156,14 @@ def test_a_refused_allocation_leaves_the_file_as_it_was(open_tier: OpenTier, tmp
 
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
-    """What cannot be a directory is named."""
+    """A path that cannot be a directory is named."""
     (tmp_path / "file").touch()
     with pytest.raises(DataDirectoryUnusable, match="file"):
         SsdFiles([SsdPath(str(tmp_path / "file"), SIZE_BYTES)])
 
 
 def test_a_symbolic_link_is_not_followed(open_tier: OpenTier, tmp_path: Path) -> None:
-    """Nobody can have the tier write to a file of their choice."""
+    """No user can have the tier write to a file of their choice."""
     (tmp_path / "0").mkdir()
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "0" / FILE_NAME).symlink_to(tmp_path / "victim")
@@ -232,7 +232,10 @@ async def test_a_write_that_is_cut_short_is_an_error(open_tier: OpenTier, *, all
 async def test_a_sync_that_runs_already_covers_no_later_write(
     open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asks while a sync runs gets another one, begun after that; those who ask meanwhile share it."""
+    """A caller that asks while a sync runs gets another one, begun after that.
+
+    Those who ask meanwhile share it.
+    """
     tier, begun, may_end = open_tier(), threading.Event(), threading.Event()
     written: list[int] = []
     covered: list[int] = []

@@ -12,7 +12,7 @@ from tests.faults.planted import plant
 
 @plant
 def append_outlives_stream(_: int) -> None:
-    """Whoever stops half-way keeps the room, and the session's turn to write."""
+    """A writer that stops half-way keeps the room, and the session's turn to write."""
     release = appends.Appends.release
 
     def forgetful(self: appends.Appends, reservation: Reservation, **how: bool) -> None:

@@ -95,7 +95,7 @@ def witness_ignored() -> Iterator[None]:
 
 @_register
 def sessions_uncounted() -> Iterator[None]:
-    """Nobody compares the sessions found with those recorded."""
+    """The sessions found are not compared with those recorded."""
     yield from planted(
         (RocksDbMetadata, "_check_sessions", lambda store, seals: setattr(store, "_seals", seals))
     )

@@ -61,7 +61,7 @@ def checked_opening(_: int) -> None:
 
 
 JOINED = "segments were joined"
-"""What a server that `joins_early` writes to standard error each time."""
+"""The line that a server that `joins_early` writes to standard error each time."""
 
 
 @plant

@@ -1,4 +1,4 @@
-"""What `devices` must find."""
+"""Bugs that `devices` must find."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace

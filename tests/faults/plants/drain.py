@@ -27,7 +27,7 @@ def flush_left_out(_: int) -> None:
 
 @plant
 def cut_at_once(_: int) -> None:
-    """Nobody is waited for."""
+    """No call is waited for."""
     server_class = importlib.import_module("grpc.aio._server").Server
     stop, end = server_class.stop, ControlSocket.stop
     setattr(server_class, "stop", lambda server, _: stop(server, None))  # noqa: B010

@@ -13,7 +13,7 @@ from tests.faults.planted import plant
 
 @plant
 def seen_until_removed(_: int) -> None:
-    """Nobody looks at the time, and upkeep does not come in time."""
+    """No call looks at the time, and upkeep comes too late."""
 
     def find(ledger: Ledger, tenant: str, session_id: str) -> Session:
         session = ledger.named(tenant, session_id)
@@ -32,7 +32,7 @@ def seen_until_removed(_: int) -> None:
 
 @plant
 def space_kept(_: int) -> None:
-    """What nobody lists any more keeps its place on SSD."""
+    """Segments that no session lists any more keep their places on SSD."""
     known = Ledger.forgotten
 
     def forgotten(ledger: Ledger, segment: Segment) -> None:

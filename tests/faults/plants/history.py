@@ -28,7 +28,7 @@ def fork_leaves_tail_open(_: int) -> None:
 
 @plant
 def truncation_not_recorded(_: int) -> None:
-    """What changes a session that was there is written down only when something else is."""
+    """A change of an existing session is written down only when something else is."""
     write_down = Departures.write_down
 
     async def write_some(departures: Departures, changed: Any = (), **named: Any) -> None:

@@ -8,7 +8,7 @@ from tests.faults.planted import plant
 
 @plant
 def never_rests(_: int) -> None:
-    """What takes long is never put off for others."""
+    """Long work is never put off for other calls."""
     setattr(LoopSlice, "is_over", property(lambda _: False))  # noqa: B010  # mypy would have it typed
 
 

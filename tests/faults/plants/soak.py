@@ -28,7 +28,7 @@ def lease_kept_on_cancel(_: int) -> None:
 
 @plant
 def reads_remembered(_: int) -> None:
-    """Whoever reads is written down for ever, at length."""
+    """Each reader is written down for ever, at length."""
     known: dict[int, bytes] = {}
     begin = Leases._begin
 

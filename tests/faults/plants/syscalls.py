@@ -77,7 +77,7 @@ def deadlines_by_wall_clock(_: int) -> None:
 
 @plant
 def room_unchecked(_: int) -> None:
-    """Nobody looks how much room there is for records."""
+    """The room for records is not looked at."""
     check = RocksDbMetadata.check
 
     def check_failure_alone(store: RocksDbMetadata, **_: bool) -> None:

@@ -70,7 +70,7 @@ def test_any_chunk(size: int, seed: int, word: int) -> None:
 
 
 def test_a_stored_chunks_checksum() -> None:
-    """What the store writes into a segment's header, once it is bound to what it is of."""
+    """The kernel's checksum, once bound, is the one that the store writes into a segment's header."""
     data, stream = _bytes(64 * 96), Stream(3, StateKind.HIDDEN)
     expected = chunk_checksum(0x1234_5678_9ABC_DEF0, stream, data.cpu().numpy().data)
     found = fused.chunk_checksum(data, _numbers([0]), _numbers([len(data)]), _numbers([0]))

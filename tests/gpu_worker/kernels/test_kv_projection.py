@@ -119,7 +119,7 @@ def test_a_large_mean_does_not_drown_the_spread() -> None:
 
 
 def test_outliers_of_the_residual_stream_overflow_nothing_in_fp16() -> None:
-    """What real models have in single dimensions stays within fp16."""
+    """Outliers of real models in single dimensions stay within fp16."""
     layer = layers.layer_of(NormKind.RMS, torch.float16, size=96, heads=(2, 16), value_heads=(3, 20))
     hidden = layers.normal(20, 96)
     hidden[:, 7] = 23_737
@@ -168,7 +168,7 @@ def test_operands_that_do_not_belong_together_are_refused(kernel: Kernel) -> Non
 
 @pytest.mark.parametrize("kernel", [reference.kv_projection, fused.kv_projection], ids=["reference", "fused"])
 def test_a_llama_layers_own_cache(kernel: Kernel) -> None:
-    """What transformers itself caches of a layer comes out of its input."""
+    """A layer's input gives what transformers itself caches of the layer."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50,

@@ -39,7 +39,7 @@ class Stream:
         self._work.put(work)
 
     def wait_event(self, event: "StreamEvent") -> None:
-        """What is issued from here on comes behind what the event was last recorded behind, if it was."""
+        """Work issued from here on comes behind the work that the event was recorded behind, if it was."""
         marker, other = event.marker, event.stream
         if marker is None or other is None:
             return

@@ -31,7 +31,7 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank is to do: rounds by name, each whole or with a fault in this rank."""
+    """A rank's orders: rounds by name, each whole or with a fault in this rank."""
 
     share: ModelShare
     rendezvous: str

@@ -28,7 +28,7 @@ class RowsSource(HeldRows):
     def __init__(self, session: Session) -> None:
         super().__init__(session.rows.__getitem__)
         self.error: CacheError | None = None
-        """What `check` raises from now on."""
+        """The error that `check` raises from now on."""
 
     def check(self) -> None:
         """See Source."""

@@ -109,7 +109,7 @@ def test_every_path_restores_the_same(
 def test_a_byte_that_changed_in_memory_is_not_restored(
     client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, way: str
 ) -> None:
-    """What SSD has takes its place, by every path that finds rows in shared memory."""
+    """SSD's rows take their place, by every path that finds rows in shared memory."""
     session, plan = saved()
     kept = save(client, session, session_id, [StateKind.KV])
     with slowed(settings=CHUNKS) as pipeline:

@@ -119,7 +119,7 @@ def test_cancelled_at_any_point_leaves_nothing_behind(piece: int, *, is_unified:
 
 
 def test_a_late_layer_fails_the_restore_for_all() -> None:
-    """Whoever waits too long is told so, and so is everybody else; the lanes stop."""
+    """A waiter that waits too long is told so, and so are all others; the lanes stop."""
     session = _session()
     target = poisoned_target(session)
     may_go_on = threading.Event()

@@ -30,7 +30,7 @@ def context() -> Iterator[ForkServerContext]:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["rank_process"])
     with pytest.MonkeyPatch.context() as patch:
-        # What is preloaded is looked for where a new interpreter looks.
+        # Preloaded modules are looked for where a new interpreter looks.
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         yield found
 
@@ -60,7 +60,7 @@ class Processes:
         pytest.fail(f"rank {rank} hangs")
 
     def caches(self) -> list[list[list[Tensor]]]:
-        """What each rank's cache holds in the end, [layer][half] [T, H, C]."""
+        """The content of each rank's cache in the end, [layer][half] [T, H, C]."""
         for process in self._processes:
             process.join(PATIENCE_S)
         return [torch.load(order.result) for order in self.orders]
@@ -89,7 +89,7 @@ def free_url() -> str:
 
 
 def expected(family: str, order: rank_process.Order) -> Iterator[list[Tensor]]:
-    """What the engine's own cache has of a rank's layers and heads."""
+    """The engine's own cache of a rank's layers and heads."""
     session = saved_session(family)
     for layer in range(order.share.first_layer, order.share.end_layer):
         held = session.kept_cache.layers[layer]
@@ -145,7 +145,7 @@ def test_a_killed_rank_is_a_miss_for_all_others(context: ForkServerContext, tmp_
 def test_what_one_rank_cannot_restore_no_rank_has(
     context: ForkServerContext, tmp_path: Path, fault: str
 ) -> None:
-    """Nobody waits for the deadline, and the next round is whole again, over new connections."""
+    """No rank waits for the deadline, and the next round is whole again, over new connections."""
     orders = [replace(each, deadline_s=60.0) for each in orders_of(tmp_path, 2)]
     for rank, mine in enumerate(["", fault]):
         orders[rank] = replace(orders[rank], rounds=(("first", mine), ("second", "")))
@@ -189,7 +189,7 @@ def test_ranks_meet_over_tcp_and_a_rank_that_comes_later_finds_them(
 def test_a_rank_that_never_comes_is_a_miss_by_the_deadline(
     context: ForkServerContext, tmp_path: Path
 ) -> None:
-    """Nobody answers at the meeting: no hang."""
+    """No rank answers at the meeting: no hang."""
     order = replace(orders_of(tmp_path, 2)[1], deadline_s=0.3)
 
     assert list(Processes(context, [order]).reasons(0)) == ["RANK_LOST"]

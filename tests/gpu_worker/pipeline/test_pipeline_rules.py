@@ -219,13 +219,13 @@ def test_any_issuer_may_be_slow(driver: Driver, slow: str) -> None:
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_rule_holds(name: str, request: pytest.FixtureRequest) -> None:
-    """What finds a plant finds nothing in the pipeline as it is."""
+    """The check that finds a plant finds nothing in the pipeline as it is."""
     assert _check(name, request)
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_plant_is_found(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever breaks a rule is told by a test: in most runs of it, where lanes are held up for a time."""
+    """A broken rule is found by a test: in most runs of it, where lanes are held up for a time."""
     if name in ON_STREAMS:
         request.getfixturevalue("driver")
     PLANTS[name](monkeypatch)

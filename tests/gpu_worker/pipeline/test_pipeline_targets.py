@@ -1,6 +1,6 @@
 """Targets: vLLM's layouts, windows and splits.
 
-What is filled is the engine's own, and nothing else is touched.
+The engine's own blocks are filled, and no other memory is touched.
 """
 
 import pytest
@@ -42,7 +42,7 @@ def _paged(session: Session, layout: CacheAxes) -> tuple[list[Tensor], PagedTarg
 
 
 def _gathered(cache: Tensor, layout: CacheAxes, target: PagedTarget, layer: int) -> list[Tensor]:
-    """What the blocks hold of the tokens that a layer needs, as the engine's own cache has it."""
+    """The blocks' content of the tokens that a layer needs, in the order of the engine's own cache."""
     slots = target._slots[target.first_token(layer) :]
     halves = split_cache(cache, layout)
     return [half[slots // BLOCK_TOKENS, slots % BLOCK_TOKENS].transpose(0, 1).unsqueeze(0) for half in halves]

@@ -54,7 +54,7 @@ def spec_of(family: str) -> ModelSpec:
 
 @cache
 def probe_made_by(family: str) -> ModelProbe:
-    """What its engine computes."""
+    """The probe of the family's engine."""
     adapter = adapter_of(family)
     return probe_of(
         adapter,
@@ -110,7 +110,7 @@ class PagedEngine:
             memory.path.unlink(missing_ok=True)
 
     def hello(self, weights: Path, *, engine: str = "engine") -> attachment_pb2.AttachHello:
-        """What attaches it."""
+        """The hello that attaches the engine."""
         per_layer = sum(self._halves)
         orders = {
             "tokens_first": attachment_pb2.CACHE_ORDER_TOKENS_FIRST,
@@ -173,7 +173,7 @@ class PagedEngine:
         return held
 
     def rows(self, block_ids: Sequence[int], token_count: int) -> list[Tensor]:
-        """What the blocks hold of these tokens, keys and values layer by layer."""
+        """The blocks' keys and values of these tokens, layer by layer."""
         page, row = self._places(block_ids, token_count)
         return [half[page, row].clone() for halves in self.layers() for half in halves]
 
@@ -236,7 +236,7 @@ def conversation(family: str) -> tuple[list[int], dict[Stream, Tensor], DynamicC
 
 
 def generate(family: str, held: DynamicCache) -> list[int]:
-    """What the model says on a cache, which it extends."""
+    """The tokens that the model generates on a cache, which it extends."""
     return continue_greedy(model_of(family), held, [5, 3], max_new_tokens=NEW_TOKENS).token_ids
 
 

@@ -14,7 +14,7 @@ from gpu_worker.sidecar.client import WorkerClient
 
 
 def dram_bytes(store: ServerProcess, case: Case) -> int:
-    """What the store has of the session in memory."""
+    """The bytes of the session that the store has in memory."""
     with ctxcache.connect(store.target) as client:
         return client.sessions.get(case.session).dram_bytes
 

@@ -1,4 +1,4 @@
-"""What engines may ask for, and what they are told of what cannot be had."""
+"""Engines' requests, and the refusals of impossible ones."""
 
 import fcntl
 import os
@@ -106,7 +106,7 @@ def test_another_models_weights_are_refused(client: WorkerClient, weights: Path,
         other = {"weights_digest": f"tensors:{'0' * 64}", "fingerprint": bytes(32)}
         setattr(hello.model, field, other.get(field, "other"))
         if field == "revision":
-            # What only the engine knows is its own to say, and is another model's name then.
+            # The revision is the engine's own to say, and makes another model.
             hello.weights.safetensors_directory = str(write_weights("qwen2", weights))
 
         with pytest.raises(ModelFingerprintMismatch):
@@ -142,7 +142,7 @@ def test_fuzzed_attaches_change_nothing(client: WorkerClient, weights: Path) -> 
     chance = random.Random(5)
     with running_engine("llama") as engine:
         hello = engine.hello(write_weights("llama", weights))
-        # What the model computes is kept from the first that says so: not from a fuzzed one.
+        # The store keeps the probe of the first engine: not from a fuzzed one.
         with client.attach(hello):
             good = hello.SerializeToString()
         for _ in range(60):

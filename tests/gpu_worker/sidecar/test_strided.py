@@ -22,7 +22,7 @@ def _bytes(box: Box) -> Iterator[int]:
 
 @given(BOXES)
 def test_a_box_that_covers_itself_once_has_no_byte_twice(box: Box) -> None:
-    """What is let pass never writes one byte for two indexes."""
+    """An accepted box never writes one byte for two indexes."""
     marked = list(_bytes(box))
 
     assert max(marked) + 1 == box.end
@@ -32,7 +32,7 @@ def test_a_box_that_covers_itself_once_has_no_byte_twice(box: Box) -> None:
 
 @given(BOXES.filter(Box.covers_itself_once), BOXES.filter(Box.covers_itself_once))
 def test_boxes_apart_share_no_byte(one: Box, other: Box) -> None:
-    """What counts as apart is apart, whoever is asked about."""
+    """Boxes that count as apart are apart, in either order."""
     shared = set(_bytes(one)) & set(_bytes(other))
 
     if shared:

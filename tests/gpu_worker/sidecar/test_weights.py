@@ -45,7 +45,7 @@ def test_every_family_projects_as_its_model_does(family: str, weights: Path) -> 
 def test_kernels_compute_from_a_workers_weights(
     family: str, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a worker does on a GPU, interpreted.
+    """A worker's kernels on a GPU, interpreted.
 
     The kernels, where they have such a projection, into the engine's blocks.
     """
@@ -162,7 +162,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path, weights: Path, da
 
 @pytest.mark.parametrize("digest", ["", "sha:1"])
 def test_a_digest_of_no_known_scheme_is_refused(weights: Path, digest: str) -> None:
-    """What cannot be checked is not taken on trust."""
+    """A digest that cannot be checked is not taken on trust."""
     spec = replace(spec_of("llama"), weights_digest=digest)
 
     with pytest.raises(InvalidArgument, match="scheme"):

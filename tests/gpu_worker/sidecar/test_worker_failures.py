@@ -1,4 +1,4 @@
-"""What a worker does when engines, stores, or it itself fail.
+"""A worker's behaviour when engines, stores, or the worker itself fail.
 
 Misses with reasons, and nothing written behind.
 """

@@ -53,7 +53,7 @@ def measured(store: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def shown(measured: WorkerProcess, weights: Path) -> tuple[str, str]:
-    """What it shows before and after a restore, a miss and a refusal."""
+    """The metrics before and after a restore, a miss and a refusal."""
     address = measured.ready["metrics_address"]
     before = _text(address)
     with WorkerClient(measured.path) as client, saved_case(client, weights, "measured") as case:

@@ -25,7 +25,7 @@ WORKER = Entry("gpu_worker.cli.app:app", ("serve",))
 
 
 def examples_of(name: str) -> list[str]:
-    """What the help of one of the worker's commands ends with, but for its title."""
+    """The examples that end the help of one of the worker's commands."""
     (command,) = [each for each in app.registered_commands if each.name == name]
     title, *lines = (command.epilog or TITLE).split("\n\n")
     assert title == TITLE

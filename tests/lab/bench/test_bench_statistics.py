@@ -133,7 +133,7 @@ def test_a_row_without_a_figure_says_why() -> None:
 
 
 def test_noise_is_said() -> None:
-    """Whoever reads a figure sees that others were using the machine."""
+    """A figure says that others were using the machine."""
     noisy = measured(CALL, [1], [1], bytes_a_round=0, foreign_cores=1.25, notes={})
     quiet = measured(CALL, [1], [1], bytes_a_round=0, foreign_cores=0.01, notes={})
 
@@ -151,7 +151,7 @@ def test_rows_are_chosen_by_the_beginning_of_their_names() -> None:
 
 
 def test_the_document_takes_the_newest_table_alone() -> None:
-    """What was between the marks goes; the rest stays. Without marks nothing is changed."""
+    """The text between the marks goes; the rest stays. Without marks nothing is changed."""
     machine: dict[str, object] = {"cpu": "?", "core_count": 2, "disk": "?", "kernel": "6"}
     run = replace(run_of(unmeasured(READ, NO_PEER, "install it")), machine=machine)
     once = filled(f"before\n{BEGIN}old\n{END}after\n", run, "result.json")

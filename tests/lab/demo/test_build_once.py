@@ -13,7 +13,7 @@ def _write(directory: Path) -> None:
 
 
 def test_a_second_call_does_not_build_again(tmp_path: Path) -> None:
-    """What is there is returned as it is."""
+    """A file that is there is returned as it is."""
     target = build_once(tmp_path / "model", _write)
 
     again = build_once(tmp_path / "model", lambda _: pytest.fail("built twice"))

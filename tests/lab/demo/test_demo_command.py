@@ -99,7 +99,7 @@ def test_a_turn_over_the_window_prefills_only_what_is_new(tiny_llama: Path, run_
 
 
 def test_without_json_a_person_reads_turns_and_a_table(tiny_llama: Path, run_demo: RunDemo) -> None:
-    """What happened, in order, then the figures and the verdict."""
+    """The events in order, then the figures and the verdict."""
     result = run_demo("--model", str(tiny_llama), "--no-twin", "--turns", "3")
 
     assert result.exit_code == 0

@@ -29,7 +29,7 @@ _SPEC = ModelSpec(
 
 
 def test_after_a_kill_another_process_has_the_data() -> None:
-    """What was acknowledged is there under another process id; both are gone in the end."""
+    """Acknowledged rows are there under another process id; both are gone in the end."""
     with embedded_store(_SIZE_BYTES) as store:
         first_pid = store.ready.pid
         store.client.sessions.create(store.client.models.register(_SPEC), id="kept")

@@ -1,4 +1,4 @@
-"""What a person sees: redrawn on a terminal, line by line elsewhere."""
+"""The demo as a person sees it: redrawn on a terminal, line by line elsewhere."""
 
 import io
 

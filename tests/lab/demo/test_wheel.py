@@ -84,7 +84,7 @@ def test_without_wheel_and_network_the_error_says_what_to_do(
 def test_a_download_is_reported_and_used(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What pip puts in the scratch directory is checked and unpacked, and progress was shown."""
+    """The wheel that pip puts into the scratch directory is checked and unpacked, and progress was shown."""
     elsewhere = tmp_path / "index"
     elsewhere.mkdir()
     wheel = _make_wheel(elsewhere)

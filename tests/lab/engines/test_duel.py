@@ -24,7 +24,7 @@ def blocks() -> dict[bytes, bytes]:
 
 
 def contents(extents: list[Extent]) -> list[bytes]:
-    """What lies there; of a file that was cut, what is left."""
+    """The bytes of the extents; of a file that was cut, what is left."""
     found = []
     for extent in extents:
         with extent.path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a layout costs through a store: nothing without a loss, and less than a whole bit more with one."""
+"""The loss of a layout through a store: nothing without a loss, and less than a whole bit more with one."""
 
 import torch
 from tiny_models import VOCABULARY_SIZE, build

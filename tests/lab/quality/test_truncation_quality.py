@@ -29,7 +29,7 @@ def test_one_layer_is_cut_exactly_and_naively_is_not() -> None:
 
 
 def test_more_layers_are_cut_approximately() -> None:
-    """What stays has attended to what went: close to recomputation, but not equal."""
+    """The remaining tokens have attended to the dropped ones: close to recomputation, but not equal."""
     adapter = adapt(build("llama", layer_count=3))
     found = perplexities(adapter, _ids(72), [Cut.RECOMPUTE, Cut.DECOUPLED], window=WINDOW, sink_count=SINKS)
     assert found[Cut.DECOUPLED].perplexity != found[Cut.RECOMPUTE].perplexity

@@ -78,7 +78,7 @@ def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_begins_where_something_is_missing(python: Path, tmp_path: Path) -> None:
-    """What lacks was said; ten minutes of a GPU are not spent on steps that cannot run."""
+    """The missing part was named; ten minutes of a GPU are not spent on steps that cannot run."""
     done = run(python, tmp_path / "out", FAILS_gpu_preflight=1)
     assert done.returncode == 1
     assert "== tests" not in done.stderr

@@ -53,7 +53,7 @@ def llama_plans(place: StatePlace = StatePlace.DRAM) -> Mapping[str, Plan]:
 
 
 def limit(work: Work, machine: Ceilings) -> tuple[Any, ...]:
-    """What says so, and seconds."""
+    """The limiting ceiling's name, and seconds."""
     return work.limit_s(machine)[::-1]
 
 

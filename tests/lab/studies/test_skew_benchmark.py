@@ -165,7 +165,7 @@ def test_every_method_is_served_alike_and_right(known: Known, tmp_path: Path) ->
 def test_a_kept_cache_that_is_not_its_sessions_has_no_figures(
     known: Known, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept is compared at each use."""
+    """Kept caches are compared at each use."""
     first: dict[int, Cache] = {}
 
     def get(front: Front[Cache], _session: int) -> Cache | None:
