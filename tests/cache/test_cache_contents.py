@@ -110,7 +110,7 @@ async def test_forks_have_salt_and_contents_of_what_they_share(rig: MemoryRig, t
 async def test_contents_behind_a_cut_are_forgotten(rig: MemoryRig, tokens: list[Token]) -> None:
     """Tokens behind the cut have no keys, so that nothing needs to be known of them.
 
-    What is before is found on.
+    Tokens before the cut are still found.
     """
     await rig.create("a")
     await rig.append("a", tokens, contents=[Content(3, 5, DOG), *PICTURE], is_durable=True)

@@ -174,7 +174,7 @@ def test_a_secret_as_a_pod_mounts_it_is_taken(tmp_path: Path) -> None:
 def test_the_doctor_looks_at_all_of_it(tmp_path: Path) -> None:
     """The doctor ends with a start's exit code where a start would refuse.
 
-    What a start would mend is said, and left.
+    Modes that a start would mend are told, and left.
     """
     data, hashes = tmp_path / "data", tmp_path / "hashes"
     with ServerProcess(data) as server:

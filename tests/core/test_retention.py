@@ -133,7 +133,7 @@ def test_priorities_beyond_the_range_are_the_nearest() -> None:
 def test_a_pin_counts_in_both_tiers_and_a_retention_in_the_store_alone() -> None:
     """A session that is pinned in DRAM must not leave the store first.
 
-    Nobody is kept longer than the longest time.
+    No grant lasts longer than the longest time.
     """
     retention = Retention(_grants(), _grants(), longest_s=100)
     assert retention.retain(b"r", 10, 1e9, 3, 5) == Grant(10, 105)

@@ -222,7 +222,7 @@ async def test_a_unix_socket_that_somebody_listens_to_is_not_taken_away(
 ) -> None:
     """The second server is refused, even while the first takes no connections.
 
-    What a killed one left is replaced.
+    The socket of a killed server is replaced.
     """
     path = tmp_path / "socket"
     wanted = settings.model_copy(update={"listen": "", "unix_socket": str(path)})
