@@ -206,7 +206,7 @@ class AccessRequest(_message.Message):
     """The trace that they belong to, as W3C's `traceparent`. Empty: none. A value that cannot be read counts as none."""
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
-        """Operations, carried out in order, 1 to 1024. An operation behind 16 MiB of results, 3 MiB over gRPC, is
+        """Operations, carried out in order, 1 to 1024. An operation behind 16 MiB of results, 1 MiB over gRPC, is
         refused with RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
         """
 

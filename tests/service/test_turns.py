@@ -58,8 +58,10 @@ async def test_who_gives_up_waiting_holds_up_nobody() -> None:
     await asyncio.wait_for(turns.take(), 10)
 
 
-async def test_bulk_work_waits_for_newcomers() -> None:
+async def test_bulk_work_waits_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that came lately is answered before the next piece, however many turns of the loop it takes."""
+    monkeypatch.setattr(module, "NEW_NS", 10**12)
+    monkeypatch.setattr(module, "PATIENCE_NS", 10**18)
     newcomers, log = Newcomers(), list[str]()
     turns = Turns(newcomers)
 
