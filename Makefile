@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench-table engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo bench-table controls engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ history: setup ## Let many clients change the same sessions under kills and powe
 neighbour: setup ## Attack a server as one tenant and time another one's small calls (minutes; NEIGHBOUR_ARGS="--attack fork --rounds 5")
 	$(BIN)/python -m tests.faults.neighbour $(NEIGHBOUR_ARGS)
 
+controls: setup ## Plant every bug that a fault harness must find, and see that it does (half an hour; ARGS="--harness crash")
+	@$(BIN)/python -m tests.faults.controls $(ARGS)
+
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
@@ -110,7 +113,7 @@ bench-table: setup ## Measure every path on this machine, which nothing else use
 	cp build/bench.json lab/results/$$(date +%F)-bench.json
 	$(BIN)/python -m lab.bench.report lab/results/$$(date +%F)-bench.json lab/notes/bench.md
 
-stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--runs 2 --busy-runs 1")
+stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--resume" after an interruption)
 	$(BIN)/python scripts/repeat_tests.py $(ARGS)
 
 setup: ## Make .venv, with everything (no network once it is made)

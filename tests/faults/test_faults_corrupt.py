@@ -2,15 +2,8 @@
 
 import pytest
 
+from tests.faults.controls import arguments
 from tests.faults.corrupt import HARNESS
-
-CONTROLS = {
-    "verification_off": ["--flips", "200", "--misplacements", "0", "--metadata-faults", "0"],
-    "first_chunk_only": ["--flips", "200", "--misplacements", "0", "--metadata-faults", "0"],
-    "header_believed": ["--flips", "0", "--misplacements", "100", "--metadata-faults", "0"],
-    "witness_ignored": ["--flips", "0", "--misplacements", "0", "--metadata-faults", "60"],
-    "sessions_uncounted": ["--flips", "0", "--misplacements", "0", "--metadata-faults", "60"],
-}
 
 
 def test_no_damage_passes_for_right() -> None:
@@ -26,6 +19,6 @@ def test_no_damage_passes_for_right() -> None:
 @pytest.mark.parametrize("control", sorted(HARNESS.controls))
 def test_a_bug_that_damage_shows_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    report = HARNESS.execute([*CONTROLS[control], "--control", control])
+    report = HARNESS.execute(arguments("corrupt", control))
 
     assert report.is_good, report

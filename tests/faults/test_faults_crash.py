@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.faults.controls import arguments
 from tests.faults.crash import HARNESS
 
 
@@ -18,7 +19,6 @@ def test_kills_lose_nothing_that_was_acknowledged() -> None:
 @pytest.mark.parametrize("control", sorted(HARNESS.controls))
 def test_a_bug_that_a_kill_shows_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    aborts = "50" if control == "abandoned_save_shows" else "0"
-    report = HARNESS.execute(["--cycles", "40", "--aborts", aborts, "--control", control])
+    report = HARNESS.execute(arguments("crash", control))
 
     assert report.is_good, report

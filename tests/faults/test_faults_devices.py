@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.faults.controls import arguments
 from tests.faults.devices import HARNESS
 from tests.faults.harness import Unsupported
 
@@ -22,7 +23,7 @@ def test_one_of_two_devices_takes_its_sessions_and_no_other() -> None:
 def test_a_planted_bug_is_found(control: str) -> None:
     """Or the run above means nothing."""
     try:
-        report = HARNESS.execute([*SHORT, "--control", control])
+        report = HARNESS.execute(arguments("devices", control))
     except Unsupported as reason:
         pytest.skip(f"NOTICE: a device that hangs is not tested here: {reason}")
 

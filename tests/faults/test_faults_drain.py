@@ -7,6 +7,7 @@ import pytest
 import ctxcache
 from ctxcache.cli.failures import ExitCode
 from ctxcache.client import CallerModel
+from tests.faults.controls import arguments
 from tests.faults.drain import HARNESS
 from tests.faults.planted import command
 from tests.faults.rows import rows_of
@@ -24,7 +25,7 @@ def test_nothing_begun_or_acknowledged_is_lost_by_a_drain() -> None:
 @pytest.mark.parametrize("control", HARNESS.controls)
 def test_a_planted_bug_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    report = HARNESS.execute(["--cycles", "1", "--control", control])
+    report = HARNESS.execute(arguments("drain", control))
 
     assert report.is_good, report
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.faults.controls import arguments
 from tests.faults.expiry import HARNESS
 
 SHORT = ["--sessions", "400", "--rate", "200", "--untimed"]
@@ -19,6 +20,6 @@ def test_sessions_that_end_together_are_gone_at_once_with_their_space() -> None:
 @pytest.mark.parametrize("control", UNTIMED)
 def test_a_planted_bug_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    report = HARNESS.execute([*SHORT, "--control", control])
+    report = HARNESS.execute(arguments("expiry", control))
 
     assert report.is_good, report

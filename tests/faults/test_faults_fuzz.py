@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.faults.controls import arguments
 from tests.faults.fuzz import HARNESS
 
 
@@ -18,6 +19,6 @@ def test_no_request_gets_through_or_breaks_anything() -> None:
 @pytest.mark.parametrize("control", HARNESS.controls)
 def test_a_planted_bug_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    report = HARNESS.execute(["--requests", "600", "--connections", "0", "--control", control])
+    report = HARNESS.execute(arguments("fuzz", control))
 
     assert report.is_good, report

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from tests.faults.controls import arguments
 from tests.faults.harness import Report, Unsupported
 from tests.faults.history import HARNESS
 from tests.faults.history_check import Op, check
@@ -11,10 +12,10 @@ from tests.faults.history_check import Op, check
 CHEAP_CONTROLS = ("acknowledged_before_record", "fork_leaves_tail_open", "offset_not_compared")
 
 
-def execute(arguments: list[str]) -> Report:
+def execute(given: list[str]) -> Report:
     """Run the harness, or skip so that nobody overlooks it."""
     try:
-        return HARNESS.execute(arguments)
+        return HARNESS.execute(given)
     except Unsupported as reason:
         sys.__stderr__.write(f"\nNOTICE: histories over power cuts are NOT tested here: {reason}\n")  # type: ignore[union-attr]
         pytest.skip(f"NOTICE: histories over power cuts are not tested here: {reason}")
@@ -39,14 +40,14 @@ def test_one_order_explains_it_over_power_cuts() -> None:
 @pytest.mark.parametrize("control", CHEAP_CONTROLS)
 def test_a_bug_of_sessions_that_are_shared_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    report = HARNESS.execute(["--acts", "60", "--control", control])
+    report = HARNESS.execute(arguments("history", control))
 
     assert report.is_good, report
 
 
 def test_a_sync_left_out_is_found() -> None:
     """Acknowledged rows that a cut takes are in no order."""
-    report = execute(["--acts", "30", "--power", "--control", "slots_not_synced"])
+    report = execute(arguments("history", "slots_not_synced"))
 
     assert report.is_good, report
 

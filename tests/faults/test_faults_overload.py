@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.faults.controls import arguments
 from tests.faults.overload import HARNESS
 
 SHORT = ["--rounds", "1", "--seconds", "1", "--untimed"]
@@ -17,6 +18,6 @@ def test_what_is_too_much_is_refused_and_the_rest_served() -> None:
 @pytest.mark.parametrize("control", HARNESS.controls)
 def test_a_planted_bug_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    report = HARNESS.execute([*SHORT, "--control", control])
+    report = HARNESS.execute(arguments("overload", control))
 
     assert report.is_good, report

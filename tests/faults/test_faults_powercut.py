@@ -4,14 +4,15 @@ import sys
 
 import pytest
 
+from tests.faults.controls import arguments
 from tests.faults.harness import Report, Unsupported
 from tests.faults.powercut import HARNESS
 
 
-def execute(arguments: list[str]) -> Report:
+def execute(given: list[str]) -> Report:
     """Run the harness, or skip so that nobody overlooks it."""
     try:
-        return HARNESS.execute(arguments)
+        return HARNESS.execute(given)
     except Unsupported as reason:
         sys.__stderr__.write(f"\nNOTICE: power cuts are NOT tested here: {reason}\n")  # type: ignore[union-attr]
         pytest.skip(f"NOTICE: power cuts are not tested here: {reason}")
@@ -28,6 +29,6 @@ def test_power_cuts_lose_nothing_that_was_acknowledged_as_durable() -> None:
 @pytest.mark.parametrize("control", sorted(HARNESS.controls))
 def test_a_sync_left_out_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    report = execute(["--cuts", "20", "--control", control])
+    report = execute(arguments("powercut", control))
 
     assert report.is_good, report

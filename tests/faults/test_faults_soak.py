@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.faults.controls import arguments
 from tests.faults.soak import HARNESS
 
 
@@ -15,9 +16,6 @@ def test_nothing_is_left_of_what_clients_did() -> None:
 @pytest.mark.parametrize("control", HARNESS.controls)
 def test_a_planted_leak_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    operations = {"lease_kept_on_cancel": "400", "reads_remembered": "1200"}[control]
-    report = HARNESS.execute(
-        ["--operations", operations, "--rounds", "2", "--settle-s", "2", "--control", control]
-    )
+    report = HARNESS.execute(arguments("soak", control))
 
     assert report.is_good, report
