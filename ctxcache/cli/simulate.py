@@ -22,8 +22,8 @@ from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.options import Shared, taking
 from ctxcache.cli.simulate_options import Options
 from ctxcache.cli.units import human_size
-from ctxcache.recordings import contents, is_recording
 from ctxcache.simulate.load import Load
+from ctxcache.simulate.recorded import contents, is_recording
 from ctxcache.simulate.study import ALL_POLICIES, StudyOutcome, study
 from ctxcache.simulate.sweeps import SWEEPS, Sweep, SweepRow, by_capacity, play, prepare
 from ctxcache.simulate.tally import Census

@@ -14,7 +14,7 @@ import typer
 from ctxcache.cli.options import OutputOption
 from ctxcache.cli.units import parse_duration_s
 from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.settings.config import parse_size
+from ctxcache.settings.knobs.knob import parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 from ctxcache.simulate.load import MODELS, Lie, Load, Objective, Overflow, TraceHint, objective_named
 from ctxcache.simulate.study import Capacity
@@ -480,10 +480,10 @@ def _rate(value: float, option: str) -> float:
 
 def _size(text: str, option: str) -> int:
     try:
-        size_bytes = parse_size(text)
+        size_bytes = parse_size_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
-    if not isinstance(size_bytes, int) or size_bytes > SIZE_LIMIT_BYTES:
+    if size_bytes > SIZE_LIMIT_BYTES:
         raise typer.BadParameter(f"{text!r} is more than any device has", param_hint=option)
     return size_bytes
 

@@ -17,7 +17,8 @@ import typer
 from ctxcache.cli.call import CliCall, online
 from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.units import human_duration, parse_span, parsed
-from ctxcache.recordings import RecordedFile, contents, created, write
+from ctxcache.recordings import RecordedFile, created, write
+from ctxcache.simulate.recorded import contents
 from ctxcache.simulate.trace import Trace
 
 app = typer.Typer()

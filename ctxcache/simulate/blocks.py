@@ -113,13 +113,13 @@ class SingleBlocks(BlockStore):
             count = uses.get(block, 0) + 1
             policy.arrived(block, now_s)
             policy.idle(block, Facts(self._block_bytes, count, self._block_bytes, self._token_bytes), now_s)
-        new = [block for block in mine if block not in uses]
-        for _ in range(len(uses) + len(new) - self._limit):
-            victim = policy.evict(lambda block: block not in mine)
-            if victim is None:
-                raise AssertionError("a policy names nobody while there are others")
+        new_count = sum(block not in uses for block in mine)
+        left_count = max(len(uses) + new_count - self._limit, 0)
+        victims = policy.give_up(left_count, lambda block: block not in mine)
+        if len(victims) < left_count:
+            raise AssertionError("a policy names nobody while there are others")
+        for victim in victims:
             del uses[victim]
-            policy.evicted(victim)
         for block in current:
             if block not in uses:
                 policy.placed(block, Level.BELOW)

@@ -173,9 +173,14 @@ class Replay:
             if before is None:
                 firsts.append(turn)
                 continue
-            gap_s = turn.arrival_s - before.arrival_s - self._load.answer_s(before)
-            think_s = max(gap_s, 0.0) if turn.think_s is None else turn.think_s
-            self._following.setdefault(turn.session, deque()).append(turn._replace(think_s=think_s))
+            if turn.think_s is None:
+                gap_s = turn.arrival_s - before.arrival_s - self._load.answer_s(before)
+                # What follows the seventh field of a turn; `_replace` takes thrice as long.
+                turn = TraceTurn(*turn[:-1], max(gap_s, 0.0))  # noqa: PLW2901
+            following = self._following.get(turn.session)
+            if following is None:
+                following = self._following[turn.session] = deque()
+            following.append(turn)
         return firsts
 
     def _come_next(self, uid: bytes, now_s: float) -> float:
@@ -185,7 +190,8 @@ class Replay:
             return NEVER_S
         turn = following.popleft()
         due_s = now_s + (turn.think_s or 0.0)
-        self._at(due_s, lambda due_s: self._arrive(turn._replace(arrival_s=due_s), NEVER_S))
+        turn = TraceTurn(uid, due_s, *turn[2:])
+        self._at(due_s, lambda _: self._arrive(turn, NEVER_S))
         return due_s
 
     def _next_use_s(self, uid: bytes) -> float:

@@ -35,6 +35,8 @@ class TraceTurn(NamedTuple):
 
 MOST_TOKENS = 1 << 40
 MOST_MS = 1 << 53
+PLAIN_DIGITS = 12
+"""A number of so many digits is within both."""
 
 
 class InvalidTrace(InvalidArgument):
@@ -46,9 +48,10 @@ class InvalidTrace(InvalidArgument):
         return cls(field=f"{path}, line {line}" + (f", {field}" if field else ""), problem=problem)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, which would take three times as long to make: there is one of each line.
+@dataclass(slots=True)
 class Row:
-    """`values` are text from CSV, anything from JSON."""
+    """`values` are text from CSV, anything from JSON. Not changed."""
 
     path: Path
     line: int
@@ -56,10 +59,17 @@ class Row:
 
     def time_ms(self, field: str) -> float:
         """A time, fractions allowed."""
+        value = self.values[field]
+        # The common form, without the questions about every other.
+        if type(value) is str and len(value) <= PLAIN_DIGITS and value.isdecimal():
+            return float(value)
         return self._number(field, MOST_MS)
 
     def count(self, field: str) -> int:
         """A whole number of tokens."""
+        value = self.values[field]
+        if type(value) is str and len(value) <= PLAIN_DIGITS and value.isdecimal():
+            return int(value)
         return int(self._number(field, MOST_TOKENS))
 
     def optional(self, field: str, least: int) -> int | None:

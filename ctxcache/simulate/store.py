@@ -93,8 +93,7 @@ class Act(enum.Enum):
     REFUSE = "refuse"
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """`size_bytes` of a session to be moved, `tier` being where they lie afterwards (or lay, of EVICT).
 
     DROP: they leave DRAM, and SSD has them.
@@ -277,11 +276,20 @@ class Tiers:
 
         Out of SSD means out of the store, from either tier.
         """
-        if tier is Level.BELOW:
-            return self.policy.evict(lambda uid: self._may_move(uid) and may_leave(uid))
-        return self.policy.demote(
-            lambda uid: self._may_move(uid) and self._held[uid].tier is Level.MEMORY and may_leave(uid)
-        )
+        accepts = self._accepts(tier, may_leave)
+        return self.policy.evict(accepts) if tier is Level.BELOW else self.policy.demote(accepts)
+
+    def _accepts(self, tier: Level, may_leave: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
+        """Whether a session may leave the tier: one function for all questions, since there are many."""
+        sessions, in_turn, is_memory = self._held, self._in_turn, tier is Level.MEMORY
+
+        def accepts(uid: bytes) -> bool:
+            held = sessions.get(uid)
+            if held is None or held.pin_count or uid in in_turn:
+                return False
+            return (not is_memory or held.tier is Level.MEMORY) and may_leave(uid)
+
+        return accepts
 
     def _place(self, uid: bytes, tier: Level) -> None:
         held = self._held[uid]
@@ -376,9 +384,10 @@ class InclusiveTiers(Tiers):
     def _make_room(
         self, tier: Level, needed_bytes: int, moves: list[Move], may_leave: Callable[[bytes], bool]
     ) -> bool:
-        if needed_bytes > self._limits[tier]:
+        limit_bytes, used = self._limits[tier], self._used
+        if needed_bytes > limit_bytes:
             return False
-        while self._free_bytes(tier) < needed_bytes:
+        while limit_bytes - used[tier] < needed_bytes:
             victim = self._first(tier, may_leave)
             if victim is None:
                 return False
@@ -416,9 +425,12 @@ class InclusiveTiers(Tiers):
             self._used[tier] -= held.size_bytes
 
 
-def _tiers(held: _Held) -> set[Level]:
+BOTH = (Level.MEMORY, Level.BELOW)
+
+
+def _tiers(held: _Held) -> tuple[Level, ...]:
     """Where the session takes room."""
-    return {Level.BELOW, held.tier} if held.is_written else {held.tier}
+    return BOTH if held.is_written and held.tier is Level.MEMORY else (held.tier,)
 
 
 class Ssd:
@@ -512,11 +524,11 @@ class Store:
                 self.tally.prefetch_met(copy.ready_s, now_s)
                 ready_s = max(copy.ready_s - now_s, 0.0)
                 copy.ready_s = math.inf
-        fetch = Fetch(ready_s)
+        begin_s = end_s = now_s
         if missing_share:
             begin_s = self.ssd.free_s(now_s)
             end_s = self.ssd.read(int(history_bytes * missing_share), now_s)
-            fetch = Fetch(ready_s, begin_s - now_s, end_s - begin_s)
+        fetch = Fetch(ready_s, begin_s - now_s, end_s - begin_s)
         self._moved(self.tiers.arrived(uid, now_s), now_s)
         return fetch
 

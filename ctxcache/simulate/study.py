@@ -80,7 +80,7 @@ class StudyOutcome:
 
 
 def study(
-    trace: Trace,
+    trace: Iterable[TraceTurn],
     load: Load,
     policies: Sequence[str],
     capacities: Sequence[Capacity],
@@ -91,6 +91,7 @@ def study(
 ) -> Iterator[StudyOutcome]:
     """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong.
 
+    The trace is read once for each, and before that for what needs the future: it is no iterator.
     With `block_tokens` by prefix blocks, else by sessions. With a `teacher` each policy of blocks begins with
     what it learned from that trace at the same capacity.
     """

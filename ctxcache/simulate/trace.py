@@ -175,8 +175,10 @@ class Trace:
         count = 0
         for turn in self._turns(self._rows()):
             count += 1
-            think_s = None if turn.think_s is None else turn.think_s / self._arrivals_times
-            yield turn._replace(arrival_s=turn.arrival_s / self._arrivals_times, think_s=think_s)
+            if self._arrivals_times != 1:
+                think_s = None if turn.think_s is None else turn.think_s / self._arrivals_times
+                turn = turn._replace(arrival_s=turn.arrival_s / self._arrivals_times, think_s=think_s)  # noqa: PLW2901
+            yield turn
         if not count:
             raise InvalidTrace.at(self.path, 1, None, "no turn in it")
 

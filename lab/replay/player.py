@@ -25,8 +25,7 @@ from ctxcache.errors import CacheError, SessionAlreadyExists, SessionNotFound, U
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
-from ctxcache.recordings import Before, Layout
-from ctxcache.simulate.recorded import Called
+from ctxcache.simulate.recorded import Before, Called, Layout
 from ctxcache.simulate.tally import FineHistogram
 
 LEAST_TTL_S = 1.0

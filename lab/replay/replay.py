@@ -18,8 +18,7 @@ from queue import Queue
 from typing import TypeAlias
 
 from ctxcache.client import Client
-from ctxcache.recordings import RecordingContents, calls, contents
-from ctxcache.simulate.recorded import Called
+from ctxcache.simulate.recorded import Called, RecordingContents, calls, contents
 from ctxcache.simulate.tally import FineHistogram
 from lab.replay.player import NOT_PLAYED, MadeUp, Player
 from lab.replay.tally import Figures, Tally, Watch, quantiles

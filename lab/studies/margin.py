@@ -37,6 +37,7 @@ class Found:
     multiple: float
     policy: str
     share: float
+    block_tokens: int = BLOCK_TOKENS
 
 
 def trace_of(path: Path) -> Trace | None:
@@ -55,17 +56,31 @@ def trace_of(path: Path) -> Trace | None:
     return None
 
 
-def run(path: Path, multiple: float, policy: str) -> Found | None:
-    """Replay one trace under one policy; None for a file that says nothing."""
+def run(
+    path: Path, multiples: Sequence[float], policy: str, block_tokens: int, results: Path | None
+) -> list[Found]:
+    """Replay one trace under one policy; nothing for a file that says nothing.
+
+    Each result is written at once: a run that is cut off loses one.
+    """
     trace = trace_of(path)
     if trace is None:
-        return None
+        return []
     load = replace(Load(), objective=Objective.TOKENS)
-    (outcome,) = study(
-        trace, load, [policy], [Capacity(multiple)], step=lambda _what, _done: None, block_tokens=BLOCK_TOKENS
-    )
-    tally = outcome.tally
-    return Found(path.name, multiple, policy, 1 - tally.computed_tokens / tally.prompt_tokens)
+    capacities = [Capacity(multiple) for multiple in multiples]
+    found = []
+    turns = list(trace)
+    for outcome in study(
+        turns, load, [policy], capacities, step=lambda _what, _done: None, block_tokens=block_tokens
+    ):
+        tally, multiple = outcome.tally, outcome.multiple or 0.0
+        share = 1 - tally.computed_tokens / tally.prompt_tokens
+        found.append(Found(path.name, multiple, policy, share, block_tokens))
+        sys.stderr.write(f"{found[-1]}\n")
+        if results is not None:
+            with results.open("a") as out:
+                out.write(json.dumps({name: getattr(found[-1], name) for name in Found.__slots__}) + "\n")
+    return found
 
 
 def read(path: Path | None) -> list[Found]:
@@ -115,6 +130,7 @@ def main() -> None:
     parser.add_argument("--footprint", default="0.25,0.5,1", help="multiples of the live footprint")
     parser.add_argument("--policies", default=",".join(BASELINES), help="baselines to run")
     parser.add_argument("--only", default="", help="traces whose names begin so")
+    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="tokens of a block")
     parser.add_argument("--results", type=Path, help="JSON lines: what is there is not run again")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
@@ -124,22 +140,19 @@ def main() -> None:
     policies = [OURS, *arguments.policies.split(",")]
     multiples = [float(each) for each in arguments.footprint.split(",")]
     found = read(arguments.results)
-    done = {(one.trace, one.multiple, one.policy) for one in found}
+    size = arguments.block_tokens
+    done = {(one.trace, one.multiple, one.policy, one.block_tokens) for one in found}
     todo = [
-        (path, multiple, policy)
-        for policy, path, multiple in product(policies, paths, multiples)
-        if (path.name, multiple, policy) not in done
+        (path, missing, policy, size, arguments.results)
+        for policy, path in product(policies, paths)
+        if (missing := [each for each in multiples if (path.name, each, policy, size) not in done])
     ]
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        for one in pool.map(run, *zip(*todo, strict=True)) if todo else ():
-            if one is None:
-                continue
-            found.append(one)
-            if arguments.results is not None:
-                with arguments.results.open("a") as out:
-                    out.write(json.dumps({name: getattr(one, name) for name in Found.__slots__}) + "\n")
+        for more in pool.map(run, *zip(*todo, strict=True)) if todo else ():
+            found += more
     names = {path.name for path in paths}
-    sys.exit(not report([one for one in found if one.trace in names and one.multiple in multiples]))
+    chosen = [one for one in found if one.trace in names and one.multiple in multiples]
+    sys.exit(not report([one for one in chosen if one.block_tokens == size]))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.recordings import Layout
+from ctxcache.simulate.recorded import Layout
 from lab.bench.server import serving
 from lab.replay.player import MadeUp
 

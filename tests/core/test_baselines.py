@@ -8,6 +8,7 @@ import pytest
 
 from ctxcache.core.placement.baselines import (
     AGE_BINS,
+    POLICIES,
     FirstInFirstOut,
     GreedyDualSizeFrequency,
     LeastFrequentlyUsed,
@@ -16,7 +17,7 @@ from ctxcache.core.placement.baselines import (
     WindowTinyLfu,
     hit_densities,
 )
-from ctxcache.core.placement.policy import Facts, Level, Policy
+from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy
 
 CAPACITY = 200
 """In bytes, which are objects of one byte unless a test says otherwise."""
@@ -207,3 +208,26 @@ def test_lhd_learns_that_what_is_scanned_does_not_return() -> None:
     )
 
     assert by_lhd < by_fifo / 3
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_several_at_once_are_those_who_leave_one_by_one(name: str) -> None:
+    """A request of ten names refuses its own, and what stands aside for that stands where it stood."""
+    at_once, one_by_one = (POLICIES[name](Capacities(0, CAPACITY)) for _ in range(2))
+    names, held = references(6000), set[bytes]()
+    for begin in range(0, len(names), 10):
+        mine = set(names[begin : begin + 10])
+        for policy in (at_once, one_by_one):
+            for uid in sorted(mine):
+                policy.arrived(uid, 0.0)
+                policy.idle(uid, Facts(1, 1, 1, 1), 0.0)
+        count = max(len(held | mine) - CAPACITY, 0)
+        left = at_once.give_up(count, lambda uid, mine=mine: uid not in mine)  # type: ignore[misc]
+
+        assert left == Policy.give_up(one_by_one, count, lambda uid, mine=mine: uid not in mine)  # type: ignore[misc]
+        assert len(left) == count
+        held = held.difference(left)
+        for policy in (at_once, one_by_one):
+            for uid in sorted(mine - held):
+                policy.placed(uid, Level.BELOW)
+        held |= mine

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ctxcache
-from ctxcache.recordings import contents
+from ctxcache.simulate.recorded import contents
 from ctxcache.simulate.trace import Trace, TraceTurn
 from lab.replay.replay import replay
 from tests.live.compare import Outcome, Setting, Sizes, differences, live, simulated

@@ -68,6 +68,17 @@ class Recency(Policy):
             self.all.discard(uid)
         return found
 
+    def give_up(self, count: int, accepts: Accepts) -> list[bytes]:
+        """See Policy. Those that `accepts` refuses are looked at once."""
+        orders = [each for each in vars(self).values() if isinstance(each, (Line, Keyed))]
+        for order in orders:
+            order.pass_over()
+        try:
+            return super().give_up(count, accepts)
+        finally:
+            for order in orders:
+                order.look_again()
+
     def demote(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
         passed: list[bytes] = []
@@ -546,8 +557,10 @@ class LeastHitDensity(Recency):
     def __init__(self) -> None:
         super().__init__()
         self._places: dict[bytes, int] = {}
+        # By place: the session, the turn of its last use, its size. A sample reads lists, not dictionaries.
         self._uids: list[bytes] = []
-        self._used: dict[bytes, tuple[int, int]] = {}
+        self._used: list[int] = []
+        self._sizes: list[int] = []
         self._turn_count = 0
         self._hits, self._evictions = [0.0] * AGE_BINS, [0.0] * AGE_BINS
         # Until something is learned, the younger is the better.
@@ -558,17 +571,20 @@ class LeastHitDensity(Recency):
         """See Policy."""
         super().idle(uid, facts, now_s)
         self._turn_count += 1
-        if uid in self._used:
-            self._hits[self._age(uid)] += 1
-        else:
+        place = self._places.get(uid)
+        if place is None:
             self._places[uid] = len(self._uids)
             self._uids.append(uid)
-        self._used[uid] = (self._turn_count, max(facts.size_bytes, 1))
+            self._used.append(self._turn_count)
+            self._sizes.append(max(facts.size_bytes, 1))
+        else:
+            self._hits[self._age(place)] += 1
+            self._used[place], self._sizes[place] = self._turn_count, max(facts.size_bytes, 1)
         if self._turn_count % RELEARNED_EVERY == 0:
             self._relearn()
 
-    def _age(self, uid: bytes) -> int:
-        return _age_bin(self._turn_count - self._used[uid][0])
+    def _age(self, place: int) -> int:
+        return BINS_OF_AGES[min(self._turn_count - self._used[place], OLDEST)]
 
     def _relearn(self) -> None:
         self._densities = hit_densities(self._hits, self._evictions)
@@ -577,39 +593,47 @@ class LeastHitDensity(Recency):
 
     def evicted(self, uid: bytes) -> None:
         """See Policy."""
-        if uid in self._used:
-            self._evictions[self._age(uid)] += 1
+        place = self._places.get(uid)
+        if place is not None:
+            self._evictions[self._age(place)] += 1
         self.ended(uid)
 
     def ended(self, uid: bytes) -> None:
         """See Policy."""
         super().evicted(uid)
-        if self._used.pop(uid, None) is None:
+        place = self._places.pop(uid, None)
+        if place is None:
             return
-        place, last = self._places.pop(uid), self._uids.pop()
+        last, used, size_bytes = self._uids.pop(), self._used.pop(), self._sizes.pop()
         if last != uid:
-            self._uids[place] = last
+            self._uids[place], self._used[place], self._sizes[place] = last, used, size_bytes
             self._places[last] = place
 
     def evict(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
-        sample: list[bytes] = []
-        for _ in range(min(SAMPLED, len(self._uids))):
-            self._pick = (self._pick * 1103515245 + 12345) & 0x7FFFFFFF
-            uid = self._uids[(self._pick >> 8) % len(self._uids)]
+        used, sizes, densities = self._used, self._sizes, self._densities
+        now, pick, count = self._turn_count, self._pick, len(used)
+        sample: list[tuple[float, int, int]] = []
+        for _ in range(min(SAMPLED, count)):
+            pick = (pick * 1103515245 + 12345) & 0x7FFFFFFF
+            place = (pick >> 8) % count
+            used_at = used[place]
+            age = now - used_at
+            number = BINS_OF_AGES[age] if age < OLDEST else AGE_BINS - 1
+            sample.append((densities[number] / sizes[place], used_at, place))
+        self._pick = pick
+        while sample:
+            least = min(sample)
+            uid = self._uids[least[2]]
             if accepts(uid):
-                sample.append(uid)
-        if not sample:
-            return self.all.first(accepts)
-        return min(sample, key=self._density)
-
-    def _density(self, uid: bytes) -> tuple[float, int]:
-        used, size_bytes = self._used[uid]
-        return self._densities[self._age(uid)] / size_bytes, used
+                return uid
+            sample = [each for each in sample if each != least]
+        return self.all.first(accepts)
 
 
-def _age_bin(age: int) -> int:
-    return min(int(4 * math.log2(age + 1)), AGE_BINS - 1)
+OLDEST = (1 << AGE_BINS // 4) - 1
+"""Whatever is as old or older is in the last bin."""
+BINS_OF_AGES = bytes(min(int(4 * math.log2(age + 1)), AGE_BINS - 1) for age in range(OLDEST + 1))
 
 
 def _bin_turns(number: int) -> float:

@@ -21,6 +21,7 @@ class Keyed:
     def __init__(self) -> None:
         self._keys: dict[bytes, Key] = {}
         self._heap: list[tuple[Key, bytes]] | None = None
+        self._aside: list[tuple[Key, bytes]] | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -52,16 +53,30 @@ class Keyed:
     def first(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """The lowest that `accepts` takes; None when it takes none. It stays in here."""
         heap = self._in_order() if self._heap is None else self._heap
-        passed, found = [], None
+        passed: list[tuple[Key, bytes]] = []
+        refused = passed if self._aside is None else self._aside
+        found = None
         while heap and found is None:
-            key, uid = heappop(heap)
+            entry = heappop(heap)
+            key, uid = entry
             if self._keys.get(uid) != key:
                 continue
-            passed.append((key, uid))
             found = uid if accepts(uid) else None
+            (passed if found else refused).append(entry)
         for entry in passed:
             heappush(heap, entry)
         return found
+
+    def pass_over(self) -> None:
+        """Look at those that `first` refuses once, until `look_again`: they will be refused all the while."""
+        self._aside = []
+
+    def look_again(self) -> None:
+        """End `pass_over`."""
+        aside, self._aside = self._aside or [], None
+        if self._heap is not None:
+            for entry in aside:
+                heappush(self._heap, entry)
 
     def _in_order(self) -> list[tuple[Key, bytes]]:
         self._heap = [(key, uid) for uid, key in self._keys.items()]
@@ -75,6 +90,7 @@ class Line:
     def __init__(self) -> None:
         # A plain dict would look at every gap at its front for each `first`.
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._aside: list[tuple[bytes, int]] | None = None
         self.size_bytes = 0
 
     def __len__(self) -> int:
@@ -109,7 +125,32 @@ class Line:
 
     def first(self, accepts: Accepts) -> bytes | None:
         """The earliest that `accepts` takes."""
-        return next((uid for uid in self._sizes if accepts(uid)), None)
+        sizes, aside = self._sizes, self._aside
+        if aside is None:
+            for uid in sizes:
+                if accepts(uid):
+                    return uid
+            return None
+        while sizes:
+            uid = next(iter(sizes))
+            if accepts(uid):
+                return uid
+            aside.append((uid, sizes.pop(uid)))
+        return None
+
+    def pass_over(self) -> None:
+        """Look at those that `first` refuses once, until `look_again`: they will be refused all the while.
+
+        Meanwhile they are not in here, but for their bytes.
+        """
+        self._aside = []
+
+    def look_again(self) -> None:
+        """End `pass_over`: they stand where they stood."""
+        aside, self._aside = self._aside or [], None
+        for uid, size_bytes in reversed(aside):
+            self._sizes[uid] = size_bytes
+            self._sizes.move_to_end(uid, last=False)
 
 
 def takes_or_passes(accepts: Accepts, in_turn: set[bytes], passed: list[bytes]) -> Accepts:

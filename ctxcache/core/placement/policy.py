@@ -101,6 +101,17 @@ class Policy:
         """Which session is to leave the store, of both tiers."""
         raise NotImplementedError
 
+    def give_up(self, count: int, accepts: Accepts) -> list[bytes]:
+        """So many that leave the store, one after another; the policy takes them for evicted.
+
+        Fewer where `accepts`, whose answers stay the same meanwhile, takes no other.
+        """
+        left: list[bytes] = []
+        while len(left) < count and (uid := self.evict(accepts)) is not None:
+            self.evicted(uid)
+            left.append(uid)
+        return left
+
     def demote(self, accepts: Accepts) -> bytes | None:
         """Which session is to leave memory for the tier below."""
         raise NotImplementedError

@@ -13,10 +13,10 @@ them. Worst case: the load changes within an hour; what was learned is wrong unt
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
 
@@ -38,8 +38,9 @@ RATIO_PRIOR_COUNT = 3.0
 """How many returns outweigh that a class returns as often as its parent class."""
 RATIO_AGES_S = (40, 230)
 """Where one ratio gives way to the next: a class may be quick to return, and seldom late."""
-RATIO_NUMBERS = tuple(bisect_right(RATIO_AGES_S, age_s) for age_s in AGES_S)
-RATIOS = len(RATIO_AGES_S) + 1
+_RATIO_BEGINS = (0, *(bisect_left(AGES_S, age_s) for age_s in RATIO_AGES_S), len(AGES_S))
+RATIO_BINS = tuple(slice(begin, end) for begin, end in pairwise(_RATIO_BEGINS))
+"""The bins of each ratio."""
 MOST_HAZARD = 0.95
 SessionClass = tuple[int, ...]
 IDLE, QUEUED, OVER = 0, 1, 2
@@ -59,11 +60,11 @@ class ReturnClass:
     """How many reached each bin of idle time, how many returned in it, and what that promises."""
 
     __slots__ = (
+        "_chances_of",
         "away",
         "aways",
         "came",
         "cames",
-        "chances",
         "first_hazard",
         "hazards",
         "hazards_of",
@@ -81,7 +82,7 @@ class ReturnClass:
         self.hazards: list[float] = []
         self.hazards_of = -1
         self.indices: list[float] = []
-        self.chances: list[float] = []
+        self._chances_of: list[float] = []
         self.refreshed = -1
 
     def refresh(self, number: int, wait_s: float) -> None:
@@ -89,10 +90,15 @@ class ReturnClass:
         if self.refreshed == number:
             return
         self.refreshed = number
-        hazards = [min(each, MOST_HAZARD) for each in self._hazards(number)]
+        hazards = [min(MOST_HAZARD, each) for each in self._hazards(number)]
         self.indices = gittins_indices(hazards, wait_s)
-        away = list(accumulate((1 - hazard for hazard in reversed(hazards)), mul))
-        self.chances = [1 - each for each in reversed(away)]
+        self._chances_of = hazards
+
+    @property
+    def chances(self) -> list[float]:
+        """By bin, how likely one that is in it returns at all, as of the last `refresh`."""
+        away = list(accumulate((1 - hazard for hazard in reversed(self._chances_of)), mul))
+        return [1 - each for each in reversed(away)]
 
     def _hazards(self, number: int) -> list[float]:
         """How likely one that is in a bin returns in it; computed anew once per `number`.
@@ -116,16 +122,16 @@ class ReturnClass:
 
         A ratio needs far fewer counts than a hazard by bin: it is of all returns of some minutes.
         """
-        came_counts, expected_counts = [RATIO_PRIOR_COUNT] * RATIOS, [RATIO_PRIOR_COUNT] * RATIOS
-        counts = list(zip(RATIO_NUMBERS, self.came, self.away, above, strict=True))
-        for number, came, away, prior in counts:
-            came_counts[number] += came
-            expected_counts[number] += away * prior
-        ratios = [came / expected for came, expected in zip(came_counts, expected_counts, strict=True)]
-        return [
-            (came + CLASS_PRIOR_COUNT * min(prior * ratios[number], MOST_HAZARD)) / (away + CLASS_PRIOR_COUNT)
-            for number, came, away, prior in counts
-        ]
+        hazards: list[float] = []
+        for bins in RATIO_BINS:
+            cames, aways, priors = self.came[bins], self.away[bins], above[bins]
+            expected_count = sum(map(mul, aways, priors), RATIO_PRIOR_COUNT)
+            ratio = sum(cames, RATIO_PRIOR_COUNT) / expected_count
+            for came, away, prior in zip(cames, aways, priors, strict=True):
+                prior *= ratio  # noqa: PLW2901
+                prior = min(prior, MOST_HAZARD)  # noqa: PLW2901
+                hazards.append((came + CLASS_PRIOR_COUNT * prior) / (away + CLASS_PRIOR_COUNT))
+        return hazards
 
 
 class ReturnClasses:
@@ -192,27 +198,30 @@ def gittins_indices(hazards: list[float], wait_s: float) -> list[float]:
     counted from the first bin differ from those counted from another by one factor, so the best rate from a
     bin is the steepest line from its point to a later one: a side of the upper hull. O(bins).
     """
-    away, came, kept_s = 1.0, [0.0], [0.0]
-    for number, hazard in enumerate(hazards):
+    away, came, kept_s = 1.0, 0.0, 0.0
+    points: list[tuple[float, float]] = []
+    for length_s, hazard in zip(LENGTHS_S, hazards, strict=True):
+        points.append((came, kept_s))
         now = away * hazard
-        kept_s.append(kept_s[-1] + LENGTHS_S[number] * (away - now / 2) + now * wait_s)
-        came.append(came[-1] + now)
+        kept_s = kept_s + length_s * (away - now / 2) + now * wait_s
+        came += now
         away -= now
-    hull = [len(hazards)]
-    # Of the hull's sides, in its order.
+    # The hull's points but the nearest, and its sides, in their order from the last.
+    hull: list[tuple[float, float]] = []
     rates: list[float] = []
-    indices = [0.0] * len(hazards)
-    for number in reversed(range(len(hazards))):
-        came_here, kept_here_s = came[number], kept_s[number]
-        while True:
-            rate = (came[hull[-1]] - came_here) / ((kept_s[hull[-1]] - kept_here_s) or 1e-300)
-            if not rates or rate > rates[-1]:
-                break
-            hull.pop()
+    indices: list[float] = []
+    for point in reversed(points):
+        came_here, kept_here_s = point
+        rate = (came - came_here) / ((kept_s - kept_here_s) or 1e-300)
+        while rates and rate <= rates[-1]:
+            came, kept_s = hull.pop()
             rates.pop()
-        indices[number] = rate
-        hull.append(number)
+            rate = (came - came_here) / ((kept_s - kept_here_s) or 1e-300)
+        indices.append(rate)
+        hull.append((came, kept_s))
         rates.append(rate)
+        came, kept_s = point
+    indices.reverse()
     return indices
 
 
@@ -363,14 +372,13 @@ class ReturnTimes:
             self._due_s = -math.inf
 
     def _age(self, watch: _Watch, number: int) -> None:
-        last = number
-        if self._is_behind:
-            last = max(self._bin(watch.since_s), number)
+        last = max(self._bin(watch.since_s), number) if self._is_behind else number
         for watch.bin in range(number, last + 1):
             watch.went_on()
         self._bins[last][watch.uid] = watch
         if last + 1 < len(AGES_S):
-            self._dues_s[last] = min(self._dues_s[last], watch.since_s + AGES_S[last + 1])
+            due_s = watch.since_s + AGES_S[last + 1]
+            self._dues_s[last] = min(self._dues_s[last], due_s)
         self._aged(watch.uid)
 
     def began(self, uid: bytes, now_s: float) -> None:
