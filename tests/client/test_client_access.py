@@ -163,8 +163,10 @@ def test_a_restarted_server_is_found_again(connect: Connect, far_side: FarSide) 
 def test_a_lease_that_comes_too_late_is_given_back(connect: Connect, far_side: FarSide) -> None:
     """A caller that gave up holds nothing on the server."""
     session = far_side.add(NAME, 5)
-    client = connect(access="local", timeout_s=0.5)
-    client.sessions.open(session, OWN).read().close()
+    client = connect(access="local")
+    with client.sessions.open(session, OWN).read() as rows:
+        assert isinstance(rows, LeasedRows)
+        rows._hold.stream.timeout_s = 0.5
     far_side.stalls = True
 
     with pytest.raises(DeadlineExceeded):
@@ -322,8 +324,9 @@ def test_whoever_waits_for_another_to_attach_waits_no_longer_than_its_deadline(
     Those behind it are not kept for its sake and then for their own.
     """
     far_side.add(NAME, 5)
-    client = connect(access="local", timeout_s=0.3)
+    client = connect(access="local")
     client.sessions.get(NAME)
+    client._routes._local._wire.timeout_s = 0.3
     with client._routes._local._lock, ThreadPoolExecutor(1) as threads:
         waiter = threads.submit(client.sessions.open(NAME, OWN).read)
         assert isinstance(waiter.exception(SOON_S), DeadlineExceeded)
