@@ -97,6 +97,7 @@ class Staging:
         """
         for segment in segments:
             row_count = segment.layout.segment_tokens
+            # A held segment without a record is on its way out: a slot for it would only be given back.
             is_wanted = segment.durable_row_count < row_count and segment.place is not Place.HELD
             if segment not in self._staged and is_wanted:
                 self._staged[segment] = self.start(session, segment, row_count, is_urgent=False)
@@ -127,6 +128,7 @@ class Staging:
             if staged.is_done:
                 self.unstage(segment)
                 return True
+        # A device may still write to the other slots: they come back when it is done.
         under_way = [staged.task for staged in self._staged.values() if staged.written]
         if under_way:
             await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
@@ -147,9 +149,11 @@ class Staging:
     def start(self, session: Session, segment: Segment, row_count: int, *, is_urgent: bool) -> Staged:
         """Begin to write a segment's first rows."""
         staged = Staged(segment, row_count, is_urgent)
+        # Held until the write ends: its place in memory must not be used again under the device.
         self._ledger.held(segment)
         before = self._in_place.get(segment)
         staged.task = self._background.start(self._put(session, staged, before))
+        # Only the header of a full segment is made where its rows lie: two such writes must not overlap.
         if row_count == segment.layout.segment_tokens:
             self._in_place[segment] = staged
         return staged
@@ -159,6 +163,7 @@ class Staging:
         staged.is_wanted = False
         if self._staged.get(staged.segment) is staged:
             del self._staged[staged.segment]
+        # Otherwise the device may still write to the slot, and `_put` gives it back at its end.
         if staged.is_done and staged.written:
             self.give_back(staged.written)
             staged.written = None
@@ -179,6 +184,7 @@ class Staging:
         try:
             await self._write(session, written, is_urgent=True)
         except BaseException:
+            # On cancellation too: a slot without a record that is not given back is lost until a restart.
             self.give_back(written)
             raise
         return written
@@ -206,6 +212,8 @@ class Staging:
             if before is not None:
                 # That write is of rows that were given up; its header must not land over this one's.
                 await asyncio.wait([before.task])
+            # At most a window of one session is in flight, so that a long session leaves the device to others
+            # too.
             async with turns:
                 slot = await self._slot(session, staged) if staged.is_wanted else None
                 if slot is not None:
@@ -229,6 +237,7 @@ class Staging:
         size_bytes = staged.segment.size_bytes
         if staged.is_urgent:
             return await self._ssd_room.place(size_bytes, session)
+        # An unasked write evicts nothing: it takes only a slot that is free.
         return self._ssd_room.take(size_bytes, session)
 
     def _taken(self, segment: Segment, slot: Slot, row_count: int) -> Written:
@@ -249,8 +258,10 @@ class Staging:
             if written.copy is not None:
                 self._ledger.staged(segment, written.copy, is_there=True)
             elif not is_urgent:
+                # Unasked, a copy too few is no success: the flush that somebody asks for decides.
                 return False
         refusal = await self._io.write(written)
+        # The rows are safe with one copy; the second one is made when a path has a place for it.
         if refusal is not None and written.copy is not None:
             copy, written.copy = written.copy, None
             self._ledger.staged(segment, copy, is_there=False)
@@ -304,8 +315,10 @@ class Flushing:
         leaves all of it or nothing. `is_last`: the server ends, and may use up the room for records.
         Raises CapacityExceeded, TierFailure, SessionNotFound.
         """
+        # First: a flush that could not be recorded would write its rows for nothing.
         self._metadata.check(is_growing=not is_last)
         key = session.uid, is_tail_left
+        # A flush that has not begun covers these rows too: callers share it, and its syncs.
         task = self._waiting.get(key)
         if task is None:
             task = self._waiting[key] = self._background.start(
@@ -313,11 +326,14 @@ class Flushing:
             )
             self._flushes.add(task)
             task.add_done_callback(self._flushes.discard)
+        # One caller that gives up must not end the flush of others, nor leave a device writing to a free
+        # slot.
         await asyncio.shield(task)
 
     async def demote(self, session: Session) -> None:
         """Flush a session and drop its segments from memory, held ones excepted. Raises as `flush`."""
         await self.flush(session)
+        # Rows or readers may have come since the flush: their segments stay.
         for segment in session.segments:
             if self._ledger.is_clean(segment):
                 self._ledger.dropped(segment)
@@ -341,6 +357,7 @@ class Flushing:
         """
         lost: CorruptSegment | None = None
         async with self.lock(session):
+            # From here on new rows are not this flush's: the next caller begins another one.
             del self._waiting[session.uid, is_tail_left]
             for tries_left in reversed(range(BAD_PER_FLUSH)):
                 try:
@@ -348,11 +365,15 @@ class Flushing:
                     break
                 except CorruptSegment as error:
                     segment = self._ledger.segment(int(error.facts["segment_id"]))
+                    # Each try deals with one bad segment. Without a bound, failing memory would keep the lock
+                    # for ever.
                     if segment is None or not tries_left:
                         raise
                     try:
                         await self._mending.mend(segment, str(error.facts["problem"]))
                     except CorruptSegment as gone:
+                        # The rows before the cut are made durable all the same; the caller hears of the loss
+                        # at the end.
                         lost = gone
         if lost is not None:
             raise lost
@@ -372,6 +393,7 @@ class Flushing:
         if not dirty and session.durable_end >= end:
             return
         with self._state.spans.span("flush", segment_count=len(dirty)):
+            # No segment that is written may leave memory, or lose its slot, before its record is there.
             for segment in dirty:
                 self._ledger.held(segment)
             try:
@@ -396,6 +418,7 @@ class Flushing:
             try:
                 return await self._write(session, row_counts)
             except TierFailure as failure:
+                # Another path helps only where this one takes no writes any more.
                 if not self._io.is_path_closed(failure):
                     raise
         return await self._write(session, row_counts)
@@ -410,6 +433,7 @@ class Flushing:
             taken.append(self._staging.take(session, segment, count))
         try:
             written = await self._ended(session, taken)
+            # One sync for each path, however many segments: a flush waits for syncs more than for bytes.
             await self._io.sync({slot.path_index for item in written for slot in item.places})
         except BaseException:
             # The next flush writes from the start again: the device may have lost any of these rows.
@@ -429,6 +453,7 @@ class Flushing:
                 await asyncio.wait([taken[i].task])
             failure = failure or taken[i].task.exception()
             if failure:
+                # A write that has not begun need not begin; one under way is waited for all the same.
                 for later in taken[i + 1 :]:
                     later.is_wanted = False
         if failure:
@@ -444,6 +469,7 @@ class Flushing:
                 kept.append(item)
             else:
                 self._staging.give_back(item)
+        # Deleted while its rows were written: a record now would bring the session back at a restart.
         if session.use is Use.GONE:
             raise SessionNotFound(session=session.name)
         replaced = self._ledger.flushed(session, [item.flushed for item in kept], end, begun_ns)
@@ -460,6 +486,7 @@ class Flushing:
         self._state.counters.flushed_segment_count += len(kept)
         single = [item for item in kept if item.segment.copies > len(item.places)]
         self._state.counters.uncopied_segment_count += len(single)
+        # Only now: before the commit a restart would still read the old slots.
         for slot in replaced:
             self._ledger.below.give(slot)
 
@@ -487,6 +514,8 @@ class Flushing:
                 await self._io.sync({slot.path_index for item in copies for slot in item.places})
                 return await self._record_elsewhere(copies)
             finally:
+                # `_record_elsewhere` takes the recorded ones out of the list; the others go back whatever
+                # happened.
                 for item in copies:
                     self._staging.give_back(item)
                 for segment in chosen:
@@ -538,6 +567,7 @@ class WriteBehind:
 
     async def turn(self, attempt: Attempt) -> bool:
         """Write all that is due, as far as the allowance goes; returns whether all went well."""
+        # First: pressure that comes from here on wants another turn.
         self._state.is_pressed.clear()
         self.allowance.bytes_per_s = self._ledger.watermarks.write_behind_bytes_per_s
         taken: list[DueFlush] = []
@@ -571,6 +601,7 @@ class WriteBehind:
             # A session still in use is looked at again, until it rests or has become old.
             if self._ledger.take_changed(session) and not self._spares(session):
                 yield self._take(session, is_tail_left=True)
+        # Full segments came first, for they change no more. Now rows by age, growing tails among them.
         while self.allowance.is_left(begun_ns) and (found := self._oldest(begun_ns)):
             if not self._spares(found):
                 yield self._take(found, is_tail_left=False)
@@ -585,6 +616,7 @@ class WriteBehind:
         """The session whose rows are too old; above the watermark the one whose rows are oldest."""
         age_ns = self._ledger.watermarks.tail_age_ns
         found = self._ledger.take_old(now_ns - age_ns) if age_ns else None
+        # Bytes under way are clean soon: counted as dirty they would make each turn write too much.
         due_bytes = self._ledger.due_bytes - self._under_way_bytes
         capacity_bytes = self._ledger.memory.capacity_bytes
         if found is None and self._ledger.watermarks.excess_dirty_bytes(due_bytes, capacity_bytes) > 0:

@@ -74,6 +74,7 @@ class Joining:
         if not parts or not self._write_behind.allowance.is_left(self._state.clock.monotonic_ns()):
             return False
         self._metadata.check()
+        # Held: no part may leave memory while it is copied.
         for part in parts:
             self._ledger.held(part)
         try:
@@ -88,6 +89,7 @@ class Joining:
             try:
                 return await self._join(session, parts, whole)
             finally:
+                # Not joined after all: the slot in memory goes back.
                 if whole.place is Place.RESERVED:
                     self._ledger.abandoned(whole)
                 self._ledger.released(whole)
@@ -102,6 +104,7 @@ class Joining:
         slot = self._ssd_room.take(whole.size_bytes, session)
         if slot is None:
             return False
+        # Before the write: a flush beside it must not spend the same allowance.
         self._write_behind.allowance.spend(session.copies * slot.size_bytes)
         written = await self._staging.write_taken(session, whole, slot)
         if written is None or len(written.places) < whole.copies:
@@ -135,6 +138,7 @@ class Joining:
         self._state.counters.joined_segment_count += len(dead)
         for i, part in enumerate(dead, 1):
             self._ledger.forgotten(part)
+            # Many parts may go at once: other callers get their turns of the event loop.
             if i % FREED_PER_SLICE == 0:
                 await asyncio.sleep(0)
         return True
@@ -154,6 +158,7 @@ class Joining:
                 continue
             run.append(segment)
             run_count += segment.row_count
+            # Only runs that fill the long segment to its last row: a shorter one would be joined again.
             while run_count > token_count:
                 run_count -= run.popleft().row_count
             if run_count == token_count:
@@ -165,6 +170,7 @@ class Joining:
     def _are_whole(self, session: Session, parts: Sequence[Segment]) -> bool:
         """Whether the session, and it alone, lists these one behind the other, and has every row of them."""
         begin, end = parts[0].begin, parts[-1].end
+        # While a path is lost sessions withhold tokens, and a part may be unreadable.
         if session.is_gone or session.is_block or session.withheld or self._ledger.lost:
             return False
         if ranges.clip(session.live, begin, end) != ((begin, end),):

@@ -99,9 +99,12 @@ class ReadPlan:
             if segment.memory is not None:
                 self.dram_token_count += piece.row_end - piece.row_begin
                 if request.is_summed and not segment.is_settled(piece.row_end):
+                    # The stored sum is of other rows than the reader gets: a sum of these is made off the
+                    # fast path.
                     self.is_ready = False
             elif request.leaves_on_ssd and segment.durable is not None:
                 self.on_ssd[segment.segment_id] = self._ledger.best_place(segment) or segment.durable
+                # Left below it takes no room in DRAM, and does not count in the budget.
                 continue
             else:
                 self.is_ready = False
@@ -117,6 +120,7 @@ class ReadPlan:
             resident = {p.segment.segment_id: p.segment.size_bytes for p in self.pieces if p.segment.memory}
             left_bytes, self.sizes_bytes = budget.limit_of(self.owner), {}
             for segment_id, size_bytes in resident.items():
+                # In token order up to the first that does not fit: the rest is read past DRAM.
                 left_bytes -= size_bytes
                 if left_bytes < 0:
                     break
@@ -255,6 +259,7 @@ class TokenLeases:
             if lease is not None:
                 lease.deadline_ns = deadline_ns
         found = TokenLease(secrets.token_bytes(TOKEN_BYTES), tenant, tuple(leases), deadline_ns, is_prefix)
+        # A token of nothing would only fill the table.
         if any(leases):
             self._held[found.token] = found
         return found
@@ -262,6 +267,7 @@ class TokenLeases:
     def find(self, tenant: str, token: bytes) -> TokenLease:
         """The leases behind a token of the tenant, for any of its connections. Raises LeaseNotFound."""
         found = self._held.get(token)
+        # Unknown, ended and foreign tokens have one answer, which tells a tenant nothing of another.
         if found is None or found.tenant != tenant or not self._is_held(found):
             raise LeaseNotFound(lease_id=token.hex())
         return found
@@ -368,10 +374,13 @@ class Leases:
             await self._promote(lease)
             await self._prepare(lease, request)
         except BaseException as error:
+            # On cancellation too: a lease that its caller never hears of would hold its rows for five
+            # minutes.
             self.release(lease.lease_id)
             if isinstance(error, CacheError):
                 self._missed(request, error)
             raise
+        # The deadline begins now: the time that SSD took is not the reader's.
         self._renew(lease)
         self._found(lease)
         return lease
@@ -385,6 +394,7 @@ class Leases:
         owner = Pinner(tenant, client)
         self._check_count(tenant)
         await self.pins.wait_for_room(owner, lambda: held().pinned)
+        # Asked once more: the lease may have ended while this call waited for room.
         source, now_ns = held(), self._state.clock.monotonic_ns()
         self.pins.pin(owner, source.pinned)
         self._last_id += 1
@@ -420,6 +430,7 @@ class Leases:
         Returns None and changes nothing otherwise. Raises as `acquire`, except CorruptSegment and
         TierFailure.
         """
+        # A recheck reads every byte, and belongs on the way that may wait.
         if request.is_rechecked:
             return None
         try:
@@ -524,6 +535,7 @@ class Leases:
     @contextmanager
     def lend(self, lease: Lease) -> Iterator[tuple[Lent, ...]]:
         """Hold a stream's pieces for another thread, whatever becomes of the lease meanwhile."""
+        # Held once more, since the lease may end while the other thread still reads.
         self._keep(lease)
         try:
             yield tuple(self._lent(lease, piece) for piece in lease.pieces)
@@ -610,6 +622,7 @@ class Leases:
             begun_ns=now_ns,
             on_ssd=plan.on_ssd,
         )
+        # Nothing awaits between the look and these holds: the segments are where the plan found them.
         for piece in plan.pieces:
             self._ledger.held(piece.segment, is_past=piece.segment.segment_id not in plan.sizes_bytes)
         self._leases[lease.lease_id] = lease
@@ -694,6 +707,7 @@ class Leases:
                 await self._mending.settle(segment, piece.row_end)
                 data, checksum = await self._summed(self._io.view(segment), piece, stream)
                 place[: len(data)] = data
+                # Memory may change under the copy, so that the copy itself is verified.
                 if rows_checksum(place[: len(data)]) == checksum:
                     return Summed(place[: len(data)], checksum)
                 await self._mending.verify(segment)

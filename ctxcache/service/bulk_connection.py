@@ -114,9 +114,12 @@ class Tickets:
     def use(self, ticket: bytes) -> Caller:
         """End a ticket, good or not, and return whose it was. Raises Unauthenticated."""
         self._forget_past(self._clock.monotonic_ns())
+        # The first use ends it, right or wrong, and compares in constant time: a secret cannot be guessed in
+        # steps.
         issued = self._issued.pop(ticket[:ID_BYTES], None)
         if issued is None or not hmac.compare_digest(issued.secret, ticket[ID_BYTES:]):
             raise Unauthenticated
+        # The caller's token may have been removed since the ticket was issued.
         issued.caller.check()
         return issued.caller
 
@@ -143,12 +146,14 @@ class ReadTransfer:
         """Hold what is asked for. Raises what ReadSession raises."""
         async with AsyncExitStack() as held:
             caller.check()
+            # Counted before anything is leased: a refused call has moved nothing.
             held.enter_context(calls.enter(caller.tenant))
             asked, streams = read_request(request, caller.tenant)
             lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
             self._lease, self.streams = lease, tuple(chosen)
             self.pieces = held.enter_context(self._reading.lend(lease))
             self.header = read_header(lease, streams, self._clock)
+            # Only now: a failure above lets go of the lease and of the place among calls.
             self._held = held.pop_all()
 
     async def read_past(self, lent: Lent, stream: Stream) -> Summed:
@@ -211,6 +216,7 @@ class AppendTransfer:
 
     async def finish(self) -> session_pb2.AppendSessionResponse:
         """Close, and answer. Raises IncompleteAppend."""
+        # Closed first: rows without a commit give their room back before the refusal.
         await self.close()
         self.append.check_finished()
         return session_pb2.AppendSessionResponse(
@@ -238,6 +244,7 @@ class Transfers:
         `properties`: what the connection proves. Raises Unauthenticated, TooManyRequests.
         """
         caller = self._tickets.use(ticket)
+        # A ticket that was seen on its way is worth nothing without its owner's certificate.
         self._identification.check_certificate(caller, properties)
         entered.enter_context(self._connections.enter(caller.tenant))
         return caller
@@ -316,6 +323,7 @@ class BulkConnection:
             raise InvalidArgument(field="hello", problem="the first frame must be HELLO")
         hello = _parse(bulk_pb2.BulkHello, frame)
         caller = self._await(self._transfers.let_in(hello.ticket, self._properties, self._entered))
+        # After the ticket, which is used up even where the version is refused.
         if hello.version != VERSION:
             raise InvalidArgument(field="version", problem=f"{hello.version} is not {VERSION}")
         return caller
@@ -333,6 +341,7 @@ class BulkConnection:
             self._carry_out(frame, caller)
         except CacheError as error:
             self._refuse(error)
+            # More of the append is on its way: its frames would be taken for requests.
             self._skip()
         except FrameError:
             raise
@@ -376,6 +385,7 @@ class BulkConnection:
                     if time.monotonic() - renewed > RENEW_INTERVAL_S:
                         self._await(transfer.renew())
                         renewed = time.monotonic()
+        # Behind the close: a reader that has END holds nothing in the store any more.
         self._framed.send(SocketFrameKind.END)
 
     def _parts(self, transfer: ReadTransfer, stream: Stream) -> Iterator["_Part"]:
@@ -391,6 +401,8 @@ class BulkConnection:
                         yield from parts
                         break
                 if not is_passing:
+                    # DRAM has other bytes than the writer's: SSD's take their place, and the rows are tried
+                    # again.
                     self._await(transfer.mend(lent))
             else:
                 segment_id = lent.piece.segment.segment_id
@@ -413,6 +425,8 @@ class BulkConnection:
                 if frame.kind is SocketFrameKind.FINISH:
                     break
                 if time.monotonic() - renewed > RENEW_INTERVAL_S:
+                    # Asking for room again renews the reservation, which would end in the middle of a long
+                    # append.
                     room, renewed = None, time.monotonic()
                 if frame.kind is SocketFrameKind.CHUNK:
                     room = self._receive(transfer, room, frame)
@@ -436,12 +450,14 @@ class BulkConnection:
     def _receive(self, transfer: AppendTransfer, room: Room | None, frame: SocketFrame) -> Room:
         chunk = _parse(bulk_pb2.BulkChunk, frame)
         stream = validate.stream(chunk.stream, "chunk.stream")
+        # Before the data is taken: rows of a refused chunk never reach the arena.
         end = transfer.append.check(stream, chunk.token_begin, frame.data_bytes)
         parts = _parts_of(chunk, frame.data_bytes)
         places = room.places(stream, chunk.token_begin, end) if room else None
         if room is None or places is None:
             room = self._await(transfer.room(end))
             places = room.places(stream, chunk.token_begin, end)
+        # Bad rows lie in the arena by then. Without a commit they are not visible, and the room goes back.
         if not self._framed.receive_into(places or (), parts):
             raise ChecksumMismatch(field="chunk.data")
         transfer.append.received[stream] = end

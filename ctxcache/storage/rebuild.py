@@ -76,11 +76,13 @@ def rebuild(
     Raises CorruptMetadata when there is nothing to make it from, DataDirectoryUnusable, FormatTooNew.
     """
     try:
+        # A running server holds its SSD files, whichever data directory it has.
         with _claimed(ssd_directories):
             if not is_dry_run:
                 forget_unreadable(data_directory, ssd_directories)
             given = _numbered(ssd_directories)
             owners = [*map(instance_id_of, given), DataDirectory.instance_id_at(data_directory)]
+            # The SSD directories come first: the data directory may be what was lost.
             instance_id = next(filter(None, owners), None)
             if instance_id is None and not data_directory.is_dir():
                 problem = "there is no data directory to make metadata for"
@@ -118,6 +120,7 @@ def _claimed(directories: Sequence[Path]) -> Iterator[None]:
 def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, created_by: str) -> Rebuilt:
     contents = read_catalog(given[0] / CATALOG, instance_id)
     generations = (s.generation for s in _sessions(contents.records))
+    # Above each generation that a record names, since no generation may stand for two contents.
     crash_count = (max(generations, default=0) >> records.GENERATION_BITS) + 1
     DataDirectory.mend(
         data_directory, instance_id=instance_id, crash_count=crash_count, created_by=created_by
@@ -130,12 +133,15 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
         fresh = data_directory / f"{METADATA}.rebuilt"
         shutil.rmtree(fresh, ignore_errors=True)
         store = RocksDbMetadata(fresh)
+        # Behind the witnessed commits: otherwise the next start would take this metadata for an old copy.
         store.restore(entries, result.commit + result.missing_commit_count + 1)
         store.close()
         # Commits that are gone had generations: those of the next run begin above them.
         directory.begin_run()
+        # Damaged metadata is kept under another name, for those who want to look into it.
         if directory.metadata_path.exists():
             directory.metadata_path.rename(_free_name(directory.metadata_path))
+        # Whole and closed before it gets its name: after a crash between the two a rebuild begins anew.
         fresh.rename(directory.metadata_path)
         sync_directory(data_directory)
     return result
@@ -149,6 +155,7 @@ def _collect(directories: Sequence[Path], instance_id: str) -> tuple[Rebuilt, li
         missing_commit_count=max(witness.sequence - contents.sequence, 0),
         problems=contents.problems,
     )
+    # A catalog that cannot be read must not pass for that of an empty store.
     if not contents.records and contents.problems:
         raise CorruptMetadata(where=str(directories[0] / CATALOG), problem="; ".join(contents.problems))
     places = _scan(directories, result)
@@ -207,6 +214,7 @@ def _slots(record: SegmentRecord, directories: Sequence[Path], places: Iterable[
     """
     recorded = [(slot.path_index, slot.offset_bytes) for slot in record.places]
     whole: list[Slot] = []
+    # Recorded places first: another copy counts only where none of them is whole.
     for number, found in sorted(places, key=lambda place: (place[0], place[1].offset_bytes) not in recorded):
         is_recorded = (number, found.offset_bytes) in recorded
         if (

@@ -163,6 +163,7 @@ class LayerStates:
         """A layer is usable, unless the restore has failed meanwhile."""
         with self._changed:
             if self._error is None:
+                # The target first: an engine that sees USABLE must find the layer announced there too.
                 self._on_usable(layer)
                 self._states[layer] = LayerState.USABLE
                 self._changed.notify_all()
@@ -170,6 +171,7 @@ class LayerStates:
     def fail(self, error: CacheError) -> bool:
         """No layer is usable any more, for `error`; False if all were, or it had failed before."""
         with self._changed:
+            # The first error wins. A whole restore cannot fail any more: the engine may be using it.
             if self._error is not None or self._is_whole():
                 return False
             self._error = error
@@ -189,6 +191,7 @@ class LayerStates:
             )
             if self._error is None and self._states[layer] is LayerState.USABLE:
                 return
+        # Late for one is late for all: no waiter may use a target that another one gave up.
         self.fail(RestoreTooLate(what=f"layer {layer}"))
         raise self._error or RestoreTooLate(what=f"layer {layer}")
 
@@ -279,10 +282,12 @@ class Restoration:
         """
         until = deadline or Deadline.after_s(DRAIN_TIMEOUT_S)
         if self._states.error is not None:
+            # A source that waits for the store would keep its lane until the deadline.
             self._source.abort()
         # In this order: a lane submits only to those behind it.
         for lane in self._lanes:
             self._fence(lane, until)
+        # On the reading lane, which owns the buffers: a fill that is under way is over by then.
         swept = self._lanes.read.submit(lambda: self._sweep(until), deadline=until)
         if not swept.settle_by(until) or swept.error is not None:
             self._on_stuck(self._lanes.read)
@@ -390,6 +395,7 @@ class Restoration:
                 self._source.check()
             self._carry(part, (begin, end), slot, rows)
         except BaseException:
+            # Bound to no event it would never come back: the ring would be a buffer short for good.
             self._rings.staging.drop(slot)
             raise
 
@@ -431,6 +437,7 @@ class Restoration:
         landed = place[: rows.nbytes].view(rows.shape)
         copied = self._submit(self._lanes.copy, partial(_copy, rows, landed))
         self._events.append((Stage.COPY, copied))
+        # The host's buffer is free behind the copy, the device's behind the projection.
         self._rings.staging.bind(slot, copied)
         landing.bind(place, self._project(part, tokens, landed, copied))
 
@@ -559,6 +566,7 @@ class Pipeline:
             on_stuck=self._give_up,
             share=share,
         )
+        # Work that the engine issued before may still read the blocks that are written to.
         restoration.begin(behind=self.device.mark())
         return restoration
 

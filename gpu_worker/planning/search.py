@@ -192,6 +192,7 @@ class LikeLayers:
         order = self.kind.orders[0 if split is None else split - self.option_count + 1]
         options = [pick for pick in order if pick < self.option_count]
         first, last = options[0], options[-1]
+        # In the better order only one number is open: how many layers take the first option.
         for first_count in self._range(count, slack, first, last):
             counts = {split: 1, last: count - first_count, first: first_count}
             picks = tuple((pick, counts[pick]) for pick in order if counts[pick])
@@ -203,6 +204,7 @@ class LikeLayers:
     def _range(self, count: int, slack: Sequence[float], first: int, last: int) -> range:
         """How often the first option may be taken: what the bounds, linear in it, leave."""
         low, high = (0, count) if first != last else (count, count)
+        # Each bound is linear in that number, and leaves an interval of it.
         for room, cost in zip(slack, self.kind.costs, strict=True):
             left, gain = room - count * cost[last], cost[first] - cost[last]
             if gain > 0:
@@ -227,6 +229,7 @@ def runs_of(
             kinds[id(blocks)] = _kind(blocks, option_count, limits)
         kind = kinds[id(blocks)]
         end = begin + 1
+        # By identity: `_Search` shares one object among equal layers.
         while kind.orders is not None and end < len(choices) and choices[end] is blocks:
             end += 1
         powers = (
@@ -351,6 +354,7 @@ class _Search:
     def run(self) -> Solution | None:
         """Search once."""
         roots = sorted(self._roots())
+        # A good end first: all later bounds prune by it.
         for root in roots[:2]:
             self._descend(root)
         splits = sorted(self._split_roots())
@@ -400,6 +404,7 @@ class _Search:
             frontier = self._layers[count].frontier
             if id(frontier) not in least:
                 least[id(frontier)] = [min(map(bound.cost, frontier)) for bound in self._bounds]
+            # Not made at all where even the cheapest split cannot beat the best end.
             if all(
                 bound.cost(begun) + cost + bound.rest_s[count + 1] < self._best_s
                 for bound, cost in zip(self._bounds, least[id(frontier)], strict=True)
@@ -433,6 +438,7 @@ class _Search:
             pick, state = found
             taken[pick] += 1
         picks = run.sorted(taken)
+        # The same picks in their better order end no later.
         if run.end - way.layer > 1:
             state = run.block(picks).after(way.state)
         return _Way(way.bound_s, run.end, state, way.has_split, way.recomputed_count, picks, way)
@@ -465,6 +471,7 @@ class _Search:
             ):
                 self._step_count += 1
                 state = block.after(way.state)
+                # Behind the last layer the bound is the end itself.
                 bound_s = state[-1] if is_last else self._bound_s(state, run.end, self._best_s)
                 if bound_s >= self._best_s:
                     continue
@@ -499,6 +506,7 @@ class _Search:
         if len(front) <= limit:
             return front
         front.sort(key=_BOUND_S)
+        # No dropped way ends before this: it tells whether the result is exact.
         self._dropped_s = min(self._dropped_s, front[limit].bound_s)
         return front[:limit]
 

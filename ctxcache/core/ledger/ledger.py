@@ -217,6 +217,7 @@ class Ledger:
         session = self._sessions.get(name) or self._blocks.get(name)
         if session is None or session.expire_time_ns <= now_ns:
             raise SessionNotFound(session=f"sessions/{session_id}")
+        # Paths were lost or came back: sessions pay for that when they are looked up, not all at once.
         if session.reckoned != self._reckoning:
             self.reckon(session)
         return session
@@ -297,8 +298,10 @@ class Ledger:
                 session = self._by_uid[uid]
                 if session.expire_time_ns > now_ns and holds(session, segment, row_count):
                     self.reckon(session)
+                    # Once more: the reckoning may have withheld some of its tokens.
                     if holds(session, segment, row_count):
                         return session, number + 1
+                # Thousands of sessions may list one system prompt: the look-up is bounded.
                 if looks >= HOLDERS_LOOKED_AT:
                     return None
         return None
@@ -341,6 +344,7 @@ class Ledger:
         for segment in session.segments:
             segment.list_in(session.residence)
         self._want_copies(session)
+        # Two sessions list them from now on: a row that one appends must not appear in the other.
         self.closed(session.segments)
         self._index(session)
         self.forked(source, session)
@@ -431,6 +435,7 @@ class Ledger:
     def write_began(self, session: Session, now_s: float) -> None:
         """A writer has the session, `now_s` of the monotonic clock."""
         self._begin(session, UseEvent.WRITE_BEGAN, now_s)
+        # The session grows, so that its worth is judged anew.
         if session.backlog is Backlog.SPARED:
             self._unwritten.recall(session)
 
@@ -561,6 +566,7 @@ class Ledger:
 
     def committed(self, session: Session, segment: Segment, row_count: int, now_ns: int) -> None:
         """The segment's first `row_count` rows are visible in the session. `now_ns`: monotonic."""
+        # The segment's first commit: only now does the session list it.
         if segment.place is Place.RESERVED:
             session.is_tail_apart = segment.begin == session.log_end
             session.segments.append(segment)
@@ -588,6 +594,7 @@ class Ledger:
 
         Returns the slots that they take the place of.
         """
+        # Before `_adopt`, which puts the new places there.
         replaced = {slot for item in written for slot in item.segment.places}
         for item in written:
             is_outgrown = item.row_count < item.segment.row_count
@@ -689,6 +696,7 @@ class Ledger:
         """One hold ended; the last hold of a segment without a record frees its slots."""
         segment.hold_count -= 1
         segment.past_hold_count -= is_past
+        # The last use of a bad slot may just have ended.
         if segment in self._spoiling:
             self.spoiled(segment)
         if segment.place is Place.HELD:
@@ -711,6 +719,7 @@ class Ledger:
 
     def stranded(self, slots: Iterable[Slot]) -> None:
         """A commit failed: records may still name these slots below."""
+        # Until the metadata is read again no other rows may lie there: an old record would name them.
         for slot in slots:
             self.below.stranded.setdefault(slot, None)
 
@@ -725,6 +734,7 @@ class Ledger:
         for slot in slots:
             segment = self.below.stranded.pop(slot, None)
             is_bad = slot in self.below.quarantined
+            # A segment that is still there gives its slot back itself, at its end.
             if not is_bad and (segment is None or segment.place is Place.GONE):
                 self.below.give(slot)
 
@@ -744,6 +754,7 @@ class Ledger:
         It is left for good, once nothing uses it.
         """
         segment.is_growing = False
+        # Memory alone has the rows, or a reader uses them: the slot is left later.
         if segment.is_unwritten or segment.memory_hold_count:
             self._spoiling.add(segment)
             return
@@ -800,6 +811,7 @@ class Ledger:
         `among`: accounts, in the order in which they are asked. `is_due` says of a session in memory alone
         whether it is to be written anyway. `may_give`: see Resident. None when nothing may leave.
         """
+        # No path can take these rows any more, so that keeping them back saves nothing.
         if self._kept_back and not self._devices.has_open_path:
             self._reconsider()
         segment = self._resident.take(lambda segment: self._may_leave(segment, is_due), may_give, among)
@@ -1065,6 +1077,7 @@ class Ledger:
 
     def _end(self, session: Session, event: UseEvent, now_s: float) -> None:
         is_last = session.use_count == 1
+        # In this order: the policy ranks the session anew before the session is idle and may leave.
         if is_last:
             self._feed.resting(session, now_s)
         session.used(UseEvent.LAST_ENDED if is_last else event)
@@ -1123,10 +1136,12 @@ class Ledger:
     def _empty(self, segment: Segment) -> None:
         """Give the slots of a segment without a record back, or as much as nothing uses."""
         if segment.hold_count:
+            # A reader past memory holds it: memory is free now, the slots below when the hold ends.
             if self.is_clean(segment):
                 self.dropped(segment)
             return
         memory, places = segment.emptied()
+        # A slot that does not keep its bytes is given to no other segment.
         if memory and segment in self._spoiling:
             self.memory.spoiled.add(memory)
         else:
@@ -1153,12 +1168,14 @@ class Ledger:
         if self.is_clean(segment):
             return True
         if self.is_on_lost_path(segment):
+            # Memory has the only copy that can be read: it waits until a path comes back, or none is left.
             self._kept_back.add(segment)
         home = segment.home
         if not isinstance(home, Residence) or not self._is_spared(segment):
             return False
         session = self._by_uid[home.uid]
         may_leave = self._leaving.may_leave_spared(session, is_due)
+        # The look found it worth writing. Memory is short, so that write-behind is to know at once.
         if session.backlog is not Backlog.SPARED:
             self._wishes.write_wanted()
         return may_leave

@@ -243,6 +243,7 @@ class RocksDbMetadata:
         """
         entries = records.entries(changes)
         if self._is_resting:
+            # The cache goes on from what it wanted recorded: the end of the rest writes this first.
             self._owed.update(entries)
         self._check()
         if entries:
@@ -268,6 +269,8 @@ class RocksDbMetadata:
         if opened is None:
             return False
         last, seals = opened
+        # Neither the last acknowledged commit nor the doubtful one: something is lost, and no change may
+        # follow.
         if last not in {self._last, self._doubtful or self._last}:
             self._is_resting = False
             self._failure = f"opened again it ends with {last}, and {self._last} was acknowledged"
@@ -275,6 +278,7 @@ class RocksDbMetadata:
             return False
         owed, self._owed = self._owed, {}
         if self._catalog and last != self._last:
+            # The doubtful commit had arrived after all: only the catalog lacks it.
             self._catalog.append(list(owed.items()), last.sequence)
         self._last, self._seals, self._doubtful = last, seals, None
         self._failure, self._is_resting = None, False
@@ -292,6 +296,7 @@ class RocksDbMetadata:
         """
         if not self._has_what_lacked():
             return None
+        # RocksDB takes no writes after a failed one until it is opened anew.
         _release(self._db)
         try:
             self._db = Rdict(self._path, _options())
@@ -311,6 +316,7 @@ class RocksDbMetadata:
     def _has_what_lacked(self) -> bool:
         spare: list[int] = []
         try:
+            # Files are really made: only that tells whether descriptors, inodes and quotas suffice.
             for _ in range(SPARE_DESCRIPTORS):
                 descriptor, path = tempfile.mkstemp(prefix="spare.", dir=Path(self._path).parent)
                 spare.append(descriptor)
@@ -377,6 +383,7 @@ class RocksDbMetadata:
         try:
             self._db.write(batch)
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            # The batch is in the log or not: only the database, opened again, can tell.
             self._doubtful = last
             self._owed.update(entries)
             self._fail(error)
@@ -410,6 +417,7 @@ class RocksDbMetadata:
             raise CorruptMetadata(where=self._path, problem=str(error)) from error
         last = records.decode_commit(value) if value else Commit(0, 0, 0)
         witnessed = self._witness.sequence if self._witness else 0
+        # Metadata that was put back from an earlier copy, or a device that lost what it had synced.
         if last.sequence < witnessed:
             problem = f"commits {last.sequence + 1} to {witnessed} were on disk and are gone"
             raise CorruptMetadata(where=self._path, problem=problem)
@@ -437,6 +445,7 @@ class RocksDbMetadata:
     def _join_sync(self) -> "Future[None]":
         """Queue a sync, or share the queued one: it starts after this call either way."""
         sync = self._next_sync
+        # A running sync may have begun before this caller's write.
         if sync is None or sync.running() or sync.done():
             sync = self._next_sync = self._syncer.submit(self._sync)
         return sync
@@ -451,6 +460,7 @@ class RocksDbMetadata:
             self._db.flush_wal(sync=True)
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             self._fail(error)
+        # After the sync: a number that is witnessed and not on disk would refuse the next start.
         if self._witness:
             self._witness.note(sequence)
 

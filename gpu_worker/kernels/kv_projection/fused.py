@@ -108,6 +108,7 @@ def _norm_of(norm: Norm) -> dict[str, bool]:
 
 @triton.jit
 def _product(x, weights, WIDEN: tl.constexpr):
+    # The interpreter multiplies in float32, where narrow products would overflow or round.
     if WIDEN:
         return tl.dot(x.to(tl.float32), tl.trans(weights.to(tl.float32)), input_precision="ieee")
     return tl.dot(x.to(weights.dtype), tl.trans(weights), input_precision="ieee")
@@ -246,6 +247,7 @@ def _kv_projection(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < token_count
     pair = tl.arange(0, HALF)
+    # A head of odd size has one dimension more in its first half.
     is_1, is_2 = pair < (HEAD_SIZE + 1) // 2, pair < HEAD_SIZE // 2
     dimension_1, dimension_2 = dimensions(pair, PAIRS, HEAD_SIZE, ARE_NEIGHBOURS)
     row_1, row_2 = head * HEAD_SIZE + dimension_1, head * HEAD_SIZE + dimension_2
@@ -254,6 +256,8 @@ def _kv_projection(
     norm_1, norm_2 = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     total, squares = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS,), tl.float32)
     shift = tl.zeros((TOKENS,), tl.float32)
+    # Sums are taken about the row's first element: about zero, a row far from it would lose its spread to
+    # rounding.
     if IS_LAYER:
         column = tl.zeros((1,), tl.int32)
         x = load_rows(
@@ -337,7 +341,9 @@ def _kv_projection(
         )
     mean, spread = total / SIZE, tl.full((TOKENS,), 1.0, tl.float32)
     if IS_RMS or IS_LAYER:
+        # Both sums are still about the shift here, so that the difference is the variance.
         spread = tl.rsqrt(squares / SIZE - mean * mean + epsilon)
+    # From here on the row's own mean, which the weights' sums are multiplied by.
     mean += shift
     first = _finish(
         first, sum_1, norm_1, mean, spread, bias_at, row_1, is_1, IS_RMS, IS_LAYER, HAS_NORM_BIAS, HAS_BIAS
@@ -351,6 +357,7 @@ def _kv_projection(
         )
     if PAIRS:
         first, second = turn(first, second, cos_at, sin_at, token, pair, is_token, PAIRS)
+    # Rows behind the last token, and tokens without a slot, are written nowhere.
     slot = tl.load(slots_at + token, mask=is_token, other=-1)
     to_1, to_2 = destinations(pair, PAIRS, HEAD_SIZE, ARE_NEIGHBOURS, TO_HALVES)
     put_1, put_2 = (slot >= 0)[:, None] & is_1[None, :], (slot >= 0)[:, None] & is_2[None, :]

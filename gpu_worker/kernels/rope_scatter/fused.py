@@ -127,6 +127,7 @@ def _rope_scatter(
     is_token = token < token_count
     slot = tl.load(slots_at + token, mask=is_token, other=-1)
     is_put = slot >= 0
+    # Key heads are turned; the heads behind them are values, which have no positions and are only copied.
     if head < KEY_HEADS:
         first, second = dimensions(pair, PAIRS, KEY_SIZE, ARE_NEIGHBOURS)
         mask_1 = is_token[:, None] & (pair < (KEY_SIZE + 1) // 2)[None, :]
@@ -176,6 +177,7 @@ def _rope_scatter(
         head -= KEY_HEADS
         dimension = tl.arange(0, 2 * HALF)
         mask = is_token[:, None] & (dimension < VALUE_SIZE)[None, :]
+        # Values lie behind all keys of a row.
         column = KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + dimension
         rows = load_rows(
             values_at,
