@@ -486,8 +486,8 @@ class Flushing:
         self._state.counters.flushed_segment_count += len(kept)
         single = [item for item in kept if item.segment.copies > len(item.places)]
         self._state.counters.uncopied_segment_count += len(single)
-        # Only now: before the commit a restart would still read the old slots.
         for slot in replaced:
+            # Only now: before the commit a restart would still read the old slots.
             self._ledger.below.give(slot)
 
     # -- away from paths that are lost ---------------------------------------------------------------

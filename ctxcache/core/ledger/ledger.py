@@ -1135,8 +1135,8 @@ class Ledger:
 
     def _empty(self, segment: Segment) -> None:
         """Give the slots of a segment without a record back, or as much as nothing uses."""
+        # A reader past memory may hold it: memory is free now then, the slots below when the hold ends.
         if segment.hold_count:
-            # A reader past memory holds it: memory is free now, the slots below when the hold ends.
             if self.is_clean(segment):
                 self.dropped(segment)
             return
