@@ -41,7 +41,7 @@ _SESSION = struct.Struct("<16sqqqqqqIHHIIII")
 _STREAM = struct.Struct("<ii")
 _RANGE = struct.Struct("<qq")
 _CONTENT = struct.Struct(f"<qq{DIGEST_BYTES}s")
-_PINNED = 1
+_PINNED, _HAS_COPIES = 1, 2
 _SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 _MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
 _TENANT_LIMIT_BYTES = 128
@@ -106,6 +106,8 @@ class ArchivedSession:
     ttl_ns: int
     is_pinned: bool
     salt: bytes = b""
+    copies: int = 1
+    """Of each segment on SSD."""
     contents: tuple[Content, ...] = ()
     """The contents behind its tokens, in order, up to the first token that was dropped."""
 
@@ -121,7 +123,7 @@ class ArchivedSession:
             self.expire_time_ns,
             self.ttl_ns,
             model_number,
-            _PINNED * self.is_pinned,
+            _PINNED * self.is_pinned | _HAS_COPIES * (self.copies > 1),
             len(session_id),
             len(self.layout),
             len(self.live),
@@ -195,7 +197,7 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
         _head(payload, _SESSION)
     )
     model_number, flags, name_bytes, stream_count, range_count, salt_bytes, content_count = rest
-    if flags not in (0, _PINNED) or model_number >= len(models):
+    if flags & ~(_PINNED | _HAS_COPIES) or model_number >= len(models):
         raise ValueError("its flags or its model are none of this file")
     sizes = [
         name_bytes,
@@ -217,8 +219,9 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
         access_time_ns=access_ns,
         expire_time_ns=expire_ns,
         ttl_ns=ttl_ns,
-        is_pinned=bool(flags),
+        is_pinned=bool(flags & _PINNED),
         salt=salt,
+        copies=2 if flags & _HAS_COPIES else 1,
         contents=tuple(Content(*content) for content in _CONTENT.iter_unpack(contents)),
     )
     if min(generation, log_end, create_ns, access_ns, expire_ns, ttl_ns) < 0:

@@ -99,6 +99,8 @@ class _Laid:
 class _Plan:
     """The sessions that have not expired, and their segments, by their rows' frame and place in it."""
 
+    copies_limit: int
+    """As many copies as the store has SSD directories: others would be lacking for ever."""
     sessions: list[SessionRecord] = field(default_factory=list)
     segments: dict[int, dict[int, _Laid]] = field(default_factory=dict)
     segment_count: int = 0
@@ -136,6 +138,7 @@ class _Plan:
                 ttl_ns=session.ttl_ns or None,
                 is_pinned=session.is_pinned,
                 salt=session.salt,
+                copies=min(session.copies, self.copies_limit),
                 contents=session.contents,
             )
         )
@@ -227,7 +230,7 @@ def lay_out(
     Raises as `look` does, and DataDirectoryUnusable, CapacityExceeded, CorruptSegment, TierFailure.
     """
     contents = _survey(source, step)
-    plan = _plan(contents, now_ns)
+    plan = _plan(contents, now_ns, copies_limit=len(ssd_directories))
     with FreshDirectory.begin(data_directory) as directory, _refusals(data_directory):
         if directory.metadata_path.exists():
             shutil.rmtree(directory.metadata_path)
@@ -262,8 +265,8 @@ def _survey(source: Source, step: Step) -> ArchiveContents:
     return survey(source, told)
 
 
-def _plan(contents: ArchiveContents, now_ns: int) -> _Plan:
-    plan = _Plan()
+def _plan(contents: ArchiveContents, now_ns: int, *, copies_limit: int = 2) -> _Plan:
+    plan = _Plan(copies_limit)
     layouts: dict[tuple[StreamSpec, ...], SegmentLayout] = {}
     for session, stretches in contents.sessions:
         if session.expire_time_ns > now_ns:

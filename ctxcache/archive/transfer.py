@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -55,6 +56,7 @@ from ctxcache.errors import (
     CacheError,
     FileUnusable,
     GenerationMismatch,
+    InvalidArgument,
     LeaseNotFound,
     ModelFingerprintMismatch,
     SessionAlreadyExists,
@@ -221,6 +223,7 @@ def _describe(session: SessionInfo, model: ArchivedModel) -> ArchivedSession:
         ttl_ns=session.ttl_ns or 0,
         is_pinned=session.is_pinned,
         salt=session.salt,
+        copies=session.copies,
         contents=session.contents,
     )
 
@@ -304,10 +307,7 @@ class Importer:
         described = one.described
         is_pinned = described.is_pinned and self._wishes.keeps_pins
         model = self._client.models.register(described.model.spec, described.model.probe)
-        unfinished = self._client.sessions.create(
-            model, id=UNFINISHED + secrets.token_hex(8), layout=described.layout,
-            ttl=timedelta(seconds=UNFINISHED_TTL_S), is_pinned=is_pinned, salt=described.salt,
-        ).info  # fmt: skip
+        unfinished = self._begin(model, described, is_pinned=is_pinned)
         try:
             filled = self._fill(unfinished, model, one, target)
             if not one.is_void:
@@ -318,6 +318,26 @@ class Importer:
             # The failure before counts, and a session that cannot be deleted expires.
             with suppress(CacheError):
                 self._client.sessions.delete(unfinished.name)
+
+    def _begin(self, model: CallerModel, described: ArchivedSession, *, is_pinned: bool) -> SessionInfo:
+        create = partial(
+            self._client.sessions.create,
+            model,
+            id=UNFINISHED + secrets.token_hex(8),
+            layout=described.layout,
+            ttl=timedelta(seconds=UNFINISHED_TTL_S),
+            is_pinned=is_pinned,
+            salt=described.salt,
+        )
+        # As many as the store makes by itself, where it had one.
+        copies = described.copies if described.copies > 1 else 0
+        try:
+            return create(copies=copies).info
+        except InvalidArgument as error:
+            if error.facts.get("field") != "copies":
+                raise
+            # The store has one SSD directory.
+            return create().info
 
     def _fill(self, session: SessionInfo, model: CallerModel, one: SessionInFile, target: str) -> SessionInfo:
         unsynced_bytes = 0

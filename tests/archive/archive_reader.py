@@ -50,6 +50,7 @@ class Session:
     streams: list[tuple[int, int]]
     live: list[tuple[int, int]]
     salt: bytes
+    copies: int
     contents: tuple[tuple[int, int, bytes], ...]
     rows: dict[tuple[int, int], bytearray] = field(default_factory=dict)
 
@@ -129,7 +130,7 @@ def described(payload: bytes, models: list[Model]) -> Session:
     name_bytes, stream_count, range_count, salt_bytes, content_count = sizes
     sizes = [name_bytes, 8 * stream_count, 16 * range_count, salt_bytes, 48 * content_count]
     name, streams, live, salt, contents = parts(payload, 88, sizes)
-    check(flags in (0, 1), "flags")
+    check(flags in range(4), "flags")
     found = [(a, b) for a, b in struct.iter_unpack("<ii", streams)]
     check(found[0] == TOKENS, "a session")
     return Session(
@@ -140,12 +141,13 @@ def described(payload: bytes, models: list[Model]) -> Session:
         access_time_ns=accessed,
         expire_time_ns=expires,
         ttl_ns=ttl,
-        is_pinned=bool(flags),
+        is_pinned=bool(flags & 1),
         session_id=name.decode(),
         model=models[model],
         streams=found,
         live=[(a, b) for a, b in struct.iter_unpack("<qq", live)],
         salt=salt,
+        copies=1 + (flags >> 1 & 1),
         contents=tuple((a, b, c) for a, b, c in struct.iter_unpack("<qq32s", contents)),
         rows={stream: bytearray() for stream in found},
     )

@@ -92,6 +92,7 @@ def described(
     model: ArchivedModel = MODELS[0],
     dropped: int = 0,
     salt: bytes = b"",
+    copies: int = 1,
     contents: tuple[Content, ...] = (),
 ) -> ArchivedSession:
     """A session of that model, of all its streams; the first `dropped` positions of its log are not live."""
@@ -110,6 +111,7 @@ def described(
         ttl_ns=HOUR_NS if is_sliding else 0,
         is_pinned=not is_sliding,
         salt=salt,
+        copies=copies,
         contents=contents,
     )
 
@@ -159,9 +161,10 @@ GOLDEN_SESSIONS = (
     # Of its second frame, seven rows are those of sessions that share it.
     Written(described("every-kind", 5), (Cut(3), Cut(2, more=7))),
     plain("empty"),
-    # One with a salt, and with a picture and a sound behind its tokens.
+    # One with a salt, two copies, and with a picture and a sound behind its tokens.
     Written(
-        described("long:1", 7, is_sliding=False, salt=b"a user", contents=CONTENTS), (Cut(3), Cut(3), Cut(1))
+        described("long:1", 7, is_sliding=False, salt=b"a user", copies=2, contents=CONTENTS),
+        (Cut(3), Cut(3), Cut(1)),
     ),
     # A fork whose first tokens were dropped since: of its first frame, one of four positions is live.
     Written(described("fork", 6, dropped=6), (Cut(4, number=8, skipped=3), Cut(5))),

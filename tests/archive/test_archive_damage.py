@@ -342,7 +342,7 @@ SPEC_AT = 20 + len("acme") + len("every-kind")
         (2, 56, NEGATIVE),
         (2, 64, b"\1"),
         (2, 64, b"\xff\xff\xff\xff"),
-        (2, 68, b"\2\0"),
+        (2, 68, b"\4\0"),
         (2, 70, b"\xff\xff"),
         (2, 70, b"\0\0"),
         (2, 72, b"\xff\xff\xff\xff"),

@@ -50,6 +50,7 @@ FACTS = (
     "ttl_ns",
     "is_pinned",
     "salt",
+    "copies",
     "contents",
 )
 

@@ -3,7 +3,8 @@
 Sessions are durable on both. When one is gone, look-ups, lists and tokens counted must be true before
 anything is read; what is claimed is read and compared; sessions on the other device are whole. When it is
 back, all of them are. At last each hangs, over FUSE: it answers nothing, and says no error either; the first
-one has the catalog besides. Worst case: every session lies on both devices, and most of the tokens are lost.
+one has the catalog besides. With two copies (--copies 2) no token may be missing, whichever device is gone or
+hangs. Worst case: every session lies on both devices, and most of the tokens are lost.
 """
 
 import argparse
@@ -43,10 +44,11 @@ REFUSED_EXIT = 9
 class Places:
     """Two SSD directories, and where one of them is put when it is gone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, copies: int) -> None:
         self.folder = folder
         self.paths = [folder / "ssd0", folder / "ssd1"]
         self.options = [part for path in self.paths for part in ("--ssd-directories", str(path))]
+        self.options += ["--ssd-copies", str(copies)]
 
     def take(self, index: int, *, is_left_empty: bool) -> None:
         """Take one away, as if it were not mounted: its place may be there, empty."""
@@ -64,8 +66,10 @@ class Places:
 def run(options: argparse.Namespace, report: Report) -> None:
     """See the module."""
     program = forked([options.control] if options.control else [])
+    if options.control == "makes_one_copy":
+        options.copies = 2
     with tempfile.TemporaryDirectory(prefix="ctxcache-devices-") as folder:
-        places = Places(Path(folder))
+        places = Places(Path(folder), options.copies)
         if (hangs := HANGS.get(options.control)) is not None:
             _hangs(options, report, places.folder, hangs)
             return
@@ -93,7 +97,7 @@ def _scenario(options: argparse.Namespace, report: Report, server: ServerProcess
     _refuses_by_default(report, server, places)
     server.start()
     with ctxcache.connect(server.target) as client:
-        _judge(report, "start", client, sizes)
+        _judge(report, "start", client, sizes, options.copies)
         if list(places.paths[1].iterdir()):
             report.find("the place of a directory that is not mounted was written to")
     report.end_if_found()
@@ -104,7 +108,7 @@ def _scenario(options: argparse.Namespace, report: Report, server: ServerProcess
     server.start()
     _is_whole(report, "start", server, sizes)
     report.end_if_found()
-    _at_run_time(report, server, sizes)
+    _at_run_time(report, server, sizes, options.copies)
     report.end_if_found()
     _displaced(report, server, places, sizes)
     report.end_if_found()
@@ -142,8 +146,8 @@ def _refuses_by_default(report: Report, server: ServerProcess, places: Places) -
         strict.close()
 
 
-def _judge(report: Report, when: str, client: Client, sizes: Mapping[str, int]) -> None:
-    """Tokens that look-ups claim must be there, right, and about half of all."""
+def _judge(report: Report, when: str, client: Client, sizes: Mapping[str, int], copies: int) -> None:
+    """Tokens that look-ups claim must be there, right, and about half of all; with two copies all."""
     fingerprint = model_spec().fingerprint()
     found = client.sessions.lookup((name, fingerprint) for name in sizes)
     claimed = {result.name: result.token_count for result in found if not result.reason}
@@ -164,8 +168,10 @@ def _judge(report: Report, when: str, client: Client, sizes: Mapping[str, int]) 
     report.figures[f"{when}_served_share"] = round(share, 3)
     report.figures[f"{when}_claimed_share"] = round(sum(got.values()) / total, 3)
     report.figures[f"{when}_whole_sessions"] = f"{whole} of {len(sizes)}"
-    if share < LEAST_SHARE:
-        report.find(f"{when}: {share:.0%} of all tokens are left, with one of two devices gone")
+    if share < (LEAST_SHARE if copies == 1 else 1):
+        report.find(
+            f"{when}: {share:.0%} of all tokens are left, with one of two devices gone, copies: {copies}"
+        )
 
 
 def _read(report: Report, when: str, client: Client, name: str, owner: int, count: int) -> int:
@@ -197,7 +203,7 @@ def _is_whole(report: Report, when: str, server: ServerProcess, sizes: Mapping[s
                 report.find(f"{when}: the device is back, and {name} has {count} of {size} tokens")
 
 
-def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int]) -> None:
+def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int], copies: int) -> None:
     """The device under one path answers every read with an error, and then none."""
     with ctxcache.connect(server.target) as client:
         path = next(tier.path for tier in client.admin.stats().tiers if "ssd1" in tier.path)
@@ -216,7 +222,7 @@ def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int]
                 rows.array(TOKENS)
         if not _until(report, lambda: _state(client, path) == PathState.LOST):
             report.find("run time: a device of which nothing can be read is not lost")
-        _judge(report, "run_time", client, sizes)
+        _judge(report, "run_time", client, sizes, copies)
         report.end_if_found()
         client.admin.clear_faults()
         if not _until(report, lambda: _state(client, path) != PathState.LOST):
@@ -266,6 +272,8 @@ def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int
         server = ServerProcess(
             folder / f"{when}_data",
             *(part for path in directories for part in ("--ssd-directories", str(path))),
+            "--ssd-copies",
+            str(options.copies),
             "--ssd-hang-after-s",
             str(HANG_AFTER_S),
             "--drain-timeout-s",
@@ -279,7 +287,7 @@ def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int
             with server, ctxcache.connect(server.target) as client:
                 _fill(client, sizes)
                 path = next(tier.path for tier in client.admin.stats().tiers if str(mount_point) in tier.path)
-                _is_noticed(report, when, client, server, disk, path, sizes)
+                _is_noticed(report, when, client, server, disk, path, sizes, options.copies)
                 report.end_if_found()
                 server.signal(signal.SIGTERM)
                 if not _until(report, lambda: _main_thread_is_gone(server.pid)):
@@ -302,6 +310,7 @@ def _is_noticed(
     disk: HangingDisk,
     path: str,
     sizes: Mapping[str, int],
+    copies: int,
 ) -> None:
     with ThreadPoolExecutor(len(sizes)) as callers:
         threads_before = _thread_count(server.pid)
@@ -313,7 +322,7 @@ def _is_noticed(
             elif not _until(report, lambda: _state(client, path) == PathState.LOST):
                 report.find(f"{when}: a device that answers nothing is not lost")
             report.end_if_found()
-            _judge(report, when, client, sizes)
+            _judge(report, when, client, sizes, copies)
             report.end_if_found()
             report.figures[f"{when}_more_threads"] = _thread_count(server.pid) - threads_before
             late = {f"sessions/hlate{i}": 200 for i in range(4)}
@@ -366,6 +375,7 @@ def _until(report: Report, is_so: Callable[[], bool]) -> bool:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=40, help="durable on both devices; long run 400")
+    parser.add_argument("--copies", type=int, choices=(1, 2), default=1, help="of each segment (default 1)")
 
 
 HARNESS = Harness(
@@ -377,6 +387,7 @@ HARNESS = Harness(
         "claims_what_is_lost": "sessions show what lies on a lost path",
         "cut_for_good": "records of sessions are cut when a path is lost",
         "takes_any_directory": "a path is used though its directory is gone",
+        "makes_one_copy": "sessions that shall have two copies have one (--copies 2)",
         "waits_for_what_hangs": "operations that a device does not return are waited for",
         "waits_for_the_catalog": "the event loop waits for each write of the catalog",
     },

@@ -17,6 +17,7 @@ from ctxcache.format.header import MAGIC
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.storage.rebuild import rebuild
+from tests.cli.command_line import ctxcache as command
 from tests.cli.stored import HIDDEN, ROW_BYTES, model_spec
 from tests.server_process import ServerDidNotStart, ServerProcess
 
@@ -63,6 +64,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert (one := once.refresh()).ssd_bytes == one.dram_bytes
         running.kill9()
     return folder
+
+
+def done(*words: str) -> None:
+    """Run a command that must end well."""
+    assert (ran := command(*words)).exit_code == 0, ran.stderr
 
 
 def wrong(running: ServerProcess) -> list[str]:
@@ -117,6 +123,46 @@ def test_damage_in_one_directory_loses_no_token(stored: Path, tmp_path: Path) ->
     (folder / "ssd1").rename(folder / "away")
     with server(folder) as running:
         assert wrong(running) == []
+
+
+@pytest.mark.parametrize("names", [NAMES, NAMES[:1]])
+def test_archives_keep_how_many_copies_there_were(
+    stored: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """Of a session, and of a whole store. A store with one directory takes them with one."""
+    file, whole = str(tmp_path / "some"), str(tmp_path / "whole")
+    kept = {"once": 1, **dict.fromkeys(("s0", "s1", "s2"), len(names))}
+    with server(copied(stored, tmp_path)) as running:
+        done("--target", running.target, "export", "s0", "s1", "s2", "once", "--to", file)
+        done("--target", running.target, "export", "--store", "--to", whole)
+    (here := tmp_path / "here").mkdir()
+    with server(here, names=names) as running:
+        done("--target", running.target, "import", file)
+        assert wrong(running) == []
+        with ctxcache.connect(running.target) as client:
+            assert {s.name[9:]: s.copies for s in client.sessions.list()} == kept
+    (made := tmp_path / "made").mkdir()
+    ssd = [part for name in names for part in ("--ssd-directories", str(made / name))]
+    done(
+        "import",
+        whole,
+        "--new-store",
+        "--data-directory",
+        str(made / "data"),
+        *ssd,
+        "--ssd-size-bytes",
+        "4MiB",
+    )
+    with server(made, names=names) as running:
+        assert wrong(running) == []
+        with ctxcache.connect(running.target) as client:
+            assert {s.name[9:]: s.copies for s in client.sessions.list()} == kept
+            deadline_s = time.monotonic() + 30
+            while client.admin.stats().single_copy_segment_count:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+            # They were read, so that all of them is in memory.
+            assert (s0 := client.sessions.get("sessions/s0")).ssd_bytes == len(names) * s0.dram_bytes
 
 
 def test_a_rebuild_finds_both_copies(stored: Path, tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ctxcache.cache import eviction, flushing, sessions
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.ledger.ledger import Ledger
-from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import SessionRecord
 from ctxcache.storage.metadata.catalog import Catalog, Entry
@@ -51,6 +52,17 @@ def cut_for_good(_: int) -> None:
 def takes_any_directory(_: int) -> None:
     """A path is used though its directory is gone."""
     setattr(PathHealth, "displace", lambda *_: None)  # noqa: B010
+
+
+@plant
+def makes_one_copy(_: int) -> None:
+    """Sessions that shall have two copies have one."""
+    whole = sessions.Sessions.create
+
+    async def create(self: sessions.Sessions, *arguments: Any, copies: int = 0, **facts: Any) -> SessionView:
+        return await whole(self, *arguments, copies=1, **facts)
+
+    setattr(sessions.Sessions, "create", create)  # noqa: B010
 
 
 @plant
