@@ -8,7 +8,7 @@ Route = Literal["auto", "local", "local-socket", "local-grpc", "remote", "bulk",
 
 
 class RouteOptions(TypedDict):
-    """What `connect` is told of a route."""
+    """The arguments of `connect` for a route."""
 
     access: Access
     transport: Transport

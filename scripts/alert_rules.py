@@ -82,7 +82,10 @@ def _given(given: Series) -> list[str]:
 
 
 def _at_once(alert: Alert, labels: str, annotations: str) -> str:
-    """What is to fire in the first minute: only what waits for nothing and looks back at nothing."""
+    """The alerts that are to fire in the first minute.
+
+    Only what waits for nothing and looks back at nothing.
+    """
     fires = alert.for_minutes == 0 and "[" not in alert.expression and "offset" not in alert.expression
     return f"[{{exp_labels: {{{labels}}}, exp_annotations: {{{annotations}}}}}]" if fires else "[]"
 

@@ -51,7 +51,7 @@ QUANTITY = r"^[0-9.]+([KMGTPE]i?)?$"
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 NAME = r"^[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?$"
 SECONDS = {"type": "integer", "minimum": 60}
-# What a default does not tell.
+# Facts of values that a default does not tell.
 RULES: Mapping[str, Mapping[str, Any]] = {
     "image.digest": {"pattern": "^(sha256:[0-9a-f]{64})?$"},
     # Templates refuse it too, in a sentence.
@@ -177,7 +177,7 @@ def _comment_above(lines: list[str], line: int) -> str:
 
 def _schema(values: list[Value]) -> dict[str, Any]:
     properties = {value.path: _property(value) for value in values}
-    # What Helm itself lays beside a chart's own values.
+    # The values that Helm itself lays beside a chart's own.
     properties["global"] = {"type": "object"}
     return {
         "$schema": "https://json-schema.org/draft-07/schema#",

@@ -1,6 +1,6 @@
 """The meaning of a pod's manifest on one machine.
 
-Who a container is, how its volumes look, its sandbox, its probes.
+A container's user, its volumes, its sandbox, its probes.
 
 The parts of scripts/run_pod.py that run nothing but probes.
 """
@@ -55,7 +55,7 @@ class Image:
         return dict(text.split("=", 1) for text in self.configuration.get("Env") or ())
 
 
-# Who a container is
+# A container's user
 # ------------------
 
 
@@ -95,7 +95,7 @@ def identity(pod: Spec, container: Spec, image: Image) -> Identity:
 
 
 def become(who: Identity) -> list[str]:
-    """What becomes that user and executes what follows; nothing is left to become another one."""
+    """The command that becomes that user and executes the rest; nothing is left to become another one."""
     groups = ",".join(str(group) for group in dict.fromkeys((who.group, *who.more_groups)))
     bounds = ["--bounding-set=-all"] if who.drops_capabilities else []
     return [

@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def _commit() -> str:
-    """What is tested: the commit, and whether files differ from it; "" outside a repository."""
+    """The tested commit: the commit, and whether files differ from it; "" outside a repository."""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=40"],  # noqa: S607
         capture_output=True,

@@ -67,7 +67,10 @@ def lacking() -> str:
 
 
 class Cluster:
-    """What pods find: manifests, claims, secrets, images. Claims stay below `state` until it is removed."""
+    """The cluster as pods find it: manifests, claims, secrets, images.
+
+    Claims stay below `state` until it is removed.
+    """
 
     def __init__(self, manifests: str, state: Path, *, images: Mapping[str, Image], namespace: str) -> None:
         """Read manifests, as `helm template` writes them."""
@@ -281,7 +284,7 @@ class Pod:
         self._volumes.clear()
         shutil.rmtree(self.place)
         for group in self._groups():
-            # What has ended leaves it a moment later.
+            # Ended processes leave the group a moment later.
             while group.exists():
                 with contextlib.suppress(OSError):
                     group.rmdir()
@@ -453,7 +456,7 @@ class Pod:
         return [MEMORY_GROUP / f"pod-{os.getpid()}-{self.metadata['name']}-{name}" for name in names]
 
     def _memory_group(self, container: Spec) -> list[str]:
-        """What puts the container under its memory limit, where this machine can."""
+        """The command that puts the container under its memory limit, where this machine can."""
         limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
         if limit is None or not os.access(MEMORY_GROUP / "cgroup.procs", os.W_OK):
             return []

@@ -43,7 +43,7 @@ class Environment:
     alone: tuple[str, ...] = ()
     """Packages that are installed without what they ask for."""
     unwanted: tuple[str, ...] = ()
-    """What its requirements ask for and it works better without."""
+    """Requirements without which it works better."""
 
 
 ENVIRONMENTS = {

@@ -310,6 +310,7 @@ class Appends:
             return reservation
         session, now_ns = self._writable(tenant, session_id, fingerprint, write_offset, generation)
         reservation = self._made(session, write_offset, coming_count, contents, client)
+        # Open before anything is awaited: the session has one writer, and a second one is refused meanwhile.
         self._begin(reservation, now_ns)
         try:
             await self._give_up_withheld(session)
@@ -338,6 +339,7 @@ class Appends:
         None, and no session is changed, where that is not so. Raises as `reserve`, but for TierFailure.
         """
         session, now_ns = self._writable(tenant, session_id, fingerprint, write_offset, generation)
+        # Withheld tokens are given up first, and that waits for a record.
         if session.withheld:
             return None
         # Not open yet: what it needs is looked at before anything is changed.
@@ -455,6 +457,7 @@ class Appends:
             self._state.journal.write_failed(reservation.session, error)
             raise
         finally:
+            # Promised while this call waited. By now the bytes are claimed, or are not needed.
             if reservation.promised_bytes:
                 self._ledger.promised(reservation.session.tenant, -reservation.promised_bytes)
                 reservation.promised_bytes = 0
@@ -511,6 +514,7 @@ class Appends:
             raise SessionNotFound(session=session.name)
         reservation.check(token_count)
         cuts = reservation.cuts(reservation.committed, token_count)
+        # Before the rows are visible, since a reader must find their checksums.
         for segment, sums in self._said(reservation, cuts, checksums, is_joint=is_joint):
             segment.note(sums)
         if keep_open:
@@ -567,16 +571,19 @@ class Appends:
         for run in reservation.runs:
             segment = run.segment
             self._ledger.unclaimed(segment)
+            # Rows that were marked and never committed leave their checksums.
             if segment.sums and segment.sums[-1].row_begin >= segment.row_count:
                 segment.forget_sums(segment.row_count)
             if not segment.row_count:
                 self._ledger.abandoned(segment)
             is_short = segment.row_count < segment.layout.segment_tokens
+            # Staged as full, it turned out not to be.
             if is_short:
                 self._staging.unstage(segment)
             if is_short and segment.layout is not session.layout:
                 # A segment that grows token by token is written many times, so it is never a long one.
                 self._ledger.closed([segment])
+            # The writer may be alive and still write: for a while no other session may have the slot.
             if is_abandoned:
                 self._ledger.closed([segment])
                 self._quarantine.append((now_ns + GRACE_NS, segment, client))

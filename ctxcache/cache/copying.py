@@ -6,8 +6,8 @@
     a session is marked later ───────────────────────────────┴──► copied here, synced, recorded
 
 A copy is made from the one that is there, verified on the way, and never from what DRAM has. It makes room as
-a flush does, within the bound of all that is written unasked. What shall have one copy again gives back the
-other. Worst case: no other path has room, and everything is looked at again at the next turn.
+a flush does, within the bound of all that is written unasked. A segment that shall have one copy again gives
+back the other. Worst case: no other path has room, and everything is looked at again at the next turn.
 """
 
 import asyncio

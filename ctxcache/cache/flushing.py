@@ -247,7 +247,7 @@ class Staging:
     async def _write(self, session: Session, written: Written, *, is_urgent: bool) -> bool:
         """Write rows, and the copy that the session shall have. False where there is no room for that.
 
-        What is urgent is written without its copy then, or where the copy's path refuses it.
+        An urgent write goes on without its copy then, or where the copy's path refuses it.
         """
         segment = written.segment
         if session.copies > 1:

@@ -439,7 +439,7 @@ class EncodedAnswer:
 
     @property
     def size_bytes(self) -> int:
-        """What is there of it."""
+        """The bytes of the answer so far."""
         return self._encoded.tell()
 
     def add(self, part: Message) -> None:

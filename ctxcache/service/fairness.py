@@ -27,13 +27,13 @@ T = TypeVar("T")
 TURNS_BETWEEN = 8
 """Turns of the loop that belong to others after each piece: what gRPC needs to take on a call."""
 YIELDING_TURNS = 3
-"""Of those, each which begins with the processor left to gRPC's threads."""
+"""Turns, the first of these, that begin with the processor left to gRPC's threads."""
 SLICE_NS = 250_000
 """How long one piece of work that never waits by itself may take."""
 PART = 4
 """A tenant that has more than one in so many of the loop's nanoseconds is greedy."""
 CALL_NS = 200_000
-"""What a call takes of the processor beside its own work: gRPC's part. A byte of an answer takes one more."""
+"""The processor time of a call beside its own work: gRPC's part. A byte of an answer takes one more."""
 CREDIT_NS, DEBT_LIMIT_NS = 4_000_000, 20_000_000
 """How far a tenant may be ahead of its part without being greedy; how much of that is remembered."""
 ALONE_NS = 10**9

@@ -210,7 +210,7 @@ class Chooser:
         return [(index, Choice(None, planned.plans[index])) for index in planned.order]
 
     def cost(self, held: Collection[Stream], history: int, dram_count: int) -> ReturnCost:
-        """What `history` tokens cost of which the streams `held` are there, the rows of `dram_count` in DRAM.
+        """The cost of `history` tokens whose streams `held` are there, the rows of `dram_count` in DRAM.
 
         Raises InvalidArgument(field="profile") where nobody said what the machine does.
         """

@@ -58,7 +58,7 @@ class Made:
         return shape_of(self.session_segments)
 
     def data(self, session: int) -> Bytes:
-        """What session `session` holds, flat; only of the first and the last."""
+        """The rows of session `session`, flat; only of the first and the last."""
         return content(session, self.shape.context_bytes)
 
 

@@ -76,7 +76,7 @@ def in_round(goal: Goal, ours: Sequence[float], beside: Sequence[float]) -> Spre
 
 
 class NoPeer(Exception):
-    """What the row is measured beside, or the path itself, is not here. The sentence says how to get it."""
+    """The peer of the row, or the path itself, is not here. The sentence says how to get it."""
 
 
 class WrongBytes(Exception):

@@ -38,7 +38,7 @@ from lab.demo.view import View, duration, source_words
 
 QUESTION = "What is this text about?"
 REPLY_TOKENS = 8
-# What is measured stays below this beyond the longest history.
+# Measured turns stay below this beyond the longest history.
 MARGIN_TOKENS = 64
 
 

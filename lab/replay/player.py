@@ -2,7 +2,7 @@
 
 Owned by one thread.
 
-What the store does not have any more is written anew with all that the session had, as after any miss; what
+A session that the store lost is written anew with all that it had, as after any miss; what
 it has more of than the recorded one is not written again. Worst case: a store that cannot be reached, which
 is Unavailable; every other refusal is counted by its reason, and the next call is made.
 """
@@ -35,7 +35,7 @@ NOT_PLAYED = frozenset(("expire", "evict", "cut"))
 """The store's own acts."""
 
 WRITE_BYTES = 64 << 20
-"""What is written at a time, all streams together, or a segment."""
+"""Bytes that are written at a time, all streams together, or a segment."""
 
 
 class MadeUp:
@@ -176,7 +176,7 @@ class Player:
             writer.close()
 
     def _lookup(self, call: Called) -> None:
-        # Whose session nobody has ever seen has no layout.
+        # A session that was never seen has no layout.
         made_up = self._made_up.get(call.count("layout")) or next(iter(self._made_up.values()), None)
         if made_up is not None:
             self._client.sessions.lookup([(self.name(call.session), made_up.model.fingerprint)])

@@ -32,7 +32,7 @@ Step: TypeAlias = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Outcome:
-    """What was recorded, of that what was played, and how it went."""
+    """The recorded calls, those of them that were played, and their outcome."""
 
     contents: RecordingContents
     recorded: Tally = field(default_factory=Tally)
@@ -118,7 +118,7 @@ def replay(
 
 
 class _Players:
-    """Who plays which session."""
+    """The player of each session."""
 
     def __init__(self, players: list[Player]) -> None:
         self._players = players

@@ -1,6 +1,6 @@
 """Tally.
 
-What a store was asked and gave, counted by one rule for a recording and for the store it is played against.
+A store's calls and answers, counted by one rule for a recording and for the store it is played against.
 """
 
 import threading
@@ -81,7 +81,7 @@ class Tally:
 
 
 def result_of(call: Called) -> str:
-    """What somebody who asked for tokens was given."""
+    """The outcome of a call for tokens."""
     if call.is_refused:
         return "missed" if call.text("reason") == NOT_THERE else "refused"
     if not call.count("tokens"):

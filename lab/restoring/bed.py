@@ -93,7 +93,7 @@ class Taken:
     kl_nats: float
 
     def problem(self, limits: Bounds) -> str:
-        """What is wrong; empty if nothing is. NaN is wrong."""
+        """The problem of the settings; empty if nothing is. NaN is wrong."""
         if self.cache_error <= limits.cache_error and self.kl_nats <= limits.kl_nats:
             return ""
         return f"cache off by {self.cache_error:.2g}, {self.kl_nats:.2g} nats"
@@ -178,7 +178,7 @@ class Bed:
         return saved
 
     def use(self, saved: Saved) -> None:
-        """What is run from here on is of this context."""
+        """Runs from here on are of this context."""
         self._current = saved
 
     @property

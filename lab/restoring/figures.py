@@ -1,4 +1,4 @@
-"""What the figures of lab/studies/restore.py mean: limits, ratios and the papers' rows. Pure.
+"""The meaning of the figures of lab/studies/restore.py: limits, ratios and the papers' rows. Pure.
 
 A ratio is taken within a round, then the median over rounds. Worst case: a row that was not measured, whose
 ratios are left out.
@@ -32,7 +32,7 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine can do at most, measured in the same run. No SSD: infinite."""
+    """The machine's limits, measured in the same run. No SSD: infinite."""
 
     copy_bytes_per_s: float
     ssd_bytes_per_s: float
@@ -44,7 +44,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a plan moves and computes."""
+    """The bytes and operations of a plan."""
 
     copied_bytes: float
     ssd_bytes: float

@@ -83,7 +83,7 @@ class Subject:
     token_ids: list[int]
 
     def facts(self, command: str) -> dict[str, Any]:
-        """What each row of its results says of model, machine and run."""
+        """Facts of model, machine and run, for each row of its results."""
         is_cuda = self.model.device.type == "cuda"
         return {
             "model": self.name,
@@ -111,7 +111,7 @@ def subjects(
         yield random_model(name, device, layers=layers, token_count=token_count)
     if shapes:
         return
-    # What it needs besides is not there on every machine with a GPU.
+    # Its other requirements are not on every machine with a GPU.
     from lab.demo.models import mha_twin, smollm2  # noqa: PLC0415
 
     path = model or smollm2()
@@ -135,7 +135,7 @@ def random_model(name: str, device: torch.device, *, layers: int, token_count: i
 
 def real_model(path: Path, device: torch.device, *, ids: Path | None, token_count: int) -> Subject:
     """A model on disk, and text that it can read: `ids`, a JSON list, else the Python language reference."""
-    # What it needs besides is not there on every machine with a GPU.
+    # Its other requirements are not on every machine with a GPU.
     from lab.demo.models import load_model  # noqa: PLC0415
     from lab.demo.text import passages  # noqa: PLC0415
 

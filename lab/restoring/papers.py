@@ -11,7 +11,7 @@ from gpu_worker.planning.datasheets import known_model
 from gpu_worker.planning.profile import Link, Profile
 
 HCACHE_BUS_BYTES_PER_S = 26e9
-"""What a PCIe 4.0 x16 bus carries (CachedAttention, section 2.4); four PM9A3 saturate it (HCache, 6.2.2)."""
+"""The rate of a PCIe 4.0 x16 bus (CachedAttention, section 2.4); four PM9A3 saturate it (HCache, 6.2.2)."""
 HCACHE_BALANCE_BYTES_PER_S: Mapping[str, float] = {"llama-2-7b": 24e9, "llama-2-13b": 21e9, "opt-30b": 37e9}
 """Storage bandwidth at which copying hidden states takes as long as projecting them (HCache, 6.1.3)."""
 

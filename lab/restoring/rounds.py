@@ -159,7 +159,7 @@ def plans(
 
 
 def predicted(case: Case) -> dict[str, float]:
-    """What the planner says: the restore by itself, and the first token by when the engine starts."""
+    """The planner's prediction: the restore by itself, and the first token by when the engine starts."""
     if case.plan is None:
         return {}
     restore_s = alone(case.plan).end_s

@@ -126,7 +126,7 @@ class Skewed:
         saved, kept = self._sessions[session], front.get(session)
         self._bed.use(saved)
         taken, cache = self._bed.restore(case) if kept is None else self._bed.go_on(kept)
-        # What is kept is the history: each request continues it anew.
+        # The kept part is the history: each request continues it anew.
         cache.crop(-len(saved.new_ids))
         front.put(session, cache)
         return Served(taken, is_hit=kept is not None)

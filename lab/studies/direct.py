@@ -4,8 +4,8 @@
     python -m lab.studies.direct      # SmolLM2-135M's shape on a CPU: the store and POSIX
     python -m lab.studies.direct --shape llama-2-7b --layers 8 --tokens 4096 --device cuda --json
 
-From the lease to the last usable layer, all ways in turn in each round, ratios within a round. What verifying
-costs is the same path beside itself with checksums left out. Random weights and rows; a store of its own.
+From the lease to the last usable layer, all ways in turn in each round, ratios within a round. The cost of
+verifying is the same path beside itself with checksums left out. Random weights and rows; a store of its own.
 """
 
 import json

@@ -274,7 +274,7 @@ def _has(config: Any, key: str) -> bool:
 
 @dataclass(slots=True)
 class Row:
-    """What one architecture came to: differences by type and kind, or why it is refused."""
+    """The outcome of one architecture: differences by type and kind, or why it is refused."""
 
     name: str
     cells: dict[tuple[str, StateKind | None], str] = field(default_factory=dict)

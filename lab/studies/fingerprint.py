@@ -1,4 +1,4 @@
-"""What describing a model costs: seconds and memory of its digests and of a probe, and probes' distances.
+"""The cost of describing a model: seconds and memory of its digests and of a probe, and probes' distances.
 
 `python -m lab.studies.fingerprint [DIRECTORY]`: a model of transformers on disk, by default a random one of
 2.1 GB. Peak memory is that of this process above what it had before. Prints a table; asserts nothing.

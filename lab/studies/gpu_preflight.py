@@ -1,10 +1,12 @@
-"""What lab/gpu.sh needs and this Python lacks, said within seconds; and wheels of it, to be carried there.
+"""The requirements of lab/gpu.sh that this Python lacks, told within seconds.
+
+And wheels of it, to be carried there.
 
     python -m lab.studies.gpu_preflight                  # on the GPU machine: exits with 1 if something lacks
     python -m lab.studies.gpu_preflight --download DIR   # where packages can be had: a folder to carry there
 
-What is needed is read from pyproject.toml: the package, its server, its worker and Triton, and what runs the
-kernels' tests. torch, Triton and transformers are the machine's own. kvikio is found by a probe.
+The requirements are read from pyproject.toml: the package, its server, its worker and Triton, and what runs
+the kernels' tests. torch, Triton and transformers are the machine's own. kvikio is found by a probe.
 """
 
 import importlib
@@ -33,7 +35,7 @@ MODULES = {
     "grpcio-reflection": "grpc_reflection.v1alpha",
     "pytest-xdist": "xdist",
 }
-"""What a distribution is imported as, where that is not its name."""
+"""The name by which a distribution is imported, where that is another one."""
 PLATFORMS = (
     "manylinux_2_28_x86_64",
     "manylinux_2_27_x86_64",
@@ -54,7 +56,10 @@ def needed() -> list[Requirement]:
 
 
 def problems(requirements: Sequence[Requirement]) -> Iterator[tuple[Requirement, str]]:
-    """What of these is missing, too old or does not import, each with why. The cheap look comes first."""
+    """The requirements that are missing, too old or do not import, each with the reason.
+
+    The cheap look comes first.
+    """
     here = []
     for one in requirements:
         try:

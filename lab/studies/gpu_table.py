@@ -24,7 +24,7 @@ from lab.restoring.table import Row, storage_cells
 
 _TIMED_OUT = (124, 137)
 _MOST_SHARE = 1.1
-"""What is this much faster than its limit is no result: the limit was not one."""
+"""A figure that is this much faster than its limit is no result: the limit was not one."""
 _MOST_VERIFYING = 0.05
 
 

@@ -45,7 +45,7 @@ BOUND, SEEN = 1e-5, 1e-3
 
 @dataclass(slots=True)
 class Found:
-    """What one architecture came to."""
+    """The outcome of one architecture."""
 
     worst: float = 0.0
     equal: int = 0

@@ -3,9 +3,10 @@
     python -m lab.studies.margin FOLDER --results lab/results/DATE-margin.jsonl
 
 Every trace in FOLDER is replayed by prefix blocks at some multiples of its live footprint, under `value` and
-under each baseline. What counts is the share of all prompt tokens found. The table is printed; the command
-ends with 1 where the promise is broken. Traces whose sessions never return, and files that are no traces,
-are named and left out. Cells that the results have already are not run again: a run may be done in pieces.
+under each baseline. The compared figure is the share of all prompt tokens found. The table is printed; the
+command ends with 1 where the promise is broken. Traces whose sessions never return, and files that are no
+traces, are named and left out. Cells that the results have already are not run again: a run may be done in
+pieces.
 """
 
 import argparse
@@ -84,7 +85,7 @@ def run(
 
 
 def read(path: Path | None) -> list[Found]:
-    """What an earlier run found."""
+    """The findings of an earlier run."""
     if path is None or not path.exists():
         return []
     return [Found(**json.loads(line)) for line in path.read_text().splitlines()]

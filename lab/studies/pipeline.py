@@ -1,4 +1,4 @@
-"""What restoring through the pipeline takes on this machine, and what verifying every row again costs.
+"""The times of restoring through the pipeline on this machine, and the cost of verifying every row again.
 
 A random model of SmolLM2-135M's shape and its rows in a store of its own; all ways in turn, medians.
 Prints one JSON line a way.

@@ -4,9 +4,9 @@
     python -m lab.studies.placement ../shared/data lab/results/DATE-placement.jsonl
     python -m lab.studies.placement --tables lab/results/DATE-placement.jsonl
 
-Each line has its trace, setting, command, commit and date. What the file has already is not run again, so
-that a run may be done in pieces (`--only`, `--policies`). About half an hour on one core; two replays at once
-(`--jobs`).
+Each line has its trace, setting, command, commit and date. Cells that the file has already are not run again,
+so that a run may be done in pieces (`--only`, `--policies`). About half an hour on one core; two replays at
+once (`--jobs`).
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Setting:
     policies: Sequence[str] = ALL
 
     def command(self, traces: str, policy: str) -> list[str]:
-        """What is run."""
+        """The command of a cell."""
         multiples = ",".join(f"{multiple:g}" for multiple in CAPACITIES)
         chosen = f"--footprint {multiples} --policies {policy} {self.options} -o json"
         return ["ctxcache", "simulate", f"{traces}/{TRACES[self.trace]}", *chosen.split()]
@@ -145,7 +145,7 @@ class Results:
     def lead(self, trace: str, setting: str, usual: str, multiple: float, figure: str) -> float | None:
         """By how many points ours is ahead of the best baseline.
 
-        Of those that hear nothing as it `usual`ly is.
+        Policies that hear nothing are compared as they are `usual`ly.
         """
         ours = self.rate(trace, setting, OURS, multiple, figure)
         heard = self.rate(trace, setting, "look-ahead", multiple, figure)

@@ -1,4 +1,6 @@
-"""What it costs to find a prompt and to begin a session with it: MatchPrefix and AdoptPrefix over the socket.
+"""The cost of finding a prompt and of beginning a session with it.
+
+MatchPrefix and AdoptPrefix over the socket.
 
     python -m lab.studies.prefixes --tokens 4096,131072 --adopted 100000
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What rows in fewer bits cost in predictions, and what they save in bytes.
+"""The loss of rows in fewer bits in predictions, and their saving in bytes.
 
     python -m lab.studies.quantization --text wikitext2_test.txt.gz --json
     python -m lab.studies.quantization --store --text wikitext2_test.txt.gz --json

@@ -1,4 +1,4 @@
-"""What a recording costs: operations a second of a local client, with and without one, in turn, in one run.
+"""The cost of a recording: operations a second of a local client, with and without one, in turn, in one run.
 
     python -m lab.studies.recording [--pairs 8] [--slice-s 0.5]
 

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""What saving costs a decoding batch: time between tokens without it, in two stages, and written directly.
+"""The cost of saving to a decoding batch.
+
+Time between tokens without it, in two stages, and written directly.
 
     python -m lab.studies.saving                                # SmolLM2-135M on this machine's CPU
     python -m lab.studies.saving --model DIR --batch 1,4,16 --kind kv --json
@@ -317,7 +319,7 @@ def _load(path: Path | None, shape: str, device: torch.device) -> tuple[PreTrain
         with device:
             loaded = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         return loaded.train(mode=False), shape
-    # What it needs besides is not there on every machine with a GPU.
+    # Its other requirements are not on every machine with a GPU.
     from lab.demo.models import load_model, smollm2  # noqa: PLC0415
 
     path = path or smollm2()

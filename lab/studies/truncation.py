@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What cutting a full context costs: perplexity, and retrieval from what was kept, by each way to cut.
+"""The cost of cutting a full context: perplexity, and retrieval from what was kept, by each way to cut.
 
     python -m lab.studies.truncation                       # SmolLM2-135M on the Python language reference
     python -m lab.studies.truncation --text wiki.txt.gz --window 1024 --tokens 4088 --json

@@ -162,6 +162,7 @@ def _replay(path: Path, seed: int, contents: CatalogContents, *, until: int | No
             )
             return False
         (key, value), sequence, offset = found
+        # A crash took these commits back: the next log follows an earlier one.
         if until is not None and sequence > until:
             return False
         is_ended = not key and value == END
@@ -306,11 +307,13 @@ class Catalog:
         # Without changes is the first commit only: the next one says what it follows.
         if not entries or self._is_failed or self._is_hung or not (self._is_begun or self._is_cut_off):
             return
+        # Commits wait here also when their callers have gone, so that their bytes are bounded.
         if self._put_bytes - self._written_bytes > BACKLOG_LIMIT_BYTES:
             self._give_up_hung(f"{BACKLOG_LIMIT_BYTES} bytes of commits wait for it")
             return
         if self._is_cut_off:
             self._rotate(sequence)
+        # Each log says which commit it follows: a hole between two logs is found.
         begin = b"" if self._is_marked else pack_mark(self._seed, sequence - 1, BEGIN)
         changes = b"".join(pack(self._seed, sequence, key, value) for key, value in entries)
         packed = begin + changes + pack_mark(self._seed, sequence, COMMIT)
@@ -477,9 +480,11 @@ class Catalog:
                 file.write(pack_mark(self._seed, sequence, END))
                 file.flush()
                 os.fsync(file.fileno())
+            # It gets its name whole and synced: the newest base that is there can be trusted.
             partial_path.rename(path)
             _sync(os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             self._base_bytes = path.stat().st_size
+            # Only now: until the new base is there the old one and its logs are the only whole copy.
             for old in self._directory.iterdir():
                 if old.stem.isdigit() and int(old.stem) < number:
                     old.unlink()
