@@ -10,6 +10,8 @@ WORKER_TESTS := $(addprefix tests/,faults live helm lab gpu_worker stories/test_
 # Threads beside torch's own only get in each other's way on the small machines where tests run.
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests wait for half of their time, for servers, deadlines and devices: three processes keep two cores busy.
+export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) \* 3 / 2)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo bench-table controls engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
@@ -64,9 +66,7 @@ test-store: setup-store
 	.venv-store/bin/python -c 'import importlib.util as u, sys; sys.exit(bool(u.find_spec("torch")) and "torch is installed in .venv-store")'
 	.venv-store/bin/python -m pytest $(addprefix --ignore=,$(WORKER_TESTS)) $(PYTEST_ARGS)
 
-# The worker, what drives store and worker together, and the simulator's pictures. Half of the time these tests
-# wait, for servers, deadlines and devices: three processes keep two cores busy.
-test-worker: export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) \* 3 / 2)
+# The worker, what drives store and worker together, and the simulator's pictures.
 test-worker: setup
 	$(BIN)/python -m pytest $(WORKER_TESTS) tests/cli/test_simulate.py tests/cli/test_simulate_blocks.py $(PYTEST_ARGS)
 
