@@ -30,7 +30,7 @@ from ctxcache.cache.scrubbing import TRIES
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import STEP_BY_STEP, Pace, State
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.session import Expiration, Session, block_id, block_key
+from ctxcache.core.ledger.session import Expiration, Session, block_id, block_key, space_prefix
 from ctxcache.core.limits import Pinner
 from ctxcache.errors import (
     CorruptSegment,
@@ -143,8 +143,20 @@ class Blocks:
 
     def look_up(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[FoundBlock]:
         """The blocks under these keys, in their order. Counts as no access."""
-        now_ns = self._state.clock.now_ns()
-        return [self._look(tenant, space, key, now_ns) for key in keys]
+        now_ns, prefix = self._state.clock.now_ns(), space_prefix(space)
+        sizes: dict[int, tuple[int, ...]] = {}
+        found = []
+        for block in self._ledger.blocks_named(tenant, [f"{prefix}{key.hex()}" for key in keys]):
+            if block is None or block.expire_time_ns <= now_ns:
+                found.append(ABSENT)
+                continue
+            # Blocks put by one engine share a layout.
+            size = sizes.get(id(block.layout)) or sizes.setdefault(id(block.layout), _sizes(block))
+            if block.token_count:
+                found.append(FoundBlock(BlockState.HIT, size, block.is_in_memory))
+            else:
+                found.append(FoundBlock(BlockState.PENDING, size) if block.uid in self._puts else ABSENT)
+        return found
 
     def parent(self, tenant: str, space: bytes, key: bytes) -> bytes | None:
         """The key of the block that this one continues, if it is there and continues one."""
@@ -156,14 +168,6 @@ class Blocks:
         now_ns = self._state.clock.now_ns()
         found = (self._there(tenant, space, key, now_ns) for key in keys)
         return [block for block in found if block is not None and block.token_count]
-
-    def _look(self, tenant: str, space: bytes, key: bytes, now_ns: int) -> FoundBlock:
-        block = self._there(tenant, space, key, now_ns)
-        if block is None:
-            return ABSENT
-        if not block.token_count:
-            return FoundBlock(BlockState.PENDING, _sizes(block))
-        return FoundBlock(BlockState.HIT, _sizes(block), block.is_in_memory)
 
     def _there(self, tenant: str, space: bytes, key: bytes, now_ns: int) -> Session | None:
         """A block that is there or being written, and has not expired."""

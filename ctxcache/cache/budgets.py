@@ -52,6 +52,8 @@ class Pins(Budget):
         """The line of waiting callers, one per tenant, or one for all where the budget is not divided."""
         self._freed = asyncio.Event()
         self._waiting: Counter[str] = Counter()
+        self.let_go: Callable[[], None] = lambda: None
+        """Unpins what is pinned for nobody any more, before a caller has to wait."""
 
     @property
     def waiting_count(self) -> int:
@@ -93,7 +95,9 @@ class Pins(Budget):
         """
         if not self.fits(client, sizes_bytes):
             self._check_ever(client, sizes_bytes)
-            return False
+            self.let_go()
+            if not self.fits(client, sizes_bytes):
+                return False
         return not self._waiting or self._account(client) not in self._waiting
 
     def unpin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:

@@ -281,6 +281,8 @@ class Hints:
         return HintAnswer(HintVerdict.CLIPPED if given_bytes else HintVerdict.REJECTED, IN_USE, given_bytes)
 
     def _expect(self, hint: Hint, session: Session) -> None:
+        if self._ledger.lingering:
+            self._ledger.let_go()
         if hint.return_in_ns is None:
             self._release(session)
             self._ledger.placement.expected(session, None)

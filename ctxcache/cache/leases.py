@@ -4,8 +4,17 @@
 
 A lease holds its segments: neither eviction nor truncation nor deletion takes the bytes away before the lease
 ends. A session that does not fit into DRAM can still be read as a stream, chunk by chunk.
+
+    Lease ──set_down──► lingers ──take_up──► Lease
+                           └──LINGER_NS are over, or room is looked for──► released
+
+An engine that reads a session often, such as once a layer or once a token, would begin and end a use of the
+session each time. A lease that is set down goes on holding its rows for a moment, without a reader, and the
+same client may take it up again for a few microseconds. It never keeps anybody from room: whatever looks for
+something that may leave, or for room to pin, ends all that lingers first.
 """
 
+import asyncio
 import mmap
 import secrets
 from collections import Counter
@@ -13,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from ctxcache.cache.budgets import Pins
@@ -131,6 +141,10 @@ class ReadPlan:
 SECOND_NS = 10**9
 LEASE_LIFETIME_NS = 300 * SECOND_NS
 NEVER_NS = 1 << 62
+LINGER_NS = SECOND_NS // 4
+"""Rows are held without an end between two readers for this long at most; then the session rests."""
+LINGER_LIMIT = 1024
+"""Leases that linger at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +166,8 @@ class Lease:
     """Tokens that were in DRAM when it was asked for."""
     deadline_ns: int = NEVER_NS
     begun_ns: int = 0
+    held_ns: int = 0
+    """Since when its rows are held; its reader may have come later, and taken up what lingered."""
     on_ssd: Mapping[int, Slot] = field(default_factory=dict)
     """Slots, by segment id, of what was left on SSD for who reads it there."""
 
@@ -328,6 +344,11 @@ class Leases:
         self._counts: Counter[str] = Counter()
         """Leases by tenant."""
         self._last_id = 0
+        self._lingering: dict[int, Lease] = {}
+        """Leases without a reader, by the number that they had."""
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._ledger.lingering = self._lingering
+        self._ledger.let_go = pins.let_go = self.end_lingering
         self.tokens = TokenLeases(state, self)
 
     @property
@@ -345,6 +366,10 @@ class Leases:
         """Leases held now."""
         return self._leases.values()
 
+    def holding(self) -> Iterator[Lease]:
+        """Leases held now, and those that linger."""
+        return chain(self._leases.values(), self._lingering.values())
+
     def lease(self, lease_id: int) -> Lease:
         """One that is held now. Raises LeaseNotFound."""
         try:
@@ -358,15 +383,16 @@ class Leases:
 
     def held(self) -> Iterator[Segment]:
         """Segments held by leases, once per hold."""
-        return (piece.segment for lease in self._leases.values() for piece in lease.pieces)
+        return (piece.segment for lease in self.holding() for piece in lease.pieces)
 
-    async def acquire(self, request: ReadRequest) -> Lease:
+    async def acquire(self, request: ReadRequest, *, is_tried: bool = False) -> Lease:
         """Bring tokens into DRAM and hold them there. Pieces left on SSD are held, not verified.
 
-        Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, TokenRangeOutOfBounds,
-        CapacityExceeded, TooManyRequests, CorruptSegment, TierFailure.
+        `is_tried`: `acquire_at_once` has given up just now. Raises SessionNotFound, ModelFingerprintMismatch,
+        GenerationMismatch, TokenRangeOutOfBounds, CapacityExceeded, TooManyRequests, CorruptSegment,
+        TierFailure.
         """
-        lease = self.acquire_at_once(request)
+        lease = None if is_tried else self.acquire_at_once(request)
         if lease is not None:
             return lease
         lease = await self._hold(request)
@@ -403,6 +429,7 @@ class Leases:
             lease_id=self._last_id,
             client=owner,
             begun_ns=now_ns,
+            held_ns=now_ns,
             deadline_ns=now_ns + LEASE_LIFETIME_NS,
         )
         for piece in lease.pieces:
@@ -475,20 +502,105 @@ class Leases:
 
     def release(self, lease_id: int) -> None:
         """End a lease. Raises LeaseNotFound."""
+        now_ns = self._state.clock.monotonic_ns()
+        lease = self._end(lease_id, now_ns)
+        self._free(lease, now_ns)
+        if self._state.journal.listening is not None:
+            self._state.journal.did(Call.RELEASE, lease.view, lease=lease_id)
+
+    def set_down(self, lease_id: int) -> bool:
+        """End a lease as `release` does, but for its rows: they are held a moment longer, for `take_up`.
+
+        False where they are not. Raises LeaseNotFound.
+        """
+        now_ns = self._state.clock.monotonic_ns()
+        lease = self._leases.get(lease_id)
+        if (
+            lease is None
+            or now_ns - lease.held_ns >= LINGER_NS
+            or len(self._lingering) >= LINGER_LIMIT
+            or self._state.journal.listening is not None
+        ):
+            self.release(lease_id)
+            return False
+        self._lingering[lease_id] = self._end(lease_id, now_ns)
+        if self._linger_timer is None:
+            loop = asyncio.get_running_loop()
+            self._linger_timer = loop.call_later(LINGER_NS / SECOND_NS, self._linger_is_over)
+        return True
+
+    def lingers(self, lease: Lease) -> bool:
+        """Whether `take_up` may find it."""
+        return self._lingering.get(lease.lease_id) is lease
+
+    def take_up(self, lease: Lease) -> Session | None:
+        """Make a lease that lingers one of its client again, under a new number: for the same request.
+
+        Returns its session. None, and its rows are let go, where they are not held any more, or where the
+        request would be refused or find others.
+        """
+        if not self.lingers(lease):
+            return None
+        clock, view = self._state.clock, lease.view
+        now_ns, session = clock.now_ns(), self._ledger.get(view.uid)
+        if (
+            session is None
+            or session.generation != view.generation
+            or session.token_count != view.token_count
+            or session.expire_time_ns <= now_ns
+            or self._ledger.is_to_reckon(session)
+            or self._state.journal.listening is not None
+            or self._is_full(view.tenant)
+        ):
+            self._let_linger_no_more(lease)
+            return None
+        del self._lingering[lease.lease_id]
+        self._ledger.touched(session, now_ns)
+        token_count = lease.end - lease.begin
+        counters = self._state.counters
+        counters.read_token_count += token_count
+        counters.dram_hit_token_count += token_count
+        self._last_id = lease.lease_id = self._last_id + 1
+        lease.begun_ns = clock.monotonic_ns()
+        lease.deadline_ns = lease.begun_ns + LEASE_LIFETIME_NS
+        lease.dram_token_count = token_count
+        self._leases[lease.lease_id] = lease
+        self._counts[view.tenant] += 1
+        self._state.journal.found(READ, view, tokens=token_count)
+        return session
+
+    def end_lingering(self) -> None:
+        """Let go of all that is held without a reader."""
+        while self._lingering:
+            self._let_linger_no_more(next(iter(self._lingering.values())))
+
+    def _linger_is_over(self) -> None:
+        self._linger_timer = None
+        self.end_lingering()
+
+    def _let_linger_no_more(self, lease: Lease) -> None:
+        # First: the ledger may ask for the end of all that lingers.
+        del self._lingering[lease.lease_id]
+        self._free(lease, self._state.clock.monotonic_ns())
+
+    def _end(self, lease_id: int, now_ns: int) -> Lease:
+        """A reader is done; its lease's rows are held yet. Raises LeaseNotFound."""
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             raise LeaseNotFound(lease_id=lease_id)
-        view, now_ns = lease.view, self._state.clock.monotonic_ns()
-        self._counts[view.tenant] -= 1
-        if not self._counts[view.tenant]:
-            del self._counts[view.tenant]
-        self._ledger.read_ended(view.uid, now_ns / SECOND_NS)
+        tenant = lease.view.tenant
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant]
+        self._state.seen.lease_s.observe((now_ns - lease.begun_ns) / SECOND_NS)
+        return lease
+
+    def _free(self, lease: Lease, now_ns: int) -> None:
+        """Let go of a lease's rows."""
+        self._ledger.read_ended(lease.view.uid, now_ns / SECOND_NS)
         for piece in lease.pieces:
             self._ledger.released(piece.segment, is_past=piece.segment.segment_id not in lease.pinned)
-        if self._state.journal.listening is not None:
-            self._state.journal.did(Call.RELEASE, view, lease=lease_id)
         self.pins.unpin(lease.client, lease.pinned)
-        self._state.seen.lease_s.observe((now_ns - lease.begun_ns) / SECOND_NS)
 
     def expire_due(self) -> None:
         """End leases past their deadline."""
@@ -596,10 +708,13 @@ class Leases:
         return self._begin(plan)
 
     def _check_count(self, tenant: str) -> None:
+        if self._is_full(tenant):
+            raise TooManyRequests(what="leases", limit=self._state.limits.lease_count)
+
+    def _is_full(self, tenant: str) -> bool:
         limits = self._state.limits
         bound = Bound(limits.lease_count, limits.are_divided)
-        if bound.is_reached(len(self._leases), self._counts[tenant]):
-            raise TooManyRequests(what="leases", limit=limits.lease_count)
+        return bound.is_reached(len(self._leases), self._counts[tenant])
 
     def _begin(self, plan: ReadPlan) -> Lease:
         """Hold what is asked for, for which there is room."""
@@ -620,6 +735,7 @@ class Leases:
             plan.sizes_bytes,
             plan.dram_token_count,
             begun_ns=now_ns,
+            held_ns=now_ns,
             on_ssd=plan.on_ssd,
         )
         # Nothing awaits between the look and these holds: the segments are where the plan found them.

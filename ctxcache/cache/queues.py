@@ -297,6 +297,9 @@ class Queues:
         session = self._state.ledger.get(uid)
         if session is None:
             return
+        # A reader that comes back from here on is the job's.
+        if self._state.ledger.lingering:
+            self._state.ledger.let_go()
         if order is not None:
             self._starting.pop(uid, None)
             self._state.ledger.placement.hinted(session, order)

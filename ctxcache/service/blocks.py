@@ -23,6 +23,7 @@ from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Lease, TokenL
 from ctxcache.cache.state import Pace
 from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.prefix.keys import (
+    KEY_BYTES,
     TAG_LIMIT_BYTES,
     Part,
     check_key,
@@ -305,8 +306,9 @@ def _look_up(
     response: block_pb2.LookupBlocksResponse,
 ) -> None:
     found = cache.blocks.look_up(tenant, space.fingerprint, keys)
+    sums = {sizes: sum(sizes) for sizes in {one.part_bytes for one in found}}
     response.states.extend([_STATES[one.state] for one in found])
-    response.size_bytes.extend([sum(one.part_bytes) for one in found])
+    response.size_bytes.extend([sums[one.part_bytes] for one in found])
     response.are_in_dram.extend([one.is_in_memory for one in found])
 
 
@@ -471,7 +473,11 @@ def _space_of(encoded: bytes) -> Space:
 
 def _keys(keys: Sequence[bytes]) -> list[bytes]:
     validate.within(len(keys), 1, KEYS_LIMIT, "keys")
-    return [check_key(key, f"keys[{i}]") for i, key in enumerate(keys)]
+    found = list(keys)
+    for i, key in enumerate(found):
+        if len(key) != KEY_BYTES:
+            check_key(key, f"keys[{i}]")
+    return found
 
 
 def lease_ttl_ns(given: Duration, field: str) -> int:

@@ -150,7 +150,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._batch: asyncio.Task[None] | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
-        self._is_over = self._is_stalled = False
+        self._is_over = self._is_stalled = self._is_paused = False
 
     # -- the loop's calls ----------------------------------------------------------------------
 
@@ -260,8 +260,10 @@ class _Connection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         if self._is_stalled or frames.held_bytes > UNREAD_LIMIT_BYTES:
+            self._is_paused = True
             transport.pause_reading()
-        else:
+        elif self._is_paused:
+            self._is_paused = False
             transport.resume_reading()
 
     def _is_ready(self) -> bool:
@@ -279,14 +281,16 @@ class _Connection(asyncio.Protocol):
                 raise _bad("frame", f"of kind {frame.kind} cannot come here")
             self._greet(_read(arena_pb2.ControlHello.FromString, frame.message))
         elif frame.kind == FrameKind.ACCESS:
-            request = _read(arena_pb2.AccessRequest.FromString, frame.message)
             if caller.is_revoked:
                 caller.check()
-            response = client.carry_out_at_once(request)
+            response = client.answer_again(frame.message)
             if response is None:
-                self._finish_later(client.carry_out(request))
-            else:
-                self._answer(response)
+                request = _read(arena_pb2.AccessRequest.FromString, frame.message)
+                response = client.carry_out_at_once(request, frame.message)
+                if response is None:
+                    self._finish_later(client.carry_out(request, is_tried=True))
+                    return
+            self._answer(response)
         elif frame.kind == FrameKind.END:
             self._end(None)
         else:

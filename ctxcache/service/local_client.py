@@ -20,12 +20,13 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ctxcache.cache import Cache
 from ctxcache.cache.appends import Reservation
 from ctxcache.cache.leases import Lease, ReadRequest
+from ctxcache.core.ledger.session import Session
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -35,6 +36,7 @@ from ctxcache.errors import (
     PermissionDenied,
     ReservationNotFound,
 )
+from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.spans import TRACE_PARENT
 from ctxcache.service import blocks, convert, prefixes, validate
 from ctxcache.service.admission import OK, Admission
@@ -50,6 +52,12 @@ LOOK_INTERVAL_S = 0.5
 """How often one looks, in a drain, whether what a silent client holds has ended by itself."""
 PIECES_PER_PAUSE = 16
 """Pieces of a lease that an answer tells of before others may have their turn."""
+SUMS_AT_ONCE = 256
+"""Checksums in an answer that is made at once; others have their turn while a longer one is made."""
+REPEATED_LIMIT_BYTES = 512
+"""Longer requests are not known again."""
+LINGERING_LIMIT = 256
+"""Requests of one client that are known again."""
 LEAST_PRUNED = 64
 """With fewer leases and reservations, what ended by itself is not looked for."""
 _AT_ONCE = frozenset(
@@ -78,6 +86,18 @@ _BY_KEYS = frozenset(
 """Operations on what is found by keys."""
 _OPTIONAL = frozenset({"range", "if_generation_match"})
 """Fields of AcquireLease that are there or not."""
+_NUMBER = b"\x08"
+"""The beginning of a request, of an answer and of ReleaseLease: the field of a number."""
+_OPERATION, _RELEASE = (
+    message.fields_by_name[name].number << 3 | convert.LENGTH_DELIMITED
+    for message, name in (
+        (arena_pb2.AccessRequest.DESCRIPTOR, "operations"),
+        (arena_pb2.Operation.DESCRIPTOR, "release_lease"),
+    )
+)
+_RELEASED = arena_pb2.AccessResponse(
+    results=[arena_pb2.OperationResult(released=arena_pb2.Released())]
+).SerializeToString()
 _CLIENTS = itertools.count(1)
 
 
@@ -115,11 +135,55 @@ class LocalClient:
         self._tokens: set[bytes] = set()
         """Tokens of block leases that end with this client."""
         self._prune_count = LEAST_PRUNED
+        self._begun: Lease | None = None
+        """The lease of the request under way, where only its answer is still to be made."""
+        self._repeatable: dict[int, Repeatable] = {}
+        """Leases that may be asked for again, by number."""
+        self._lingering: dict[bytes, Repeatable] = {}
+        """Leases that linger, by the request that they answer."""
 
-    def carry_out_at_once(self, request: arena_pb2.AccessRequest) -> bytes | None:
+    def answer_again(self, message: bytes) -> bytes | None:
+        """Answer an encoded request that came before, but for its number, with the lease that it got then.
+
+        None, and nothing is done, where that lease does not linger. The request is not looked into: the same
+        bytes from the same client ask for the same, and `Leases.take_up` says whether it still is the same.
+        """
+        if len(message) > REPEATED_LIMIT_BYTES or not (self._lingering or self._repeatable):
+            return None
+        number_end, state = _number_end(message), self._cache.state
+        asked = message[number_end:]
+        again = self._lingering.pop(asked, None)
+        if again is None:
+            return self._release_again(message, number_end)
+        if self._admission.is_draining or state.spans.is_on:
+            return None
+        session = self._cache.leases.take_up(again.lease)
+        if session is None:
+            return None
+        lease_id = again.lease.lease_id
+        self._leases.add(lease_id)
+        self._repeatable[lease_id] = again
+        state.seen.operations["acquire_lease", OK] += 1
+        return message[:number_end] + again.encoded(session, state.clock)
+
+    def _release_again(self, message: bytes, number_end: int) -> bytes | None:
+        """Release a lease that may be asked for again; None, and nothing is done, for any other request."""
+        lease_id = _released_id(message, number_end)
+        if lease_id not in self._repeatable or self._cache.state.spans.is_on:
+            return None
+        try:
+            self._release_lease(lease_id)
+        except LeaseNotFound:
+            # It ended by itself: the long way says so.
+            return None
+        self._cache.state.seen.operations["release_lease", OK] += 1
+        return message[:number_end] + _RELEASED
+
+    def carry_out_at_once(self, request: arena_pb2.AccessRequest, message: bytes = b"") -> bytes | None:
         """Do a batch of one operation that needs not wait. None, and nothing is done, where it may have to.
 
-        The answer and the errors are those of `carry_out`.
+        The answer and the errors are those of `carry_out`. `message`: the encoded request, where the same may
+        come again.
         """
         # A span needs a context of its own, which is a task's.
         if len(request.operations) != 1 or self._cache.state.spans.is_on:
@@ -134,7 +198,7 @@ class LocalClient:
         result, end = response.results.add(), OK
         try:
             if kind == "acquire_lease":
-                is_done = self._acquire_at_once(operation.acquire_lease, result)
+                is_done = self._acquire_at_once(operation.acquire_lease, result, message)
             else:
                 is_done = self._do_at_once(kind, operation, result)
         except CacheError as error:
@@ -144,23 +208,24 @@ class LocalClient:
         self._cache.state.seen.operations[kind, end] += 1
         return response.SerializeToString()
 
-    async def carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
+    async def carry_out(self, request: arena_pb2.AccessRequest, *, is_tried: bool = False) -> bytes:
         """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch.
 
-        Returns an encoded AccessResponse.
+        `is_tried`: `carry_out_at_once` has given up just now. Returns an encoded AccessResponse.
         """
         TENANT.set(self._tenant)
         TRACE_PARENT.set(request.trace_parent)
         spans = self._cache.state.spans
+        is_tried = is_tried and not spans.is_on
         if spans.is_on and request.trace_parent:
             with spans.local(request.trace_parent, len(request.operations)):
-                return await self._carry_out(request)
-        return await self._carry_out(request)
+                return await self._carry_out(request, is_tried=is_tried)
+        return await self._carry_out(request, is_tried=is_tried)
 
-    async def _carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
+    async def _carry_out(self, request: arena_pb2.AccessRequest, *, is_tried: bool) -> bytes:
         response = arena_pb2.AccessResponse(request_id=request.request_id)
         if len(request.operations) == 1:
-            await self._do(request.operations[0], response.results.add())
+            await self._do(request.operations[0], response.results.add(), is_tried=is_tried)
             return response.SerializeToString()
         validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
         part, answer = LoopSlice(self._turns), EncodedAnswer()
@@ -174,7 +239,12 @@ class LocalClient:
         return answer.encoded()
 
     async def _do(
-        self, operation: arena_pb2.Operation, result: arena_pb2.OperationResult, *, before_bytes: int = 0
+        self,
+        operation: arena_pb2.Operation,
+        result: arena_pb2.OperationResult,
+        *,
+        before_bytes: int = 0,
+        is_tried: bool = False,
     ) -> None:
         """Do an operation, and say what came of it; `before_bytes` of the answer are made already."""
         kind, end = operation.WhichOneof("operation"), OK
@@ -183,7 +253,7 @@ class LocalClient:
                 raise convert.too_large(before_bytes, self._batch_limit_bytes)
             match kind:
                 case "acquire_lease":
-                    await self._acquire(operation.acquire_lease, result.lease)
+                    await self._acquire(operation.acquire_lease, result.lease, is_tried=is_tried)
                 case "recheck_lease":
                     await self._recheck(operation.recheck_lease.lease_id)
                     result.rechecked.SetInParent()
@@ -276,6 +346,9 @@ class LocalClient:
         for token in self._tokens:
             with suppress(LeaseNotFound):
                 self._cache.leases.tokens.release(self._tenant, token)
+        self._cache.leases.end_lingering()
+        self._repeatable.clear()
+        self._lingering.clear()
         self._leases.clear()
         self._reservations.clear()
         self._puts.clear()
@@ -319,15 +392,19 @@ class LocalClient:
 
     def _prune(self) -> None:
         self._leases = {i for i in self._leases if self._cache.leases.is_held(i)}
+        self._repeatable = {i: one for i, one in self._repeatable.items() if i in self._leases}
         self._reservations = {i for i in self._reservations if self._cache.appends.is_open(i)}
         self._puts = {i for i in self._puts if self._cache.blocks.is_open(i)}
         self._tokens = {token for token in self._tokens if self._cache.leases.tokens.is_held(token)}
 
-    async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> None:
-        if request.token:
+    async def _acquire(
+        self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease, *, is_tried: bool
+    ) -> None:
+        lease, self._begun = self._begun, None
+        if lease is None and request.token:
             lease = await self._acquire_by_token(request)
-        else:
-            lease = await self._cache.leases.acquire(self._asked(request))
+        elif lease is None:
+            lease = await self._cache.leases.acquire(self._asked(request), is_tried=is_tried)
         self._grant(request, lease, message)
         if request.is_brief:
             return
@@ -339,26 +416,33 @@ class LocalClient:
                     await part.rest()
             convert.fill_segments(message, lease, begin, begin + PIECES_PER_PAUSE)
 
-    def _acquire_at_once(self, request: arena_pb2.AcquireLease, result: arena_pb2.OperationResult) -> bool:
-        """Lease rows that are in DRAM, briefly: a full answer may take long to make.
-
-        False where that is not so.
-        """
-        if request.token:
+    def _acquire_at_once(
+        self, request: arena_pb2.AcquireLease, result: arena_pb2.OperationResult, message: bytes
+    ) -> bool:
+        """Lease rows that are in DRAM. False where they are not, and where the answer takes long to make."""
+        if request.token or request.leave_on_ssd:
             return False
-        lease = self._cache.leases.acquire_at_once(self._asked(request)) if request.is_brief else None
+        lease = self._cache.leases.acquire_at_once(self._asked(request))
         if lease is None:
             return False
         self._grant(request, lease, result.lease)
+        if not request.is_brief and len(lease.pieces) * len(lease.view.layout.specs) > SUMS_AT_ONCE:
+            self._begun = lease
+            return False
+        if not request.is_brief:
+            convert.fill_segments(result.lease, lease, 0, len(lease.pieces))
+        if message and len(message) <= REPEATED_LIMIT_BYTES and len(lease.pieces) <= PIECES_PER_PAUSE:
+            asked = message[_number_end(message) :]
+            self._repeatable[lease.lease_id] = Repeatable(lease, asked, is_brief=request.is_brief)
         return True
 
     async def _acquire_by_token(self, request: arena_pb2.AcquireLease) -> Lease:
         if self._admission.is_draining:
             raise Draining
-        for field in ("session", "range", "if_generation_match", "leave_on_ssd"):
-            is_there = request.HasField(field) if field in _OPTIONAL else bool(getattr(request, field))  # type: ignore[arg-type]  # their names
+        for name in ("session", "range", "if_generation_match", "leave_on_ssd"):
+            is_there = request.HasField(name) if name in _OPTIONAL else bool(getattr(request, name))  # type: ignore[arg-type]  # their names
             if is_there:
-                raise InvalidArgument(field=field, problem="comes with a token, which says it")
+                raise InvalidArgument(field=name, problem="comes with a token, which says it")
         token, leases = blocks.lease_token(request.token), self._cache.leases
         fingerprint = validate.fingerprint(request.model_fingerprint)
         held = partial(leases.tokens.prefix, self._tenant, token, fingerprint)
@@ -405,7 +489,18 @@ class LocalClient:
         if lease_id not in self._leases:
             raise LeaseNotFound(lease_id=lease_id)
         self._leases.discard(lease_id)
-        self._cache.leases.release(lease_id)
+        repeatable, leases = self._repeatable.pop(lease_id, None), self._cache.leases
+        if repeatable is None:
+            leases.release(lease_id)
+            return
+        other = self._lingering.get(repeatable.asked)
+        if other is not None and leases.lingers(other.lease):
+            leases.release(lease_id)
+        elif leases.set_down(lease_id):
+            if len(self._lingering) >= LINGERING_LIMIT:
+                # Most of them are over by now, and the others are let go a moment later.
+                self._lingering.clear()
+            self._lingering[repeatable.asked] = repeatable
 
     async def _recheck(self, lease_id: int) -> None:
         if lease_id not in self._leases:
@@ -518,6 +613,52 @@ class LocalClient:
         reservation = self._own(reservation_id)
         self._cache.appends.release(reservation)
         self._reservations.discard(reservation_id)
+
+
+@dataclass(slots=True, eq=False)
+class Repeatable:
+    """A lease that answered a request which may come again: `asked` is that request without its number."""
+
+    lease: Lease
+    asked: bytes
+    is_brief: bool = field(kw_only=True)
+    answer: convert.LeaseAnswer | None = None
+
+    def encoded(self, session: Session, clock: Clock) -> bytes:
+        """The answer to the request, but for its number, now that the lease was taken up again."""
+        encoded = None if self.answer is None else self.answer.encoded(self.lease, session, clock)
+        while encoded is None:
+            self.answer = convert.LeaseAnswer(self.lease, session, clock, is_brief=self.is_brief)
+            encoded = self.answer.encoded(self.lease, session, clock)
+        return encoded
+
+
+def _number_end(message: bytes) -> int:
+    """Where the number at the beginning of an encoded request or answer ends; 0 where none is there."""
+    if message[:1] != _NUMBER:
+        return 0
+    end = 1
+    while end < len(message) and message[end] & 0x80:
+        end += 1
+    return end + 1
+
+
+def _released_id(message: bytes, begin: int) -> int:
+    """The lease that an encoded request releases and does nothing else; 0 for any other request."""
+    size = len(message) - begin
+    # Five bytes and a number of at most ten.
+    if not 5 < size <= 15:
+        return 0
+    if message[begin : begin + 5] != bytes((_OPERATION, size - 2, _RELEASE, size - 4, _NUMBER[0])):
+        return 0
+    lease_id = shift = 0
+    for byte in message[begin + 5 : -1]:
+        if byte < 0x80:
+            return 0
+        lease_id |= (byte & 0x7F) << shift
+        shift += 7
+    last = message[-1]
+    return lease_id | last << shift if last < 0x80 else 0
 
 
 @dataclass(slots=True)

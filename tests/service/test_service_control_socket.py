@@ -430,7 +430,7 @@ async def test_a_batch_that_breaks_when_its_client_dies_holds_nothing(
 
     await way.one()
     monkeypatch.setattr(server._cache.leases, "acquire", broken)
-    way.writer.write(batch(9, lease_of(client)))
+    way.writer.write(batch(9, lease_of(client), lease_of(client)))
     await way.writer.drain()
     await until(lambda: all(one._batch for one in server._control.connections))
     way.die()
@@ -445,9 +445,9 @@ async def test_many_requests_at_once_leave_turns_to_others(
     nothing = arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=0))
     carry_out, order = LocalClient.carry_out_at_once, list[LocalClient]()
 
-    def noted(self: LocalClient, request: arena_pb2.AccessRequest) -> bytes | None:
+    def noted(self: LocalClient, request: arena_pb2.AccessRequest, message: bytes) -> bytes | None:
         order.append(self)
-        return carry_out(self, request)
+        return carry_out(self, request, message)
 
     other = await SocketWay.open(path)
     await other.send(nothing)

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from ctxcache.cache import leases
 from ctxcache.server.server import Server
 from ctxcache.service import fairness
 from ctxcache.settings.config import Settings
@@ -164,9 +165,13 @@ async def _store(tracer: Tracer, directory: Path) -> AsyncIterator[Store]:
 
 @contextmanager
 def unsliced() -> Iterator[None]:
-    """Let each request run in one slice of time: a traced request is slow enough to lose its turn."""
+    """Let each request run in one slice of time: a traced request is slow enough to lose its turn.
+
+    Nor does a lease stop lingering in the middle of another request, however slow the machine is.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fairness, "SLICE_NS", 10**18)
+        patch.setattr(leases, "LINGER_NS", 10**15)
         yield
 
 

@@ -125,6 +125,11 @@ class Ledger:
     `copies`, the `unread` segments and the counts are for others to look at, not to change.
     """
 
+    lingering: Collection[object] = ()
+    """Reads that go on without a reader. Whoever lets reads linger sets this, and `let_go`."""
+    let_go: Callable[[], None] = staticmethod(lambda: None)
+    """Ends all of these."""
+
     def __init__(
         self,
         clock: LedgerClock,
@@ -222,6 +227,10 @@ class Ledger:
             self.reckon(session)
         return session
 
+    def is_to_reckon(self, session: Session) -> bool:
+        """Whether a path was lost or came back since the session was last looked at."""
+        return session.reckoned != self._reckoning
+
     def check_expiry(self, session: Session) -> None:
         """Raise SessionNotFound once the session's time has come, whatever still keeps it in memory."""
         if session.expire_time_ns <= self._clock.now_ns():
@@ -231,6 +240,14 @@ class Ledger:
         """A tenant's session or block, expired or not."""
         name = tenant, session_id
         return self._sessions.get(name) or self._blocks.get(name)
+
+    def blocks_named(self, tenant: str, block_ids: Iterable[str]) -> list[Session | None]:
+        """A tenant's blocks under these ids, expired or not, as they can be had now; None for the others."""
+        found = [self._blocks.get((tenant, block_id)) for block_id in block_ids]
+        for block in found:
+            if block is not None and block.reckoned != self._reckoning:
+                self.reckon(block)
+        return found
 
     def get(self, uid: bytes) -> Session | None:
         """A session that is there."""
@@ -714,6 +731,8 @@ class Ledger:
 
     def forgotten(self, segment: Segment) -> None:
         """The segment's record is gone: its slots are free as soon as nothing holds them."""
+        if self.lingering and segment.hold_count:
+            self.let_go()
         segment.happened(SegmentEvent.FORGOTTEN)
         self._empty(segment)
 
@@ -811,6 +830,8 @@ class Ledger:
         `among`: accounts, in the order in which they are asked. `is_due` says of a session in memory alone
         whether it is to be written anyway. `may_give`: see Resident. None when nothing may leave.
         """
+        if self.lingering:
+            self.let_go()
         # No path can take these rows any more, so that keeping them back saves nothing.
         if self._kept_back and not self._devices.has_open_path:
             self._reconsider()
@@ -877,6 +898,8 @@ class Ledger:
         self, accepts: Callable[[Session], bool], among: Sequence[str] | None
     ) -> Session | None:
         """The coldest session that is to be written, of these accounts, of those that `accepts` takes."""
+        if self.lingering:
+            self.let_go()
         uid = self._unwritten.ranking.first(lambda uid: accepts(self._by_uid[uid]), among)
         return None if uid is None else self._by_uid[uid]
 
@@ -929,20 +952,28 @@ class Ledger:
 
     def next_from_memory(self, among: Sequence[str] | None) -> Session | None:
         """See Leaving.from_memory."""
+        if self.lingering:
+            self.let_go()
         return self._leaving.from_memory(among)
 
     def next_from_below(
         self, for_session: Session, size_bytes: int, besides: Collection[int] = ()
     ) -> Session | None:
         """See Leaving.from_below."""
+        if self.lingering:
+            self.let_go()
         return self._leaving.from_below(for_session, size_bytes, besides)
 
     def next_of_tenant(self, for_session: Session) -> Session | None:
         """See Leaving.of_tenant."""
+        if self.lingering:
+            self.let_go()
         return self._leaving.of_tenant(for_session)
 
     def next_over_share(self, dirty: Session) -> Session | None:
         """See Leaving.over_share."""
+        if self.lingering:
+            self.let_go()
         return self._leaving.over_share(dirty)
 
     # -- placement ---------------------------------------------------------------------------------

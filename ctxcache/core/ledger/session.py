@@ -319,6 +319,8 @@ class Session:
         """Whether no segment of what it shows is missing there."""
         if self.withheld:
             return all(segment.memory for segment in self.shown)
+        if len(self.segments) == 1:
+            return self.segments[0].memory is not None
         return self.residence.memory_count(self.segments) == len(self.segments)
 
     def amounts(self) -> Amounts:

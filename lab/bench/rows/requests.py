@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from lab.routes import route_options
 
 CLIENT_COUNTS = (1, 8, 64)
 LOOKED_UP = 100
+SESSIONS_BY_TURNS = 64
 LAYERS_LOOKED_UP = 80
 MILLION, AT_ONCE = 1 << 20, 1 << 16
 US = 1e-6
@@ -162,6 +164,29 @@ def _many_layers(place: Place) -> Iterator[Sides]:
         yield Sides(lambda _: spent(c.server.pid, [look_up], count, notes) / LOOKED_UP, None, notes)
 
 
+@contextmanager
+def _by_turns(place: Place) -> Iterator[Sides]:
+    """Leases of many sessions by turns: most of them linger when they are asked for again, and some rest."""
+    scale = replace(place.scale, context_count=1, layer_count=4, token_count=64, row_bytes=256)
+    with contexts(replace(place, scale=scale), access(*LOCAL), room_bytes=64 << 20) as c:
+        handles = [
+            c.client.sessions.create(c.model, id=f"turn{i}", layout=c.out) for i in range(SESSIONS_BY_TURNS)
+        ]
+        for handle in handles:
+            handle.append(c.rows[0])
+        coming = cycle(handles)
+
+        def lease() -> None:
+            with next(coming).read() as rows:
+                if rows.token_count != scale.token_count:
+                    raise WrongBytes("a lease of other tokens")
+
+        notes: dict[str, object] = {"sessions": SESSIONS_BY_TURNS}
+        repeat([lease], SESSIONS_BY_TURNS)
+        count = 8 * place.scale.call_count
+        yield Sides(lambda _: spent(c.server.pid, [lease], count, notes), None, notes)
+
+
 # -- a million tokens ----------------------------------------------------------------------------------
 
 
@@ -263,6 +288,15 @@ ROWS = (
         "-",
         at_most(10 * US),
         _many_layers,
+        unit="CPU s",
+        is_moving=False,
+    ),
+    Row(
+        "request-lease-turns",
+        f"lease and release of {SESSIONS_BY_TURNS} sessions by turns",
+        "-",
+        at_most(40 * US),
+        _by_turns,
         unit="CPU s",
         is_moving=False,
     ),
