@@ -73,6 +73,13 @@ class IncompleteRestore(CacheError):
     template = "layer {layer} holds {row_count} of {token_count} tokens"
 
 
+class SnapshotMismatch(CacheError):
+    """A snapshot is of other tokens, another model or another layer than the state that is asked for."""
+
+    reason = "SNAPSHOT_MISMATCH"
+    template = "the state of layer {layer}: {problem}"
+
+
 class RestoreTooLate(CacheError):
     """A restore, or a part of it, was not there by its deadline."""
 

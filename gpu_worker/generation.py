@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,13 @@ def _nothing(_token_ids: Sequence[int]) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+class Stops(NamedTuple):
+    """Passes end at each multiple of `every` tokens of a session, of which `done_count` are in the cache."""
+
+    done_count: int
+    every: int
+
+
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """The tokens of one turn, and how long the first took from the call."""
@@ -46,31 +54,36 @@ def prefill(
     piece_tokens: int = PREFILL_PIECE_TOKENS,
     around: Around = _nothing,
     is_stepwise: bool = False,
+    stops: Stops | None = None,
 ) -> Tensor:
     """Run `token_ids` after what `cache` holds; the logits of the last one, [V].
 
-    `is_stepwise`: see `pieces`. Raises InvalidArgument(field="token_ids") when there are none.
+    `is_stepwise`, `stops`: see `pieces`. Raises InvalidArgument(field="token_ids") when there are none.
     """
     if not token_ids:
         raise InvalidArgument(field="token_ids", problem="at least one token is needed to continue")
     is_first = not is_stepwise or is_empty(cache)
-    for begin, end in pieces(len(token_ids), piece_tokens, is_stepwise=is_stepwise, is_first=is_first):
+    for begin, end in pieces(
+        len(token_ids), piece_tokens, is_stepwise=is_stepwise, is_first=is_first, stops=stops
+    ):
         logits = run_pass(model, cache, token_ids[begin:end], around)
     return logits
 
 
 def pieces(
-    token_count: int, piece_tokens: int, *, is_stepwise: bool, is_first: bool
+    token_count: int, piece_tokens: int, *, is_stepwise: bool, is_first: bool, stops: Stops | None = None
 ) -> Iterator[tuple[int, int]]:
     """The token ranges of passes, in order.
 
     `is_stepwise`: models that go on from a state by one token at a time. Only from none, `is_first`, do they
-    take several.
+    take several. `stops`: where passes end besides.
     """
     begin = 0
     while begin < token_count:
         most = piece_tokens if is_first or not is_stepwise else 1
         end = min(begin + most, token_count)
+        if stops is not None:
+            end = min(end, begin + stops.every - (stops.done_count + begin) % stops.every)
         yield begin, end
         begin, is_first = end, False
 
@@ -92,6 +105,7 @@ def stream_greedy(
     piece_tokens: int = PREFILL_PIECE_TOKENS,
     around: Around = _nothing,
     is_stepwise: bool = False,
+    stops: Stops | None = None,
 ) -> Iterator[int]:
     """Yield the most likely next tokens, one forward pass each, up to and including an end token.
 
@@ -100,7 +114,13 @@ def stream_greedy(
     """
     ends = end_token_ids(model) if eos_token_ids is None else eos_token_ids
     logits = prefill(
-        model, cache, new_token_ids, piece_tokens=piece_tokens, around=around, is_stepwise=is_stepwise
+        model,
+        cache,
+        new_token_ids,
+        piece_tokens=piece_tokens,
+        around=around,
+        is_stepwise=is_stepwise,
+        stops=stops,
     )
     for step in range(max_new_tokens):
         token = int(logits.argmax())

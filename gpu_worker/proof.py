@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,21 @@ from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.families.adapter import STATE_LAYERS, Adapter, HalfShape, refuse
+from gpu_worker.families.adapter import (
+    STATE_LAYERS,
+    Adapter,
+    HalfShape,
+    Recurrence,
+    StateTensor,
+    refuse,
+    states_in,
+)
 from gpu_worker.families.detection import Anatomy, anatomy, as_cached, candidates, without
 from gpu_worker.generation import run_pass
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method
+from gpu_worker.snapshots import Snapshot
 
 TOKEN_COUNT = 3
 _ROUNDING = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -95,7 +103,7 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
             continue
         hidden = difference(adapter, StateKind.HIDDEN, kept)
         if not hidden:
-            return adapter
+            return _with_snapshots(adapter) if adapter.is_recurrent else adapter
         if has_own_rows and not adapter.is_recurrent:
             rows_alone = rows_alone or without(adapter, StateKind.HIDDEN, hidden)
         reasons = hidden
@@ -125,9 +133,17 @@ def _going_on(model: PreTrainedModel, parts: Anatomy) -> Anatomy:
         cache = DynamicCache(config=model.config)
         found = [run(model, cache, part) for part in passes][-1]
         if not _far("logits", found, whole, _ROUNDING[model.dtype]):
-            states = (each and replace(each, is_stepwise=is_stepwise) for each in parts.recurrences)
-            return replace(parts, recurrences=tuple(states))
+            known = (
+                each and replace(each, is_stepwise=is_stepwise, states=_described(each, cache))
+                for each in parts.recurrences
+            )
+            return replace(parts, recurrences=tuple(known))
     raise refuse(model, "its states do not go on from one pass to the next")
+
+
+def _described(recurrence: Recurrence, cache: DynamicCache) -> tuple[StateTensor, ...]:
+    held = states_in(cache.layers[recurrence.layer])
+    return tuple(StateTensor(name, tuple(one.shape), one.dtype) for name, one in held.items())
 
 
 def _is_loaded(model: nn.Module) -> bool:
@@ -154,6 +170,23 @@ def difference(adapter: Adapter, kind: StateKind, kept: Cached | None = None) ->
     return _far("logits", nexts[0], nexts[1], _ROUNDING[adapter.model.dtype])
 
 
+def _with_snapshots(adapter: Adapter) -> Adapter:
+    """The adapter, with the reason if states at two tokens and the rows behind them do not give three."""
+    try:
+        cache = DynamicCache(config=adapter.model.config)
+        run(adapter.model, cache, token_ids(adapter.model)[:2])
+        snapshot = Snapshot.of(adapter, cache, 2)
+        rows, own = _saved(adapter, StateKind.HIDDEN)
+        found = _restored(adapter, StateKind.HIDDEN, rows, snapshot)
+        bounds = [_ROUNDING[adapter.model.dtype]] * len(adapter.layers)
+        problem = _unequal(contents(found), contents(own), bounds)
+        nexts = [_next_logits(adapter.model, cache) for cache in (found, own)]
+        problem = problem or _far("logits", nexts[0], nexts[1], _ROUNDING[adapter.model.dtype])
+    except _LIKE as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return replace(adapter, snapshot_problem=problem)
+
+
 def _saved(adapter: Adapter, kind: StateKind) -> tuple[list[Tensor], DynamicCache]:
     """Rows [3, row] of each layer as capture sees them, in two tokens and one; and the cache that is kept."""
     pieces: list[list[Tensor]] = [[] for _ in adapter.layers]
@@ -168,15 +201,17 @@ def _saved(adapter: Adapter, kind: StateKind) -> tuple[list[Tensor], DynamicCach
     return [torch.cat(found) for found in pieces], cache
 
 
-def _restored(adapter: Adapter, kind: StateKind, rows: list[Tensor]) -> DynamicCache:
-    target = CacheTarget(adapter, TOKEN_COUNT)
-    modules = Modules(adapter, torch.arange(TOKEN_COUNT))
+def _restored(
+    adapter: Adapter, kind: StateKind, rows: list[Tensor], snapshot: Snapshot | None = None
+) -> DynamicCache:
+    target = CacheTarget(adapter, TOKEN_COUNT, snapshot=snapshot)
+    modules = Modules(adapter, torch.arange(TOKEN_COUNT), standing=target.standing)
     for layer, found in enumerate(rows):
         method = Method[adapter.kind_of(layer, kind).name]
         first = target.first_token(layer)
         # In two pieces where a state has to go on between them.
         cuts = (first, 2, TOKEN_COUNT) if adapter.layers[layer].recurrence else (first, TOKEN_COUNT)
-        for begin, end in pairwise(cuts):
+        for begin, end in pairwise(sorted(set(cuts))):
             data = found[begin:end].contiguous().view(torch.uint8)
             modules.restore(layer, method, data, begin, target.room(layer, begin, end))
         target.finish(layer)
@@ -199,14 +234,9 @@ def contents(cache: DynamicCache) -> Cached:
         halves = {"keys": held.keys, "values": held.values} if isinstance(held, CacheLayerMixin) else {}
         if any(half is None for half in halves.values()):
             raise ValueError(f"layer {layer} of the cache holds no keys and values")
-        states: dict[str, Tensor | None] = {}
-        if isinstance(held, STATE_LAYERS):
-            known: Any = held
-            for number in range(known.number_of_states):
-                states[f"convolution state {number}"] = known.conv_states[number]
-                states[f"recurrent state {number}"] = known.recurrent_states[number]
-            if not any(state is not None for state in states.values()):
-                raise ValueError(f"layer {layer} of the cache holds no state")
+        states = states_in(held) if isinstance(held, STATE_LAYERS) else {}
+        if isinstance(held, STATE_LAYERS) and not states:
+            raise ValueError(f"layer {layer} of the cache holds no state")
         found.append({name: one for name, one in {**halves, **states}.items() if one is not None})
     return found
 

@@ -129,11 +129,16 @@ def row_dtype(dtype: torch.dtype) -> DType:
     return _ROW_DTYPES[dtype]
 
 
+def torch_dtype(dtype: DType, what: str = "rows") -> torch.dtype:
+    """The tensor element type of stored elements. Raises UnsupportedDtype."""
+    if dtype not in _TORCH_DTYPES:
+        raise UnsupportedDtype(what=what, expected="a torch element type", actual=dtype.name)
+    return _TORCH_DTYPES[dtype]
+
+
 def stored_dtype(spec: StreamSpec) -> torch.dtype:
     """The tensor element type of a stream's rows as they are stored. Raises UnsupportedDtype."""
-    if spec.dtype not in _TORCH_DTYPES:
-        raise UnsupportedDtype(what=str(spec.stream), expected="a torch element type", actual=spec.dtype.name)
-    return _TORCH_DTYPES[spec.dtype]
+    return torch_dtype(spec.dtype, str(spec.stream))
 
 
 def as_stored(rows: Tensor, spec: StreamSpec, *, token_count: int | None = None) -> Tensor:

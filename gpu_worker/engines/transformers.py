@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
@@ -43,7 +43,7 @@ from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.errors import LaneStuck, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
-from gpu_worker.generation import SINK_TOKENS, common_prefix, fit, prefill, stream_greedy
+from gpu_worker.generation import SINK_TOKENS, Stops, common_prefix, fit, prefill, stream_greedy
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
@@ -58,6 +58,7 @@ from gpu_worker.probe import probe_of
 from gpu_worker.proof import adapt
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
+from gpu_worker.snapshots import GRAIN_TOKENS, Snapshot, Snapshots
 from gpu_worker.unchanged import Unchanged
 
 
@@ -108,6 +109,8 @@ class Restoring:
         self.cache, self.restoration, self.choice = cache, restoration, choice
         self._rows, self._chooser = rows, chooser
         self._gate, self._is_over = LayerGate(adapter, restoration), False
+        self.snapshot_tokens = choice.snapshot_tokens if choice.snapshot_layers else 0
+        """Tokens behind which states were taken from a snapshot; 0: none was."""
         # Where each pass takes one token, the first would wait for all layers.
         self._lead = None if adapter.is_stepwise else choice.lead
 
@@ -205,19 +208,27 @@ class SessionRestorer:
         self._pipeline: Pipeline | None = None
 
     def begin(
-        self, rows: SessionRows, choice: Choice, token_ids: Sequence[int], *, behind_count: int = 0
+        self,
+        rows: SessionRows,
+        choice: Choice,
+        token_ids: Sequence[int],
+        *,
+        behind_count: int = 0,
+        snapshot: Snapshot | None = None,
     ) -> Restoring:
         """Restore the session's first tokens, those of `token_ids`. `rows` are the restore's from here on.
 
-        Behind `behind_count` others that are under way, it may take as long as all of them.
+        `snapshot`: the states that the choice goes on from. Behind `behind_count` others that are under way,
+        it may take as long as all of them.
         """
         adapter, count = self._adapter, len(token_ids)
-        target = CacheTarget(adapter, count)
+        target = CacheTarget(adapter, count, snapshot=snapshot)
+        compute = compute_for(adapter, self._weights, torch.arange(count), standing=target.standing)
         restoration = self._usable().start(
             choice.schedule(target),
             LeasedSource(rows),
             target,
-            _Apart(compute_for(adapter, self._weights, torch.arange(count)), self._recomputing),
+            _Apart(compute, self._recomputing),
             deadline=Deadline.after_s(self._timeout_s * (1 + behind_count)),
             token_ids=torch.tensor(token_ids),
         )
@@ -257,7 +268,8 @@ class Turn:
     came before the turn, after `dropped_token_count` were truncated; `reused_token_count` of them were
     restored, and `prefilled_token_count` were computed. Prefill began after `restore_ns`; the last layer
     was usable `restored_ns` after the restore's begin, and a planner thought it would be after
-    `predicted_ns` (0 where the plan was the caller's).
+    `predicted_ns` (0 where the plan was the caller's). States of `snapshot_token_count` tokens came from a
+    snapshot, and were brought forward from there.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -265,6 +277,7 @@ class Turn:
     dropped_token_count: int = 0
     reused_token_count: int = 0
     prefilled_token_count: int = 0
+    snapshot_token_count: int = 0
     restore_ns: int = 0
     restored_ns: int = 0
     predicted_ns: int = 0
@@ -387,6 +400,35 @@ class _Start:
         return 0 if self.is_missing else len(self.saved)
 
 
+class _Taking:
+    """Snapshots of one turn: on the way every so many tokens, and where it ends."""
+
+    def __init__(self, snapshots: Snapshots, start: _Start, every: int) -> None:
+        self._snapshots, self._every, self._cache = snapshots, every, start.cache
+        self._salt, ttl_ns = start.session.salt, start.session.ttl_ns
+        self._ttl_s = None if ttl_ns is None else ttl_ns / 1e9
+        self._last = 0 if start.restoring is None else start.restoring.snapshot_tokens
+        self._token_ids = list(start.saved)
+
+    @contextmanager
+    def around(self, passing: AbstractContextManager[None], token_ids: Sequence[int]) -> Iterator[None]:
+        """A pass over these tokens, behind which the cache may be worth a copy."""
+        with passing:
+            yield
+        self._token_ids.extend(token_ids)
+        if len(self._token_ids) % self._every == 0:
+            self._take()
+
+    def ended(self) -> None:
+        """The turn has ended: as a rule the next one goes on from here."""
+        if len(self._token_ids) - self._last >= GRAIN_TOKENS:
+            self._take()
+
+    def _take(self) -> None:
+        if self._snapshots.take(self._cache, self._token_ids, self._salt, self._ttl_s):
+            self._last = len(self._token_ids)
+
+
 class TransformersEngine:
     """One model, one store, any number of sessions, one turn at a time. A context manager."""
 
@@ -404,6 +446,7 @@ class TransformersEngine:
         window: int | None = None,
         sink_count: int = SINK_TOKENS,
         durability: Durability = Durability.DISK,
+        snapshot_every: int | None = None,
     ) -> None:
         """`plan` says what is saved and how it comes back.
 
@@ -412,9 +455,10 @@ class TransformersEngine:
         `expected`: how sessions are expected back, which decides what is saved of new ones. By default,
         each comes back once with half a window. Packed kinds are used where `spec` lists them: that is how
         a loss is allowed. `window` defaults to the model's context. A restore that takes longer than
-        `restore_timeout_s` is a miss. Registers the model with a probe, or compares it with the one that is
-        kept. Raises InvalidArgument(field="plan"), ModelFingerprintMismatch, ModelProbeMismatch,
-        Unavailable.
+        `restore_timeout_s` is a miss. `snapshot_every`: tokens between snapshots of recurrent layers' states,
+        a multiple of 32, or 0 for none; by default as the planner says. Registers the model with a probe, or
+        compares it with the one that is kept. Raises InvalidArgument(field="plan" | "snapshot_every"),
+        ModelFingerprintMismatch, ModelProbeMismatch, Unavailable.
         """
         if plan is not None:
             plan.check(spec)
@@ -425,7 +469,9 @@ class TransformersEngine:
         self._window = window or context_window(model)
         packed_kinds = frozenset(stream.stream.kind for stream in spec.streams) & set(LOSSY_KINDS)
         self._chooser = Chooser(self._adapter, plan, profile, lossy_kinds=packed_kinds)
-        self._layout = self._chooser.layout(expected or [Return(self._window // 2)])
+        expected = expected or [Return(self._window // 2)]
+        self._layout = self._chooser.layout(expected)
+        self._snapshot_every = self._checked_distance(snapshot_every, expected)
         self._restorer = SessionRestorer(
             self._adapter,
             self._chooser,
@@ -439,6 +485,9 @@ class TransformersEngine:
         self._own = client.models.register(spec, probe)
         self._unchanged = Unchanged(model, spec)
         self._savers = Savers(client, self._own, model.device)
+        self._snapshots: Snapshots | None = None
+        if self._snapshot_every:
+            self._snapshots = Snapshots(client, self._adapter, spec.fingerprint())
 
     def __enter__(self) -> Self:
         return self
@@ -451,6 +500,8 @@ class TransformersEngine:
     def close(self) -> None:
         """Save what is still in staging, then end the threads that save and restore."""
         self._savers.close()
+        if self._snapshots is not None:
+            self._snapshots.wait()
         self._restorer.close()
 
     @property
@@ -460,7 +511,21 @@ class TransformersEngine:
 
     def wait(self, session_id: str) -> CacheError | None:
         """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
-        return self._savers.wait(f"sessions/{session_id}")
+        failure = self._savers.wait(f"sessions/{session_id}")
+        if self._snapshots is not None:
+            self._snapshots.wait()
+        return failure
+
+    def _checked_distance(self, every: int | None, expected: Sequence[Return]) -> int:
+        if every is not None and (every < 0 or every % GRAIN_TOKENS):
+            problem = f"{every} is no multiple of {GRAIN_TOKENS}"
+            raise InvalidArgument(field="snapshot_every", problem=problem)
+        if not self._adapter.is_recurrent or self._adapter.snapshot_problem:
+            if every:
+                problem = self._adapter.snapshot_problem or "the model keeps no states"
+                raise InvalidArgument(field="snapshot_every", problem=problem)
+            return 0
+        return self._chooser.snapshot_every(expected) if every is None else every
 
     def cost(self, session_id: str) -> ReturnCost:
         """The cost of bringing a session back now. Nothing is read, and nothing moves.
@@ -500,6 +565,7 @@ class TransformersEngine:
         missing = list(start.lost) if known is None else known[len(start.saved) :]
         turn.history_token_count = len(start.saved) + len(missing)
         turn.reused_token_count = start.reused_count
+        turn.snapshot_token_count = 0 if start.restoring is None else start.restoring.snapshot_tokens
         turn.prefilled_token_count = turn.history_token_count - start.reused_count + len(new_token_ids)
         for token in self._answer(start, [*missing, *new_token_ids], max_new_tokens, eos_token_ids, turn):
             turn.first_token_ns = turn.first_token_ns or time.perf_counter_ns() - begin_ns
@@ -614,9 +680,37 @@ class TransformersEngine:
                 choice = self._chooser.choose(
                     choice.streams(), common, missing_count + wanted.new_tokens, place=self._place
                 )
-            restoring = self._restorer.begin(rows, choice, ids[:common], behind_count=behind_count)
+            snapshot = None
+            if self._snapshots is not None:
+                new_count = missing_count + wanted.new_tokens
+                choice, snapshot = self._from_snapshot(
+                    self._snapshots, session, choice, ids[:common], new_count
+                )
+            restoring = self._restorer.begin(
+                rows, choice, ids[:common], behind_count=behind_count, snapshot=snapshot
+            )
             stack.pop_all()
         return _Start(session, ids[:common], restoring.cache, restoring)
+
+    def _from_snapshot(
+        self,
+        snapshots: Snapshots,
+        session: SessionInfo,
+        choice: Choice,
+        token_ids: Sequence[int],
+        new_count: int,
+    ) -> tuple[Choice, Snapshot | None]:
+        """The choice, and the states to go on from where the store has some and they pay."""
+        found = snapshots.latest(token_ids, session.salt)
+        if not found:
+            return choice, None
+        shorter = self._chooser.choose(
+            choice.streams(), len(token_ids), new_count, place=self._place, snapshot_tokens=found
+        )
+        if not shorter.snapshot_layers:
+            return choice, None
+        snapshot = snapshots.load(token_ids, found, shorter.snapshot_layers, session.salt)
+        return (choice, None) if snapshot is None else (shorter, snapshot)
 
     def _missed(self, session: SessionInfo, saved: list[int], error: CacheError) -> _Start:
         """Compute what could not be restored; it is saved again only where it is damaged."""
@@ -650,7 +744,7 @@ class TransformersEngine:
         except CacheError as error:
             if start.restoring is None or turn.token_ids or not start.restoring.is_failed_by(error):
                 raise
-            turn.miss_reason, turn.reused_token_count = error.reason, 0
+            turn.miss_reason, turn.reused_token_count, turn.snapshot_token_count = error.reason, 0, 0
             turn.prefilled_token_count += len(start.saved)
             self._savers.wait(start.session.name)  # the pass that broke is a gap
             again = self._missed(start.session, start.saved, error)
@@ -671,11 +765,16 @@ class TransformersEngine:
         layout = frozenset(session.streams())
         saver = self._savers.of(layout)
         end = session.token_count
+        states = stops = None
+        if self._snapshots is not None:
+            states = _Taking(self._snapshots, start, self._snapshot_every)
+            stops = Stops(end, self._snapshot_every)
 
         def passing(token_ids: Sequence[int]) -> AbstractContextManager[None]:
             nonlocal end
             end += len(token_ids)
-            return saver.passing([Slice(session.name, end - len(token_ids), len(token_ids))], token_ids)
+            saved = saver.passing([Slice(session.name, end - len(token_ids), len(token_ids))], token_ids)
+            return saved if states is None else states.around(saved, token_ids)
 
         is_stepwise = self._adapter.is_stepwise
         if start.is_missing:
@@ -694,6 +793,7 @@ class TransformersEngine:
                     eos_token_ids=eos_token_ids,
                     around=passing,
                     is_stepwise=is_stepwise,
+                    stops=stops,
                 ):
                     first_pass.close()
                     pending = [token]
@@ -701,5 +801,7 @@ class TransformersEngine:
                 if max_new_tokens:
                     # One more pass, after the caller has its answer: then the session holds the whole turn.
                     prefill(self._model, start.cache, pending, around=passing, is_stepwise=is_stepwise)
+                if states is not None:
+                    states.ended()
         finally:
             saver.finish(session.name, durability=self._durability)

@@ -18,6 +18,7 @@ computed.
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -199,6 +200,47 @@ class NoRows:
 
 
 @dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a layer's state in the engine's cache: its name, shape and element type."""
+
+    name: str
+    """`convolution` or `recurrent`, and its number within the layer."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+States = Mapping[str, Tensor]
+"""The tensors of one layer's state by name."""
+
+
+def states_in(held: Any) -> States:
+    """The tensors of a cache's layer that keeps a state, none where it has none yet. Views.
+
+    Any: the class differs by version of transformers.
+    """
+    found: dict[str, Tensor] = {}
+    for number in range(held.number_of_states):
+        for name, kept in (("convolution", held.conv_states), ("recurrent", held.recurrent_states)):
+            if kept[number] is not None:
+                found[f"{name} {number}"] = kept[number]
+    return found
+
+
+def put_states(held: Any, states: States, device: torch.device) -> None:
+    """Have a cache's layer, which has no state, go on from a copy of `states`. Any: as above."""
+    for name, tensor in states.items():
+        role, _, number = name.partition(" ")
+        put = held.update_conv_state if role == "convolution" else held.update_recurrent_state
+        put(tensor.to(device), state_idx=int(number))
+        held.has_previous_state[int(number)] = True
+
+
+@dataclass(frozen=True, slots=True)
 class Recurrence:
     """How a layer's recurrent and convolution state goes on: its mixer, run over the layer's normed inputs.
 
@@ -211,6 +253,13 @@ class Recurrence:
     """The mixer's name for the cache."""
     is_stepwise: bool = False
     """Whether only one token at a time goes on from a state (Jamba); all at once from none."""
+    states: tuple[StateTensor, ...] = ()
+    """The tensors of its state, as the model's own pass left them."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the layer's state."""
+        return sum(state.size_bytes for state in self.states)
 
     def advance(self, normed: Tensor, cache: Cache) -> None:
         """Bring the layer's state in `cache` forward by tokens [1, T, D]."""
@@ -471,6 +520,8 @@ class Adapter:
     """Whether positions enter K as `rotate` has it, which is what the kernels know."""
     refused: Mapping[StateKind, str] = field(default_factory=dict)
     """Kinds of state that this model cannot be restored by, with the reason."""
+    snapshot_problem: str = ""
+    """Why states do not go on from a kept copy; empty where they do, and where there are none."""
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
@@ -489,6 +540,11 @@ class Adapter:
     def is_recurrent(self) -> bool:
         """Whether any layer keeps recurrent or convolution state."""
         return any(layer.recurrence is not None for layer in self.layers)
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers that keep recurrent or convolution state."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.recurrence is not None)
 
     @property
     def is_stepwise(self) -> bool:

@@ -13,7 +13,7 @@ bit, and need a second copy of K's and V's weights where they are fused.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -153,13 +153,18 @@ class Restorer:
     Holds the position tables of the whole session, shared by all layers.
     """
 
-    def __init__(self, adapter: Adapter, positions: Tensor) -> None:
-        """`positions` [T] int64: where each token of the session stands now (0..T-1 as a rule)."""
+    def __init__(
+        self, adapter: Adapter, positions: Tensor, *, standing: Mapping[int, int] | None = None
+    ) -> None:
+        """`positions` [T] int64: where each token of the session stands now (0..T-1 as a rule).
+
+        `standing`: at which token the state of a layer stands in the cache already.
+        """
         self._adapter = adapter
         self._token_count = len(positions)
         self._ropes = adapter.ropes(positions)
         self._chain: Chain | None = None
-        self._advanced: dict[int, int] = {}
+        self._advanced = dict(standing or {})
 
     def chain(self, layers: frozenset[int]) -> None:
         """See Compute: these layers come in order, each whole before the one above it."""
@@ -239,10 +244,21 @@ class Restorer:
 class Modules:
     """The model's own modules."""
 
-    def __init__(self, adapter: Adapter, positions: Tensor, *, decode: Decode | None = None) -> None:
-        """`positions` [T] int64; `decode` for rows that are stored otherwise than the model computes."""
+    def __init__(
+        self,
+        adapter: Adapter,
+        positions: Tensor,
+        *,
+        decode: Decode | None = None,
+        standing: Mapping[int, int] | None = None,
+    ) -> None:
+        """`positions` [T] int64; `decode` for rows that are stored otherwise than the model computes.
+
+        `standing`: see Restorer.
+        """
         self._adapter, self._positions = adapter, positions
-        self.restorer = Restorer(adapter, positions)
+        self.restorer = Restorer(adapter, positions, standing=standing)
+        self._standing = dict(standing or {})
         # Packed rows stay bytes: the restorer makes them wide.
         self._decode = decode or (
             lambda stream, data: data if stream.kind in LOSSY_KINDS else data.view(adapter.model.dtype)
@@ -255,7 +271,10 @@ class Modules:
         if decoder.recurrence is not None:
             if room.cache is None:
                 raise InvalidArgument(field="cache", problem=f"has no room for the state of layer {layer}")
-            self.restorer.advance(layer, method, rows, room.cache, begin=begin)
+            # Keys and values need all rows; a state that is there already, those behind it.
+            known = max(self._standing.get(layer, 0) - begin, 0) if decoder.has_rows else 0
+            if known < len(rows):
+                self.restorer.advance(layer, method, rows[known:], room.cache, begin=begin + known)
         if not decoder.has_rows:
             return
         keys, values = self.restorer.layer(layer, method, rows, begin=begin)
@@ -404,10 +423,17 @@ Scatter = Callable[[Rows, Rotation | None, Pages], None]
 class Kernels:
     """One session's positions on one model's kernel weights."""
 
-    def __init__(self, weights: KernelWeights, positions: Tensor, *, is_fused: bool | None = None) -> None:
-        """`is_fused`: by Triton; by default where the model is on a GPU."""
+    def __init__(
+        self,
+        weights: KernelWeights,
+        positions: Tensor,
+        *,
+        is_fused: bool | None = None,
+        standing: Mapping[int, int] | None = None,
+    ) -> None:
+        """`is_fused`: by Triton; by default where the model is on a GPU. `standing`: see Restorer."""
         adapter = self._adapter = weights.adapter
-        self._weights, self._modules = weights, Modules(adapter, positions)
+        self._weights, self._modules = weights, Modules(adapter, positions, standing=standing)
         self._rotations = {key: _rotation(rope) for key, rope in adapter.ropes(positions).items()}
         wants_fused = adapter.layers[0].device.type == "cuda" if is_fused is None else is_fused
         self._project, self._scatter = _fused() if wants_fused else _reference()
@@ -459,11 +485,17 @@ class Kernels:
         return None if whole is None else Rotation(whole.cos[begin:end], whole.sin[begin:end], whole.pairing)
 
 
-def compute_for(adapter: Adapter, weights: KernelWeights, positions: Tensor) -> Compute:
+def compute_for(
+    adapter: Adapter,
+    weights: KernelWeights,
+    positions: Tensor,
+    *,
+    standing: Mapping[int, int] | None = None,
+) -> Compute:
     """Kernels on a GPU; the model's own modules elsewhere, which are the engine's bit for bit."""
     if adapter.layers[0].device.type == "cuda":
-        return Kernels(weights, positions)
-    return Modules(adapter, positions)
+        return Kernels(weights, positions, standing=standing)
+    return Modules(adapter, positions, standing=standing)
 
 
 def _rotation(rope: Rope) -> Rotation:

@@ -20,9 +20,10 @@ from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.assignment import Step, Timeline, simulate
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
-from gpu_worker.planning.layout import Return, choose_layout
+from gpu_worker.planning.layout import Return, choose_layout, snapshot_every, snapshot_every_by_bytes
 from gpu_worker.planning.planner import Plan, alternatives
 from gpu_worker.planning.profile import Profile, StatePlace
+from gpu_worker.planning.shape import LayerKind
 from gpu_worker.profiling.model_shape import model_shape
 
 
@@ -75,6 +76,9 @@ class Choice:
 
     methods: RestorePlan | None
     plan: Plan | None
+    snapshot_tokens: int = 0
+    """Tokens behind which states are held, of which `snapshot_layers` go on from there."""
+    snapshot_layers: tuple[int, ...] = ()
 
     def schedule(self, target: Target) -> RestoreSchedule:
         """The pipeline's schedule. Raises InvalidArgument(field="plan")."""
@@ -172,17 +176,48 @@ class Chooser:
         engine = EngineAbilities(lossy_kinds=self._lossy_kinds)
         return choose_layout(self._shape, self._planner.profile, tuple(expected), engine=engine).streams()
 
+    def snapshot_every(self, expected: Iterable[Return]) -> int:
+        """Every how many tokens to take a snapshot of states; 0 for never."""
+        if self._planner is None:
+            return snapshot_every_by_bytes(self._shape)
+        return snapshot_every(self._shape, self._planner.profile, tuple(expected))
+
     def choose(
-        self, held: Collection[Stream], history: int, new_tokens: int, *, place: StatePlace = StatePlace.DRAM
+        self,
+        held: Collection[Stream],
+        history: int,
+        new_tokens: int,
+        *,
+        place: StatePlace = StatePlace.DRAM,
+        snapshot_tokens: int = 0,
     ) -> Choice:
         """How `history` tokens of a session come back of which the streams `held` lie in `place`.
 
-        Raises InvalidArgument(field="holding").
+        `snapshot_tokens`: behind so many tokens, a snapshot of states is held. Where the plan is the
+        caller's, a layer goes on from there if that is no more bytes than the rows before. Raises
+        InvalidArgument(field="holding").
         """
+        layers = self._shape.layers
         if self._planner is None:
-            return Choice(_held_of(self._fixed or RestorePlan(()), held), None)
-        holding = _holding(held, len(self._shape.layers), [HeldSpan(place, 0, history)])
-        return Choice(None, self._planner.plan(holding, history, new_tokens))
+            methods = _held_of(self._fixed or RestorePlan(()), held)
+            if not snapshot_tokens:
+                return Choice(methods, None)
+            smaller = tuple(
+                number
+                for number, layer in enumerate(layers)
+                if layer.kind is LayerKind.LINEAR
+                and methods.methods[number] is Method.HIDDEN
+                and layer.state_bytes <= snapshot_tokens * layer.hidden_row_bytes
+            )
+            return Choice(methods, None, snapshot_tokens, smaller)
+        holding = _holding(held, len(layers), [HeldSpan(place, 0, history)], snapshot_tokens)
+        plan = self._planner.plan(holding, history, new_tokens)
+        going_on = (
+            number
+            for number, pieces in enumerate(plan.layers)
+            if any(piece.snapshot_tokens for piece in pieces)
+        )
+        return Choice(None, plan, snapshot_tokens, tuple(going_on))
 
     def choose_together(
         self, sessions: Sequence[Wanted], *, place: StatePlace = StatePlace.DRAM
@@ -232,18 +267,26 @@ class Chooser:
         """Learn from a restore that is whole and drained."""
         if self._planner is None or choice.plan is None or not restoration.is_whole:
             return
+        if choice.snapshot_layers:
+            # States come before the pipeline begins: its stages take less than the plan says.
+            return
         observed_s = restoration.observed_s()
         for stage, predicted_s in stage_seconds(choice.plan).items():
             self._planner.observe(stage, predicted_s=predicted_s, observed_s=observed_s.get(stage, 0.0))
 
 
-def _holding(held: Iterable[Stream], layer_count: int, spans: Sequence[HeldSpan]) -> Holding:
+def _holding(
+    held: Iterable[Stream], layer_count: int, spans: Sequence[HeldSpan], snapshot_tokens: int = 0
+) -> Holding:
     kinds: list[list[StateKind]] = [[] for _ in range(layer_count)]
     for stream in sorted(held):
         if stream != TOKENS:
             kinds[stream.layer].append(stream.kind)
     # One object for like layers: the planner then sees at once that they are.
-    known = {of: LayerHolding(tuple((kind, tuple(spans)) for kind in of)) for of in map(tuple, kinds)}
+    known = {
+        of: LayerHolding(tuple((kind, tuple(spans)) for kind in of), snapshot_tokens)
+        for of in map(tuple, kinds)
+    }
     return Holding(tuple(known[tuple(of)] for of in kinds))
 
 

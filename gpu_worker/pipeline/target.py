@@ -10,7 +10,7 @@ the engine cannot begin to use it before all of it is there.
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import cache_classes
 from gpu_worker.generation import is_empty
 from gpu_worker.kernels.operands import Pages
+from gpu_worker.snapshots import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,23 +176,39 @@ _GROWING = (
 class CacheTarget(Target):
     """One empty cache. After a failure it is to be thrown away."""
 
-    def __init__(self, adapter: Adapter, token_count: int, cache: Cache | None = None) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        token_count: int,
+        cache: Cache | None = None,
+        *,
+        snapshot: Snapshot | None = None,
+    ) -> None:
         """`cache`: an empty one with room, by default a new DynamicCache.
 
-        Raises InvalidArgument(field="cache").
+        `snapshot`: states from which its layers go on. Raises InvalidArgument(field="cache"),
+        SnapshotMismatch for one of more tokens, or of another model.
         """
         self._adapter = adapter
         self.cache = DynamicCache(config=adapter.model.config) if cache is None else cache
         self.token_count, self.layer_count = token_count, len(adapter.layers)
+        self.standing: Mapping[int, int] = {} if snapshot is None else snapshot.standing
+        """By layer, the token at which its state stands already."""
         self._check_room()
+        if snapshot is not None:
+            snapshot.check(adapter, token_count)
         self.is_by_layer = all(type(layer) in _GROWING for layer in self.cache.layers)
         self._held = [self._allocate(layer) for layer in range(self.layer_count)]
         if self.is_by_layer:
             for layer in range(self.layer_count):
                 self._place(layer)
+        if snapshot is not None:
+            snapshot.put(adapter, self.cache)
 
     def first_token(self, layer: int) -> int:
         """See Target."""
+        if layer in self.standing and not self._adapter.layers[layer].has_rows:
+            return self.standing[layer]
         window = self._adapter.layers[layer].window
         if window is None or type(self.cache.layers[layer]) is not DynamicSlidingWindowLayer:
             return 0

@@ -26,6 +26,8 @@ class LayerHolding:
     """One layer's kinds of state, each with its spans in token order."""
 
     kinds: tuple[tuple[StateKind, tuple[HeldSpan, ...]], ...]
+    snapshot_tokens: int = 0
+    """Tokens behind which a copy of a LINEAR layer's state is held; 0: none is."""
 
     def sizes(
         self, kind: StateKind, begin: int, end: int, row_bytes: int

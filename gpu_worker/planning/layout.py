@@ -15,7 +15,7 @@ worse than those measured, which `lab/studies/quantization.py` measures.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, takewhile
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS
@@ -24,7 +24,7 @@ from gpu_worker.plan import Method
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.planner import PlanRequest, plan
 from gpu_worker.planning.profile import Profile, StatePlace
-from gpu_worker.planning.shape import LayerShape, ModelShape
+from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
 
 LOSSES_NATS: Mapping[StateKind, float] = {
     StateKind.HIDDEN_INT8: 7e-5,
@@ -135,6 +135,59 @@ def choose_layout(
         return layout.restore_s + byte_price_s * size_bytes, size_bytes
 
     return min(layouts, key=cost)
+
+
+SNAPSHOT_GRAIN_TOKENS = 32
+"""Snapshots of states are taken at multiples of this, in distances that are powers of two times it."""
+
+
+def snapshot_every(model: ModelShape, profile: Profile, returns: Sequence[Return]) -> int:
+    """Return every how many tokens to take a snapshot of LINEAR layers' states; 0 for never.
+
+    A session as long as the longest return is saved once, and each snapshot on the way takes the time of its
+    bytes to the slowest place that it comes back from. Each return rebuilds the states of half a distance,
+    of all its tokens where nothing is taken. Near the optimum of Young (1974), sqrt(2 T S / (r c)).
+    """
+    layers = [layer for layer in model.layers if layer.kind is LayerKind.LINEAR and layer.is_from_hidden]
+    wanted = [each for each in returns if each.count > 0 and each.history > 0]
+    if not layers or not wanted:
+        return 0
+    longest = max(each.history for each in wanted)
+    state_bytes = sum(layer.state_bytes for layer in layers)
+    taking_s = max(sum(profile.transfer_s({each.place: state_bytes})) for each in wanted)
+
+    def rebuilding_s(each: Return, tokens: int) -> float:
+        """Bytes and computation overlap: the slower of them."""
+        size_bytes = sum(layer.hidden_row_bytes for layer in layers) * tokens
+        computing_s = sum(
+            profile.project_s(layer, tokens) * layer.state_flops / max(layer.project_flops, 1.0)
+            for layer in layers
+        )
+        return max(sum(profile.transfer_s({each.place: size_bytes})), computing_s)
+
+    def cost_s(every: int) -> float:
+        if not every:
+            return sum(each.count * rebuilding_s(each, each.history) for each in wanted)
+        loading_s = taking_s * sum(each.count for each in wanted if each.history >= every)
+        back_s = sum(each.count * rebuilding_s(each, min(every // 2, each.history)) for each in wanted)
+        return longest // every * taking_s + loading_s + back_s
+
+    grains = takewhile(lambda every: every <= longest, (SNAPSHOT_GRAIN_TOKENS << n for n in range(13)))
+    return min((0, *grains), key=lambda every: (cost_s(every), every))
+
+
+def snapshot_every_by_bytes(model: ModelShape) -> int:
+    """Return the distance at which snapshots take no more bytes than the rows that they save reading.
+
+    For a machine of which nothing is known. 0 where no layer keeps a state.
+    """
+    layers = [layer for layer in model.layers if layer.kind is LayerKind.LINEAR]
+    row_bytes = sum(layer.hidden_row_bytes for layer in layers)
+    state_bytes = sum(layer.state_bytes for layer in layers)
+    every = SNAPSHOT_GRAIN_TOKENS
+    while row_bytes and every * row_bytes < state_bytes:
+        every *= 2
+    return every if row_bytes else 0
 
 
 def _candidates(case: _Case) -> Iterator[Kinds]:

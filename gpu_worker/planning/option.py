@@ -3,12 +3,12 @@
 Knows shapes, holdings and profiles. Worst case: a layer without any, which must be recomputed.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from operator import le
 
 from ctxcache.format.packing import LOSSY_KINDS
-from ctxcache.format.streams import TOKEN_ROW_BYTES
+from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
 from gpu_worker.plan import Method
 from gpu_worker.planning.block import NOTHING, StreamBlock, step
 from gpu_worker.planning.holding import SPLIT_TOKENS, EngineAbilities, LayerHolding
@@ -32,6 +32,8 @@ class LayerPiece:
     copy_s: float = 0.0
     compute_s: float = 0.0
     gather_s: float = 0.0
+    snapshot_tokens: int = 0
+    """Tokens behind which a kept copy of the layer's state stands, from which it goes on."""
 
     @property
     def device_s(self) -> float:
@@ -84,6 +86,7 @@ def layer_options(
     maker = _Maker.of(layer, holding, history, profile, engine)
     begin = layer.needed_from(history)
     whole = [maker.whole(method, begin, history) for method in maker.methods]
+    whole.append(maker.from_snapshot(history))
     options = tuple(
         Option((piece,)) for piece in _worth_a_look([piece for piece in whole if piece is not None])
     )
@@ -221,6 +224,27 @@ class _Maker:
             method, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0, last.gather_s
         )
 
+    def from_snapshot(self, end: int) -> LayerPiece | None:
+        """The copy of a LINEAR layer's state that is held, brought forward over the inputs behind it.
+
+        A layer that has K and V as well needs all of its inputs for these.
+        """
+        layer, at = self.layer, self.holding.snapshot_tokens
+        if layer.kind is not LayerKind.LINEAR or not 0 < at <= end or Method.HIDDEN not in self.methods:
+            return None
+        begin = at if layer.state_flops == layer.project_flops else 0
+        sizes = dict(self.holding.sizes(StateKind.HIDDEN, begin, end, layer.hidden_row_bytes) or {})
+        if not sizes and begin < end:
+            return None
+        place = next(iter(sizes), StatePlace.DRAM)
+        sizes[place] = sizes.get(place, 0.0) + layer.state_bytes
+        known_s = self.profile.project_s(layer, at) * layer.state_flops / layer.project_flops
+        return self._sized(
+            LayerPiece(Method.HIDDEN, begin, end, snapshot_tokens=at),
+            sizes,
+            max(self.profile.project_s(layer, end) - known_s, 0.0),
+        )
+
     def split(self, begin: int, cut: int) -> Option:
         """Hidden rows before the cut, whose projection hides the copy of K and V behind it (KVPR)."""
         pieces = (self.hidden(begin, cut), self.rows(cut, self.history))
@@ -237,9 +261,17 @@ class _Maker:
         self, method: Method, begin: int, end: int, row_bytes: int, compute_s: float
     ) -> LayerPiece | None:
         sizes = self.holding.sizes(method.kind, begin, end, row_bytes)
-        if sizes is None:
-            return None
+        return None if sizes is None else self._sized(LayerPiece(method, begin, end), sizes, compute_s)
+
+    def _sized(self, piece: LayerPiece, sizes: Mapping[StatePlace, float], compute_s: float) -> LayerPiece:
+        """A piece with the time that its bytes and its computation take."""
         read_s, copy_s = self.profile.transfer_s(sizes)
         size_bytes = sum(sizes.values())
-        gather_s = self.profile.gather_s(size_bytes)
-        return LayerPiece(method, begin, end, size_bytes, read_s, copy_s, compute_s, gather_s)
+        return replace(
+            piece,
+            size_bytes=size_bytes,
+            read_s=read_s,
+            copy_s=copy_s,
+            compute_s=compute_s,
+            gather_s=self.profile.gather_s(size_bytes),
+        )

@@ -148,7 +148,7 @@ def _with_chains(request: PlanRequest, deltas: Mapping[int, StateKind]) -> Itera
         if number in chained:
             used = (deltas.get(number) or next(kind for kind in CHAIN_KINDS if kind in kinds),)
         kept = tuple(each for each in held.kinds if each[0] in used)
-        layers[number] = known.setdefault((id(held), kept), LayerHolding(kept))
+        layers[number] = known.setdefault((id(held), kept), replace(held, kinds=kept))
     bound = replace(request, holding=Holding(tuple(layers)))
     count = len(layers)
     for recomputed in range(count + 1 if request.engine.can_recompute and request.history else 1):

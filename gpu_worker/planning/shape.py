@@ -48,6 +48,8 @@ class LayerShape:
     """Tokens that a token of a SLIDING layer sees, itself included."""
     state_bytes: int = 0
     """Size of a LINEAR layer's state."""
+    state_flops: float = 0
+    """Of `project_flops`, those that bring a LINEAR layer's state forward; the others make K and V."""
     element_bytes: int = 2
     """Bytes of one element of the rows, before they are packed."""
     is_from_hidden: bool = True
@@ -174,6 +176,7 @@ def linear_layer(
         linear_flops=linear_flops,
         attention_flops=0,
         state_bytes=state_bytes,
+        state_flops=project_flops,
         element_bytes=element_bytes,
     )
 

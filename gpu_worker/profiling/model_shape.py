@@ -45,6 +45,8 @@ def _layer_shape(adapter: Adapter, layer: DecoderLayer) -> LayerShape:
         linear_flops=float(MULTIPLY_ADD_FLOPS * weights),
         attention_flops=float(2 * MULTIPLY_ADD_FLOPS * head_count * head_size),
         window=layer.window,
+        state_bytes=0 if layer.recurrence is None else layer.recurrence.state_bytes,
+        state_flops=float(MULTIPLY_ADD_FLOPS * _mixed(layer)),
         element_bytes=element_bytes,
         is_from_hidden=layer.recurrence is not None or StateKind.HIDDEN in adapter.kinds,
         has_own_rows=layer.recurrence is None,

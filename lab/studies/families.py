@@ -126,7 +126,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "mamba2": {"head_dim": 16, "num_heads": 8, "state_size": 16, "n_groups": 1},
+    # Each pass computes whole chunks: 32 to sessions of 200 tokens as 256 to some thousand.
+    "mamba2": {"head_dim": 16, "num_heads": 8, "state_size": 16, "n_groups": 1, "chunk_size": 32},
     "phi3-longrope": {
         "rope_parameters": {
             "rope_type": "longrope",
