@@ -144,18 +144,21 @@ class Blocks:
     def look_up(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[FoundBlock]:
         """The blocks under these keys, in their order. Counts as no access."""
         now_ns, prefix = self._state.clock.now_ns(), space_prefix(space)
-        sizes: dict[int, tuple[int, ...]] = {}
+        # Blocks put by one engine share a layout, and so an answer.
+        hits: dict[tuple[int, bool], FoundBlock] = {}
         found = []
         for block in self._ledger.blocks_named(tenant, [f"{prefix}{key.hex()}" for key in keys]):
             if block is None or block.expire_time_ns <= now_ns:
                 found.append(ABSENT)
-                continue
-            # Blocks put by one engine share a layout.
-            size = sizes.get(id(block.layout)) or sizes.setdefault(id(block.layout), _sizes(block))
-            if block.token_count:
-                found.append(FoundBlock(BlockState.HIT, size, block.is_in_memory))
+            elif block.token_count:
+                kind = id(block.layout), block.is_in_memory
+                hit = hits.get(kind)
+                if hit is None:
+                    hit = hits[kind] = FoundBlock(BlockState.HIT, _sizes(block), kind[1])
+                found.append(hit)
             else:
-                found.append(FoundBlock(BlockState.PENDING, size) if block.uid in self._puts else ABSENT)
+                is_put = block.uid in self._puts
+                found.append(FoundBlock(BlockState.PENDING, _sizes(block)) if is_put else ABSENT)
         return found
 
     def parent(self, tenant: str, space: bytes, key: bytes) -> bytes | None:

@@ -68,12 +68,14 @@ class BlockCalls:
         """The block under each key. Counts as no access. Raises InvalidArgument."""
         found: list[FoundBlock] = []
         for some in _batches(keys, KEYS_PER_CALL):
-            request = block_pb2.LookupBlocksRequest(space=_space(space), keys=some)
+            operation = Operation()
+            operation.lookup_blocks.space.CopyFrom(_space(space))
+            operation.lookup_blocks.keys.extend(some)
             attachment = self._routes.attach()
             if attachment is None:
-                answer = self._wire.call(self._wire.blocks.LookupBlocks, request)
+                answer = self._wire.call(self._wire.blocks.LookupBlocks, operation.lookup_blocks)
             else:
-                answer = attachment.stream.carry_out(Operation(lookup_blocks=request)).found_blocks
+                answer = attachment.stream.carry_out(operation).found_blocks
             found += map(_found, answer.states, answer.size_bytes, answer.are_in_dram)
         return found
 

@@ -58,6 +58,7 @@ class SocketAccess(AccessStream):
         self._unread_count = 0
         self._drainer: threading.Thread | None = None
         self._failure: CacheError | None = None
+        self._polls = threading.local()
 
     @property
     def is_broken(self) -> bool:
@@ -259,8 +260,12 @@ class SocketAccess(AccessStream):
             return
 
     def _has_event(self, events: int, timeout_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, events)
+        # One for each thread and sort of event: making one costs as much as asking it.
+        polls = vars(self._polls)
+        poll = polls.get(str(events))
+        if poll is None:
+            poll = polls[str(events)] = select.poll()
+            poll.register(self._socket, events)
         return bool(poll.poll(max(timeout_s, 0) * 1000))
 
     def _gone(self, error: BaseException) -> Unavailable:
