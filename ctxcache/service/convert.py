@@ -369,7 +369,7 @@ class LeaseAnswer:
 
 
 def _changing(session: Session, ahead_ns: int) -> tuple[object, ...]:
-    """What a session's message says and a lease of all its rows outlives, but for its times."""
+    """The facts of a session's message that a lease of all its rows outlives, but for its times."""
     amounts = session.amounts()
     return (
         session.durable_token_count,

@@ -61,7 +61,7 @@ OWN: dict[tuple[str, str], Sequence[str]] = {
     ("history", "truncation_not_recorded"): ("--acts", "300"),
     ("soak", "reads_remembered"): ("--operations", "1200"),
 }
-"""What single controls need besides, or instead."""
+"""Options that single controls need besides, or instead."""
 TIMED = (("expiry", "all_at_once"),)
 """Found by how long calls take: nothing else may run meanwhile."""
 

@@ -158,7 +158,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What calls took, in seconds each: on the clock, and of the server's processor."""
+    """The times of calls, in seconds each: on the clock, and of the server's processor."""
 
     wall_s: list[float] = field(default_factory=list)
     work_s: list[float] = field(default_factory=list)

@@ -231,7 +231,7 @@ def test_what_is_gone_or_wrong_is_rebuilt_from_rows(client: Client, session_id: 
 
 
 def test_a_salt_and_a_model_keep_states_apart(client: Client, session_id: str) -> None:
-    """What one user's session left is not offered to another's, nor to another model."""
+    """Snapshots of one user's session are not offered to another's, nor to another model."""
     chat = _Chat(SMALLEST, client, session_id)
     chat.turn(chat.ids[:100])
     own = chat.snapshots()

@@ -180,7 +180,7 @@ async def test_it_ends_with_its_client_and_with_the_store(
 async def test_a_session_that_is_read_all_the_time_rests_now_and_then(
     way: SocketWay, client: Client, server: Server, clock: FakeClock
 ) -> None:
-    """What lingered for long enough is released for good, though it is asked for again and again."""
+    """A lease that lingered for long enough is released for good, though it is asked for again and again."""
     await client.create("b", ttl=Duration(seconds=86_400))
     await client.append("b", 1, 0, 64)
     asked = request(client, session="sessions/b")

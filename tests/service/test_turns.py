@@ -203,7 +203,7 @@ async def test_a_tenant_is_greedy_by_what_its_work_takes(hands: Hands) -> None:
 
 
 async def test_a_tenant_that_is_alone_is_not_greedy(hands: Hands) -> None:
-    """Nobody waits for it."""
+    """No other tenant waits for it."""
     usage = Usage()
     for _ in range(100):
         usage.come("busy")

@@ -126,7 +126,10 @@ class Ledger:
     """
 
     lingering: Collection[object] = ()
-    """Reads that go on without a reader. Whoever lets reads linger sets this, and `let_go`."""
+    """Reads that go on without a reader.
+
+    The part of `cache` that lets reads linger sets this, and `let_go`.
+    """
     let_go: Callable[[], None] = staticmethod(lambda: None)
     """Ends all of these."""
 
