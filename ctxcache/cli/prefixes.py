@@ -129,7 +129,7 @@ def _found(
     if bool(file) == bool(key):
         raise typer.BadParameter("give a FILE, or --key")
     token_ids = parsed(_token_ids, file, "FILE") if file else []
-    keys = [parsed(bytes.fromhex, one, "--key") for one in key or ()]
+    keys = [parsed(_digest, one, "--key") for one in key or ()]
     contents = [parsed(_content, one, "--content") for one in content or ()]
     with call.client() as client:
         other = client.sessions.get(session_name(like)) if like else None
@@ -143,9 +143,19 @@ def _found(
         )
 
 
+def _digest(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not hexadecimal") from error
+
+
 def _content(text: str) -> Content:
-    begin, end, digest = text.split(":")
-    return Content(int(begin), int(end), bytes.fromhex(digest))
+    try:
+        begin, end, digest = text.split(":")
+        return Content(int(begin), int(end), bytes.fromhex(digest))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not BEGIN:END:HEX") from error
 
 
 def _token_ids(file: str) -> list[int]:
@@ -154,7 +164,10 @@ def _token_ids(file: str) -> list[int]:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
-    found = json.loads(text)
-    if not isinstance(found, list) or not all(type(one) is int for one in found):
-        raise ValueError(f"{file} is no JSON list of integers")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, list) or not found or not all(type(one) is int for one in found):
+        raise ValueError(f"{file} is no JSON list of integers, or an empty one")
     return found

@@ -84,7 +84,8 @@ def test_a_session_of_salt_and_pictures_is_asked_like(target: str, prompt: str) 
     ]
     assert counts == [64, 0, 0]
     for bad in ("5:37", f"a:37:{digest}", "5:37:zz"):
-        assert ctxcache("--target", target, *asked, "--content", bad).exit_code == ExitCode.USAGE
+        ran = ctxcache("--target", target, *asked, "--content", bad)
+        assert (ran.exit_code, "BEGIN:END:HEX" in ran.stderr) == (ExitCode.USAGE, True)
 
 
 def test_top_lists_what_is_shared(target: str) -> None:
@@ -96,7 +97,7 @@ def test_top_lists_what_is_shared(target: str) -> None:
     assert "sessions/" in ctxcache("--target", target, "prefix", "top").stdout
 
 
-@pytest.mark.parametrize("content", ["1 2 3", "{}", "[1.5]", "[true]"])
+@pytest.mark.parametrize("content", ["1 2 3", "{}", "[]", "[1.5]", "[true]"])
 def test_a_file_without_tokens_is_refused(target: str, tmp_path: Path, content: str) -> None:
     """As wrong use, before the server is asked."""
     path = tmp_path / "prompt.json"

@@ -1,11 +1,11 @@
-"""The check that `value` is never far below the best baseline: what it compares, prints and ends with."""
+"""What the studies of capacity and margin compare over a folder of traces, print, write and end with."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from lab.studies import margin
+from lab.studies import capacity, margin
 from lab.studies.margin import broken
 
 
@@ -59,3 +59,27 @@ def test_block_lru_is_never_above() -> None:
     assert list(broken({"value": 0.5, "lru": 0.5, "arc": 0.515})) == []
     assert list(broken({"value": 0.5, "lru": 0.501})) == ["0.0010 below block LRU"]
     assert list(broken({"value": 0.5, "lru": 0.4, "arc": 0.53})) == ["0.0300 below arc"]
+
+
+def test_a_page_gets_the_table_of_capacities(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between its marks; a page without marks stays as it is, and what was found is not found again."""
+    results, page, other = (tmp_path / name for name in ("results.jsonl", "page.md", "other.md"))
+    page.write_text(f"before\n{capacity.BEGIN}\nold\n{capacity.END}\nafter\n")
+    other.write_text("no marks\n")
+    options = [str(folder), "--results", str(results)]
+    for target, end in ((page, SystemExit), (other, ValueError)):
+        monkeypatch.setattr("sys.argv", ["capacity", *options, "--write", str(target)])
+        with pytest.raises(end):
+            capacity.main()
+
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| `chats`")]
+    assert page.read_text().startswith("before\n")
+    assert page.read_text().endswith("\nafter\n")
+    assert "old" not in page.read_text()
+    assert rows == [line for line in capsys.readouterr().out.splitlines() if "`chats`" in line][:1]
+    assert "-" not in rows[0]
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    assert len(found) == len(capacity.SERIES) * len(capacity.MULTIPLES)
+    assert other.read_text() == "no marks\n"
