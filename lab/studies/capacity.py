@@ -83,7 +83,7 @@ def table(found: Sequence[Kept]) -> Iterator[str]:
     shares = {(one.trace, one.series, one.multiple): one.share for one in found}
     for trace in sorted({one.trace for one in found}):
         cells = [
-            " / ".join(
+            "/".join(
                 f"{100 * shares[trace, series, multiple]:.1f}" if (trace, series, multiple) in shares else "-"
                 for multiple in MULTIPLES
             )
