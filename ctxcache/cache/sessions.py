@@ -9,7 +9,7 @@ import uuid
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ctxcache.cache.eviction import Departures, SsdRoom, record_of
 from ctxcache.cache.flushing import Flushing
@@ -46,8 +46,7 @@ One session at least.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(NamedTuple):
     """The answer of a look-up: `reason` is empty for a hit. Without a layout there is no such session.
 
     Not a SessionView: an engine looks up hundreds at a time, and asks for these facts alone.

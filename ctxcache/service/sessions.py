@@ -28,6 +28,8 @@ LOOKUP_LIMIT = 1000
 RESULTS_FIELD = session_pb2.LookupSessionsResponse.RESULTS_FIELD_NUMBER
 DROP_LIMIT = 4096
 RANGES_PER_PAUSE = 256
+KINDS_KEPT_BYTES, KINDS_ENTRY_BYTES = 1 << 20, 256
+"""Encoded kinds that are kept ready, and what an entry takes besides."""
 RANGES_KEPT = 1 << 16
 """Ranges of layouts whose part of a look-up's answer is kept ready: some tens of bytes each."""
 
@@ -195,7 +197,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 await part.rest()
                 ahead_ns = self._clock.wall_ahead_ns()
             result = _result(self._sessions.lookup(tenant, session_id, print_), ahead_ns)
-            answer.add_encoded(convert.entry(RESULTS_FIELD, result.SerializeToString()))
+            answer.add_encoded(convert.entry(RESULTS_FIELD, result))
         return answer.encoded()
 
     # -- rows ---------------------------------------------------------------------------------------
@@ -307,27 +309,53 @@ def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, tuple[Ranges
     return normalise(found), lowest if lowest[0] < 0 else furthest
 
 
-def _result(found: Lookup, ahead_ns: int) -> session_pb2.LookupResult:
-    """`ahead_ns`: how far the wall clock is ahead of the store's time."""
-    name = f"sessions/{found.session_id}"
-    miss = session_pb2.LOOKUP_STATE_MISS
+def _result(found: Lookup, ahead_ns: int) -> bytes:
+    """An encoded LookupResult. `ahead_ns`: how far the wall clock is ahead of the store's time."""
+    result = session_pb2.LookupResult(name=f"sessions/{found.session_id}")
     if found.layout is None:
-        return session_pb2.LookupResult(name=name, state=miss, reason=found.reason)
+        result.state, result.reason = session_pb2.LOOKUP_STATE_MISS, found.reason
+        return result.SerializeToString()
     if found.is_pending:
-        miss = session_pb2.LOOKUP_STATE_PENDING
-    result = session_pb2.LookupResult()
-    result.CopyFrom(_of_one_token(found.layout))
-    for kind in result.kinds:
-        kind.size_bytes *= found.token_count
-    result.name = name
-    result.state = miss if found.reason else session_pb2.LOOKUP_STATE_HIT
-    result.reason = "" if found.is_pending else found.reason
+        result.state = session_pb2.LOOKUP_STATE_PENDING
+    elif found.reason:
+        result.state, result.reason = session_pb2.LOOKUP_STATE_MISS, found.reason
+    else:
+        result.state = session_pb2.LOOKUP_STATE_HIT
     result.generation, result.token_count = found.generation, found.token_count
-    result.dram_token_count = found.dram_token_count
-    result.expire_time.seconds, result.expire_time.nanos = divmod(found.expire_time_ns + ahead_ns, 10**9)
-    return result
+    result.dram_token_count, end = found.dram_token_count, result.expire_time
+    end.seconds, end.nanos = divmod(found.expire_time_ns + ahead_ns, 10**9)
+    return result.SerializeToString() + _KINDS.encoded(found.layout, found.token_count)
 
 
+class _Kinds:
+    """The kinds in look-ups' answers, encoded, by layout and number of tokens.
+
+    An entry keeps the layout alive, so that no other layout has its identity.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[SegmentLayout, bytes]] = {}
+        self._size_bytes = 0
+
+    def encoded(self, layout: SegmentLayout, token_count: int) -> bytes:
+        """A LookupResult that says no more than the kinds of a session of so many tokens."""
+        key = id(layout), token_count
+        known = self._known.get(key)
+        if known is None:
+            result = session_pb2.LookupResult()
+            result.CopyFrom(_of_one_token(layout))
+            for kind in result.kinds:
+                kind.size_bytes *= token_count
+            known = layout, result.SerializeToString()
+            self._size_bytes += KINDS_ENTRY_BYTES + len(known[1])
+            if self._size_bytes > KINDS_KEPT_BYTES:
+                self._known.clear()
+                self._size_bytes = 0
+            self._known[key] = known
+        return known[1]
+
+
+_KINDS = _Kinds()
 _OF_ONE_TOKEN: dict[int, tuple[SegmentLayout, session_pb2.LookupResult]] = {}
 """By the layout's identity. An entry keeps the layout alive, so that no other layout has its identity."""
 
