@@ -18,7 +18,6 @@ from transformers import Cache, DynamicCache
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability, SessionInfo
-from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.capture import Capture
@@ -144,8 +143,8 @@ class Stored:
     """One layout, in seconds and bytes.
 
     `pass_s` is the forward pass with its rows taken out, `save_s` from its end until they are durable,
-    `restore_s` from the lease to the cache. `slot_bytes_per_token` counts headers and padding of full
-    segments.
+    `restore_s` from the lease to the cache. `slot_bytes_per_token` is what lies on SSD, headers and padding
+    included.
     """
 
     divergence: Divergence
@@ -186,16 +185,26 @@ def stored(
         pass_s, save_s = map(median, zip(*times, strict=True))
         with pipeline_for(adapter) as pipeline:
             cache, restore_s = _restore(pipeline, adapter, client, model, plan, session.name, repeat_count)
-        layout = SegmentLayout(spec.resolve(plan.streams()))
-        row_bytes = sum(item.row_bytes for item in layout.specs)
+        row_bytes = sum(item.row_bytes for item in spec.resolve(plan.streams()))
         found[text] = Stored(
             compare(logits_of(adapter, cache, new), standard, new, row_bytes),
-            layout.size_bytes / SEGMENT_TOKENS,
+            client.sessions.get(session.name).ssd_bytes / context_count,
             pass_s,
             save_s,
             restore_s,
         )
     return found
+
+
+def restored_through(
+    adapter: Adapter, client: Client, spec: ModelSpec, text: str, token_ids: Sequence[int]
+) -> Cache:
+    """The cache of some tokens, saved by a plan in its compact form and restored. Raises as `stored` does."""
+    model, plan = client.models.register(spec), RestorePlan.parse(text)
+    session = client.sessions.create(model, layout=plan.streams()).info
+    _save(adapter, client, model, plan, session, token_ids)
+    with pipeline_for(adapter) as pipeline:
+        return _restore(pipeline, adapter, client, model, plan, session.name, 1)[0]
 
 
 def _save(

@@ -2,7 +2,8 @@
 
 Two trials. Needle: sentences that name a number stand at even depths of a text. Recall: a list of keys with
 numbers, and nothing else. Each fact is asked for behind the context. It is found if every token of its answer
-is the likeliest one, the tokens before it given. A model without a tokenizer gets facts of random tokens.
+is the likeliest one, the tokens before it given. Without a tokenizer, spans of the text itself are asked for:
+how it went on behind a dozen tokens.
 """
 
 import copy
@@ -42,6 +43,9 @@ NAMES = (
     "Zurich",
 )
 
+ASKED, ANSWERED = 12, 3
+"""Tokens of a span that is asked for, and of its answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fact:
@@ -65,16 +69,18 @@ def trials(
     fact_count: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[str, Trial]:
-    """Both trials, each of about `context_count` tokens. Raises ValueError for more facts than names."""
+    """The trials, with needles in `context_count` tokens. Raises ValueError for more facts than names."""
     if not 0 < fact_count <= len(NAMES):
         raise ValueError(f"{fact_count} facts are not within [1, {len(NAMES)}]")
+    if tokenizer is None:
+        text = tuple(text_ids[:context_count])
+        begins = [(len(text) - ASKED - ANSWERED) * number // fact_count for number in range(fact_count)]
+        spans = [Fact(text[at : at + ASKED], text[at + ASKED :][:ANSWERED]) for at in begins]
+        return {"needle": Trial(text, tuple(spans))}
     dice = random.Random(7)  # noqa: S311
     told = [(name, f"{dice.randrange(100, 1000)}") for name in dice.sample(NAMES, fact_count)]
-    known = sorted(set(text_ids))
 
     def fact(question: str, answer: str) -> Fact:
-        if tokenizer is None:
-            return Fact(tuple(dice.choices(known, k=4)), tuple(dice.choices(known, k=2)))
         asked, found = (tokenizer.encode(part, add_special_tokens=False) for part in (question, answer))
         return Fact(tuple(asked), tuple(found))
 

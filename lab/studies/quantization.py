@@ -3,16 +3,18 @@
 
     python -m lab.studies.quantization --text wikitext2_test.txt.gz --json
     python -m lab.studies.quantization --store --text wikitext2_test.txt.gz --json
+    python -m lab.studies.quantization --retrieval 24 --text wikitext2_test.txt.gz
 
-With --store, through a real store: what its packed kinds take on disk, and how long saving and restoring by
-them takes. Exits with 1 where hidden states in 8 bits with groups of 32 and outliers are further from the
-kept cache than --bound.
+With --retrieval, so many facts in a context are asked for behind it: sentences in a text ("needle"), and a
+list of keys with numbers ("recall"). With --store, through a real store: what its packed kinds take on disk,
+and how long saving and restoring by them takes. Exits with 1 where hidden states in 8 bits with groups of 32
+and outliers are further from the kept cache than --bound.
 """
 
 import gzip
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +23,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import StateKind
@@ -31,7 +33,18 @@ from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import physical_core_count, this_machine
 from lab.demo.models import load_model, mha_twin, smollm2
 from lab.demo.text import passages
-from lab.quality.divergence import Form, Stored, divergences, few_bits, half, one_scale, stored
+from lab.quality.divergence import (
+    Form,
+    Stored,
+    divergences,
+    few_bits,
+    half,
+    logits_of,
+    one_scale,
+    restored_through,
+    stored,
+)
+from lab.quality.retrieval import Trial, recalled, trials
 
 HIDDEN, KV = StateKind.HIDDEN, StateKind.KV
 CHARACTERS_PER_TOKEN = 20
@@ -75,13 +88,17 @@ def main(
     ] = None,
     has_twin: Annotated[bool, typer.Option("--mha", help="The model's twin with as many K/V heads.")] = False,
     store: Annotated[bool, typer.Option("--store", help="Save to a store and restore from it.")] = False,
-    plans: Annotated[str, typer.Option(help="Kinds to store, with --store.")] = ",".join(KINDS),
+    retrieval: Annotated[int, typer.Option(help="Facts to ask for; 0: none.", min=0, max=24)] = 0,
+    plans: Annotated[str, typer.Option(help="Kinds to store, with --store and --retrieval.")] = ",".join(
+        KINDS
+    ),
     bound: Annotated[float, typer.Option(help="Most KL, in nats a token.")] = 4e-4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Measure, print, judge."""
     torch.set_num_threads(physical_core_count())
     path = mha_twin(model or smollm2()) if has_twin else model or smollm2()
+    tokenizer = None
     if ids:
         loaded, token_ids = _model(path), json.loads(_read(ids))[: context + tokens]
     else:
@@ -91,6 +108,13 @@ def main(
             tokenizer.encode(words[: CHARACTERS_PER_TOKEN * (context + tokens)], add_special_tokens=False)
         )[: context + tokens]
     about = {"model": path.name, "context": context, "predicted": tokens, "machine": this_machine().title}
+    if retrieval:
+        _report_retrieval(
+            about,
+            _retrieved(loaded, trials(token_ids, context, retrieval, tokenizer), plans.split(",")),
+            as_json=as_json,
+        )
+        return
     if store:
         _report_stored(
             about, _through_a_store(loaded, token_ids, context, plans.split(",")), bound, as_json=as_json
@@ -127,15 +151,49 @@ def _through_a_store(
     so many bits on one layer in 8 bits.
     """
     adapter = adapt(model)
-    last = len(adapter.layers) - 1
+    spec = model_spec(model, model_id="measured", weights_digest="measured", packed_kinds=LOSSY_KINDS)
+    with embedded_store(2 << 30) as running:
+        plans = _plans(len(adapter.layers) - 1, kinds)
+        return stored(adapter, running.client, spec, plans, token_ids, context_count=context)
+
+
+def _plans(last: int, kinds: Sequence[str]) -> list[str]:
     mixed = f"hidden_int8:0-{last // 2},kv_int8:{last // 2 + 1}-{last}"
     special = {"int8": mixed}
     for bits in (4, 3, 2):
         special[f"delta{bits}"] = f"hidden_int8:0,hidden_delta_int{bits}:1-{last}"
-    plans = [special.get(kind, f"{kind}:0-{last}") for kind in kinds]
+    return [special.get(kind, f"{kind}:0-{last}") for kind in kinds]
+
+
+def _retrieved(
+    model: PreTrainedModel, asked: Mapping[str, Trial], kinds: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """By plan, the share of each trial's facts that are found; "kept": from the cache that stayed."""
+    adapter = adapt(model)
     spec = model_spec(model, model_id="measured", weights_digest="measured", packed_kinds=LOSSY_KINDS)
+    plans = _plans(len(adapter.layers) - 1, kinds)
+    found: dict[str, dict[str, float]] = {"kept": {}, **{plan: {} for plan in plans}}
     with embedded_store(2 << 30) as running:
-        return stored(adapter, running.client, spec, plans, token_ids, context_count=context)
+        for title, trial in asked.items():
+            kept = DynamicCache(config=model.config)
+            logits_of(adapter, kept, trial.token_ids)
+            found["kept"][title] = recalled(adapter, kept, trial)
+            for plan in plans:
+                cache = restored_through(adapter, running.client, spec, plan, trial.token_ids)
+                found[plan][title] = recalled(adapter, cache, trial)
+    return found
+
+
+def _report_retrieval(about: dict[str, object], found: dict[str, dict[str, float]], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**about, "retrieval": found}, indent=1))
+        return
+    table = Table(box=None, header_style="bold")
+    for title in ("stored", *found["kept"]):
+        table.add_column(title, justify="left" if title == "stored" else "right")
+    for plan, shares in found.items():
+        table.add_row(plan, *(f"{share:.0%}" for share in shares.values()))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _report_stored(
