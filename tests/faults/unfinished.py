@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
             memory = Memory(server.pid)
             memory.start()
             asyncio.run(_attack(server, options, report))
-            until_s = time.monotonic() + RETURN_S
+            until_s = time.monotonic() + report.patience_s(RETURN_S)
             while (after_bytes := rss_bytes(server.pid)) > before_bytes + LEFT_BYTES:
                 if time.monotonic() > until_s:
                     report.find(f"{after_bytes - before_bytes} B more than before stayed")
