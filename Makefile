@@ -14,13 +14,16 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) \* 3 / 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench-table controls engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo demo-proof bench-table controls engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: setup ## Show what the cache saves on a real small model (ARGS="--help" for its options)
 	@$(BIN)/ctxcache demo $(ARGS)
+
+demo-proof: setup ## Prove on the demo's real model what tests prove on a tiny one (minutes; after `make demo`)
+	$(BIN)/python -m pytest -q -rs -p no:cacheprovider tests/lab/demo/smollm2_proof.py
 
 test: lint check-proto test-store test-worker ## Check everything: style, types, contract, and every test once
 

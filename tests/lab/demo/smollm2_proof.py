@@ -1,4 +1,7 @@
-"""The demo's default, the real model: run where its conversion is on disk already."""
+"""The demo's default, the real model, where its conversion is on disk: `make demo-proof`, two minutes of CPU.
+
+`test_demo_command.py` runs the same command on a tiny model in each `make test`.
+"""
 
 import json
 import os
