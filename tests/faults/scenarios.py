@@ -6,10 +6,11 @@ servers are made. Worst case: a call that is not answered, which is a problem.
 
 import os
 import resource
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import ctxcache
@@ -28,6 +29,8 @@ CLOCK_LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 JUMPS = ("+1h", "-1h", "+1d", "-1d")
 QUICK_S = 5.0
 """Deadline of calls that no device is needed for: a bound against hanging, no measurement."""
+LOG_LIMIT_BYTES = 64 << 10
+"""The most that the log may grow in some seconds without descriptors: a line or two a second."""
 
 
 def hanging_device(
@@ -64,11 +67,17 @@ def no_descriptors(server: ServerProcess, problem: Problem) -> None:
         taken = max(int(name) for name in os.listdir(f"/proc/{server.pid}/fd")) + 1  # noqa: PTH208
         limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (taken, limits[1]))
-        with ctxcache.connect(server.target, access="remote", timeout_s=2.0) as other:
+        log_bytes = server.stderr_path.stat().st_size
+        with ExitStack() as waiting, ctxcache.connect(server.target, access="remote", timeout_s=2.0) as other:
+            for address in 8 * [server.target, *filter(None, [server.ready.get("metrics_address")])]:
+                host, _, port = address.rpartition(":")
+                waiting.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
             expect(CacheError, "a new connection", other.admin.stats, problem)
             life.read(client, "a")
             life.append(client, "a", 50, is_durable=True)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+        if (log_bytes := server.stderr_path.stat().st_size - log_bytes) > LOG_LIMIT_BYTES:
+            problem(f"{log_bytes} B of log in some seconds without descriptors")
         with ctxcache.connect(server.target, access="remote", timeout_s=DEADLINE_S) as other:
             life.check_all(other)
 
