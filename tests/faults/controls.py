@@ -55,7 +55,7 @@ OWN: dict[tuple[str, str], Sequence[str]] = {
     ("corrupt", "verification_off"): FLIPS,
     ("corrupt", "witness_ignored"): METADATA,
     ("crash", "abandoned_save_shows"): ("--aborts", "50"),
-    ("expiry", "all_at_once"): ("--sessions", "100000", "--rate", "2000"),
+    ("expiry", "all_at_once"): ("--sessions", "100000", "--rate", "1000"),
     ("history", "deleted_record_stays"): ("--acts", "300"),
     ("history", "slots_not_synced"): ("--acts", "30", "--power"),
     ("history", "truncation_not_recorded"): ("--acts", "300"),
