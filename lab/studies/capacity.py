@@ -4,9 +4,9 @@
 
 Every trace in FOLDER whose sessions return is replayed as `ctxcache simulate` does. By blocks: the share of
 all prompt tokens found under `value`, `value` with truthful hints, and block LRU. By sessions, in a closed
-loop: the share of later turns that find their history, under `value` and LRU. Capacities are multiples of the
-trace's live footprint. Results that are there are not made again. `--write` puts the table between the two
-marks of a page.
+loop with an SSD that is fast enough: the share of later turns that find their history, under `value` and LRU.
+Capacities are multiples of the trace's live footprint. Results that are there are not made again. `--write`
+puts the table between the two marks of a page.
 """
 
 import argparse
@@ -26,7 +26,14 @@ from lab.studies.margin import trace_of
 MULTIPLES = (0.25, 0.5, 1.0)
 HINTS = frozenset({TraceHint.ENDS, TraceHint.RETURNS})
 BLOCKS = replace(Load(), objective=Objective.TOKENS)
-SESSIONS = Load(is_inclusive=True, segment_tokens=SEGMENT_TOKENS, is_timed=True, is_closed=True)
+SESSIONS = Load(
+    is_inclusive=True,
+    segment_tokens=SEGMENT_TOKENS,
+    is_timed=True,
+    is_closed=True,
+    # Reads take no time: behind a slow SSD more sessions are open at once than the footprint counts.
+    ssd_read_bytes_per_s=900e12,
+)
 SERIES: dict[str, tuple[Load, str, bool]] = {
     "blocks, value": (BLOCKS, "value", True),
     "blocks, value, hints": (replace(BLOCKS, hints=HINTS), "value", True),
