@@ -6,6 +6,7 @@ from fakes import Operation
 
 from ctxcache.core.history import Event
 from ctxcache.errors import TierFailure
+from ctxcache.observe.exposition import read_cache
 
 
 def paths_of(rig: MemoryRig, session_id: str) -> list[int]:
@@ -93,6 +94,21 @@ async def test_a_look_up_is_honest_before_the_pass_over_all_sessions(rig: Memory
     rig.cache.devices.note()
 
     assert sorted(found(rig).values()) == [0, len(made["s0"])]
+
+
+async def test_a_path_that_is_told_to_be_lost_is_lost_to_look_ups(rig: MemoryRig) -> None:
+    """Metrics and statistics may be read before upkeep comes to the path."""
+    made = await stored(rig, 4)
+    on_lost = {name for name in made if set(paths_of(rig, name)) == {1}}
+    rig.ssd.lose(1)
+    states = {
+        sample.labels: sample.value
+        for sample in read_cache(rig.cache)
+        if sample.name == "ctxcache_path_state" and sample.labels[2] == "lost"
+    }
+
+    assert sorted(states.values()) == [0, 0, 1]
+    assert {name for name, count in found(rig).items() if not count} == on_lost
 
 
 async def test_a_path_that_comes_back_brings_its_tokens(rig: MemoryRig) -> None:
