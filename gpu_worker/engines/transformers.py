@@ -500,9 +500,9 @@ class TransformersEngine:
     def close(self) -> None:
         """Save what is still in staging, then end the threads that save and restore."""
         self._savers.close()
+        self._restorer.close()
         if self._snapshots is not None:
             self._snapshots.wait()
-        self._restorer.close()
 
     @property
     def profile(self) -> Profile | None:
