@@ -111,8 +111,8 @@ def test_without_json_a_person_reads_turns_and_a_table(tiny_llama: Path, run_dem
     assert "Identical: every restored reply" in words
 
 
-def _shifted(adapter: Adapter, weights: KernelWeights, positions: Tensor) -> Compute:
-    return compute_for(adapter, weights, positions + 1)
+def _shifted(adapter: Adapter, weights: KernelWeights, positions: Tensor, **given: Any) -> Compute:
+    return compute_for(adapter, weights, positions + 1, **given)
 
 
 def test_positions_off_by_one_are_found(
