@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +40,8 @@ class Order:
     plan: str = "kv:0-2"
     rounds: tuple[tuple[str, str], ...] = (("first", ""),)
     deadline_s: float = 20.0
+    stays_s: float = 0.0
+    """How long it waits at its end for all ranks' results: the one that listens takes the meeting with it."""
     result: Path = Path()
 
 
@@ -78,6 +81,10 @@ def run(order: Order, told: Connection) -> None:
         except CacheError as error:
             told.send(error.reason)
     torch.save(_rows(cache, session.token_count), order.result)
+    told.close()
+    count, end_s = order.share.tensor_ranks * order.share.stages, time.monotonic() + order.stays_s
+    while len(list(order.result.parent.glob("[0-9]-[0-9]"))) < count and time.monotonic() < end_s:
+        time.sleep(0.01)
 
 
 def _restore(

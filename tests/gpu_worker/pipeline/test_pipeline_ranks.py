@@ -180,9 +180,8 @@ def test_ranks_meet_over_tcp_and_a_rank_that_comes_later_finds_them(
     """The first rank listens; two rounds go over one connection."""
     url = free_url()
     rounds = (("first", ""), ("second", ""))
-    orders = [
-        replace(each, rendezvous=url, rounds=rounds, deadline_s=60.0) for each in orders_of(tmp_path, 2)
-    ]
+    rank_orders = orders_of(tmp_path, 2)
+    orders = [replace(each, rendezvous=url, rounds=rounds, stays_s=60.0) for each in rank_orders]
     ranks = Processes(context, orders[::-1])
 
     assert [list(ranks.reasons(rank)) for rank in range(2)] == [["", ""]] * 2
