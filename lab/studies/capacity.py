@@ -21,7 +21,7 @@ from ctxcache.core.placement.value import Objective
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.study import Capacity, study
-from lab.studies.margin import trace_of
+from lab.studies.margin import folder, trace_of
 
 MULTIPLES = (0.25, 0.5, 1.0)
 HINTS = frozenset({TraceHint.ENDS, TraceHint.RETURNS})
@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=folder)
     parser.add_argument("--block-tokens", type=int, default=512, help="tokens of a block")
     parser.add_argument("--results", type=Path, help="JSON lines: what is there is not run again")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="a page with the marks, to be changed")
@@ -123,6 +123,8 @@ def main() -> None:
     found = [one for one in read(arguments.results) if one.block_tokens == size]
     done = {(one.trace, one.series) for one in found}
     paths = [path for path in sorted(arguments.folder.iterdir()) if path.is_file() and trace_of(path)]
+    if not paths:
+        parser.exit(1, f"{arguments.folder} has no trace whose sessions return\n")
     todo = [(path, series, size) for path in paths for series in SERIES if (path.name, series) not in done]
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for more in pool.map(run, *zip(*todo, strict=True)) if todo else ():

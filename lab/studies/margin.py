@@ -122,12 +122,20 @@ def report(found: Sequence[Found]) -> bool:
     return is_kept and row_count > 0
 
 
+def folder(given: str) -> Path:
+    """A folder named on the command line. Raises ArgumentTypeError where there is none."""
+    path = Path(given)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{given} is no folder")
+    return path
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=folder)
     parser.add_argument("--footprint", default="0.25,0.5,1", help="multiples of the live footprint")
     parser.add_argument("--policies", default=",".join(BASELINES), help="baselines to run")
     parser.add_argument("--only", default="", help="traces whose names begin so")
@@ -137,6 +145,8 @@ def main() -> None:
     arguments = parser.parse_args()
     files = [path for path in sorted(arguments.folder.iterdir()) if path.name.startswith(arguments.only)]
     paths = [path for path in files if path.is_file() and trace_of(path) is not None]
+    if not paths:
+        parser.exit(1, f"{arguments.folder} has no trace whose sessions return\n")
     print(f"left out: {', '.join(path.name for path in files if path not in paths) or 'none'}\n")
     policies = [OURS, *arguments.policies.split(",")]
     multiples = [float(each) for each in arguments.footprint.split(",")]

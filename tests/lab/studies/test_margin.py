@@ -1,4 +1,4 @@
-"""What the studies of capacity and margin compare over a folder of traces, print, write and end with."""
+"""Studies of a folder of traces: compared figures, printed tables, the results file and the exit code."""
 
 import json
 from pathlib import Path
