@@ -1,6 +1,7 @@
 """Decoding with K and V on the host: the tokens of a cache on the device, by any split, on any bus."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -20,6 +21,7 @@ from gpu_worker.families import Adapter
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.host_cache import HostCache, transfer
 from gpu_worker.model_spec import model_spec
+from gpu_worker.pipeline.lane import Host, HostEvent
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.assignment import Step, simulate
 from gpu_worker.planning.decoding import DecodeRates, closed_split, searched_split, step_s
@@ -94,10 +96,21 @@ def test_rows_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     with HostCache(_adapter("llama"), 100, split=SPLITS["both"], transfer=late) as held:
         assert _reply("llama", held) == _on_device("llama")
 
-    monkeypatch.setattr("gpu_worker.pipeline.lane.HostEvent.settle_by", lambda *_: True)
-    with HostCache(_adapter("llama"), 100, split=SPLITS["both"], transfer=late) as held:
-        assert _reply("llama", held) != _on_device("llama")
+    # The control leaves nothing to luck: no row comes before the reply ends, and the device held none.
+    is_over = threading.Event()
+
+    def too_late(rows: Tensor, place: Tensor) -> None:
+        is_over.wait(60.0)
+        transfer(rows, place)
+
+    fresh = Host.device_buffer
+    monkeypatch.setattr(Host, "device_buffer", lambda self, size_bytes: fresh(self, size_bytes).fill_(0xFF))
+    monkeypatch.setattr(HostEvent, "settle_by", lambda *_: True)
+    with HostCache(_adapter("llama"), 100, split=SPLITS["both"], transfer=too_late) as held:
+        reply = _reply("llama", held)
+        is_over.set()
         monkeypatch.undo()
+    assert reply != _on_device("llama")
 
 
 def test_a_cache_says_what_it_does_not_take() -> None:
