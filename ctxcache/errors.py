@@ -166,6 +166,13 @@ class WriteInProgress(CacheError):
     template = "{session} has an open reservation"
 
 
+class SessionInUse(CacheError):
+    """The session to be replaced is read, or a reader is expected; it stays as it is."""
+
+    reason = "SESSION_IN_USE"
+    template = "{session} is read, or somebody waits for it"
+
+
 class EngineTakenOver(CacheError):
     """Another stream publishes this engine's queue now; this one has it no longer."""
 

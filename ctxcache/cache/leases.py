@@ -70,6 +70,8 @@ class ReadRequest:
     leaves_on_ssd: bool = False
     is_summed: bool = False
     is_rechecked: bool = False
+    is_quiet: bool = False
+    """Of a stream: it counts as no access, and is read past DRAM."""
 
 
 class ReadPlan:
@@ -126,7 +128,10 @@ class ReadPlan:
 
         Where there is no room for all of it, what is in DRAM already, as far as the limit goes.
         """
-        if not budget.fits(self.owner, self.look()):
+        sizes_bytes = self.look()
+        if self.request.is_quiet:
+            self.sizes_bytes = {}
+        elif not budget.fits(self.owner, sizes_bytes):
             resident = {p.segment.segment_id: p.segment.size_bytes for p in self.pieces if p.segment.memory}
             left_bytes, self.sizes_bytes = budget.limit_of(self.owner), {}
             for segment_id, size_bytes in resident.items():
@@ -170,6 +175,8 @@ class Lease:
     """Since when its rows are held; its reader may have come later, and taken up what lingered."""
     on_ssd: Mapping[int, Slot] = field(default_factory=dict)
     """Slots, by segment id, of what was left on SSD for who reads it there."""
+    is_quiet: bool = False
+    """Whether its session is not in use by it."""
 
     def is_past(self, segment: Segment) -> bool:
         """Whether it is read past DRAM, where its rows do not stay."""
@@ -597,7 +604,8 @@ class Leases:
 
     def _free(self, lease: Lease, now_ns: int) -> None:
         """Let go of a lease's rows."""
-        self._ledger.read_ended(lease.view.uid, now_ns / SECOND_NS)
+        if not lease.is_quiet:
+            self._ledger.read_ended(lease.view.uid, now_ns / SECOND_NS)
         for piece in lease.pieces:
             self._ledger.released(piece.segment, is_past=piece.segment.segment_id not in lease.pinned)
         self.pins.unpin(lease.client, lease.pinned)
@@ -698,7 +706,8 @@ class Leases:
             raise
 
     def _missed(self, request: ReadRequest, error: CacheError) -> None:
-        self._state.journal.missed(READ, request.tenant, request.session_id, error)
+        if not request.is_quiet:
+            self._state.journal.missed(READ, request.tenant, request.session_id, error)
 
     async def _hold_what_is_there(self, request: ReadRequest, *, is_stream: bool) -> Lease:
         self._check_count(request.tenant)
@@ -720,9 +729,10 @@ class Leases:
         """Hold what is asked for, for which there is room."""
         session, request = plan.session, plan.request
         now_ns = self._state.clock.monotonic_ns()
-        self._ledger.touched(session, plan.now_ns)
-        self._state.counters.read_token_count += plan.end - request.begin
-        self._state.counters.dram_hit_token_count += plan.dram_token_count
+        if not request.is_quiet:
+            self._ledger.touched(session, plan.now_ns)
+            self._state.counters.read_token_count += plan.end - request.begin
+            self._state.counters.dram_hit_token_count += plan.dram_token_count
         self.pins.pin(plan.owner, plan.sizes_bytes)
         self._last_id += 1
         lease = Lease(
@@ -737,19 +747,23 @@ class Leases:
             begun_ns=now_ns,
             held_ns=now_ns,
             on_ssd=plan.on_ssd,
+            is_quiet=request.is_quiet,
         )
         # Nothing awaits between the look and these holds: the segments are where the plan found them.
         for piece in plan.pieces:
             self._ledger.held(piece.segment, is_past=piece.segment.segment_id not in plan.sizes_bytes)
         self._leases[lease.lease_id] = lease
         self._counts[session.tenant] += 1
-        self._ledger.read_began(session, plan.pieces, now_ns / SECOND_NS)
+        if not request.is_quiet:
+            self._ledger.read_began(session, plan.pieces, now_ns / SECOND_NS)
         return lease
 
     def _renew(self, lease: Lease) -> None:
         lease.deadline_ns = self._state.clock.monotonic_ns() + LEASE_LIFETIME_NS
 
     def _found(self, lease: Lease) -> None:
+        if lease.is_quiet:
+            return
         took_ns = lease.deadline_ns - LEASE_LIFETIME_NS - lease.begun_ns
         self._state.journal.found(
             READ,

@@ -25,6 +25,7 @@ from ctxcache.errors import (
     InvalidArgument,
     PositionsNotRelocatable,
     SessionAlreadyExists,
+    SessionInUse,
     SessionTooFragmented,
     TierFailure,
     TooManyRequests,
@@ -256,17 +257,23 @@ class Sessions:
         *,
         token_count: int | None,
         expiration: Expiration | None,
+        replaces: int | None = None,
         pace: Pace = STEP_BY_STEP,
     ) -> SessionView:
         """Create a session that shares the source's first tokens, which are made durable first.
 
         Long work is done at `pace`, and changes nothing that a caller sees: the fork is of the source as
-        that is at the end. Raises SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress,
+        that is at the end. `replaces`: it takes the place of the session of that id, which is at this
+        generation; then `expiration` is that one's. Raises SessionNotFound, SessionAlreadyExists,
+        GenerationMismatch, WriteInProgress, SessionInUse, ModelFingerprintMismatch, InvalidArgument,
         TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
         """
         source, kept = self._forkable(tenant, session_id, generation, token_count)
         self._metadata.check()
-        self._check_new(tenant, new_id)
+        if replaces is None:
+            self._check_new(tenant, new_id)
+        else:
+            self._replaceable(source, kept, new_id, replaces)
         counted: Count | None = None
         gone_through: tuple[bytes, int] | None = None
         while True:
@@ -299,10 +306,57 @@ class Sessions:
             if len(fork.segments) == len(source.segments):
                 source.residence.take_count(counted)
         self._check_fragments(source, fork.live, fork.log_end)
+        replaced = None if replaces is None else self._replaceable(source, kept, new_id, replaces)
         # A shared segment grows no more: both logs go on behind it.
         self._ledger.closed(fork.segments)
         self._ledger.touched(source, self._state.clock.now_ns())
+        if replaced is not None:
+            return await self._take_place(replaced, fork, source)
         return await self._admit(fork, source)
+
+    def _replaceable(self, source: Session, kept: int, session_id: str, generation: int) -> Session:
+        """The session whose place a fork of the source's first `kept` tokens may take. Raises as `fork`."""
+        found = self._ledger.find(source.tenant, session_id)
+        self._check_change(found, generation)
+        found.check_fingerprint(source.model_fingerprint)
+        whole_count = min(source.whole_token_count, kept)
+        problem = ""
+        if found is source:
+            problem = "is the source itself"
+        elif found.salt != source.salt:
+            problem = "has another salt than the source"
+        elif found.withheld:
+            problem = "has tokens on a path that is lost"
+        elif found.token_count != kept:
+            problem = f"has {found.token_count} tokens, and {kept} are to take their place"
+        elif found.whole_token_count < whole_count:
+            problem = "was computed with tokens that were dropped, and the source was not"
+        elif contents_within(found.contents, 0, whole_count) != contents_within(
+            source.contents, 0, whole_count
+        ):
+            problem = "has other contents than the source"
+        if problem:
+            raise InvalidArgument(field="session_id", problem=problem)
+        if self._ledger.lingering:
+            self._ledger.let_go()
+        if not found.is_idle or self._ledger.placement.is_awaited(found.uid):
+            raise SessionInUse(session=found.name)
+        return found
+
+    async def _take_place(self, replaced: Session, fork: Session, source: Session) -> SessionView:
+        fork.create_time_ns, fork.access_time_ns = replaced.create_time_ns, replaced.access_time_ns
+        fork.expiration, fork.expire_time_ns = replaced.expiration, replaced.expire_time_ns
+        fork.is_pinned, fork.copies, fork.heat = replaced.is_pinned, replaced.copies, replaced.heat
+        # Whoever knows the replaced one, and writes or reads on that condition, is refused.
+        fork.generation = replaced.generation + 1
+        self._state.journal.happened(
+            replaced, Event.DELETED, detail="replaced", token_count=replaced.token_count
+        )
+        dead = self._ledger.replaced(replaced, fork, source)
+        self._heard_of(fork, source)
+        # Where this fails the fork stays: its rows are durable, and its record is owed or there.
+        await self._departures.write_down([fork], gone=[replaced], dead=dead)
+        return fork.view()
 
     def _forkable(
         self, tenant: str, session_id: str, generation: int | None, token_count: int | None

@@ -47,6 +47,7 @@ EXIT_CODES: dict[type[CacheError], ExitCode] = {
     errors.SessionAlreadyExists: ExitCode.CONFLICT,
     errors.GenerationMismatch: ExitCode.CONFLICT,
     errors.WriteInProgress: ExitCode.CONFLICT,
+    errors.SessionInUse: ExitCode.CONFLICT,
     errors.WriteOffsetMismatch: ExitCode.CONFLICT,
     errors.ModelFingerprintMismatch: ExitCode.CONFLICT,
     errors.ModelProbeMismatch: ExitCode.CONFLICT,
@@ -91,6 +92,7 @@ ADVICE: dict[type[CacheError], str] = {
     errors.DeadlineExceeded: "--timeout allows more",
     errors.GenerationMismatch: "look at it again before you change it",
     errors.WriteInProgress: "try again when its writer has finished",
+    errors.SessionInUse: "try again when its reader has finished",
     errors.CorruptMetadata: "`ctxcache rebuild` makes it anew from what is whole, --dry-run says what that "
     "is",
     errors.FormatTooNew: "install the version that wrote it, or a newer one",

@@ -194,10 +194,13 @@ class SessionCalls:
         ttl: timedelta | None = None,
         expire_time: datetime | None = None,
         if_generation_match: int | None = None,
+        replaces_generation: int | None = None,
     ) -> SessionInfo:
         """Create a session that shares the source's first tokens, all unless said otherwise.
 
-        Raises SessionAlreadyExists, TokenRangeOutOfBounds, GenerationMismatch, WriteInProgress.
+        `replaces_generation`: it takes the place of the session `id`, which has the same tokens and is at
+        that generation, in one durable step. Raises SessionAlreadyExists, TokenRangeOutOfBounds,
+        GenerationMismatch, WriteInProgress, SessionInUse (somebody reads the one to be replaced).
         """
         _check_expiration(ttl, expire_time)
         request = session_pb2.ForkSessionRequest(
@@ -207,6 +210,7 @@ class SessionCalls:
             ttl=duration(ttl),
             expire_time=timestamp(expire_time),
             if_generation_match=if_generation_match,
+            replaces_generation=replaces_generation,
         )
         return session_from_wire(self._wire.call(self._wire.sessions.ForkSession, request))
 
@@ -383,11 +387,13 @@ class SessionHandle:
         end: int | None = None,
         if_generation_match: int | None = None,
         leave_on_ssd: bool = False,
+        is_quiet: bool = False,
     ) -> SessionRows:
         """Read rows of tokens `[begin, end)`, by default all of all streams. Use it as a context manager.
 
         `leave_on_ssd`: rows that lie only on SSD are read from the files of the SSD tier and not brought into
         the arena, where this process can open the files (`Client.ssd_files`); the rows are FiledRows then.
+        `is_quiet`: the read counts as no access, and comes by stream: for upkeep.
         Raises ModelFingerprintMismatch, TokenRangeOutOfBounds, GenerationMismatch, CorruptSegment,
         CapacityExceeded (only with access `local`; rows that the arena cannot hold come by the transport
         otherwise).
@@ -407,7 +413,7 @@ class SessionHandle:
             range=wanted,
             leave_on_ssd=leave_on_ssd,
         )
-        leased = self._routes.lease(lease, chosen)
+        leased = None if is_quiet else self._routes.lease(lease, chosen)
         if leased is not None:
             return leased
         snapshot = self.checked()
@@ -417,6 +423,7 @@ class SessionHandle:
             if_generation_match=if_generation_match,
             streams=ranges_to_wire(chosen),
             range=wanted,
+            is_quiet=is_quiet,
         )
         sizes = {stream: spec.row_bytes for stream, spec in self._routes.specs(snapshot, self.model).items()}
         token_count = snapshot.token_count if end is None else end
@@ -480,6 +487,7 @@ class SessionHandle:
         ttl: timedelta | None = None,
         expire_time: datetime | None = None,
         if_generation_match: int | None = None,
+        replaces_generation: int | None = None,
     ) -> "SessionHandle":
         """Return a handle on a new session that shares the first tokens. See SessionCalls.fork."""
         made = self._sessions.fork(
@@ -489,6 +497,7 @@ class SessionHandle:
             ttl=ttl,
             expire_time=expire_time,
             if_generation_match=if_generation_match,
+            replaces_generation=replaces_generation,
         )
         return self._sessions.open(made, self.model)
 

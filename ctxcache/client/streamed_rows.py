@@ -117,6 +117,7 @@ class ChunkStream:
             if_generation_match=self.header.session.generation,
             streams=ranges_to_wire(streams),
             range=token_range(begin, self.end),
+            is_quiet=self._request.is_quiet,
         )
 
     def _open(self, request: ReadSessionRequest) -> OpenRead:

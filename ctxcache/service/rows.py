@@ -153,6 +153,7 @@ def read_request(
         request.range.end if has_range else None,
         is_summed=True,
         is_rechecked=request.recheck,
+        is_quiet=request.is_quiet,
     )
     return asked, validate.stream_ranges(request.streams, "streams")
 

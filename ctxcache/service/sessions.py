@@ -145,11 +145,17 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.ForkSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
+        replaces = request.replaces_generation if request.HasField("replaces_generation") else None
+        if replaces is not None and not request.session_id:
+            raise InvalidArgument(field="session_id", problem="is required: it says which one is replaced")
+        if replaces is not None and request.WhichOneof("expiration") is not None:
+            raise InvalidArgument(field="expiration", problem="is that of the session that is replaced")
         view = await self._sessions.fork(
             current().tenant,
             validate.session_id(request.name),
             validate.new_session_id(request.session_id),
             _generation(request),
+            replaces=replaces,
             token_count=request.token_count if request.HasField("token_count") else None,
             expiration=self._future(self._expiration(request)),
             pace=LoopSlice(self._turns),

@@ -589,6 +589,7 @@ class ForkSessionRequest(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
+    REPLACES_GENERATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The source, `sessions/{session_id}`. Required."""
     session_id: _builtins.str
@@ -597,6 +598,13 @@ class ForkSessionRequest(_message.Message):
     """Generation the source must be at. Unset: any."""
     token_count: _builtins.int
     """How many of the source's first tokens to share, 0 to its `token_count`. Unset: all."""
+    replaces_generation: _builtins.int
+    """Take the place of the session that has `session_id`, which must be at this generation: the same tokens with
+    other streams. One durable step: a crash leaves the one or the other, whole. It must have the source's model,
+    salt, contents and number of tokens, and none dropped where the source has none dropped; that the tokens are the
+    same is the caller's promise. The new session has another uid and a higher generation, and the other's name,
+    times, expiry, pin and copies; `expiration` must be unset. It counts as no access. Unset: a new session.
+    """
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """At this instant, whatever happens until then. In the future."""
@@ -614,19 +622,24 @@ class ForkSessionRequest(_message.Message):
         token_count: _builtins.int | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
+        replaces_generation: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "if_generation_match", b"if_generation_match", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_replaces_generation", b"_replaces_generation", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "if_generation_match", b"if_generation_match", "replaces_generation", b"replaces_generation", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "if_generation_match", b"if_generation_match", "name", b"name", "session_id", b"session_id", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_replaces_generation", b"_replaces_generation", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "if_generation_match", b"if_generation_match", "name", b"name", "replaces_generation", b"replaces_generation", "session_id", b"session_id", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015
+    _WhichOneofReturnType__replaces_generation: _TypeAlias = _typing.Literal["replaces_generation"]  # noqa: Y015
+    _WhichOneofArgType__replaces_generation: _TypeAlias = _typing.Literal["_replaces_generation", b"_replaces_generation"]  # noqa: Y015
     _WhichOneofReturnType__token_count: _TypeAlias = _typing.Literal["token_count"]  # noqa: Y015
     _WhichOneofArgType__token_count: _TypeAlias = _typing.Literal["_token_count", b"_token_count"]  # noqa: Y015
     _WhichOneofReturnType_expiration: _TypeAlias = _typing.Literal["expire_time", "ttl"]  # noqa: Y015
     _WhichOneofArgType_expiration: _TypeAlias = _typing.Literal["expiration", b"expiration"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__if_generation_match) -> _WhichOneofReturnType__if_generation_match | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replaces_generation) -> _WhichOneofReturnType__replaces_generation | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__token_count) -> _WhichOneofReturnType__token_count | None: ...
     @_typing.overload
@@ -1078,6 +1091,7 @@ class ReadSessionRequest(_message.Message):
     STREAMS_FIELD_NUMBER: _builtins.int
     RANGE_FIELD_NUMBER: _builtins.int
     RECHECK_FIELD_NUMBER: _builtins.int
+    IS_QUIET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
@@ -1088,6 +1102,10 @@ class ReadSessionRequest(_message.Message):
     """Have the server verify what it has in memory before it sends it: for a reader that has received other bytes than
     their checksums say. Bad rows are replaced by those that SSD has; where there are none, the read fails with
     DATA_LOSS (CORRUPT_SEGMENT) and the session ends before them. Default false.
+    """
+    is_quiet: _builtins.bool
+    """Count as no access, and bring nothing into memory: for upkeep, which must not look like a user who returns.
+    Default false.
     """
     @_builtins.property
     def streams(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
@@ -1106,10 +1124,11 @@ class ReadSessionRequest(_message.Message):
         streams: _abc.Iterable[_model_pb2.StreamRange] | None = ...,
         range: Global___TokenRange | None = ...,
         recheck: _builtins.bool = ...,
+        is_quiet: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "range", b"range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "name", b"name", "range", b"range", "recheck", b"recheck", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_quiet", b"is_quiet", "model_fingerprint", b"model_fingerprint", "name", b"name", "range", b"range", "recheck", b"recheck", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015

@@ -166,8 +166,10 @@ class SessionServiceServicer:
         """Creates a session that shares the source's first tokens, copying nothing. Both go on
         independently. Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
         (SESSION_NOT_FOUND); ALREADY_EXISTS (SESSION_ALREADY_EXISTS); ABORTED (GENERATION_MISMATCH,
-        WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION
-        (SESSION_TOO_FRAGMENTED, see TruncateSession); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+        WRITE_IN_PROGRESS, SESSION_IN_USE: the one to be replaced is read or awaited); OUT_OF_RANGE
+        (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION (SESSION_TOO_FRAGMENTED, see TruncateSession;
+        MODEL_FINGERPRINT_MISMATCH: the one to be replaced is another model's); RESOURCE_EXHAUSTED
+        (CAPACITY_EXCEEDED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

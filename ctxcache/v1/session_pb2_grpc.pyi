@@ -74,8 +74,10 @@ class SessionServiceStub:
     """Creates a session that shares the source's first tokens, copying nothing. Both go on
     independently. Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
     (SESSION_NOT_FOUND); ALREADY_EXISTS (SESSION_ALREADY_EXISTS); ABORTED (GENERATION_MISMATCH,
-    WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION
-    (SESSION_TOO_FRAGMENTED, see TruncateSession); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+    WRITE_IN_PROGRESS, SESSION_IN_USE: the one to be replaced is read or awaited); OUT_OF_RANGE
+    (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION (SESSION_TOO_FRAGMENTED, see TruncateSession;
+    MODEL_FINGERPRINT_MISMATCH: the one to be replaced is another model's); RESOURCE_EXHAUSTED
+    (CAPACITY_EXCEEDED).
     """
     FlushSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.FlushSessionRequest, _session_pb2.Session]
     """Makes every committed token durable on this node's disk. Errors: INVALID_ARGUMENT
@@ -155,8 +157,10 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """Creates a session that shares the source's first tokens, copying nothing. Both go on
     independently. Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
     (SESSION_NOT_FOUND); ALREADY_EXISTS (SESSION_ALREADY_EXISTS); ABORTED (GENERATION_MISMATCH,
-    WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION
-    (SESSION_TOO_FRAGMENTED, see TruncateSession); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+    WRITE_IN_PROGRESS, SESSION_IN_USE: the one to be replaced is read or awaited); OUT_OF_RANGE
+    (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION (SESSION_TOO_FRAGMENTED, see TruncateSession;
+    MODEL_FINGERPRINT_MISMATCH: the one to be replaced is another model's); RESOURCE_EXHAUSTED
+    (CAPACITY_EXCEEDED).
     """
     FlushSession: _aio.UnaryUnaryMultiCallable[_session_pb2.FlushSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
     """Makes every committed token durable on this node's disk. Errors: INVALID_ARGUMENT
@@ -269,8 +273,10 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates a session that shares the source's first tokens, copying nothing. Both go on
         independently. Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
         (SESSION_NOT_FOUND); ALREADY_EXISTS (SESSION_ALREADY_EXISTS); ABORTED (GENERATION_MISMATCH,
-        WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION
-        (SESSION_TOO_FRAGMENTED, see TruncateSession); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+        WRITE_IN_PROGRESS, SESSION_IN_USE: the one to be replaced is read or awaited); OUT_OF_RANGE
+        (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION (SESSION_TOO_FRAGMENTED, see TruncateSession;
+        MODEL_FINGERPRINT_MISMATCH: the one to be replaced is another model's); RESOURCE_EXHAUSTED
+        (CAPACITY_EXCEEDED).
         """
 
     @_abc_1.abstractmethod

@@ -36,6 +36,7 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.SessionAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     errors.GenerationMismatch: grpc.StatusCode.ABORTED,
     errors.WriteInProgress: grpc.StatusCode.ABORTED,
+    errors.SessionInUse: grpc.StatusCode.ABORTED,
     errors.WriteOffsetMismatch: grpc.StatusCode.ABORTED,
     errors.EngineTakenOver: grpc.StatusCode.ABORTED,
     errors.ModelFingerprintMismatch: grpc.StatusCode.FAILED_PRECONDITION,

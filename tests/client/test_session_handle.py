@@ -12,7 +12,7 @@ from live_server import LiveServer
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.types import Durability, hours
-from ctxcache.errors import InvalidArgument, SessionNotFound, WriteOffsetMismatch
+from ctxcache.errors import GenerationMismatch, InvalidArgument, SessionNotFound, WriteOffsetMismatch
 from ctxcache.settings.config import Settings
 from lab.routes import Route, route_options
 
@@ -103,6 +103,36 @@ def test_a_read_to_the_end_reads_what_others_appended(cache: Client, name: str) 
     with chat.read(begin=2) as rows:
         assert (rows.begin, rows.end) == (2, 10)
         np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(10)[HIDDEN][2:])
+
+
+def test_a_quiet_read_is_no_access(cache: Client, name: str) -> None:
+    """The rows of any other read, by every route; and the session's facts are as they were."""
+    chat = cache.sessions.create(OWN, id=name)
+    chat.append(make_rows(70))
+    before = chat.refresh()
+    with chat.read(streams=[HIDDEN], begin=3, end=68, is_quiet=True) as rows:
+        assert not rows.is_local
+        np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(70)[HIDDEN][3:68])
+    assert chat.refresh() == before
+    with pytest.raises(GenerationMismatch):
+        chat.read(if_generation_match=before.generation + 1, is_quiet=True)
+    with chat.read(streams=[HIDDEN]) as rows:
+        rows.array(HIDDEN)
+    assert chat.refresh().access_time_ns != before.access_time_ns
+
+
+def test_a_session_takes_another_s_place(cache: Client, name: str) -> None:
+    """By its generation; whoever knew the one that was there appends nothing behind it."""
+    chat, other = (cache.sessions.create(OWN, id=f"{name}-{which}") for which in ("one", "two"))
+    for each in (chat, other):
+        each.append(make_rows(70))
+    made = other.fork(id=f"{name}-one", replaces_generation=chat.info.generation)
+    with pytest.raises(GenerationMismatch):
+        chat.append(make_rows(5), if_generation_match=chat.info.generation)
+    assert made.info.generation == chat.info.generation + 1
+    made.append(make_rows(5, first=70))
+    with made.read(streams=[HIDDEN]) as rows:
+        np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(75)[HIDDEN])
 
 
 def test_what_changes_the_session_is_known_to_the_handle(cache: Client, name: str) -> None:

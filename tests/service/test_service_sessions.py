@@ -458,6 +458,36 @@ async def test_a_condition_on_the_generation_holds_everywhere(client: Client) ->
     )
 
 
+async def test_a_fork_takes_another_s_place_on_conditions(client: Client) -> None:
+    """At the generation that is named; what is missing, too much or another's is refused."""
+    for name in ("a", "b"):
+        await client.create(name)
+        await client.append(name, 1, 0, 70)
+    at = (await client.get("a")).generation
+    fork, request = client.sessions.ForkSession, session_pb2.ForkSessionRequest
+    for facts, code, reason in (
+        ({"replaces_generation": at}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (
+            {"session_id": "a", "replaces_generation": at, "ttl": Duration(seconds=9)},
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+        ),
+        ({"session_id": "a", "replaces_generation": at + 1}, Code.ABORTED, "GENERATION_MISMATCH"),
+        ({"session_id": "no", "replaces_generation": at}, Code.NOT_FOUND, "SESSION_NOT_FOUND"),
+        ({"session_id": "a"}, Code.ALREADY_EXISTS, "SESSION_ALREADY_EXISTS"),
+        (
+            {"session_id": "a", "replaces_generation": at, "token_count": 9},
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+        ),
+    ):
+        await refused(fork(request(name="sessions/b", **cast("Any", facts))), code, reason)
+    assert (await client.get("a")).generation == at
+    made = await fork(request(name="sessions/b", session_id="a", replaces_generation=at))
+    assert (made.name, made.generation, made.token_count) == ("sessions/a", at + 1, 70)
+    assert (await client.get("a")).uid == made.uid
+
+
 async def test_a_fork_goes_on_by_itself(client: Client) -> None:
     """A fork shares the first tokens, durably; its name and its length are checked."""
     await client.create("a")

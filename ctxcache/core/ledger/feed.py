@@ -129,6 +129,10 @@ class Standing:
         self.has_rested, self.is_set_aside = True, False
         return self._facts(appended_count, answer_count)
 
+    def facts(self) -> Facts:
+        """It has another size, though nothing was appended."""
+        return self._facts(0)
+
     def _facts(self, appended_count: int, answer_count: int = 0) -> Facts:
         layout = self.session.layout
         token_bytes = layout.size_bytes / layout.segment_tokens
@@ -237,6 +241,22 @@ class Feed:
         self.policy.recalled(standing.name, standing.recall(), idle_s)
         self._heard_count += 1
         self.settled(session)
+
+    def is_awaited(self, uid: bytes) -> bool:
+        """Whether a job of the session waits, or somebody hears of it or asked to keep it."""
+        standing, retaining = self._standings[uid], self.retaining
+        is_kept = uid in retaining.retained or uid in retaining.pinned
+        return standing.order is not None or standing.coming_count > 0 or uid in self._watchers or is_kept
+
+    def replaced(self, old: Session, new: Session) -> None:
+        """`new` has the name and tokens of `old`, which nobody awaits: to the policy it is the same."""
+        standing = self._standings[old.uid]
+        self._forget(standing)
+        standing.session, standing.rested_end, standing.rank = new, new.log_end, None
+        self._standings[new.uid] = standing
+        self._uids[standing.name] = new.uid
+        self.policy.resized(standing.name, standing.facts())
+        self._heard_count += 1
 
     def accessed(self, session: Session, now_s: float, *, is_first: bool) -> None:
         """An access begins; `is_first`: the session was idle until now."""

@@ -355,6 +355,22 @@ class Ledger:
         self._feed.settled(source)
         self._visit(fork)
 
+    def replaced(self, old: Session, new: Session, source: Session) -> list[Segment]:
+        """`new`, which lists the source's segments, has the name and the place of `old` from here on.
+
+        Returns the segments that no session lists any more.
+        """
+        self._feed.replaced(old, new)
+        dead = self.ended(old)
+        self._add(new)
+        new.used(UseEvent.RECALLED)
+        self._index(new)
+        self._visit(source)
+        # Both may be all in memory, as kin to each other.
+        self._feed.settled(source)
+        self._feed.settled(new)
+        return dead
+
     def adopted(self, source: Session, session: Session, token_count: int) -> None:
         """The session, which never had a token, lists the source's segments of its first tokens too.
 

@@ -66,6 +66,9 @@ class Policy:
         """The store was opened with it, idle for that long; who is idle for longest is told first."""
         self.idle(uid, facts, 0.0)
 
+    def resized(self, uid: bytes, facts: Facts) -> None:
+        """The session takes so much from now on; nobody used it."""
+
     def lessons(self) -> dict[str, object]:
         """The learned state that is worth keeping over restarts, as JSON values; nothing by default."""
         return {}

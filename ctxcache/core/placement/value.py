@@ -298,6 +298,10 @@ class ReturnValue(Windowed):
         self._returns.recalled(uid, idle_s)
         self._weigh(uid, facts)
 
+    def resized(self, uid: bytes, facts: Facts) -> None:
+        """See Policy."""
+        self._weigh(uid, facts)
+
     def lessons(self) -> dict[str, object]:
         """See Policy: return times. Trust in a hint's sender is learned anew within some dozen hints."""
         return self._returns.counts()

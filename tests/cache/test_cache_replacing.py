@@ -1,0 +1,285 @@
+"""A fork takes another session's place in one durable step, and upkeep that reads is no user."""
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cache_rig import (
+    FINGERPRINT,
+    KV,
+    MODEL,
+    SEGMENT_TOKENS,
+    STREAMS,
+    TENANT,
+    MemoryRig,
+    Token,
+    Writer,
+    expected,
+    rows_of,
+)
+from memory_metadata import MemoryMetadata
+
+from ctxcache.core.ledger.session import Expiration, SessionView
+from ctxcache.errors import (
+    CacheError,
+    GenerationMismatch,
+    InvalidArgument,
+    ModelFingerprintMismatch,
+    SessionInUse,
+    SessionNotFound,
+    TierFailure,
+    WriteInProgress,
+)
+from ctxcache.format.streams import TOKENS, Content, Stream, ranges_of
+from ctxcache.storage.metadata.base import Changes
+
+COUNT = 2 * SEGMENT_TOKENS + 9
+SMALL = (TOKENS, KV)
+
+
+@pytest.fixture
+def tokens() -> list[Token]:
+    """The tokens of both."""
+    return Writer(1).make(COUNT)
+
+
+async def staged(
+    rig: MemoryRig,
+    name: str,
+    tokens: Sequence[Token],
+    *,
+    salt: bytes = b"",
+    contents: Sequence[Content] = (),
+    model_id: str = MODEL.model_id,
+    fingerprint: bytes = FINGERPRINT,
+) -> SessionView:
+    """A session of these tokens that stores one stream beside them."""
+    await rig.cache.sessions.create(
+        TENANT, name, model_id=model_id, layout=ranges_of((KV,)), expiration=Expiration(600 * 10**9),
+        is_pinned=False, salt=salt,
+    )  # fmt: skip
+    reservation = await rig.cache.appends.reserve(
+        TENANT, name, fingerprint=fingerprint, write_offset=0, generation=None, token_count=len(tokens),
+        coming_count=0, contents=contents,
+    )  # fmt: skip
+    for stream in SMALL:
+        rig.cache.appends.place(reservation, stream, 0, memoryview(rows_of(tokens, stream)))
+    return await rig.cache.appends.commit(reservation, len(tokens), is_durable=False, keep_open=False)
+
+
+async def put_in_place(rig: MemoryRig, source: str, name: str, generation: int | None = None) -> SessionView:
+    """Have the source's fork take that session's place."""
+    at = rig.cache.sessions.get(TENANT, name).generation if generation is None else generation
+    return await rig.cache.sessions.fork(
+        TENANT, source, name, None, token_count=None, expiration=None, replaces=at
+    )
+
+
+async def read(rig: MemoryRig, name: str, *, is_quiet: bool = False) -> dict[Stream, bytes]:
+    """All rows that a session has."""
+    found: dict[Stream, bytes] = {}
+    request = replace(rig.request(name), is_quiet=is_quiet)
+    async with rig.cache.leases.stream(request, ()) as (_, streams, rows):
+        found = dict.fromkeys(streams, b"")
+        async for item in rows:
+            found[item.stream] += bytes(item.data)
+    return found
+
+
+def small(tokens: Sequence[Token]) -> dict[Stream, bytes]:
+    """The rows of the smaller form."""
+    return {stream: rows_of(tokens, stream) for stream in SMALL}
+
+
+async def test_a_session_goes_on_in_another_form(rig: MemoryRig, tokens: list[Token]) -> None:
+    """Other streams; the same name, times, pin and tokens; what it had is given back; writers go on."""
+    before = await rig.create("chat", is_pinned=True, ttl_s=777)
+    await rig.append("chat", tokens, is_durable=True)
+    held_bytes = rig.cache.sessions.get(TENANT, "chat").durable_bytes
+    rig.clock.advance(seconds=50)
+    before = rig.cache.sessions.get(TENANT, "chat")
+    await staged(rig, "staged", tokens)
+    rig.clock.advance(seconds=50)
+    view = await put_in_place(rig, "staged", "chat")
+
+    assert await read(rig, "chat", is_quiet=True) == small(tokens)
+    assert (view.uid != before.uid, view.generation) == (True, before.generation + 1)
+    kept = ("name", "create_time_ns", "access_time_ns", "expire_time_ns", "is_pinned", "token_count")
+    assert [getattr(view, name) for name in kept] == [getattr(before, name) for name in kept]
+    await rig.delete("staged")
+    await rig.check()
+    used = rig.cache.ledger.below.capacity_bytes - rig.cache.ledger.below.free_bytes
+    assert used == rig.cache.sessions.get(TENANT, "chat").durable_bytes < held_bytes
+    await rig.crash()
+    assert (rig.names(), await read(rig, "chat")) == ({"chat"}, small(tokens))
+    await rig.check()
+
+
+async def test_a_form_that_cannot_take_the_place_changes_nothing(rig: MemoryRig, tokens: list[Token]) -> None:
+    """No such name, another generation, salt, model or length, lost tokens, a user: each its reason."""
+    other = replace(MODEL, model_id="other", revision="2")
+    await rig.cache.models.register(TENANT, other)
+    await rig.create("chat")
+    await rig.append("chat", tokens, is_durable=True)
+    await staged(rig, "staged", tokens)
+    await staged(rig, "salted", tokens, salt=b"s")
+    await staged(rig, "short", tokens[:-1])
+    await staged(rig, "seen", tokens, contents=[Content(0, 5, bytes(32))])
+    await staged(rig, "foreign", tokens, model_id="other", fingerprint=other.fingerprint())
+    await rig.create("cut")
+    await rig.append("cut", Writer(2).make(COUNT + 5))
+    await rig.truncate("cut", (0, 5))
+    before = rig.cache.sessions.get(TENANT, "chat")
+    wrong: list[tuple[type[CacheError], str, str, int | None, str]] = [
+        (SessionNotFound, "staged", "nobody", 1, ""),
+        (GenerationMismatch, "staged", "chat", before.generation + 1, ""),
+        (InvalidArgument, "salted", "chat", None, "another salt"),
+        (InvalidArgument, "short", "chat", None, f"has {COUNT} tokens, and {COUNT - 1}"),
+        (InvalidArgument, "seen", "chat", None, "other contents"),
+        (InvalidArgument, "staged", "cut", None, "tokens that were dropped"),
+        (InvalidArgument, "staged", "staged", None, "the source itself"),
+        (ModelFingerprintMismatch, "foreign", "chat", None, ""),
+    ]
+    for error, source, name, generation, problem in wrong:
+        with pytest.raises(error, match=problem or None):
+            await put_in_place(rig, source, name, generation)
+    session = rig.cache.ledger.find(TENANT, "chat")
+    for error, begin, end in users(rig, session.uid):
+        handle = await begin()
+        with pytest.raises(error):
+            await put_in_place(rig, "staged", "chat")
+        end(handle)
+    await rig.check()
+    assert rig.cache.sessions.get(TENANT, "chat").generation == before.generation
+    assert await read(rig, "chat") == expected(tokens)
+    await put_in_place(rig, "staged", "chat")
+    assert await read(rig, "chat") == small(tokens)
+
+
+def users(
+    rig: MemoryRig, uid: bytes
+) -> Iterator[tuple[type[CacheError], Callable[[], Awaitable[Any]], Callable[[Any], object]]]:
+    """Ways in which a session is used, and how each ends. Any: what one of them gave."""
+    leases, appends, placement = rig.cache.leases, rig.cache.appends, rig.cache.ledger.placement
+    session = rig.cache.ledger.get(uid)
+    assert session is not None
+
+    async def wait_for_it() -> None:
+        placement.hinted(session, 1e9)
+
+    yield WriteInProgress, lambda: rig.reserve("chat", 5), appends.release
+    yield SessionInUse, lambda: rig.acquire("chat"), lambda one: leases.release(one.lease_id)
+    yield SessionInUse, wait_for_it, lambda _: placement.withdrawn(session)
+
+
+async def test_a_lease_that_lingers_is_no_reader(rig: MemoryRig, tokens: list[Token]) -> None:
+    """It is let go, and cannot be taken up again."""
+    await rig.create("chat")
+    await rig.append("chat", tokens, is_durable=True)
+    await staged(rig, "staged", tokens)
+    lease = await rig.acquire("chat")
+    assert rig.cache.leases.set_down(lease.lease_id)
+    await put_in_place(rig, "staged", "chat")
+
+    assert rig.cache.leases.take_up(lease) is None
+    await rig.check()
+
+
+async def test_rows_that_are_held_outlive_the_form(rig: MemoryRig, tokens: list[Token]) -> None:
+    """A quiet reader is no user: it reads what it began to read, and then its bytes are given back."""
+    await rig.create("chat")
+    await rig.append("chat", tokens, is_durable=True)
+    await staged(rig, "staged", tokens)
+    found = dict.fromkeys(STREAMS, b"")
+    quiet = replace(rig.request("chat"), is_quiet=True)
+    async with rig.cache.leases.stream(quiet, ()) as (_, _, rows):
+        first = await anext(rows)
+        found[first.stream] += bytes(first.data)
+        await put_in_place(rig, "staged", "chat")
+        async for item in rows:
+            found[item.stream] += bytes(item.data)
+    assert found == expected(tokens)
+    await rig.check()
+
+
+@contextmanager
+def failing(rig: MemoryRig, *, is_written: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next commit that takes a record away fails, written or not."""
+    commit = MemoryMetadata.commit
+
+    async def fail(self: MemoryMetadata, changes: Changes, *, is_durable: bool) -> None:
+        if is_written or not changes.deleted_session_uids:
+            await commit(self, changes, is_durable=is_durable)
+        if changes.deleted_session_uids:
+            raise TierFailure(path="metadata", problem="the process is killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rig.metadata), "commit", fail)
+        yield
+
+
+@pytest.mark.parametrize("commit", ["lost", "written"])
+async def test_a_crash_leaves_the_one_or_the_other(
+    rig: MemoryRig, tokens: list[Token], commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the commit the old form, behind it the new one, whole; the store itself goes on with the new."""
+    await rig.create("chat")
+    await rig.append("chat", tokens, is_durable=True)
+    await staged(rig, "staged", tokens)
+    await rig.flush("staged")
+    is_written = commit == "written"
+    with failing(rig, is_written=is_written, monkeypatch=monkeypatch), pytest.raises(TierFailure):
+        await put_in_place(rig, "staged", "chat")
+    assert await read(rig, "chat", is_quiet=True) == small(tokens)
+    await rig.crash()
+
+    assert rig.names() == {"chat", "staged"}
+    assert await read(rig, "chat") == (small(tokens) if is_written else expected(tokens))
+    assert await read(rig, "staged") == small(tokens)
+    await rig.check()
+
+
+async def test_upkeep_is_no_return(rig: MemoryRig, tokens: list[Token]) -> None:
+    """Neither what reads quietly nor what takes the place makes a session look used; a read does."""
+    for name in ("old", "new"):
+        await rig.create(name)
+        await rig.append(name, tokens, is_durable=True)
+        rig.clock.advance(seconds=1)
+    await staged(rig, "staged", tokens)
+    seen = rig.cache.sessions.get(TENANT, "old")
+    hits = rig.cache.state.counters.read_token_count
+    assert await read(rig, "old", is_quiet=True) == expected(tokens)
+    assert rig.cache.sessions.get(TENANT, "old") == seen
+    assert rig.cache.state.counters.read_token_count == hits
+    await put_in_place(rig, "staged", "old")
+
+    def is_older() -> bool:
+        ranks = [rig.cache.ledger.placement.rank(uid_of(rig, name)) for name in ("old", "new")]
+        old, new = ranks
+        assert old is not None
+        assert new is not None
+        return old < new
+
+    assert is_older()
+    assert rig.cache.sessions.get(TENANT, "old").access_time_ns == seen.access_time_ns
+    await read(rig, "old")
+    assert not is_older()
+    await rig.check()
+
+
+def uid_of(rig: MemoryRig, name: str) -> bytes:
+    """The uid of a session that is there."""
+    return rig.cache.ledger.find(TENANT, name).uid
+
+
+async def test_a_quiet_read_brings_nothing_into_memory(rig: MemoryRig, tokens: list[Token]) -> None:
+    """An ordinary one does."""
+    await rig.create("chat")
+    await rig.append("chat", tokens, is_durable=True)
+    await rig.demote("chat")
+    assert await read(rig, "chat", is_quiet=True) == expected(tokens)
+    assert rig.cache.sessions.get(TENANT, "chat").memory_bytes == 0
+    assert await read(rig, "chat") == expected(tokens)
+    assert rig.cache.sessions.get(TENANT, "chat").memory_bytes > 0
