@@ -65,6 +65,16 @@ class _Coming(NamedTuple):
     rows: LaneEvent
 
 
+def check_host(adapter: Adapter) -> None:
+    """Raise UnsupportedArchitecture for models whose layers are not all full attention with K and V."""
+    if adapter.is_recurrent:
+        raise refuse(adapter.model, "its layers keep states, for which a cache on the host has no room")
+    if any(decoder.window is not None for decoder in adapter.layers):
+        raise refuse(adapter.model, "a layer with a window keeps few tokens, which fit the device")
+    if adapter.kind is not StateKind.KV or StateKind.HIDDEN not in adapter.kinds:
+        raise refuse(adapter.model, "its K and V do not come back from its layers' inputs")
+
+
 class HostCache(Cache):
     """A transformers cache. A context manager: within it the model's layers are watched."""
 
@@ -81,7 +91,9 @@ class HostCache(Cache):
         Raises UnsupportedArchitecture for models whose layers are not all full attention with K and V, and
         InvalidArgument(field="capacity").
         """
-        self._check(adapter, capacity)
+        check_host(adapter)
+        if capacity < 1:
+            raise InvalidArgument(field="capacity", problem="at least one token")
         self.adapter, self.capacity, self.split = adapter, capacity, split
         self.token_count = 0
         """Tokens that whole passes brought."""
@@ -291,16 +303,6 @@ class HostCache(Cache):
         work()
         self._device.mark().wait(deadline)
         return (time.perf_counter_ns() - begin_ns) / 1e9
-
-    def _check(self, adapter: Adapter, capacity: int) -> None:
-        if adapter.is_recurrent:
-            raise refuse(adapter.model, "its layers keep states, for which this cache has no room")
-        if any(decoder.window is not None for decoder in adapter.layers):
-            raise refuse(adapter.model, "a layer with a window keeps few tokens, which fit the device")
-        if adapter.kind is not StateKind.KV or StateKind.HIDDEN not in adapter.kinds:
-            raise refuse(adapter.model, "its K and V do not come back from its layers' inputs")
-        if capacity < 1:
-            raise InvalidArgument(field="capacity", problem="at least one token")
 
 
 class _HostLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
@@ -39,11 +40,13 @@ from ctxcache.errors import (
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS
-from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.format.streams import TOKENS, StateKind, Stream
+from gpu_worker.aging import RENT_S_PER_GB_HOUR, THAW_S, Aging
 from gpu_worker.capture import Capture
-from gpu_worker.errors import LaneStuck, ShapeMismatch, UnsupportedDtype
+from gpu_worker.errors import IncompleteRestore, LaneStuck, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.generation import SINK_TOKENS, Stops, common_prefix, fit, prefill, stream_greedy
+from gpu_worker.host_cache import HostCache, check_host
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
@@ -52,6 +55,7 @@ from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget, LayerRoom, Target
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.decoding import DecodeRates, searched_split
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.probe import probe_of
@@ -400,6 +404,47 @@ class _Start:
         return 0 if self.is_missing else len(self.saved)
 
 
+class HostCaches:
+    """The caches of one turn at a time that hold K and V on the host. Close it."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        """Raises UnsupportedArchitecture."""
+        check_host(adapter)
+        self._adapter = adapter
+        self._capacity = 1
+        self._open = ExitStack()
+        self._rates: DecodeRates | None = None
+        self.streams = frozenset(Stream(layer, StateKind.HIDDEN) for layer in range(len(adapter.layers)))
+        """The streams from which such a cache comes back."""
+
+    def begin(self, capacity: int) -> None:
+        """A turn begins, of so many tokens at most; the caches of the one before are gone."""
+        self.close()
+        self._capacity = max(capacity, 1)
+
+    def empty(self) -> HostCache:
+        """A cache without tokens; passes on it are watched until the turn ends."""
+        cache = self._open.enter_context(HostCache(self._adapter, self._capacity))
+        if self._rates is not None:
+            cache.split = self._splitter(self._rates)
+        return cache
+
+    def measure(self, cache: HostCache) -> None:
+        """Find out once what to copy and what to project, from the first cache that was restored."""
+        if self._rates is None:
+            self._rates = cache.measured()
+            cache.split = self._splitter(self._rates)
+
+    def close(self) -> None:
+        """Watch no passes any more."""
+        self._open.close()
+
+    def _splitter(self, rates: DecodeRates) -> Callable[[int], int]:
+        layer_count = len(self._adapter.layers)
+        # Every layer of a step asks for the same.
+        return lru_cache(4)(lambda count: searched_split(rates, count, layer_count))
+
+
 class _Taking:
     """Snapshots of one turn: on the way every so many tokens, and where it ends."""
 
@@ -447,6 +492,7 @@ class TransformersEngine:
         sink_count: int = SINK_TOKENS,
         durability: Durability = Durability.DISK,
         snapshot_every: int | None = None,
+        holds_on_host: bool = False,
     ) -> None:
         """`plan` says what is saved and how it comes back.
 
@@ -456,9 +502,12 @@ class TransformersEngine:
         each comes back once with half a window. Packed kinds are used where `spec` lists them: that is how
         a loss is allowed. `window` defaults to the model's context. A restore that takes longer than
         `restore_timeout_s` is a miss. `snapshot_every`: tokens between snapshots of recurrent layers' states,
-        a multiple of 32, or 0 for none; by default as the planner says. Registers the model with a probe, or
+        a multiple of 32, or 0 for none; by default as the planner says. `holds_on_host`: for contexts whose
+        K and V do not fit the device: they stay on the host while a turn is computed (`HostCache`), and
+        sessions are saved as layer inputs, which a plan must say. Registers the model with a probe, or
         compares it with the one that is kept. Raises InvalidArgument(field="plan" | "snapshot_every"),
-        ModelFingerprintMismatch, ModelProbeMismatch, Unavailable.
+        UnsupportedArchitecture for a model that cannot be held so, ModelFingerprintMismatch,
+        ModelProbeMismatch, Unavailable.
         """
         if plan is not None:
             plan.check(spec)
@@ -471,6 +520,13 @@ class TransformersEngine:
         self._chooser = Chooser(self._adapter, plan, profile, lossy_kinds=packed_kinds)
         expected = expected or [Return(self._window // 2)]
         self._layout = self._chooser.layout(expected)
+        self._host: HostCaches | None = None
+        if holds_on_host:
+            self._host = HostCaches(self._adapter)
+            if plan is not None and not self._host.streams.issuperset(plan.streams()):
+                problem = f"{plan} is not of layer inputs, from which a cache on the host comes back"
+                raise InvalidArgument(field="plan", problem=problem)
+            self._layout = (TOKENS, *sorted(self._host.streams))
         self._snapshot_every = self._checked_distance(snapshot_every, expected)
         self._restorer = SessionRestorer(
             self._adapter,
@@ -481,7 +537,9 @@ class TransformersEngine:
         )
         self._place = StatePlace.DRAM
         self._sink_count, self._durability = sink_count, durability
-        probe = probe_of(self._adapter, spec, lambda ids: prefill(model, self._empty_cache(), ids))
+        probe = probe_of(
+            self._adapter, spec, lambda ids: prefill(model, DynamicCache(config=model.config), ids)
+        )
         self._own = client.models.register(spec, probe)
         self._unchanged = Unchanged(model, spec)
         self._savers = Savers(client, self._own, model.device)
@@ -499,6 +557,8 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Save what is still in staging, then end the threads that save and restore."""
+        if self._host is not None:
+            self._host.close()
         self._savers.close()
         self._restorer.close()
         if self._snapshots is not None:
@@ -528,14 +588,43 @@ class TransformersEngine:
         return self._chooser.snapshot_every(expected) if every is None else every
 
     def cost(self, session_id: str) -> ReturnCost:
-        """The cost of bringing a session back now. Nothing is read, and nothing moves.
+        """The cost of bringing a session back now. Nothing moves, and it is no access.
 
-        Raises SessionNotFound, ModelFingerprintMismatch, InvalidArgument(field="profile").
+        Of a model that keeps states the token ids are read: snapshots are found by them. Raises
+        SessionNotFound, ModelFingerprintMismatch, InvalidArgument(field="profile").
         """
         session = self._client.sessions.get(f"sessions/{session_id}")
         self._own.check(session.name, session.model_fingerprint)
         (found,) = self._client.sessions.lookup([(session.name, session.model_fingerprint)])
-        return self._chooser.cost(session.streams(), found.token_count, found.dram_token_count)
+        snapshot_tokens = 0
+        if self._snapshots is not None and found.token_count:
+            handle = self._client.sessions.open(session, self._own)
+            with handle.read(streams=[TOKENS], end=found.token_count, is_quiet=True) as rows:
+                snapshot_tokens = self._snapshots.latest(token_ids_of(rows.array(TOKENS)), session.salt)
+        return self._chooser.cost(
+            session.streams(),
+            found.token_count,
+            found.dram_token_count,
+            snapshot_tokens=snapshot_tokens,
+        )
+
+    def aging(self, *, rent_s_per_gb_hour: float = RENT_S_PER_GB_HOUR, thaw_s: float = THAW_S) -> Aging:
+        """What keeps the model's idle sessions in smaller forms. Use it between turns, in their thread.
+
+        Raises InvalidArgument(field="profile" | "rent" | "thaw").
+        """
+        profile = self._chooser.profile
+        if profile is None:
+            raise InvalidArgument(field="profile", problem="none is known: the plan is the caller's")
+        return Aging(
+            self._adapter,
+            self._client,
+            self._own,
+            profile,
+            self._layout,
+            rent_s_per_gb_hour=rent_s_per_gb_hour,
+            thaw_s=thaw_s,
+        )
 
     def turn(
         self,
@@ -558,7 +647,10 @@ class TransformersEngine:
         self._unchanged.check()
         begin_ns = time.perf_counter_ns()
         turn = Turn()
-        session, known = self._fit(session_id, history, len(new_token_ids) + max_new_tokens, turn)
+        new_count = len(new_token_ids) + max_new_tokens
+        session, known = self._fit(session_id, history, new_count, turn)
+        if self._host is not None:
+            self._host.begin(max(session.token_count, len(known or ())) + new_count)
         with span("restore", token_count=len(known or ())):
             start = self._restore(session, known, len(new_token_ids), turn)
         turn.restore_ns = time.perf_counter_ns() - begin_ns
@@ -571,6 +663,8 @@ class TransformersEngine:
             turn.first_token_ns = turn.first_token_ns or time.perf_counter_ns() - begin_ns
             turn.token_ids.append(token)
             on_token(token)
+        if self._host is not None:
+            self._host.close()
         return turn
 
     # -- before the first token --------------------------------------------------------------------
@@ -637,6 +731,8 @@ class TransformersEngine:
     ) -> _Start:
         if not session.token_count:
             return _Start(session, [], self._empty_cache())
+        if self._host is not None:
+            return self._restore_on_host(self._host, session, known, turn)
         held = frozenset(session.streams())
         choice = self._chooser.choose(held, session.token_count, new_count, place=self._place)
         start = self._begin(session, known, Wanted(held, session.token_count, new_count), choice)
@@ -649,6 +745,27 @@ class TransformersEngine:
             turn.miss_reason = error.reason
             return self._missed(start.session, start.saved, error)
         return start
+
+    def _restore_on_host(
+        self, host: "HostCaches", session: SessionInfo, known: Sequence[int] | None, turn: Turn
+    ) -> _Start:
+        """As `_restore_common`, into a cache on the host. A session of other rows is computed."""
+        begin_ns = time.perf_counter_ns()
+        held = frozenset(session.streams())
+        streams = held if host.streams <= held else {TOKENS}
+        with self._client.sessions.open(session, self._own).read(streams=streams) as rows:
+            session = rows.session
+            ids = token_ids_of(rows.array(TOKENS))
+            common = len(ids) if known is None else common_prefix(ids, known)
+            session = cut(self._client, session, common)
+            cache = host.empty()
+            if not common or not host.streams <= held:
+                turn.miss_reason = turn.miss_reason or (IncompleteRestore.reason if common else "")
+                return _Start(session, ids[:common], cache, is_missing=common > 0)
+            cache.restore(rows, common)
+        host.measure(cache)
+        turn.restored_ns = time.perf_counter_ns() - begin_ns
+        return _Start(session, ids[:common], cache)
 
     def _begin(
         self,
@@ -722,7 +839,7 @@ class TransformersEngine:
         return _Start(emptied(self._client, self._own, session, lost), [], self._empty_cache(), lost=lost)
 
     def _empty_cache(self) -> Cache:
-        return DynamicCache(config=self._model.config)
+        return DynamicCache(config=self._model.config) if self._host is None else self._host.empty()
 
     def _recomputing(self) -> AbstractContextManager[None]:
         """Entered around passes that a restore makes: one turn at a time waits for them anyway."""

@@ -148,7 +148,12 @@ class TransformersBatchEngine(TransformersEngine):
         plan: RestorePlan | None = None,
         **settings: Any,
     ) -> None:
-        """See TransformersEngine. Raises UnsupportedArchitecture, too, where sequences cannot be packed."""
+        """See TransformersEngine. Raises UnsupportedArchitecture, too, where sequences cannot be packed.
+
+        A cache on the host holds one sequence: InvalidArgument(field="holds_on_host").
+        """
+        if settings.get("holds_on_host"):
+            raise InvalidArgument(field="holds_on_host", problem="such a cache holds one sequence at a time")
         self._model_turns, self._own_attention = _TurnsOfModel(), _attention_of(model)
         super().__init__(model, client, spec, plan, **settings)
         try:

@@ -125,8 +125,9 @@ class ReturnCost:
     """The cost of bringing a session back now, by the machine's measured rates.
 
     `size_bytes` are read, `dram_token_count` of the `token_count` tokens' rows from DRAM. The last layer is
-    usable after `restored_s`, of which the device computes for `device_s`. `others_s`: the same by other
-    ways, each in all layers, of those that what is stored allows (`recompute`: nothing but token ids).
+    usable after `restored_s`, of which the device computes for `device_s`. States go on from a snapshot of
+    `snapshot_token_count` tokens where that is no slower; 0: from none. `others_s`: the same by other ways,
+    each in all layers, of those that what is stored allows (`recompute`: nothing but token ids).
     """
 
     token_count: int
@@ -135,6 +136,7 @@ class ReturnCost:
     restored_s: float
     device_s: float
     others_s: Mapping[str, float]
+    snapshot_token_count: int = 0
 
 
 class Chooser:
@@ -244,15 +246,19 @@ class Chooser:
         )
         return [(index, Choice(None, planned.plans[index])) for index in planned.order]
 
-    def cost(self, held: Collection[Stream], history: int, dram_count: int) -> ReturnCost:
+    def cost(
+        self, held: Collection[Stream], history: int, dram_count: int, *, snapshot_tokens: int = 0
+    ) -> ReturnCost:
         """The cost of `history` tokens whose streams `held` are there, the rows of `dram_count` in DRAM.
 
-        Raises InvalidArgument(field="profile") where nobody said what the machine does.
+        `snapshot_tokens`: behind so many tokens, a snapshot of states is held. Raises
+        InvalidArgument(field="profile") where nobody said what the machine does.
         """
         if self._planner is None:
             raise InvalidArgument(field="profile", problem="none is known: the plan is the caller's")
         spans = [HeldSpan(StatePlace.DRAM, 0, dram_count), HeldSpan(StatePlace.SSD, dram_count, history)]
-        chosen = self._planner.plan(_holding(held, len(self._shape.layers), spans), history)
+        holding = _holding(held, len(self._shape.layers), spans, snapshot_tokens)
+        chosen = self._planner.plan(holding, history)
         others = alternatives(chosen.request) if history else {}
         return ReturnCost(
             token_count=history,
@@ -261,6 +267,9 @@ class Chooser:
             restored_s=chosen.restored_s,
             device_s=chosen.timeline.busy_s["compute"],
             others_s={name: other.restored_s for name, other in others.items()},
+            snapshot_token_count=max(
+                (piece.snapshot_tokens for pieces in chosen.layers for piece in pieces), default=0
+            ),
         )
 
     def observe(self, choice: Choice, restoration: Restoration) -> None:

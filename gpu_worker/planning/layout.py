@@ -190,6 +190,17 @@ def snapshot_every_by_bytes(model: ModelShape) -> int:
     return every if row_bytes else 0
 
 
+def kinds_of_form(layers: Sequence[LayerShape], kind: StateKind, held: Kinds) -> Kinds:
+    """Return that kind for all layers that have it, and for the others what is held of them.
+
+    Of deltas, one layer in 8 bits below them.
+    """
+    if kind in DELTAS:
+        chained = _chains(layers, kind, len(layers))
+        return tuple(one if one in (kind, _BASE) else has for one, has in zip(chained, held, strict=True))
+    return tuple(kind if kind in layer.kinds else has for layer, has in zip(layers, held, strict=True))
+
+
 def _candidates(case: _Case) -> Iterator[Kinds]:
     layers = case.model.layers
     if case.engine.can_recompute:

@@ -15,7 +15,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 import ctxcache
 from ctxcache.client.types import Durability
 from ctxcache.errors import CacheError, InvalidArgument
+from ctxcache.format.streams import StateKind
 from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_batch import TransformersBatchEngine
 from gpu_worker.errors import IncompleteRestore, UnsupportedArchitecture, UnsupportedBatch
 from gpu_worker.families import Adapter
 from gpu_worker.generation import continue_greedy, prefill
@@ -24,6 +26,7 @@ from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.lane import Host, HostEvent
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.assignment import Step, simulate
+from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.decoding import DecodeRates, closed_split, searched_split, step_s
 from gpu_worker.proof import adapt
 
@@ -227,3 +230,61 @@ def test_rates_that_are_none_are_refused() -> None:
     for rates in ((0.0, 1.0, 1.0), (1.0, float("inf"), 1.0), (1.0, 1.0, float("nan"))):
         with pytest.raises(InvalidArgument):
             DecodeRates(*rates)
+
+
+@pytest.mark.parametrize("by", ["plan", "profile"])
+def test_an_engine_decodes_from_the_host(store: ServerProcess, by: str) -> None:
+    """Three turns, each on an engine of its own; the replies are those of an engine without it."""
+    model = _model("llama")
+    spec = model_spec(model, model_id=f"on-host-{by}")
+    plan = RestorePlan.parse("hidden:0-2") if by == "plan" else None
+    profile = known_profile("cpu") if plan is None else None
+    prompts = [PROMPT, PROMPT[:20], PROMPT[5:9]]
+    replies: dict[bool, list[list[int]]] = {True: [], False: []}
+    reused = []
+    with ctxcache.connect(store.target) as client:
+        for is_held, said in replies.items():
+            for prompt in prompts:
+                with TransformersEngine(
+                    model, client, spec, plan, profile=profile, holds_on_host=is_held
+                ) as engine:
+                    name = f"engine-{by}-{is_held}"
+                    turn = engine.turn(name, prompt, max_new_tokens=4, eos_token_ids=())
+                    said.append(turn.token_ids)
+                    assert turn.miss_reason == ""
+                    reused += [turn.reused_token_count] * is_held
+        session = client.sessions.get(f"sessions/engine-{by}-True")
+    kinds = {stream.kind for stream in session.streams()}
+    assert replies[True] == replies[False]
+    assert reused == [0, 74, 98]
+    assert kinds == {StateKind.TOKENS, StateKind.HIDDEN}
+
+
+def test_an_engine_says_what_it_cannot_hold_on_the_host(store: ServerProcess) -> None:
+    """Windows, K/V plans, several sequences; a session without layer inputs is computed, and told."""
+    model = _model("llama")
+    spec, kv = model_spec(model, model_id="host-refused"), RestorePlan.parse("kv:0-2")
+    with ctxcache.connect(store.target) as client:
+        with pytest.raises(InvalidArgument) as raised:
+            TransformersEngine(model, client, spec, kv, holds_on_host=True)
+        assert (raised.value.field, "layer inputs" in str(raised.value)) == ("plan", True)
+        with pytest.raises(InvalidArgument) as raised:
+            TransformersBatchEngine(model, client, spec, kv, holds_on_host=True)
+        assert raised.value.field == "holds_on_host"
+        windows = _model("gemma3")
+        with pytest.raises(UnsupportedArchitecture, match="window"):
+            TransformersEngine(
+                windows,
+                client,
+                model_spec(windows, model_id="host-windows"),
+                profile=known_profile("cpu"),
+                holds_on_host=True,
+            )
+        with TransformersEngine(model, client, spec, kv) as engine:
+            engine.turn("host-kv", PROMPT[:-1], max_new_tokens=0)
+            engine.wait("host-kv")
+        hidden = RestorePlan.parse("hidden:0-2")
+        with TransformersEngine(model, client, spec, hidden, holds_on_host=True) as engine:
+            turn = engine.turn("host-kv", PROMPT[-1:], max_new_tokens=REPLY_TOKENS, eos_token_ids=())
+    assert turn.token_ids == _on_device("llama")
+    assert (turn.reused_token_count, turn.miss_reason) == (0, IncompleteRestore.reason)

@@ -283,6 +283,29 @@ def test_an_engine_says_which_distances_it_takes(client: Client, session_id: str
     assert chat.snapshots().latest(chat.said) == 0
 
 
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+def test_a_session_s_cost_knows_its_snapshots(client: Client, session_id: str, name: str) -> None:
+    """Less than without them, where computing is slow; asking reads token ids, and is no access."""
+    model = _adapter(name).model
+    spec = model_spec(model, model_id=f"cost-{name}")
+    slow = replace(known_profile("cpu"), gemm_flops_per_s=1e5, memory_bytes_per_s=1e12)
+    costs = {}
+    for every in (32, 0):
+        with TransformersEngine(
+            model, client, spec, profile=slow, snapshot_every=every, window=512
+        ) as engine:
+            if every:
+                engine.turn(session_id, _ids()[:90], max_new_tokens=0, eos_token_ids=())
+                engine.wait(session_id)
+            before = client.sessions.get(f"sessions/{session_id}")
+            costs[every] = engine.cost(session_id)
+            assert client.sessions.get(f"sessions/{session_id}") == before
+    assert (costs[32].snapshot_token_count, costs[0].snapshot_token_count) == (64, 0)
+    assert costs[32].token_count == costs[0].token_count == 90
+    assert costs[32].restored_s < costs[0].restored_s
+    assert costs[32].device_s < costs[0].device_s
+
+
 # -- planning ------------------------------------------------------------------------------------------
 
 

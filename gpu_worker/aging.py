@@ -1,0 +1,372 @@
+"""Aging: sessions to which nobody comes back are kept in smaller forms, used ones in the first.
+
+```
+   hot: as an engine saves it   ──►   warm: layer inputs, or few bits   ──►   cold: token ids alone
+   │        while it is idle: the form of least  back + make + rent x bytes x time idle           │
+   │◄───────────────────── used again: computed anew from its token ids ──────────────────────────┘
+```
+
+A form costs rent while it is kept, and time when the session comes back, as the planner says of this machine.
+A session that has been idle for some time is to lie in the form that would have been the cheapest, had that
+time been known before. No return is guessed, and where changing the form costs nothing the sum is at most
+twice that of a keeper who knows all returns: the lower envelope, Irani, Shukla and Gupta, "Online strategies
+for dynamic power management in systems with multiple power-saving states", ACM TECS 2003.
+
+The new form is a session of its own until it is whole and durable. Then it takes the other's place in one
+step of the store. A process that is killed leaves the one or the other, and what it had begun expires. What
+is read, written or waited for is left alone. Rows of few bits are never packed again, and exact ones are
+never made of them. One thread: an engine's between its turns, or one of a process with a model of its own.
+Worst case: a rent that is wrong, and sessions come back slower than they would have had to; or a full SSD,
+where the new form needs room before the old one gives its own back.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ctxcache.client import CallerModel, Client, SessionHandle
+from ctxcache.client.arena import Bytes
+from ctxcache.client.types import SessionInfo
+from ctxcache.errors import CacheError, GenerationMismatch, InvalidArgument, SessionNotFound, Unavailable
+from ctxcache.format.packing import DELTAS, LOSSY_KINDS, unpacked
+from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
+from gpu_worker.capture import Capture
+from gpu_worker.deltas import Chain, chained_layers
+from gpu_worker.families import Adapter
+from gpu_worker.generation import prefill
+from gpu_worker.planning.adaptive import AdaptivePlanner
+from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
+from gpu_worker.planning.layout import Kinds, kinds_of_form
+from gpu_worker.planning.profile import NO_LIMIT, Profile, StatePlace
+from gpu_worker.profiling.model_shape import model_shape
+from gpu_worker.rows import as_stored, token_ids_of
+
+log = logging.getLogger(__name__)
+
+RENT_S_PER_GB_HOUR = 0.059
+"""Seconds of a machine for which 10^9 bytes lie on SSD for an hour, at the prices of `ctxcache simulate`."""
+THAW_S = 300.0
+"""A session that was used so lately is in use again."""
+THAW_RETURNS = 2
+"""So often it is taken to come back, where the form that it has is compared with the first one."""
+PIECE_TOKENS = 512
+STAGED = "aging."
+"""The ids of forms under way begin so; no session of such a name is looked at."""
+STAGED_TTL_S = 600.0
+"""A form that was begun and not finished expires then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of one session: its kinds by layer, its size, and seconds of the machine.
+
+    `back_s` brings it back, `make_s` makes it of the form that the session has, `again_s` makes the first one
+    of it when it is used.
+    """
+
+    kinds: Kinds
+    size_bytes: float
+    back_s: float
+    make_s: float = 0.0
+    again_s: float = 0.0
+
+    def cost_s(self, idle_s: float, rent_s_per_gb_hour: float) -> float:
+        """Seconds of the machine for a session that comes back after so long."""
+        rent_s = rent_s_per_gb_hour * self.size_bytes / 1e9 * idle_s / 3600.0
+        return self.back_s + self.make_s + self.again_s + rent_s
+
+
+@dataclass(frozen=True, slots=True)
+class Aged:
+    """The outcome for one session. `reason`: why it was left alone; empty where it has the new form."""
+
+    session_name: str
+    token_count: int
+    before: str
+    after: str
+    before_bytes: float
+    after_bytes: float
+    reason: str = ""
+
+
+def kinds_text(kinds: Kinds) -> str:
+    """Say which kind each layer has: `kv:0-29`, or `tokens` where none has any."""
+    if not any(kinds):
+        return "tokens"
+    parts, begin = [], 0
+    for kind, group in groupby(kinds):
+        end = begin + len(list(group))
+        name = "tokens" if kind is None else kind.name.lower()
+        parts.append(f"{name}:{begin}-{end - 1}" if end > begin + 1 else f"{name}:{begin}")
+        begin = end
+    return ",".join(parts)
+
+
+class Aging:
+    """Re-encodes one model's sessions in a store."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        client: Client,
+        model: CallerModel,
+        profile: Profile,
+        hot: Iterable[Stream],
+        *,
+        rent_s_per_gb_hour: float = RENT_S_PER_GB_HOUR,
+        thaw_s: float = THAW_S,
+    ) -> None:
+        """`hot`: the layout of sessions in use. Packed kinds are used where `model` lists them.
+
+        `rent_s_per_gb_hour`: seconds of this machine that a GB kept for an hour is worth. Raises
+        InvalidArgument(field="rent" | "thaw").
+        """
+        if not 0 < rent_s_per_gb_hour < NO_LIMIT:
+            raise InvalidArgument(field="rent", problem=f"{rent_s_per_gb_hour} s per GB and hour is none")
+        if not 0 <= thaw_s < NO_LIMIT:
+            raise InvalidArgument(field="thaw", problem=f"{thaw_s} s is no time")
+        self._adapter, self._client, self._model = adapter, client, model
+        self._rent, self._thaw_s = rent_s_per_gb_hour, thaw_s
+        self._shape = model_shape(adapter, adapter.architecture)
+        self._profile = profile
+        self._allowed = frozenset(spec.stream.kind for spec in model.spec.streams)
+        engine = EngineAbilities(lossy_kinds=self._allowed & frozenset(LOSSY_KINDS))
+        self._planner = AdaptivePlanner(self._shape, profile, engine=engine)
+        found = _by_layer(hot, len(self._shape.layers))
+        if found is None:
+            raise InvalidArgument(field="hot", problem="a layer has several kinds")
+        self._hot = found
+
+    # -- which form ----------------------------------------------------------------------------------
+
+    def due(self, session: SessionInfo, idle_s: float) -> Form | None:
+        """The form that a session is to have which has been idle for so long; None for the one it has."""
+        held = _by_layer(session.streams(), len(self._shape.layers))
+        if held is None or not session.token_count:
+            return None
+        count = session.token_count
+        current = self._form(held, count, held)
+        if idle_s < self._thaw_s:
+            return self._form(self._hot, count, held) if current.again_s else None
+        smaller = [each for each in self._forms(held, count) if each.size_bytes < current.size_bytes]
+        best = min((current, *smaller), key=lambda each: each.cost_s(idle_s, self._rent))
+        return None if best is current else best
+
+    def _forms(self, held: Kinds, count: int) -> Iterator[Form]:
+        yield self._form((None,) * len(held), count, held)
+        for kind in sorted(self._allowed - {StateKind.TOKENS}):
+            kinds = kinds_of_form(self._shape.layers, kind, held)
+            if kinds != held and self._allowed.issuperset(each for each in kinds if each):
+                with suppress(InvalidArgument):
+                    yield self._form(kinds, count, held)
+
+    def _form(self, kinds: Kinds, count: int, held: Kinds) -> Form:
+        layers = self._shape.layers
+        size_bytes, back_s = self._measured(kinds, count)
+        computing_s = sum(self._profile.recompute_s(layer, 0, count) for layer in layers)
+        make_s = again_s = 0.0
+        if kinds != held:
+            writing_s = sum(self._profile.transfer_s({StatePlace.SSD: size_bytes}))
+            make_s = writing_s if self._is_from_rows(kinds, held) else computing_s
+        hot_bytes, hot_back_s = self._measured(self._hot, count)
+        if size_bytes < hot_bytes and computing_s < THAW_RETURNS * (back_s - hot_back_s):
+            again_s = computing_s
+        return Form(kinds, size_bytes, back_s, make_s, again_s)
+
+    def _measured(self, kinds: Kinds, count: int) -> tuple[float, float]:
+        """Bytes of so many tokens on SSD, and the seconds to bring them back."""
+        spans = (HeldSpan(StatePlace.SSD, 0, count),)
+        holding = Holding(tuple(LayerHolding(((kind, spans),) if kind else ()) for kind in kinds))
+        layers = self._shape.layers
+        sizes = (layer.row_bytes(kind) for layer, kind in zip(layers, kinds, strict=True) if kind)
+        size_bytes = float(count * (TOKEN_ROW_BYTES + sum(sizes)))
+        return size_bytes, self._planner.plan(holding, count).restored_s
+
+    def _is_from_rows(self, kinds: Kinds, held: Kinds) -> bool:
+        """Whether the rows that are held suffice: each layer's as they are, or exact ones."""
+        return all(
+            kind is None or kind is has or unpacked(kind) is has
+            for kind, has in zip(kinds, held, strict=True)
+        )
+
+    # -- all sessions --------------------------------------------------------------------------------
+
+    def sweep(self, *, now_s: float | None = None) -> Iterator[Aged]:
+        """Look at every session of the model once; each that has, or should have, another form is told.
+
+        `now_s`: Unix time. Raises Unavailable, DeadlineExceeded.
+        """
+        for listed in self._client.sessions.list(self._model.name):
+            is_other = listed.model_fingerprint != self._model.fingerprint
+            if is_other or listed.is_pinned or listed.name.startswith(f"sessions/{STAGED}"):
+                continue
+            at_s = time.time() if now_s is None else now_s
+            form = self.due(listed, at_s - (listed.access_time_ns or 0) / 1e9)
+            if form is None:
+                continue
+            held = _by_layer(listed.streams(), len(self._shape.layers)) or ()
+            before = self._form(held, listed.token_count, held)
+            reason = ""
+            try:
+                self.reencode(listed, form.kinds)
+            except Unavailable:
+                raise
+            except CacheError as error:
+                reason = error.reason
+                log.info("session_not_aged session=%s reason=%s error=%s", listed.name, reason, error)
+            yield Aged(
+                listed.name,
+                listed.token_count,
+                kinds_text(held),
+                kinds_text(form.kinds),
+                before.size_bytes,
+                form.size_bytes,
+                reason,
+            )
+
+    # -- one session ---------------------------------------------------------------------------------
+
+    def reencode(self, session: SessionInfo, kinds: Kinds) -> SessionInfo:
+        """Give a session, as it was seen, rows of these kinds; all of it, or nothing changes.
+
+        Raises GenerationMismatch, SessionInUse, WriteInProgress and SessionNotFound where somebody has it or
+        has changed it, InvalidArgument(field="kinds" | "session"), and what reading and appending raise.
+        """
+        streams = self._streams(kinds)
+        self._model.check(session.name, session.model_fingerprint)
+        now = self._client.sessions.get(session.name)
+        if now.uid != session.uid:
+            raise SessionNotFound(session=session.name)
+        if now.generation != session.generation:
+            raise GenerationMismatch(session=session.name, expected=session.generation, actual=now.generation)
+        if now.whole_token_count < now.token_count or now.contents:
+            problem = (
+                f"{now.name} has lost tokens, or has other contents: it is not computed from its token ids"
+            )
+            raise InvalidArgument(field="session", problem=problem)
+        staged = self._client.sessions.create(
+            self._model,
+            id=STAGED + uuid.uuid4().hex,
+            layout=[stream for stream in streams if stream != TOKENS],
+            ttl=timedelta(seconds=STAGED_TTL_S),
+            salt=now.salt,
+            copies=now.copies,
+        )
+        try:
+            self._fill(staged, now, kinds, streams)
+            return self._client.sessions.fork(
+                staged.name,
+                id=now.name.removeprefix("sessions/"),
+                if_generation_match=staged.info.generation,
+                replaces_generation=now.generation,
+            )
+        finally:
+            with suppress(CacheError):
+                self._client.sessions.delete(staged.name)
+
+    def _streams(self, kinds: Kinds) -> tuple[Stream, ...]:
+        layers = self._shape.layers
+        if len(kinds) != len(layers):
+            raise InvalidArgument(field="kinds", problem=f"{len(kinds)} layers, the model has {len(layers)}")
+        streams = tuple(Stream(layer, kind) for layer, kind in enumerate(kinds) if kind is not None)
+        self._model.specs(streams)
+        chained_layers(streams)
+        return (TOKENS, *streams)
+
+    def _fill(
+        self, staged: SessionHandle, session: SessionInfo, kinds: Kinds, streams: Sequence[Stream]
+    ) -> None:
+        held = _by_layer(session.streams(), len(kinds))
+        is_from_rows = held is not None and self._is_from_rows(kinds, held)
+        pieces = self._held_rows(session, kinds) if is_from_rows else self._computed_rows(session, streams)
+        for token_ids, rows in pieces:
+            ids = np.asarray(token_ids, "<i4").view(np.uint8).reshape(-1, TOKEN_ROW_BYTES)
+            staged.append({TOKENS: ids, **self._packed(streams, rows, len(token_ids))})
+
+    def _packed(
+        self, streams: Sequence[Stream], rows: Mapping[Stream, Tensor], count: int
+    ) -> dict[Stream, Bytes]:
+        """Wide rows, or rows as they are stored, as they are to be stored."""
+        chain = Chain(chained_layers(streams), count, self._adapter.hidden_size)
+        packed: dict[Stream, Bytes] = {}
+        for stream, spec in self._model.specs(streams).items():
+            if stream == TOKENS:
+                continue
+            wide = rows[stream]
+            # Layer by layer in storage order: a delta needs the rows below it, as they come back.
+            stored = chain.packed(spec, wide) if stream.kind in _FROM_INPUTS else as_stored(wide, spec)
+            packed[stream] = stored.contiguous().view(torch.uint8).numpy().reshape(count, -1)
+        return packed
+
+    def _held_rows(
+        self, session: SessionInfo, kinds: Kinds
+    ) -> Iterator[tuple[list[int], Mapping[Stream, Tensor]]]:
+        """The rows that the session has, a piece at a time: nobody returned, so that no read is counted."""
+        held = set(session.streams())
+        needed: dict[Stream, Stream] = {}
+        for layer, kind in enumerate(kinds):
+            if kind is not None:
+                exact = Stream(layer, unpacked(kind))
+                needed[Stream(layer, kind)] = exact if exact in held else Stream(layer, kind)
+        handle = self._client.sessions.open(session, self._model)
+        dtype = self._adapter.model.dtype
+        for begin in range(0, session.token_count, PIECE_TOKENS):
+            with handle.read(
+                streams=[TOKENS, *needed.values()],
+                begin=begin,
+                end=min(begin + PIECE_TOKENS, session.token_count),
+                if_generation_match=session.generation,
+                is_quiet=True,
+            ) as rows:
+                token_ids = token_ids_of(rows.array(TOKENS))
+                found = {}
+                for stream, source in needed.items():
+                    part = torch.from_numpy(rows.array(source))
+                    found[stream] = part if source.kind in LOSSY_KINDS else part.view(dtype)
+            yield token_ids, found
+
+    def _computed_rows(
+        self, session: SessionInfo, streams: Sequence[Stream]
+    ) -> Iterator[tuple[list[int], Mapping[Stream, Tensor]]]:
+        """The rows that a pass over the session's token ids makes, a piece at a time."""
+        with self._client.sessions.open(session, self._model).read(
+            streams=[TOKENS], if_generation_match=session.generation, is_quiet=True
+        ) as rows:
+            token_ids = token_ids_of(rows.array(TOKENS))
+        adapter, found = self._adapter, dict[Stream, list[Tensor]]()
+
+        def sink(layer: int, kind: StateKind, part: Tensor) -> None:
+            found.setdefault(Stream(layer, kind), []).append(part.clone())
+
+        cache = DynamicCache(config=adapter.model.config)
+        with Capture(adapter, streams, sink):
+            for begin in range(0, len(token_ids), PIECE_TOKENS):
+                piece = token_ids[begin : begin + PIECE_TOKENS]
+                prefill(adapter.model, cache, piece, is_stepwise=adapter.is_stepwise)
+                yield piece, {stream: torch.cat(parts) for stream, parts in found.items()}
+                found.clear()
+
+
+_FROM_INPUTS = (StateKind.HIDDEN, StateKind.HIDDEN_INT8, StateKind.HIDDEN_INT4, *DELTAS)
+
+
+def _by_layer(streams: Iterable[Stream], layer_count: int) -> Kinds | None:
+    """The kind of each layer; None where one has several."""
+    kinds: list[StateKind | None] = [None] * layer_count
+    for stream in streams:
+        if stream == TOKENS:
+            continue
+        if kinds[stream.layer] is not None:
+            return None
+        kinds[stream.layer] = stream.kind
+    return tuple(kinds)
