@@ -22,6 +22,8 @@ from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.options import Shared, taking
 from ctxcache.cli.simulate_options import Options
 from ctxcache.cli.units import human_size
+from ctxcache.errors import InvalidArgument
+from ctxcache.simulate.forms import forms_of, keep
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.recorded import contents, is_recording
 from ctxcache.simulate.study import ALL_POLICIES, StudyOutcome, study
@@ -45,6 +47,7 @@ TITLES = (
     ">prefetched",
     ">in time",
 )
+FORM_TITLES = ("form", ">GPU", ">bytes kept", ">GB hours", ">forms changed", ">of both")
 COST_TITLES = (
     "policy",
     "capacity",
@@ -68,6 +71,7 @@ app = typer.Typer()
     epilog=examples(
         "ctxcache simulate trace.csv --policies lru,belady --footprint 0.5,1",
         "ctxcache simulate trace.csv --dram 64GiB --ssd 1TiB --costs",
+        "ctxcache simulate trace.csv --forms kv=1:0,kv_int4=0.31:0.01,tokens=0:1",
         "ctxcache simulate trace.csv --blocks --footprint 0.25,0.5,1 -o json",
     ),
 )
@@ -82,6 +86,9 @@ def simulate(options: Options) -> None:
     shared = shared.but(None, options.output, None)
     if options.sweep is not None:
         run_sweep(options, shared.output)
+        return
+    if options.forms is not None:
+        run_forms(options, options.forms, shared)
         return
     draw = _drawer(options.plot)
     capacities, chosen = options.capacities(), options.chosen(ALL_POLICIES, ALL_POLICIES)
@@ -187,6 +194,38 @@ def _progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
             bars.update(task, description=f"{what}, {done} turns", completed=state["runs"])
 
         yield step
+
+
+def run_forms(options: Options, text: str, shared: Shared) -> None:
+    """Compare the forms that were named. Raises BadParameter, InvalidTrace."""
+    load = options.load(_of_recording(options, options.realistic()))
+    try:
+        forms = forms_of(text, load.token_bytes)
+        with _progress(1) as step:
+            kept, span_s = keep(_trace(options, options.trace), load, forms, lambda done: step("forms", done))
+    except InvalidArgument as error:
+        if error.facts.get("field") != "forms":
+            raise
+        raise typer.BadParameter(str(error.facts["problem"]), param_hint="--forms") from error
+    figures = [one.to_dict(load, span_s) for one in kept]
+    if shared.output is not Output.TABLE:
+        for one in figures:
+            shared.show_facts(cast("Mapping[str, Plain]", one), "")
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in FORM_TITLES:
+        table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
+    for each in figures:
+        numbers = cast("Mapping[str, float]", each)
+        table.add_row(
+            str(each["strategy"]),
+            f"{numbers['gpu_s'] / 3600:.2f} h",
+            human_size(numbers["mean_bytes"]),
+            f"{numbers['gb_hours']:,.1f}",
+            f"{numbers['changed_count']:,}",
+            f"{numbers['cost']:,.2f} $",
+        )
+    Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
 
 
 def run_sweep(options: Options, output: Output) -> None:

@@ -222,6 +222,14 @@ class Options:
     ] = False
     output: OutputOption = None
 
+    forms: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare forms of state in place of policies: shares of the bytes and of prefill to bring "
+            "back, to make; the first is that of sessions in use. kv=1:0,kv_int4=0.31:0.01,tokens=0:1",
+            metavar="NAME=BYTES:BACK[:MAKE],...",
+        ),
+    ] = None
     blocks: Annotated[
         bool,
         typer.Option("--blocks", help="Place prefix blocks, each once whoever has it, not whole sessions."),
@@ -274,6 +282,7 @@ class Options:
         is_timed = self.timed is not False or self.slots is not None
         kind = "--blocks" if self.blocks else "--sweep" if self.sweep is not None else ""
         rules = (
+            (_NOT_OF_FORMS if self.forms is not None else (), "of policies; with --forms there are none"),
             (_NOT_OF_BLOCKS if self.blocks else (), "of sessions; prefix blocks have no tiers and no time"),
             (_OF_SWEEPS if self.sweep is None else (), "needs --sweep"),
             (_NOT_OF_SWEEPS if self.sweep is not None else (), "not of sweeps, which have their own"),
@@ -439,6 +448,25 @@ _NOT_OF_BLOCKS = (
     "ttl",
     "warm_up",
     "costs",
+)
+_NOT_OF_FORMS = (
+    *(
+        each
+        for each in _NOT_OF_BLOCKS
+        if each not in ("model", "context", "gpus", "gpu_price", "ssd_price", "ttl")
+    ),
+    "blocks",
+    "policies",
+    "objective",
+    "footprint",
+    "dram",
+    "ssd",
+    "hints",
+    "wrong_hints",
+    "lies",
+    "plot",
+    "learned_from",
+    "block_tokens",
 )
 _OF_SWEEPS = ("live", "jobs")
 _NOT_OF_SWEEPS = ("footprint", "dram_share", "costs", "learned_from", "block_tokens")

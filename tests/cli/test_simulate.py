@@ -489,3 +489,30 @@ def test_what_comes_in_a_closed_loop_may_have_expired(tmp_path: Path) -> None:
 
     assert (figures["ssd_hits"] + figures["dram_hits"], figures["later_turns"]) == (1, 2)
     assert figures["expired_turns"] == 1
+
+
+def test_forms_are_compared_in_place_of_policies(trace: Path) -> None:
+    """One line for each, the mixture and the one that knows; what cannot be is named, with the option."""
+    said = ("simulate", str(trace), "--token-bytes", "1000", "--prefill", "1", "--ttl", "1h")
+    forms = "kv=1:0,tokens=0:1"
+    ran = ctxcache(*said, "--forms", forms, "-o", "json")
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [one["strategy"] for one in found] == ["kv", "tokens", "mixed", "knows"]
+    assert [one["returns"] for one in found] == [1] * 4
+    assert [one["gpu_s"] for one in found] == [0.0, 15.0, 0.0, 0.0]
+    assert found[0]["gb_hours"] == pytest.approx(1004 * (15 * 2 + (30 + 15) * 3600) / 3600 / 1e9)
+    table = ctxcache(*said, "--forms", forms)
+    assert [line.split()[0] for line in table.stdout.splitlines()] == [
+        "form",
+        "kv",
+        "tokens",
+        "mixed",
+        "knows",
+    ]
+    for wrong in (("--forms", "kv"), ("--forms", forms, "--policies", "lru"), ("--forms", forms, "--blocks")):
+        refused = ctxcache(*said, *wrong)
+        assert refused.exit_code == ExitCode.USAGE
+        assert "--" in refused.stderr
+    free = ctxcache(*said, "--forms", forms, "--ssd-price", "0")
+    assert free.exit_code == ExitCode.USAGE
+    assert "--forms" in free.stderr

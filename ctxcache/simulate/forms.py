@@ -1,0 +1,251 @@
+"""Forms: a trace's sessions kept as K/V, in fewer bits, as token ids alone, or each for as long as it pays.
+
+A form takes bytes while a session is idle, and prefill when it returns. A pure strategy has one form. The
+mixed one goes from form to form with the time that a session is idle, as `gpu_worker.aging` does: it has the
+form that would have been the cheapest for a return just now. `knows` picks the best form for each return that
+it foresees, and no store can. Turns take no time, and room is never short: it is paid for. Memory: an entry
+per session. Worst case: a trace without second turns, in which nothing is worth keeping.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ctxcache.errors import InvalidArgument
+from ctxcache.simulate.load import GB, HOUR_S, Load
+from ctxcache.simulate.replay import dropped_tokens
+from ctxcache.simulate.rows import TraceTurn
+
+MIXED, KNOWS = "mixed", "knows"
+THAW_RETURNS = 2
+"""A session that returned is made hot again where that pays after so many returns more."""
+MOST_FORMS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form: bytes a token, and shares of its prefill to bring it back and to make it of the first."""
+
+    name: str
+    token_bytes: float
+    back_share: float
+    make_share: float = 0.0
+
+
+def forms_of(text: str, token_bytes: int) -> tuple[Form, ...]:
+    """Read `kv=1:0,kv_int4=0.31:0.01,tokens=0:1`: the first is hot, bytes are shares of `token_bytes`.
+
+    A third number is the share of prefill that making it takes. Token ids take 4 bytes in every form. Raises
+    InvalidArgument(field="forms").
+    """
+    found: list[Form] = []
+    for part in text.split(","):
+        name, _, numbers = part.partition("=")
+        try:
+            size, back, *make = (float(number) for number in numbers.split(":"))
+        except ValueError:
+            raise _wrong(f"{part!r} is not NAME=BYTES:BACK or NAME=BYTES:BACK:MAKE") from None
+        shares = (size, back, *make)
+        if not name or len(make) > 1 or not all(0 <= share < math.inf for share in shares):
+            raise _wrong(f"{part!r} is not NAME=BYTES:BACK or NAME=BYTES:BACK:MAKE, none of them negative")
+        if name in (MIXED, KNOWS) or any(name == other.name for other in found):
+            raise _wrong(f"{name!r} is there already")
+        found.append(Form(name, 4.0 + size * token_bytes, back, make[0] if make else 0.0))
+    if not 2 <= len(found) <= MOST_FORMS:
+        raise _wrong(f"{len(found)} forms; 2 to {MOST_FORMS} can be compared")
+    if any(form.token_bytes > found[0].token_bytes for form in found):
+        raise _wrong("the first form is the one of sessions in use, and none is larger")
+    return tuple(found)
+
+
+def _wrong(problem: str) -> InvalidArgument:
+    return InvalidArgument(field="forms", problem=problem)
+
+
+@dataclass(slots=True)
+class Kept:
+    """The figures of one strategy. GPU seconds: bringing back, making, and computing what had expired."""
+
+    strategy: str
+    returns: int = 0
+    gpu_s: float = 0.0
+    byte_s: float = 0.0
+    changed_count: int = 0
+    """Times that a session was given another form."""
+
+    def to_dict(self, load: Load, span_s: float) -> dict[str, object]:
+        """For JSON: times in seconds, money in US dollars; `mean_bytes` over the trace and its last TTL."""
+        gpu_cost = load.prices.gpu(self.gpu_s * load.gpu_count)
+        storage_cost = load.prices.ssd_gb_hour * self.byte_s / GB / HOUR_S
+        return {
+            "strategy": self.strategy,
+            "returns": self.returns,
+            "gpu_s": self.gpu_s * load.gpu_count,
+            "gb_hours": self.byte_s / GB / HOUR_S,
+            "mean_bytes": self.byte_s / span_s if span_s else 0.0,
+            "changed_count": self.changed_count,
+            "cost": gpu_cost + storage_cost,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """A session's time between two turns, per token: prefill shares, byte seconds, and the form after it."""
+
+    gpu_share: float
+    byte_s: float
+    changes: int
+    after: int
+
+
+class Keeper:
+    """What keeping a token costs, by form and time. Knows no trace."""
+
+    def __init__(self, forms: Sequence[Form], load: Load) -> None:
+        self.forms = forms
+        prefill_s = load.prefill_s(1) * load.gpu_count
+        self._gpu = load.prices.gpu(prefill_s)
+        """US dollars for the prefill of a token."""
+        self._rent = load.prices.ssd_gb_hour / GB / HOUR_S
+        """US dollars for a byte and second."""
+        if not self._rent or not self._gpu:
+            raise InvalidArgument(field="forms", problem="nothing is to be weighed where a price is 0")
+        self._envelope = cache(self._segments)
+
+    def again_share(self, form: int) -> float:
+        """Prefill that makes a returned session hot again: all of it, where that is to pay."""
+        gain = self.forms[form].back_share - self.forms[0].back_share
+        return 1.0 if form and THAW_RETURNS * gain > 1.0 else 0.0
+
+    def _cost(self, form: int, begin: int, idle_s: float) -> float:
+        one = self.forms[form]
+        share = one.back_share + self.again_share(form) + (one.make_share if form != begin else 0.0)
+        return self._gpu * share + self._rent * one.token_bytes * idle_s
+
+    def _segments(self, begin: int) -> tuple[tuple[float, int], ...]:
+        """From which time idle on the mixed strategy has which form, of a session that begins with one."""
+        found, at_s, form = [(0.0, begin)], 0.0, begin
+        while True:
+            crossings = []
+            for other, one in enumerate(self.forms):
+                less = self.forms[form].token_bytes - one.token_bytes
+                if less <= 0:
+                    continue
+                ahead = self._cost(other, begin, at_s) - self._cost(form, begin, at_s)
+                crossings.append((at_s + max(ahead, 0.0) / (self._rent * less), one.token_bytes, other))
+            if not crossings:
+                return tuple(found)
+            at_s, _, form = min(crossings)
+            found.append((at_s, form))
+
+    def pure(self, form: int, idle_s: float, *, returns: bool) -> Rest:
+        """One form all the time."""
+        one = self.forms[form]
+        return Rest(one.back_share if returns else 0.0, one.token_bytes * idle_s, 0, form)
+
+    def mixed(self, begin: int, idle_s: float, *, returns: bool) -> Rest:
+        """From form to form."""
+        segments = self._envelope(begin)
+        gpu = byte_s = 0.0
+        form, changes = begin, 0
+        for index, (since_s, now) in enumerate(segments):
+            if since_s > idle_s:
+                break
+            until_s = segments[index + 1][0] if index + 1 < len(segments) else math.inf
+            byte_s += self.forms[now].token_bytes * (min(until_s, idle_s) - since_s)
+            if now != form:
+                gpu += self.forms[now].make_share
+                changes += 1
+            form = now
+        if not returns:
+            return Rest(gpu, byte_s, changes, form)
+        again = self.again_share(form)
+        gpu += self.forms[form].back_share + again
+        return Rest(gpu, byte_s, changes + bool(again), 0 if again else form)
+
+    def knows(self, idle_s: float, *, returns: bool) -> Rest:
+        """The best form for a return that is foreseen; nothing is kept of a session that never returns."""
+        if not returns:
+            return Rest(0.0, 0.0, 0, 0)
+
+        def cost(form: int) -> float:
+            one = self.forms[form]
+            share = one.back_share + one.make_share * bool(form)
+            return self._gpu * share + self._rent * one.token_bytes * idle_s
+
+        form = min(range(len(self.forms)), key=cost)
+        one = self.forms[form]
+        share = one.back_share + one.make_share * bool(form)
+        return Rest(share, one.token_bytes * idle_s, bool(form), 0)
+
+
+@dataclass(slots=True)
+class _Session:
+    token_count: int = 0
+    dropped_count: int = 0
+    rested_s: float = 0.0
+    form: int = 0
+    """Of the mixed strategy."""
+
+
+def keep(
+    turns: Iterable[TraceTurn],
+    load: Load,
+    forms: Sequence[Form],
+    step: Callable[[int], None] = lambda _: None,
+) -> tuple[list[Kept], float]:
+    """Play the trace by each pure form, by the mixed strategy and by the one that knows.
+
+    Returns their figures, and from the first turn to the end of the last session's life, in seconds. Raises
+    InvalidArgument(field="forms") where a price is 0, and what reading the trace raises.
+    """
+    keeper = Keeper(forms, load)
+    kept = [Kept(form.name) for form in forms] + [Kept(MIXED), Kept(KNOWS)]
+    sessions: dict[bytes, _Session] = {}
+    first_s, last_s, index = math.inf, 0.0, 0
+    for index, turn in enumerate(turns, 1):
+        first_s, last_s = min(first_s, turn.arrival_s), turn.arrival_s
+        session = sessions.get(turn.session)
+        if session is None:
+            session = sessions[turn.session] = _Session()
+        else:
+            _rest(keeper, kept, session, turn.arrival_s - session.rested_s, load, returns=True)
+        _grow(session, turn, load)
+        session.rested_s = turn.arrival_s
+        if index % 1024 == 0:
+            step(index)
+    for session in sessions.values():
+        _rest(keeper, kept, session, load.ttl_s, load, returns=False)
+    step(index)
+    return kept, last_s + load.ttl_s - first_s if sessions else 0.0
+
+
+def _grow(session: _Session, turn: TraceTurn, load: Load) -> None:
+    """A session after a turn: as many of its tokens as the window holds."""
+    history = session.token_count
+    if turn.history_tokens is not None:
+        history = max(turn.history_tokens - session.dropped_count, 0)
+    count = history + turn.input_tokens + turn.output_tokens
+    if load.context_tokens is not None:
+        dropped = dropped_tokens(count, load.context_tokens)
+        session.dropped_count += dropped
+        count -= dropped
+    session.token_count = count
+
+
+def _rest(
+    keeper: Keeper, kept: Sequence[Kept], session: _Session, idle_s: float, load: Load, *, returns: bool
+) -> None:
+    """Count a session's time without a turn, for every strategy. Behind its TTL all is computed anew."""
+    is_there = returns and idle_s <= load.ttl_s
+    held_s, count = min(idle_s, load.ttl_s), session.token_count
+    rests = [keeper.pure(form, held_s, returns=is_there) for form in range(len(keeper.forms))]
+    mixed = keeper.mixed(session.form, held_s, returns=is_there)
+    rests += [mixed, keeper.knows(held_s, returns=is_there)]
+    session.form = mixed.after if is_there else 0
+    for one, rest in zip(kept, rests, strict=True):
+        one.returns += returns
+        one.gpu_s += load.prefill_s(1) * count * (rest.gpu_share + (1.0 if returns and not is_there else 0.0))
+        one.byte_s += count * rest.byte_s
+        one.changed_count += rest.changes
