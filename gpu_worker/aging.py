@@ -80,10 +80,10 @@ class Form:
     make_s: float = 0.0
     again_s: float = 0.0
 
-    def cost_s(self, idle_s: float, rent_s_per_gb_hour: float) -> float:
-        """Seconds of the machine for a session that comes back after so long."""
+    def cost_s(self, idle_s: float, rent_s_per_gb_hour: float, returning: float = 1.0) -> float:
+        """Seconds of the machine for a session that is idle for so long and then so likely to come back."""
         rent_s = rent_s_per_gb_hour * self.size_bytes / 1e9 * idle_s / 3600.0
-        return self.back_s + self.make_s + self.again_s + rent_s
+        return returning * (self.back_s + self.again_s) + self.make_s + rent_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +125,22 @@ class Aging:
         *,
         rent_s_per_gb_hour: float = RENT_S_PER_GB_HOUR,
         thaw_s: float = THAW_S,
+        returning: float = 1.0,
     ) -> None:
         """`hot`: the layout of sessions in use. Packed kinds are used where `model` lists them.
 
-        `rent_s_per_gb_hour`: seconds of this machine that a GB kept for an hour is worth. Raises
-        InvalidArgument(field="rent" | "thaw").
+        `rent_s_per_gb_hour`: seconds of this machine that a GB kept for an hour is worth. `returning`: the
+        share of idle sessions that are known to come back; at 1 the sum is bounded whatever they do. Raises
+        InvalidArgument(field="rent" | "thaw" | "returning").
         """
         if not 0 < rent_s_per_gb_hour < NO_LIMIT:
             raise InvalidArgument(field="rent", problem=f"{rent_s_per_gb_hour} s per GB and hour is none")
         if not 0 <= thaw_s < NO_LIMIT:
             raise InvalidArgument(field="thaw", problem=f"{thaw_s} s is no time")
+        if not 0 < returning <= 1:
+            raise InvalidArgument(field="returning", problem=f"{returning} is no share of sessions")
         self._adapter, self._client, self._model = adapter, client, model
-        self._rent, self._thaw_s = rent_s_per_gb_hour, thaw_s
+        self._rent, self._thaw_s, self._returning = rent_s_per_gb_hour, thaw_s, returning
         self._shape = model_shape(adapter, adapter.architecture)
         self._profile = profile
         self._allowed = frozenset(spec.stream.kind for spec in model.spec.streams)
@@ -159,7 +163,7 @@ class Aging:
         if idle_s < self._thaw_s:
             return self._form(self._hot, count, held) if current.again_s else None
         smaller = [each for each in self._forms(held, count) if each.size_bytes < current.size_bytes]
-        best = min((current, *smaller), key=lambda each: each.cost_s(idle_s, self._rent))
+        best = min((current, *smaller), key=lambda each: each.cost_s(idle_s, self._rent, self._returning))
         return None if best is current else best
 
     def _forms(self, held: Kinds, count: int) -> Iterator[Form]:

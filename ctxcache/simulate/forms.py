@@ -2,7 +2,8 @@
 
 A form takes bytes while a session is idle, and prefill when it returns. A pure strategy has one form. The
 mixed one goes from form to form with the time that a session is idle, as `gpu_worker.aging` does: it has the
-form that would have been the cheapest for a return just now. `knows` picks the best form for each return that
+form that would have been the cheapest for a return just now. `learned` does so for a return as likely as
+those so far: what never returns is not worth its rent. `knows` picks the best form for each return that
 it foresees, and no store can. Turns take no time, and room is never short: it is paid for. Memory: an entry
 per session. Worst case: a trace without second turns, in which nothing is worth keeping.
 """
@@ -17,7 +18,7 @@ from ctxcache.simulate.load import GB, HOUR_S, Load
 from ctxcache.simulate.replay import dropped_tokens
 from ctxcache.simulate.rows import TraceTurn
 
-MIXED, KNOWS = "mixed", "knows"
+MIXED, LEARNED, KNOWS = "mixed", "learned", "knows"
 THAW_RETURNS = 2
 """A session that returned is made hot again where that pays after so many returns more."""
 MOST_FORMS = 16
@@ -49,7 +50,7 @@ def forms_of(text: str, token_bytes: int) -> tuple[Form, ...]:
         shares = (size, back, *make)
         if not name or len(make) > 1 or not all(0 <= share < math.inf for share in shares):
             raise _wrong(f"{part!r} is not NAME=BYTES:BACK or NAME=BYTES:BACK:MAKE, none of them negative")
-        if name in (MIXED, KNOWS) or any(name == other.name for other in found):
+        if name in (MIXED, LEARNED, KNOWS) or any(name == other.name for other in found):
             raise _wrong(f"{name!r} is there already")
         found.append(Form(name, 4.0 + size * token_bytes, back, make[0] if make else 0.0))
     if not 2 <= len(found) <= MOST_FORMS:
@@ -118,13 +119,17 @@ class Keeper:
         gain = self.forms[form].back_share - self.forms[0].back_share
         return 1.0 if form and THAW_RETURNS * gain > 1.0 else 0.0
 
-    def _cost(self, form: int, begin: int, idle_s: float) -> float:
+    def _cost(self, form: int, begin: int, idle_s: float, returning: float) -> float:
         one = self.forms[form]
-        share = one.back_share + self.again_share(form) + (one.make_share if form != begin else 0.0)
+        share = returning * (one.back_share + self.again_share(form))
+        share += one.make_share if form != begin else 0.0
         return self._gpu * share + self._rent * one.token_bytes * idle_s
 
-    def _segments(self, begin: int) -> tuple[tuple[float, int], ...]:
-        """From which time idle on the mixed strategy has which form, of a session that begins with one."""
+    def _segments(self, begin: int, returning: float) -> tuple[tuple[float, int], ...]:
+        """From which time idle on the mixed strategy has which form, of a session that begins with one.
+
+        `returning`: how likely it is taken to return.
+        """
         found, at_s, form = [(0.0, begin)], 0.0, begin
         while True:
             crossings = []
@@ -132,7 +137,7 @@ class Keeper:
                 less = self.forms[form].token_bytes - one.token_bytes
                 if less <= 0:
                     continue
-                ahead = self._cost(other, begin, at_s) - self._cost(form, begin, at_s)
+                ahead = self._cost(other, begin, at_s, returning) - self._cost(form, begin, at_s, returning)
                 crossings.append((at_s + max(ahead, 0.0) / (self._rent * less), one.token_bytes, other))
             if not crossings:
                 return tuple(found)
@@ -144,9 +149,10 @@ class Keeper:
         one = self.forms[form]
         return Rest(one.back_share if returns else 0.0, one.token_bytes * idle_s, 0, form)
 
-    def mixed(self, begin: int, idle_s: float, *, returns: bool) -> Rest:
-        """From form to form."""
-        segments = self._envelope(begin)
+    def mixed(self, begin: int, idle_s: float, *, returns: bool, returning: float = 1.0) -> Rest:
+        """From form to form, as is best where a session is so likely to return."""
+        # Rounded, so that few envelopes are made.
+        segments = self._envelope(begin, round(returning, 2))
         gpu = byte_s = 0.0
         form, changes = begin, 0
         for index, (since_s, now) in enumerate(segments):
@@ -187,6 +193,9 @@ class _Session:
     rested_s: float = 0.0
     form: int = 0
     """Of the mixed strategy."""
+    learned_form: int = 0
+    returning: float = 1.0
+    """How likely a return was taken to be when the session began to rest."""
 
 
 def keep(
@@ -195,13 +204,13 @@ def keep(
     forms: Sequence[Form],
     step: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[Kept], float]:
-    """Play the trace by each pure form, by the mixed strategy and by the one that knows.
+    """Play the trace by each pure form, by the mixed strategies and by the one that knows.
 
     Returns their figures, and from the first turn to the end of the last session's life, in seconds. Raises
     InvalidArgument(field="forms") where a price is 0, and what reading the trace raises.
     """
     keeper = Keeper(forms, load)
-    kept = [Kept(form.name) for form in forms] + [Kept(MIXED), Kept(KNOWS)]
+    kept = [Kept(form.name) for form in forms] + [Kept(name) for name in (MIXED, LEARNED, KNOWS)]
     sessions: dict[bytes, _Session] = {}
     first_s, last_s, index = math.inf, 0.0, 0
     for index, turn in enumerate(turns, 1):
@@ -213,6 +222,7 @@ def keep(
             _rest(keeper, kept, session, turn.arrival_s - session.rested_s, load, returns=True)
         _grow(session, turn, load)
         session.rested_s = turn.arrival_s
+        session.returning = (index - len(sessions) + 1) / (index + 1)
         if index % 1024 == 0:
             step(index)
     for session in sessions.values():
@@ -242,8 +252,9 @@ def _rest(
     held_s, count = min(idle_s, load.ttl_s), session.token_count
     rests = [keeper.pure(form, held_s, returns=is_there) for form in range(len(keeper.forms))]
     mixed = keeper.mixed(session.form, held_s, returns=is_there)
-    rests += [mixed, keeper.knows(held_s, returns=is_there)]
-    session.form = mixed.after if is_there else 0
+    learned = keeper.mixed(session.learned_form, held_s, returns=is_there, returning=session.returning)
+    rests += [mixed, learned, keeper.knows(held_s, returns=is_there)]
+    session.form, session.learned_form = (mixed.after, learned.after) if is_there else (0, 0)
     for one, rest in zip(kept, rests, strict=True):
         one.returns += returns
         one.gpu_s += load.prefill_s(1) * count * (rest.gpu_share + (1.0 if returns and not is_there else 0.0))

@@ -608,10 +608,16 @@ class TransformersEngine:
             snapshot_tokens=snapshot_tokens,
         )
 
-    def aging(self, *, rent_s_per_gb_hour: float = RENT_S_PER_GB_HOUR, thaw_s: float = THAW_S) -> Aging:
-        """What keeps the model's idle sessions in smaller forms. Use it between turns, in their thread.
+    def aging(
+        self,
+        *,
+        rent_s_per_gb_hour: float = RENT_S_PER_GB_HOUR,
+        thaw_s: float = THAW_S,
+        returning: float = 1.0,
+    ) -> Aging:
+        """Make what keeps the model's idle sessions in smaller forms. Use it between turns, in their thread.
 
-        Raises InvalidArgument(field="profile" | "rent" | "thaw").
+        See Aging. Raises InvalidArgument(field="profile" | "rent" | "thaw" | "returning").
         """
         profile = self._chooser.profile
         if profile is None:
@@ -624,6 +630,7 @@ class TransformersEngine:
             self._layout,
             rent_s_per_gb_hour=rent_s_per_gb_hour,
             thaw_s=thaw_s,
+            returning=returning,
         )
 
     def turn(

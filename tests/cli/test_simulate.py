@@ -497,9 +497,9 @@ def test_forms_are_compared_in_place_of_policies(trace: Path) -> None:
     forms = "kv=1:0,tokens=0:1"
     ran = ctxcache(*said, "--forms", forms, "-o", "json")
     found = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [one["strategy"] for one in found] == ["kv", "tokens", "mixed", "knows"]
-    assert [one["returns"] for one in found] == [1] * 4
-    assert [one["gpu_s"] for one in found] == [0.0, 15.0, 0.0, 0.0]
+    assert [one["strategy"] for one in found] == ["kv", "tokens", "mixed", "learned", "knows"]
+    assert [one["returns"] for one in found] == [1] * 5
+    assert [one["gpu_s"] for one in found] == [0.0, 15.0, 0.0, 0.0, 0.0]
     assert found[0]["gb_hours"] == pytest.approx(1004 * (15 * 2 + (30 + 15) * 3600) / 3600 / 1e9)
     table = ctxcache(*said, "--forms", forms)
     assert [line.split()[0] for line in table.stdout.splitlines()] == [
@@ -507,6 +507,7 @@ def test_forms_are_compared_in_place_of_policies(trace: Path) -> None:
         "kv",
         "tokens",
         "mixed",
+        "learned",
         "knows",
     ]
     for wrong in (("--forms", "kv"), ("--forms", forms, "--policies", "lru"), ("--forms", forms, "--blocks")):

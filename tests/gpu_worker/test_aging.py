@@ -84,11 +84,20 @@ def _all(kind: StateKind | None) -> Kinds:
     return (kind,) * LAYERS
 
 
-def _aging(client: Client, rent: float = HUGE, *, is_lossy: bool = True, thaw_s: float = 0.0) -> Aging:
+def _aging(
+    client: Client,
+    rent: float = HUGE,
+    *,
+    is_lossy: bool = True,
+    thaw_s: float = 0.0,
+    returning: float = 1.0,
+) -> Aging:
     model = client.models.register(_spec(is_lossy=is_lossy))
     hot = [Stream(layer, StateKind.KV) for layer in range(LAYERS)]
     adapter = adapt(_model())
-    return Aging(adapter, client, model, PROFILE, hot, rent_s_per_gb_hour=rent, thaw_s=thaw_s)
+    return Aging(
+        adapter, client, model, PROFILE, hot, rent_s_per_gb_hour=rent, thaw_s=thaw_s, returning=returning
+    )
 
 
 def _saved(client: Client, session_id: str, *, is_lossy: bool = True) -> SessionInfo:
@@ -118,6 +127,13 @@ def test_forms_get_smaller_the_longer_a_session_is_idle(client: Client, session_
     dearer = _aging(client, 1e7)
     assert dearer.due(session, first / 100) is not None
     assert any(kind in LOSSY_KINDS for form in found if form for kind in form.kinds)
+    # What hardly ever comes back is soon not worth its rent.
+    seldom = _aging(client, 1e4, returning=0.01)
+    sooner = [seldom.due(session, idle_s) for idle_s in times_s]
+    assert [form is not None for form in sooner] >= [form is not None for form in found]
+    assert sum(form is None or any(form.kinds) for form in sooner) < sum(
+        form is None or any(form.kinds) for form in found
+    )
     # For each time the form is the cheapest of all that were found.
     for idle_s, form in zip(times_s, found, strict=True):
         if form is not None:
@@ -311,6 +327,8 @@ def test_settings_and_kinds_that_cannot_be_are_refused(client: Client, session_i
         ("rent", lambda: _aging(client, 0.0)),
         ("rent", lambda: _aging(client, float("nan"))),
         ("thaw", lambda: _aging(client, thaw_s=-1.0)),
+        ("returning", lambda: _aging(client, returning=0.0)),
+        ("returning", lambda: _aging(client, returning=1.1)),
         ("kinds", lambda: aging.reencode(session, _all(None)[1:])),
         ("layout", lambda: aging.reencode(session, _all(StateKind.LATENT))),
         ("streams", lambda: aging.reencode(session, _all(StateKind.HIDDEN_DELTA_INT4))),

@@ -72,6 +72,15 @@ def test_a_competitive_bound_holds_for_every_rest() -> None:
     assert pure > 2.0
 
 
+def test_what_never_returns_is_soon_not_worth_its_rent() -> None:
+    """Of 50 sessions one returns: learning that is cheaper than the bound's way, and than keeping K/V."""
+    turns = [turn(str(number), float(number)) for number in range(50)] + [turn("3", HOUR)]
+    kept, span_s = keep(turns, LOAD, FORMS)
+    costs = {one.strategy: one.to_dict(LOAD, span_s)["cost"] for one in kept}
+    mixed, learned, pure = (float(str(costs[name])) for name in ("mixed", "learned", "kv"))
+    assert learned < 0.5 * mixed < mixed < pure
+
+
 def test_what_expired_is_computed_by_every_form() -> None:
     """And its rent ends with its life."""
     kept, _ = keep([turn("a", 0.0), turn("a", 1000 * HOUR)], LOAD, FORMS)
@@ -91,6 +100,7 @@ def test_what_expired_is_computed_by_every_form() -> None:
         ("kv=1:0", "1 forms"),
         ("kv=1:0,kv=0:1", "'kv' is there already"),
         ("kv=1:0,mixed=0:1", "'mixed' is there already"),
+        ("kv=1:0,learned=0:1", "'learned' is there already"),
         ("kv=1:0,more=2:0", "none is larger"),
     ],
 )
