@@ -19,9 +19,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
-from ctxcache.client.access import AccessStream, Hold, acquire
+from ctxcache.client.access import AccessStream, ArenaAttachment, Hold, acquire
 from ctxcache.client.arena import Bytes
-from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.block_bytes import Array, BlockData, PartMemory, check_sizes, parts_of
 from ctxcache.client.convert import durability_to_wire, to_wire
 from ctxcache.client.futures import Completions

@@ -14,9 +14,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client.access import ClockPair
+from ctxcache.client.access import ArenaAttachment, ClockPair
 from ctxcache.client.arena import Bytes, Chunk, SlotLayout
-from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import durability_to_wire
 from ctxcache.client.models import CallerModel
 from ctxcache.client.types import Durability, SessionInfo

@@ -1,20 +1,40 @@
-"""A session's rows as a reader gets them, and what each transport of rows offers.
+"""A session's rows as a reader gets them: what all routes share, and rows read where they lie.
 
-Knows neither the arena nor the wire: it holds what all routes share. Not thread-safe. Worst case: rows that
-fail their checksum, or whose lease has ended, are never returned; a transport that breaks raises Unavailable.
+A route is a transport of rows, or the arena under a lease, or files of the SSD tier beside it. Leased rows
+are views of the arena. Every row is verified before or while it is copied out. Not thread-safe. Worst case:
+rows that fail their checksum, or whose lease has ended, are never returned; where a lease ends during a
+copy, the check after the copy raises LeaseNotFound. A transport that breaks raises Unavailable.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
-from ctxcache.client.arena import Bytes
+from ctxcache.client.access import AccessStream, ArenaAttachment, Hold, acquire
+from ctxcache.client.arena import (
+    Bytes,
+    SlotLayout,
+    SlotRows,
+    Verifier,
+    identity_of,
+    spans_of_runs,
+    spans_of_segments,
+)
+from ctxcache.client.convert import session_from_wire
+from ctxcache.client.ssd_files import SsdReader, aligned, is_aligned
 from ctxcache.client.types import Durability, SessionInfo
-from ctxcache.errors import InvalidArgument
+from ctxcache.errors import CorruptSegment, InvalidArgument, LeaseNotFound
+from ctxcache.format.checksums import chunk_checksum
+from ctxcache.format.header import SegmentHeader, SegmentIdentity, decode_header, header_checksum
+from ctxcache.format.layout import HEADER_FIXED_BYTES, HEADER_STREAM_BYTES, SegmentLayout, align
 from ctxcache.format.streams import Stream
+from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, RecheckLease, ReleaseLease, SegmentLocation
 from ctxcache.v1.session_pb2 import AppendHeader, ReadHeader, ReadSessionRequest
 
 
@@ -153,3 +173,416 @@ class RowTransport(Protocol):
 
         Returns the session. Raises what AppendSession raises.
         """
+
+
+# -- under a lease: in the arena, and in files of the SSD tier ----------------------------------------
+
+
+class StoredChunk(NamedTuple):
+    """A stream's rows in a file as one piece: `size_bytes` at `offset_bytes`, and their bound checksum.
+
+    `seed` is that of the segment's identity, to which it is bound.
+    """
+
+    path_index: int
+    offset_bytes: int
+    size_bytes: int
+    seed: int
+    checksum: int
+
+
+class SsdSlot:
+    """One segment that was left on SSD."""
+
+    def __init__(
+        self,
+        files: SsdReader,
+        layout: SlotLayout,
+        identity: SegmentIdentity,
+        location: SegmentLocation,
+        check: Callable[[], None],
+    ) -> None:
+        """`check` raises when the lease has ended. Raises TierFailure for a place that no file has."""
+        self._files, self._location, self._check = files, location, check
+        self._layout = layout = layout.of(location.row_capacity)
+        self.token_count = location.token_count
+        """Rows that its checksums cover."""
+        self._identity = identity
+        self._header_bytes = align(HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * len(layout.chunks))
+        self._seed = identity.seed()
+        self._checksums: Sequence[int] = ()
+        size_bytes = max(self._header_bytes, layout.end_bytes(self.token_count))
+        files.check_place(location.path_index, location.offset_bytes, align(size_bytes))
+
+    def chunk(self, stream: Stream) -> StoredChunk:
+        """Where a stream's rows lie and what they must be.
+
+        Raises CorruptSegment, TierFailure, KeyError, what `check` raises.
+        """
+        if not self._checksums:
+            self._checksums = self._read_header()
+        chunk = self._layout.chunks[stream]
+        return StoredChunk(
+            self._location.path_index,
+            self._location.offset_bytes + chunk.offset_bytes,
+            self.token_count * chunk.row_bytes,
+            self._seed,
+            self._checksums[chunk.index],
+        )
+
+    def differs(self, stream: Stream) -> CorruptSegment:
+        """The error to raise for rows that fail their checksum.
+
+        Raises what `check` raises: that is no damage.
+        """
+        return self._bad(f"{stream} does not match its checksum")
+
+    def _bad(self, problem: str) -> CorruptSegment:
+        # A slot that was handed on under us differs too.
+        self._check()
+        return CorruptSegment(segment_id=self._location.segment_id, problem=problem)
+
+    def _read_header(self) -> Sequence[int]:
+        data = aligned(self._header_bytes)
+        self._files.read(self._location.path_index, self._location.offset_bytes, data)
+        try:
+            header = decode_header(data)
+        except CorruptSegment as error:
+            raise self._bad(str(error.facts["problem"])) from error
+        if header_checksum(bytes(data)) != self._location.header_checksum:
+            raise self._bad("its header is not the one recorded")
+        if header.segment_id != self._location.segment_id or header.identity != self._identity:
+            raise self._bad("its header names another segment")
+        if not self._is_laid_out(header):
+            raise self._bad("its header has another layout")
+        return header.checksums
+
+    def _is_laid_out(self, header: SegmentHeader) -> bool:
+        layout: SegmentLayout = header.layout
+        found = [
+            (spec.stream, offset, spec.row_bytes)
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ]
+        known = [(stream, one.offset_bytes, one.row_bytes) for stream, one in self._layout.chunks.items()]
+        is_as_long = layout.segment_tokens == self._layout.row_capacity
+        return found == known and is_as_long and self.token_count <= layout.segment_tokens
+
+
+class FileRun(NamedTuple):
+    """Consecutive live rows of one segment.
+
+    `slot`: where on SSD; None: in the arena, whose slot begins at `offset_bytes`.
+    """
+
+    slot: SsdSlot | None
+    offset_bytes: int
+    row_begin: int
+    row_end: int
+    token_begin: int
+    row_capacity: int
+
+    @property
+    def token_end(self) -> int:
+        """One past its last token."""
+        return self.token_begin + self.row_end - self.row_begin
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all the rows of a chunk on SSD."""
+        return self.slot is not None and (self.row_begin, self.row_end) == (0, self.slot.token_count)
+
+    def cut(self, begin: int, end: int) -> "FileRun":
+        """The part of it that is tokens [begin, end)."""
+        low, high = max(begin, self.token_begin), min(end, self.token_end)
+        row = self.row_begin - self.token_begin
+        return self._replace(row_begin=row + low, row_end=row + high, token_begin=low)
+
+
+class FiledRows(SessionRows):
+    """Rows under a lease, some or all of which were left on SSD.
+
+    `runs` and `copy` may be used by several threads.
+    """
+
+    is_local = True
+
+    def __init__(
+        self,
+        arena: Bytes,
+        files: SsdReader,
+        layout: SlotLayout,
+        hold: Hold,
+        lease: Lease,
+        streams: Iterable[Stream],
+        verifier: Verifier | None,
+    ) -> None:
+        """`verifier` for what is in the arena. Raises InvalidArgument, CorruptSegment, TierFailure."""
+        wanted = frozenset(streams)
+        if not wanted <= layout.chunks.keys():
+            raise InvalidArgument(field="streams", problem="one is not part of the session's layout")
+        self.session, self.files = session_from_wire(lease.session), files
+        self.streams = tuple(stream for stream in layout.chunks if not wanted or stream in wanted)
+        self.begin, self.end = lease.range.begin, lease.range.end
+        self._arena, self._layout, self._hold, self._verifier = arena, layout, hold, verifier
+        self._runs = self._all_runs(lease)
+        self._bounces = threading.local()
+
+    @property
+    def ssd_token_count(self) -> int:
+        """How many of the tokens were left on SSD."""
+        return sum(run.row_end - run.row_begin for run in self._runs if run.slot is not None)
+
+    def row_bytes(self, stream: Stream) -> int:
+        """Bytes of one row. Raises KeyError(stream)."""
+        return self._layout.row_bytes(stream)
+
+    def runs(self, begin: int, end: int) -> list[FileRun]:
+        """Where tokens [begin, end) lie, in order."""
+        first = bisect_right(self._runs, begin, key=lambda run: run.token_end)
+        last = bisect_left(self._runs, end, key=lambda run: run.token_begin)
+        return [run.cut(begin, end) for run in self._runs[first:last]]
+
+    def copy(self, stream: Stream, run: FileRun, into: Bytes) -> None:
+        """Copy a run's rows into [n, row_bytes], contiguous, and verify those that come from a file.
+
+        Straight into it where it begins on a page, and is a whole chunk of whole pages. Raises
+        CorruptSegment, TierFailure,
+        LeaseNotFound, InvalidArgument for a stream that is not read.
+        """
+        self._check_stream(stream)
+        if run.slot is None:
+            self._hold.check_known()
+            if self._verifier is not None:
+                self._verifier.copy(stream, run.token_begin, run.token_end, into)
+            else:
+                np.copyto(into, self._view(stream, run))
+            return
+        chunk = run.slot.chunk(stream)
+        place, size_bytes = into.reshape(-1).data, align(chunk.size_bytes)
+        is_in_place = run.is_whole and size_bytes == chunk.size_bytes and is_aligned(place)
+        target = place if is_in_place else self._bounce(size_bytes)
+        self.files.read(chunk.path_index, chunk.offset_bytes, target)
+        rows = target[: chunk.size_bytes]
+        if chunk_checksum(chunk.seed, stream, rows) != chunk.checksum:
+            raise run.slot.differs(stream)
+        if not is_in_place:
+            found = np.frombuffer(rows, np.uint8).reshape(-1, into.shape[1])
+            np.copyto(into, found[run.row_begin : run.row_end])
+
+    def copy_rows(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """Copy the rows of tokens [begin, end) into [end - begin, row_bytes], contiguous; see `copy`.
+
+        Reads side by side.
+        """
+        self.files.spread(
+            [
+                partial(self.copy, stream, run, into[run.token_begin - begin : run.token_end - begin])
+                for run in self.runs(begin, end)
+            ]
+        )
+
+    def array(self, stream: Stream, *, out: Bytes | None = None) -> Bytes:
+        """See SessionRows."""
+        whole = np.empty((self.token_count, self.row_bytes(stream)), np.uint8) if out is None else out
+        self._check_out(whole, stream)
+        if not whole.flags.c_contiguous:
+            np.copyto(whole, self.array(stream))
+            return whole
+        self._check_stream(stream)
+        self.copy_rows(stream, self.begin, self.end, whole)
+        self.check()
+        return whole
+
+    def pieces(self, stream: Stream) -> Sequence[Bytes]:
+        """See SessionRows; a copy."""
+        return [self.array(stream)]
+
+    def chunks(self) -> Iterator[RowPiece]:
+        """See SessionRows; copies."""
+        for stream in self.streams:
+            yield RowPiece(stream, self.begin, self.array(stream))
+
+    def check(self) -> None:
+        """Raise LeaseNotFound when the lease has ended."""
+        self._hold.check()
+
+    def close(self) -> None:
+        """Release the lease, without waiting for the answer."""
+        self._hold.release_soon()
+
+    def _all_runs(self, lease: Lease) -> list[FileRun]:
+        # A gap, or an invalid range, is refused as it is in the arena.
+        spans_of_segments(lease.segments, self.begin, self.end)
+        runs = []
+        for segment in lease.segments:
+            slot, row_count = None, segment.token_count
+            if segment.HasField("path_index"):
+                identity = identity_of(self.session, segment)
+                slot = SsdSlot(self.files, self._layout, identity, segment, self._hold.check)
+            else:
+                row_count = max((rows.row_end for rows in segment.rows), default=0)
+                if (
+                    segment.offset_bytes < 0
+                    or row_count > segment.row_capacity
+                    or segment.offset_bytes + self._layout.of(segment.row_capacity).end_bytes(row_count)
+                    > self._arena.size
+                ):
+                    raise CorruptSegment(segment_id=segment.segment_id, problem="lies outside the arena")
+            for rows in segment.rows:
+                if rows.row_end > row_count:
+                    raise CorruptSegment(
+                        segment_id=segment.segment_id, problem="has fewer rows than it should"
+                    )
+                place = slot, segment.offset_bytes
+                runs.append(
+                    FileRun(*place, rows.row_begin, rows.row_end, rows.token_begin, segment.row_capacity)
+                )
+        return runs
+
+    def _view(self, stream: Stream, run: FileRun) -> Bytes:
+        chunk = self._layout.of(run.row_capacity).chunks[stream]
+        begin = run.offset_bytes + chunk.offset_bytes + run.row_begin * chunk.row_bytes
+        size_bytes = (run.row_end - run.row_begin) * chunk.row_bytes
+        return self._arena[begin : begin + size_bytes].reshape(-1, chunk.row_bytes)
+
+    def _bounce(self, size_bytes: int) -> memoryview:
+        """This thread's own memory."""
+        held: memoryview | None = getattr(self._bounces, "memory", None)
+        if held is None or held.nbytes < size_bytes:
+            held = self._bounces.memory = aligned(size_bytes)
+        return held[:size_bytes]
+
+
+class LeasedRows(SessionRows):
+    """Rows in the arena under a lease."""
+
+    is_local = True
+
+    def __init__(
+        self, slots: SlotRows, hold: Hold, lease: Lease, streams: Iterable[Stream], verifier: Verifier | None
+    ) -> None:
+        stored = slots.layout.chunks
+        wanted = frozenset(streams)
+        if not wanted <= stored.keys():
+            raise InvalidArgument(field="streams", problem="one is not part of the session's layout")
+        self.session = session_from_wire(lease.session)
+        self.streams = tuple(s for s in stored if s in wanted) if wanted else slots.layout.streams
+        self.begin, self.end = lease.range.begin, lease.range.end
+        self._chunks = stored if not wanted else {stream: stored[stream] for stream in self.streams}
+        self._slots, self._hold, self._verifier = slots, hold, verifier
+
+    def row_bytes(self, stream: Stream) -> int:
+        """Bytes of one row. Raises KeyError(stream)."""
+        return self._slots.layout.row_bytes(stream)
+
+    def pieces(self, stream: Stream) -> Sequence[Bytes]:
+        """Return a stream's rows as views of the arena, one per run of live rows."""
+        return [rows for view in self.blocks(stream) for rows in view]
+
+    def blocks(self, stream: Stream) -> list[Bytes]:
+        """Return a stream's rows as views [runs, rows, row_bytes], fewer and larger ones than `pieces`."""
+        self._open(stream)
+        return self._slots.views(stream)
+
+    def chunks(self) -> Iterator[RowPiece]:
+        """Iterate over views of all rows, stream by stream in layer order."""
+        for stream in self.streams:
+            token_begin = self.begin
+            for rows in self.pieces(stream):
+                yield RowPiece(stream, token_begin, rows)
+                token_begin += len(rows)
+        self.check()
+
+    def array(self, stream: Stream, *, out: Bytes | None = None) -> Bytes:
+        """See SessionRows."""
+        if out is not None and not out.flags.c_contiguous:
+            return super().array(stream, out=out)
+        whole = np.empty((self.token_count, self.row_bytes(stream)), np.uint8) if out is None else out
+        self._check_out(whole, stream)
+        if self._verifier is not None:
+            self.copy_verified(stream, self.begin, self.end, whole)
+            self.check()
+            return whole
+        begin = 0
+        for rows in self.blocks(stream):
+            end = begin + rows.shape[0] * rows.shape[1]
+            np.copyto(whole[begin:end].reshape(rows.shape), rows)
+            begin = end
+        self.check()
+        return whole
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether rows are verified; see `copy_verified`."""
+        return self._verifier is not None
+
+    def copy_verified(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """Copy rows of tokens [begin, end) into a contiguous [end - begin, row_bytes]; verify the copy.
+
+        Costs less than verifying first and copying then. Raises as `pieces` does, InvalidArgument where
+        nothing is.
+        """
+        if stream not in self._chunks:
+            raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
+        if self._verifier is None:
+            raise InvalidArgument(field="verify", problem="this client verifies nothing")
+        self._verifier.copy(stream, begin, end, into)
+        self._hold.check_known()
+
+    def check(self) -> None:
+        """Raise LeaseNotFound when the lease has ended."""
+        self._hold.check()
+
+    def close(self) -> None:
+        """Release the lease, without waiting for the answer."""
+        self._hold.release_soon()
+
+    def _open(self, stream: Stream) -> None:
+        """Verify a stream's rows, if that is wanted. Raises as `pieces` does."""
+        if stream not in self._chunks:
+            raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
+        if self._verifier is not None:
+            self._verifier.verify(stream)
+        self._hold.check_known()
+
+
+def lease_rows(
+    attachment: ArenaAttachment, request: AcquireLease, streams: Sequence[Stream], *, is_verified: bool
+) -> LeasedRows | FiledRows:
+    """Acquire a lease on what a read asks for, and return the rows under it; no streams means all.
+
+    Raises CapacityExceeded when the rows do not fit into the arena, and what a read raises.
+    """
+    request.is_brief = not (is_verified or request.leave_on_ssd)
+    sent, result = acquire(attachment.stream, Operation(acquire_lease=request))
+    lease = result.lease
+    hold = Hold(
+        stream=attachment.stream,
+        deadline_ns=sent.deadline_ns(lease.expire_time),
+        release_operation=Operation(release_lease=ReleaseLease(lease_id=lease.lease_id)),
+        ended=LeaseNotFound(lease_id=lease.lease_id),
+    )
+    try:
+        arena, begin, end = attachment.arena.readable, lease.range.begin, lease.range.end
+        layout = attachment.layouts.get_or_make(lease.session.uid, lambda: SlotLayout(lease.layout))
+        verifier = None
+        if is_verified:
+            recheck = Operation(recheck_lease=RecheckLease(lease_id=lease.lease_id))
+            verifier = Verifier(
+                arena, layout, lease.segments, hold.check, lambda: _carry_out(attachment.stream, recheck)
+            )
+        if any(segment.HasField("path_index") for segment in lease.segments):
+            return FiledRows(arena, attachment.arena.ssd_files(), layout, hold, lease, streams, verifier)
+        if lease.segments:
+            spans = spans_of_segments(lease.segments, begin, end)
+        else:
+            spans = spans_of_runs(lease.runs, begin, end)
+        slots = SlotRows(arena, layout, spans)
+        return LeasedRows(slots, hold, lease, streams, verifier)
+    except BaseException:
+        hold.release_soon()
+        raise
+
+
+def _carry_out(stream: AccessStream, operation: Operation) -> None:
+    stream.carry_out(operation)

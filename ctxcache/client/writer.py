@@ -15,9 +15,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client.access import Hold, acquire
+from ctxcache.client.access import ArenaAttachment, Hold, acquire
 from ctxcache.client.arena import Bytes, SlotLayout, SlotRows, spans_of_runs
-from ctxcache.client.attach import ArenaAttachment
 from ctxcache.client.convert import durability_to_wire, session_from_wire
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, IncompleteAppend, InvalidArgument, ReservationNotFound

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.client.leased_rows import FiledRows, FileRun, StoredChunk
+from ctxcache.client.rows import FiledRows, FileRun, StoredChunk
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.checksums import bound_checksum
 from ctxcache.format.streams import Stream

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 
 from ctxcache.client import CallerModel, Client, SessionRows
-from ctxcache.client.leased_rows import FiledRows
+from ctxcache.client.rows import FiledRows
 from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure

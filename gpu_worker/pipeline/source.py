@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.client.leased_rows import LeasedRows
+from ctxcache.client.rows import LeasedRows
 from ctxcache.format.streams import Stream
 from gpu_worker.errors import ShapeMismatch
 

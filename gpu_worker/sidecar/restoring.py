@@ -18,7 +18,7 @@ import torch
 
 from ctxcache.client import Client, SessionRows
 from ctxcache.client.convert import stream_from_wire
-from ctxcache.client.leased_rows import FiledRows
+from ctxcache.client.rows import FiledRows
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import InvalidArgument, SessionNotFound, TokenRangeOutOfBounds, WriteOffsetMismatch
 from ctxcache.format.streams import TOKENS, Stream

@@ -24,7 +24,8 @@ import torch
 import typer
 
 import ctxcache
-from ctxcache.client import Client, leased_rows
+from ctxcache.client import Client
+from ctxcache.client import rows as client_rows
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import TOKENS, Stream
@@ -119,7 +120,7 @@ def unverified() -> Iterator[None]:
         return _Anything()
 
     with (
-        mock.patch.object(leased_rows, "xxh3_64_intdigest", anything),
+        mock.patch.object(client_rows, "chunk_checksum", anything),
         mock.patch.object(Landed, "verify", return_value=None),
     ):
         yield

@@ -15,10 +15,9 @@ from far_side import KV, OWN, Connect, FarSide
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.client import Client, SessionRows, access
-from ctxcache.client.access import PROBE, SURE_FOR_NS, ClockPair, GrpcAccess
+from ctxcache.client.access import PROBE, SURE_FOR_NS, UNREAD_LIMIT, ClockPair, GrpcAccess, SocketAccess
 from ctxcache.client.arena import map_arena
-from ctxcache.client.control import UNREAD_LIMIT, SocketAccess
-from ctxcache.client.leased_rows import LeasedRows
+from ctxcache.client.rows import LeasedRows
 from ctxcache.errors import CacheError, DeadlineExceeded, LeaseNotFound, Unavailable
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2

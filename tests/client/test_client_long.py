@@ -11,7 +11,7 @@ from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.client.leased_rows import FiledRows
+from ctxcache.client.rows import FiledRows
 from ctxcache.client.types import Durability
 from ctxcache.errors import InvalidArgument
 from ctxcache.v1 import session_pb2

@@ -10,7 +10,7 @@ import pytest
 from far_side import HIDDEN, KV, LAYOUT, OWN, ROW_SIZES, Connect, FarSide
 
 from ctxcache.client import Client
-from ctxcache.client.leased_rows import LeasedRows
+from ctxcache.client.rows import LeasedRows
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,

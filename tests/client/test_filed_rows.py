@@ -12,7 +12,7 @@ from live_server import LiveServer, serving, settings_in
 import ctxcache
 from ctxcache.client import Client, SessionRows
 from ctxcache.client.access import Hold
-from ctxcache.client.leased_rows import FiledRows, LeasedRows
+from ctxcache.client.rows import FiledRows, LeasedRows
 from ctxcache.client.types import Durability
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import (

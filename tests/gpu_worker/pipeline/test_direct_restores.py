@@ -18,7 +18,7 @@ from stored_model import stored_model
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.client.leased_rows import FiledRows
+from ctxcache.client.rows import FiledRows
 from ctxcache.errors import CorruptSegment, LeaseNotFound, Unavailable
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import StateKind, Stream
