@@ -40,16 +40,15 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, GenerationMismatch, InvalidArgument, SessionNotFound, Unavailable
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS, unpacked
 from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
-from gpu_worker.capture import Capture
 from gpu_worker.deltas import Chain, chained_layers
 from gpu_worker.families import Adapter
-from gpu_worker.generation import prefill
+from gpu_worker.generation import Capture, prefill
 from gpu_worker.planning.adaptive import AdaptivePlanner
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.layout import Kinds, kinds_of_form
 from gpu_worker.planning.profile import NO_LIMIT, Profile, StatePlace
 from gpu_worker.profiling.model_shape import model_shape
-from gpu_worker.rows import as_stored, token_ids_of
+from gpu_worker.rows import as_stored
 
 log = logging.getLogger(__name__)
 
@@ -332,7 +331,7 @@ class Aging:
                 if_generation_match=session.generation,
                 is_quiet=True,
             ) as rows:
-                token_ids = token_ids_of(rows.array(TOKENS))
+                token_ids = rows.token_ids()
                 found = {}
                 for stream, source in needed.items():
                     part = torch.from_numpy(rows.array(source))
@@ -346,7 +345,7 @@ class Aging:
         with self._client.sessions.open(session, self._model).read(
             streams=[TOKENS], if_generation_match=session.generation, is_quiet=True
         ) as rows:
-            token_ids = token_ids_of(rows.array(TOKENS))
+            token_ids = rows.token_ids()
         adapter, found = self._adapter, dict[Stream, list[Tensor]]()
 
         def sink(layer: int, kind: StateKind, part: Tensor) -> None:

@@ -20,7 +20,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.capture import Capture
 from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.families.adapter import (
     STATE_LAYERS,
@@ -32,7 +31,7 @@ from gpu_worker.families.adapter import (
     states_in,
 )
 from gpu_worker.families.detection import Anatomy, anatomy, as_cached, candidates, without
-from gpu_worker.generation import run_pass
+from gpu_worker.generation import Capture, run_pass
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method

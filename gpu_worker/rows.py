@@ -8,8 +8,6 @@ made.
 
 import warnings
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -169,8 +167,3 @@ def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
     if not len(stored):
         return memoryview(b"")
     return stored.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
-
-
-def token_ids_of(rows: npt.NDArray[np.uint8]) -> list[int]:
-    """The ids that token rows [T, 4] hold."""
-    return rows.reshape(-1).view("<i4").tolist()

@@ -12,8 +12,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from ctxcache.format.header import SegmentIdentity
-from ctxcache.format.layout import Slot
+from ctxcache.format.layout import SegmentIdentity, Slot
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord

@@ -26,8 +26,15 @@ from ctxcache.core import ranges
 from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, NO_PARENT, TOKEN_BYTES, scope_of
 from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable
 from ctxcache.format.checksums import chunk_checksum
-from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
-from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout, Slot, align
+from ctxcache.format.layout import (
+    LONG_SLOT_BYTES,
+    SegmentHeader,
+    SegmentIdentity,
+    SegmentLayout,
+    Slot,
+    align,
+    header_checksum,
+)
 from ctxcache.format.streams import TOKENS, StreamSpec, ranges_of
 from ctxcache.runtime.files import claim_directory, sync_directory
 from ctxcache.settings.sizes import ssd_bytes

@@ -19,9 +19,8 @@ import numpy as np
 from ctxcache.cache.budgets import DirtyBound, MemoryRoom, Pins
 from ctxcache.cache.eviction import Departures, SsdRoom
 from ctxcache.cache.flushing import Flushing, Staging
-from ctxcache.cache.journal import Call
 from ctxcache.cache.segments import SegmentIO
-from ctxcache.cache.state import State
+from ctxcache.cache.state import Call, State
 from ctxcache.core.ledger.places import Use
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session, SessionView

@@ -12,10 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ctxcache.cache.flushing import Flushing
-from ctxcache.cache.journal import Call, Fact
 from ctxcache.cache.promotion import Prefetching
 from ctxcache.cache.queues import Queue, Queues, missing_bytes
-from ctxcache.cache.state import State
+from ctxcache.cache.state import Call, Fact, State
 from ctxcache.core import ranges
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.order import Keyed

@@ -26,11 +26,10 @@ from itertools import chain
 from typing import NamedTuple
 
 from ctxcache.cache.budgets import Pins
-from ctxcache.cache.journal import READ, Call
 from ctxcache.cache.promotion import Promotions
 from ctxcache.cache.scrubbing import TRIES, Mending
 from ctxcache.cache.segments import SegmentIO
-from ctxcache.cache.state import State
+from ctxcache.cache.state import READ, Call, State
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session, SessionView

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from ctxcache.cache.eviction import record_of
 from ctxcache.cache.state import State
 from ctxcache.core.ledger.ledger import SECOND_NS
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Segment, TenantUse
 from ctxcache.core.ledger.session import Expiration, Session
-from ctxcache.core.ledger.usage import TenantUse
 from ctxcache.format.layout import SegmentLayout, block_layout
 from ctxcache.format.streams import Stream, ranges_of
 from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord

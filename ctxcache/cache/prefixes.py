@@ -19,9 +19,8 @@ from operator import attrgetter
 
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
-from ctxcache.cache.journal import Call
 from ctxcache.cache.leases import Leases, ReadRequest, TokenLease
-from ctxcache.cache.state import STEP_BY_STEP, Pace, State
+from ctxcache.cache.state import STEP_BY_STEP, Call, Pace, State
 from ctxcache.core.ledger.session import Piece, Session, SessionView
 from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, NO_PARENT, Scope, scope_of
 from ctxcache.errors import (

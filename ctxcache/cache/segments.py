@@ -27,8 +27,15 @@ from ctxcache.format.checksums import (
     rows_checksum,
     settled,
 )
-from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
-from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, Slot, align
+from ctxcache.format.layout import (
+    ALIGN_BYTES,
+    SegmentHeader,
+    SegmentLayout,
+    Slot,
+    align,
+    decode_header,
+    header_checksum,
+)
 from ctxcache.format.streams import Stream
 from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.tiers.base import MappedTier, Range, Tier, TierRefusal

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from ctxcache.cache.eviction import Departures, SsdRoom, record_of
 from ctxcache.cache.flushing import Flushing
-from ctxcache.cache.journal import EMPTY, LOOKUP, Call, Fact
-from ctxcache.cache.state import STEP_BY_STEP, Pace, State
+from ctxcache.cache.state import EMPTY, LOOKUP, STEP_BY_STEP, Call, Fact, Pace, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Count

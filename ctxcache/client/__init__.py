@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from ctxcache.client.credentials import ClientTls
     from ctxcache.client.decode_batch import DecodeBatch
     from ctxcache.client.engine_queue import EngineQueue, QueuedJob
-    from ctxcache.client.models import CallerModel
     from ctxcache.client.rows import RowPiece, SessionRows
     from ctxcache.client.sessions import SessionHandle
     from ctxcache.client.types import (
         BlockPart,
         BlockSpace,
+        CallerModel,
         Durability,
         SessionInfo,
         days,
@@ -61,7 +61,6 @@ __all__ = [
     "seconds",
 ]
 _MODULES = {
-    "CallerModel": "models",
     "Client": "client",
     "ClientTls": "credentials",
     "DecodeBatch": "decode_batch",

@@ -158,25 +158,25 @@ class ClockPair:
 
 @dataclass(slots=True)
 class Hold:
-    """A lease or reservation. `ended` is what to raise once it protects nothing any more."""
+    """A lease or reservation. `ended` makes the error to raise once it protects nothing any more."""
 
     stream: AccessStream
     deadline_ns: int
     release_operation: Operation
-    ended: CacheError
+    ended: Callable[[], CacheError]
     is_released: bool = False
 
     def check(self) -> None:
-        """Raise `ended` unless the stream holds it for certain and the deadline has not passed."""
+        """Raise what `ended` makes unless the stream holds it for certain and the deadline has not passed."""
         if not self.stream.still_holds():
-            raise type(self.ended)(**self.ended.facts)
+            raise self.ended()
         self.check_known()
 
     def check_known(self) -> None:
-        """Raise `ended` where that is known without a system call: cheaper, and no proof of a hold."""
+        """Raise what `ended` makes where that needs no system call: cheaper, and no proof of a hold."""
         is_gone = self.is_released or (self.stream.is_in_doubt and not self.stream.still_holds())
         if is_gone or time.monotonic_ns() >= self.deadline_ns:
-            raise type(self.ended)(**self.ended.facts)
+            raise self.ended()
 
     def release_soon(self) -> None:
         """Give it back without waiting, once: later operations on the stream come after it."""

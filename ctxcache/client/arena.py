@@ -32,8 +32,7 @@ from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CorruptSegment, InvalidArgument
 from ctxcache.format.checksums import rows_checksum
-from ctxcache.format.header import SegmentIdentity
-from ctxcache.format.layout import SEGMENT_TOKENS, align, is_segment_length
+from ctxcache.format.layout import SEGMENT_TOKENS, SegmentIdentity, align, is_segment_length
 from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.runtime.memory import Populate
 from ctxcache.v1 import arena_pb2

@@ -11,7 +11,7 @@ much is several calls, each of which is done or not.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice, starmap
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -459,7 +459,7 @@ def _leased(attachment: ArenaAttachment, request: block_pb2.LeaseBlocksRequest) 
     sent, result = acquire(attachment.stream, Operation(lease_blocks=request))
     lease = result.leased_blocks
     release = Operation(release_blocks=block_pb2.ReleaseBlocksRequest(token=lease.token))
-    ended = LeaseNotFound(lease_id=lease.token.hex())
+    ended = partial(LeaseNotFound, lease_id=lease.token.hex())
     hold = Hold(attachment.stream, sent.deadline_ns(lease.expire_time), release, ended)
     return LeasedBlocks(attachment, lease, hold)
 

@@ -5,8 +5,7 @@ call raises a CacheError.
 """
 
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 from ctxcache.client.admin import AdminCalls
 from ctxcache.client.blocks import BlockCalls
@@ -18,7 +17,7 @@ from ctxcache.client.prefixes import PrefixCalls
 from ctxcache.client.routes import Access, RowRoutes, Transport
 from ctxcache.client.sessions import SessionCalls
 from ctxcache.client.ssd_files import SsdReader
-from ctxcache.client.wire import Wire
+from ctxcache.client.wire import Closing, Wire
 from ctxcache.errors import InvalidArgument
 
 DEFAULT_TARGET = "127.0.0.1:7420"
@@ -26,7 +25,7 @@ DEFAULT_TIMEOUT_S = 30.0
 Verify = Literal["always", "never"]
 
 
-class Client:
+class Client(Closing):
     """A connection to one server. Made by `connect`; a context manager that closes itself.
 
     `sessions` makes and opens sessions, `prefixes` finds what they have by its tokens, `blocks` keeps an
@@ -59,17 +58,6 @@ class Client:
         self._wire.close()
         self._routes.close()
         self.completions.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def connect(

@@ -8,8 +8,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +15,8 @@ import numpy.typing as npt
 from ctxcache.client.access import ArenaAttachment, ClockPair
 from ctxcache.client.arena import Bytes, Chunk, SlotLayout
 from ctxcache.client.convert import durability_to_wire
-from ctxcache.client.models import CallerModel
-from ctxcache.client.types import Durability, SessionInfo
+from ctxcache.client.types import CallerModel, Durability, SessionInfo
+from ctxcache.client.wire import Closing
 from ctxcache.client.writer import check_complete, view_rows
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, ReservationNotFound
 from ctxcache.format.checksums import rows_checksum
@@ -40,7 +38,7 @@ ROOM_TOKENS = 64
 """Steps that room is reserved for, by default: a segment's tokens."""
 
 
-class DecodeBatch:
+class DecodeBatch(Closing):
     """Appends to B sessions of one model and layout in lockstep.
 
     Lane i is the i-th session. A context manager.
@@ -162,17 +160,6 @@ class DecodeBatch:
             Operation(release_reservation=ReleaseReservation(reservation_id=int(self._reservation_ids[lane])))
             for lane in lanes
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- rows ----------------------------------------------------------------------------------
 

@@ -14,14 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
-from types import TracebackType
-from typing import Self
 
 import grpc
 
 from ctxcache.client.convert import duration, from_wire
 from ctxcache.client.types import SessionEvent, seconds
-from ctxcache.client.wire import Wire
+from ctxcache.client.wire import Closing, Wire
 from ctxcache.errors import (
     CacheError,
     DeadlineExceeded,
@@ -206,7 +204,7 @@ class _Link:
         self.call: grpc.Call | None = None
 
 
-class EngineQueue:
+class EngineQueue(Closing):
     """The queue of the engine of that name.
 
     Use it as a context manager, or close it: that withdraws the queue.
@@ -316,17 +314,6 @@ class EngineQueue:
             call.cancel()
         self._thread.join(self._wire.timeout_s)
         self._wire.open_streams.discard(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- parts -----------------------------------------------------------------------------------
 

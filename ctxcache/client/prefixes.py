@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from ctxcache.client.convert import contents_to_wire, duration, from_wire, ranges_to_wire, session_from_wire
 from ctxcache.client.futures import Completions
-from ctxcache.client.models import CallerModel
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.rows import SessionRows
-from ctxcache.client.types import ModelInfo, PrefixMatch, SessionInfo, SharedPrefix
+from ctxcache.client.types import CallerModel, ModelInfo, PrefixMatch, SessionInfo, SharedPrefix
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Content, Stream

@@ -21,11 +21,10 @@ from ctxcache.client.access import (
 from ctxcache.client.arena import MappedArena, map_arena, map_descriptors
 from ctxcache.client.bulk_rows import BulkChannel, BulkRows
 from ctxcache.client.convert import contents_to_wire
-from ctxcache.client.models import CallerModel
 from ctxcache.client.rows import RowTransport, SessionRows, lease_rows
 from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.streamed_rows import GrpcRows
-from ctxcache.client.types import SessionInfo
+from ctxcache.client.types import CallerModel, SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import ReservedWriter, reserve
 from ctxcache.errors import CapacityExceeded, DeadlineExceeded, Unavailable

@@ -7,12 +7,11 @@ copy, the check after the copy raises LeaseNotFound. A transport that breaks rai
 """
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,11 +28,20 @@ from ctxcache.client.arena import (
 from ctxcache.client.convert import session_from_wire
 from ctxcache.client.ssd_files import SsdReader, aligned, is_aligned
 from ctxcache.client.types import Durability, SessionInfo
+from ctxcache.client.wire import Closing
 from ctxcache.errors import CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.checksums import chunk_checksum
-from ctxcache.format.header import SegmentHeader, SegmentIdentity, decode_header, header_checksum
-from ctxcache.format.layout import HEADER_FIXED_BYTES, HEADER_STREAM_BYTES, SegmentLayout, align
-from ctxcache.format.streams import Stream
+from ctxcache.format.layout import (
+    HEADER_FIXED_BYTES,
+    HEADER_STREAM_BYTES,
+    SegmentHeader,
+    SegmentIdentity,
+    SegmentLayout,
+    align,
+    decode_header,
+    header_checksum,
+)
+from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, RecheckLease, ReleaseLease, SegmentLocation
 from ctxcache.v1.session_pb2 import AppendHeader, ReadHeader, ReadSessionRequest
 
@@ -46,7 +54,7 @@ class RowPiece(NamedTuple):
     rows: Bytes
 
 
-class SessionRows(ABC):
+class SessionRows(Closing):
     """Rows of tokens `[begin, end)`. A context manager: leaving it ends the lease or the stream."""
 
     is_local: bool
@@ -112,16 +120,9 @@ class SessionRows(ABC):
         self.check()
         return whole
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def token_ids(self) -> list[int]:
+        """The ids of the tokens, of a read whose streams have TOKENS. Raises as `array` does."""
+        return self.array(TOKENS).reshape(-1).view("<i4").tolist()
 
     def _check_out(self, out: Bytes, stream: Stream) -> None:
         shape = (self.token_count, self.row_bytes(stream))
@@ -560,7 +561,7 @@ def lease_rows(
         stream=attachment.stream,
         deadline_ns=sent.deadline_ns(lease.expire_time),
         release_operation=Operation(release_lease=ReleaseLease(lease_id=lease.lease_id)),
-        ended=LeaseNotFound(lease_id=lease.lease_id),
+        ended=partial(LeaseNotFound, lease_id=lease.lease_id),
     )
     try:
         arena, begin, end = attachment.arena.readable, lease.range.begin, lease.range.end

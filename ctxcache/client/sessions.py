@@ -22,12 +22,11 @@ from ctxcache.client.convert import (
     token_range,
 )
 from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
-from ctxcache.client.models import CallerModel
 from ctxcache.client.prefixes import PrefixCalls, TokenIds
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.streamed_rows import BufferedWriter, StreamedRows, append_by_stream
-from ctxcache.client.types import Durability, LookupResult, SessionInfo
+from ctxcache.client.types import CallerModel, Durability, LookupResult, SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import SessionWriter, check_append
 from ctxcache.errors import InvalidArgument, Unavailable

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Self
 
-from ctxcache.errors import InvalidArgument
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import (
     TOKENS_RANGE,
@@ -388,6 +388,39 @@ class StoredStreams:
     """Bytes of one token's row, 1 to 2097152, so that a row fits into one message."""
     dtype: DType = DType.PACKED
     """Type of the row's elements."""
+
+
+class CallerModel:
+    """The model with which a caller computes rows, or for which it restores them.
+
+    Made once, from a spec or by `ModelCalls.register`, since the fingerprint is a hash of the whole spec.
+    Every call that moves rows takes one: the fingerprint of the session is compared with it and never stands
+    in for it.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.name = f"models/{spec.model_id}"
+        """Resource name of the model, as the server knows it."""
+        self.fingerprint = spec.fingerprint()
+        """32 bytes."""
+
+    def __repr__(self) -> str:
+        return f"CallerModel({self.name}, {self.fingerprint.hex()[:12]})"
+
+    def check(self, name: str, fingerprint: bytes) -> None:
+        """Raise ModelFingerprintMismatch if `fingerprint`, of session or model `name`, is another model's."""
+        if fingerprint != self.fingerprint:
+            raise ModelFingerprintMismatch(
+                model=name, actual=fingerprint.hex(), expected=self.fingerprint.hex()
+            )
+
+    def specs(self, layout: Iterable[Stream]) -> dict[Stream, StreamSpec]:
+        """Row size and element type of every stream of `layout`, in storage order. Raises InvalidArgument."""
+        try:
+            return {one.stream: one for one in self.spec.resolve(layout)}
+        except KeyError as error:
+            raise InvalidArgument(field="layout", problem=f"{self.name} has no {error.args[0]}") from error
 
 
 @dataclass(frozen=True, slots=True)

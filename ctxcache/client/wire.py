@@ -7,9 +7,10 @@ its deadline.
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 import grpc
 import grpc.experimental
@@ -139,6 +140,20 @@ _Response = TypeVar("_Response")
 
 def _decode_read(encoded: bytes) -> ReadMessage:
     return scan_chunk(encoded) or ReadSessionResponse.FromString(encoded)
+
+
+class Closing(ABC):
+    """A context manager that closes itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Closable(Protocol):

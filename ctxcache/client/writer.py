@@ -4,13 +4,11 @@ A commit never makes a row visible that nobody wrote. Not thread-safe. Worst cas
 a commit leaves the session as it was; rows of a wrong shape raise InvalidArgument before anything is copied.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +17,7 @@ from ctxcache.client.access import ArenaAttachment, Hold, acquire
 from ctxcache.client.arena import Bytes, SlotLayout, SlotRows, spans_of_runs
 from ctxcache.client.convert import durability_to_wire, session_from_wire
 from ctxcache.client.types import Durability, SessionInfo
+from ctxcache.client.wire import Closing
 from ctxcache.errors import CacheError, IncompleteAppend, InvalidArgument, ReservationNotFound
 from ctxcache.format.checksums import Tally, rows_checksum
 from ctxcache.format.streams import DType, Stream, StreamSpec
@@ -82,7 +81,7 @@ def check_complete(
             raise IncompleteAppend(stream=str(stream), row_count=row_count, token_count=token_count)
 
 
-class SessionWriter(ABC):
+class SessionWriter(Closing):
     """Room for `token_count` tokens after the session's end. Rows are numbered from 0 at `write_offset`."""
 
     is_local: bool
@@ -141,17 +140,6 @@ class SessionWriter(ABC):
         if self._is_open:
             self._is_open = False
             self._release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @abstractmethod
     def _write(self, stream: Stream, row_begin: int, rows: Bytes) -> None:
@@ -299,7 +287,7 @@ def reserve(
         stream=attachment.stream,
         deadline_ns=sent.deadline_ns(reservation.expire_time),
         release_operation=Operation(release_reservation=release),
-        ended=ReservationNotFound(reservation_id=reservation.reservation_id),
+        ended=partial(ReservationNotFound, reservation_id=reservation.reservation_id),
     )
     try:
         layout = attachment.layouts.get_or_make(

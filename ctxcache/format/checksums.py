@@ -1,7 +1,7 @@
 """Checksums of rows, and sums: what writers said of a segment's rows, kept with it from receipt on. Pure.
 
 A chunk's rows have a checksum that their writer makes: XXH3-64 of the bytes. The header of a slot has it
-bound to the chunk's identity (see `header.py`), so that right bytes in the wrong place fail like flipped bits
+bound to the chunk's identity (see `layout.py`), so that right bytes in the wrong place fail like flipped bits
 do. Binding needs the writer's checksum and not the rows.
 
 Sums are never made from stored bytes and then believed. Where rows need sums of other ranges than their

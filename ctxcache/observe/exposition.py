@@ -20,7 +20,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from ctxcache.cache import Cache
-from ctxcache.cache.journal import LOOKUP, READ, RESULTS
+from ctxcache.cache.state import LOOKUP, READ, RESULTS
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.observe.moment import Sample, families, taken

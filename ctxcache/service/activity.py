@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from heapq import nlargest
 
 from ctxcache.cache import Cache
-from ctxcache.cache.journal import EMPTY, HIT
+from ctxcache.cache.state import EMPTY, HIT
 from ctxcache.service import convert
 from ctxcache.service.admission import CANCELLED, OK, Admissions, RpcTimes
 from ctxcache.v1.operations_pb2 import Activity, MethodActivity, SessionActivity, TenantActivity

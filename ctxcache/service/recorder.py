@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import groupby
 
 from ctxcache.cache import Cache
-from ctxcache.cache.journal import Call, Heard, Listening
+from ctxcache.cache.state import Call, Heard, Listening
 from ctxcache.errors import TooManyRequests
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.service import convert

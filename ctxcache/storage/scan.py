@@ -13,8 +13,15 @@ import numpy as np
 
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.checksums import chunk_checksum
-from ctxcache.format.header import MAGIC, SegmentHeader, decode_header, header_checksum
-from ctxcache.format.layout import ALIGN_BYTES, HEADER_FIXED_BYTES, HEADER_STREAM_BYTES
+from ctxcache.format.layout import (
+    ALIGN_BYTES,
+    HEADER_FIXED_BYTES,
+    HEADER_STREAM_BYTES,
+    MAGIC,
+    SegmentHeader,
+    decode_header,
+    header_checksum,
+)
 
 BLOCK_BYTES = 8 << 20
 _STREAM_COUNT_OFFSET = 96

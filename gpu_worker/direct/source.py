@@ -22,7 +22,7 @@ from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.checksums import bound_checksum
 from ctxcache.format.streams import Stream
 from gpu_worker.kernels.chunk_checksum import reference
-from gpu_worker.pipeline.source import LeasedSource, Verify
+from gpu_worker.pipeline.pipeline import LeasedSource, Verify
 
 THREADS = 16
 

@@ -26,7 +26,7 @@ from ctxcache.format.streams import Stream
 from gpu_worker.direct import DirectPath, KvikioFound, Live, Wanted, choose
 from gpu_worker.direct.source import Checksums, DeviceFiles, DirectSource, KvikioFiles, LandingSource
 from gpu_worker.kernels.chunk_checksum import reference
-from gpu_worker.pipeline.source import LeasedSource, RowSource
+from gpu_worker.pipeline.pipeline import LeasedSource, RowSource
 
 PROBE_TIMEOUT_S = 60.0
 _PROGRAM = r"""

@@ -27,7 +27,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ctxcache.client import CallerModel, Client, SessionRows
 from ctxcache.client.types import Durability, SessionInfo
-from ctxcache.client.wire import span
+from ctxcache.client.wire import Closing, span
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -42,25 +42,21 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.aging import RENT_S_PER_GB_HOUR, THAW_S, Aging
-from gpu_worker.capture import Capture
 from gpu_worker.errors import IncompleteRestore, LaneStuck, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
-from gpu_worker.generation import SINK_TOKENS, Stops, common_prefix, fit, prefill, stream_greedy
+from gpu_worker.generation import SINK_TOKENS, Capture, Stops, common_prefix, fit, prefill, stream_greedy
 from gpu_worker.host_cache import HostCache, check_host
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
-from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
+from gpu_worker.pipeline.pipeline import LeasedSource, Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.planned import Choice, Chooser, ReturnCost, Wanted
-from gpu_worker.pipeline.schedule import RestoreSchedule
-from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget, LayerRoom, Target
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
 from gpu_worker.planning.decoding import DecodeRates, searched_split
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.probe import probe_of
 from gpu_worker.proof import adapt
-from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
 from gpu_worker.snapshots import GRAIN_TOKENS, Snapshot, Snapshots
 from gpu_worker.unchanged import Unchanged
@@ -312,7 +308,7 @@ MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
 def tokens_of(client: Client, model: CallerModel, session: SessionInfo) -> list[int]:
     """Token ids of a session of `model`. Raises what a read raises."""
     with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
-        return token_ids_of(rows.array(TOKENS))
+        return rows.token_ids()
 
 
 def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:
@@ -474,7 +470,7 @@ class _Taking:
             self._last = len(self._token_ids)
 
 
-class TransformersEngine:
+class TransformersEngine(Closing):
     """One model, one store, any number of sessions, one turn at a time. A context manager."""
 
     def __init__(
@@ -547,14 +543,6 @@ class TransformersEngine:
         if self._snapshot_every:
             self._snapshots = Snapshots(client, self._adapter, spec.fingerprint())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Save what is still in staging, then end the threads that save and restore."""
         if self._host is not None:
@@ -600,7 +588,7 @@ class TransformersEngine:
         if self._snapshots is not None and found.token_count:
             handle = self._client.sessions.open(session, self._own)
             with handle.read(streams=[TOKENS], end=found.token_count, is_quiet=True) as rows:
-                snapshot_tokens = self._snapshots.latest(token_ids_of(rows.array(TOKENS)), session.salt)
+                snapshot_tokens = self._snapshots.latest(rows.token_ids(), session.salt)
         return self._chooser.cost(
             session.streams(),
             found.token_count,
@@ -762,7 +750,7 @@ class TransformersEngine:
         streams = held if host.streams <= held else {TOKENS}
         with self._client.sessions.open(session, self._own).read(streams=streams) as rows:
             session = rows.session
-            ids = token_ids_of(rows.array(TOKENS))
+            ids = rows.token_ids()
             common = len(ids) if known is None else common_prefix(ids, known)
             session = cut(self._client, session, common)
             cache = host.empty()
@@ -793,7 +781,7 @@ class TransformersEngine:
             self._place = StatePlace.DRAM if rows.is_local else StatePlace.REMOTE
             # As it is read: others may have changed it since it was looked up.
             session = rows.session
-            ids = token_ids_of(rows.array(TOKENS))
+            ids = rows.token_ids()
             common = len(ids) if known is None else common_prefix(ids, known)
             missing_count = 0 if known is None else len(known) - common
             session = cut(self._client, session, common)

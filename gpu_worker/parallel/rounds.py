@@ -33,10 +33,8 @@ from gpu_worker.parallel.ranks import EngineRanks, Store, problem_of, timeout_of
 from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.lane import Deadline
-from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import LayerRoom, Target
-from gpu_worker.plan import Method
-from gpu_worker.planning.profile import Stage
+from gpu_worker.plan import Method, RestoreSchedule, Stage
 
 
 class Gather(Protocol):

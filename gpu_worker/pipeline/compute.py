@@ -54,9 +54,8 @@ from gpu_worker.kernels.operands import (
     Rows,
 )
 from gpu_worker.kernels.rope_scatter import reference as scatter_reference
-from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import LayerRoom, Target
-from gpu_worker.plan import Method
+from gpu_worker.plan import Method, RestoreSchedule
 from gpu_worker.rows import quantized, widen
 
 PIECE_TOKENS = 512

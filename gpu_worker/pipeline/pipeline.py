@@ -1,4 +1,4 @@
-"""The pipeline: lanes and rings of one device, and the restores that run on them.
+"""The pipeline: lanes and rings of one device, the rows that come in, and the restores that run on them.
 
 ```
    thread      read               copy                compute                 announce
@@ -8,10 +8,10 @@
                └── free again ────┴── free again ◄────┘   when the event of what consumed a buffer has passed
 ```
 
-The reading lane drives: it takes a buffer, fills it, and hands it to the lanes behind. Where the device
-reads the host's memory there is no landing ring. Back-pressure is that taking a buffer waits for its
-oldest consumer. Each piece of work first looks whether the restore still goes on, so that a failure
-empties all lanes at once.
+The reading lane drives: it takes a buffer, fills it from the restore's source, and hands it to the lanes
+behind. Where the device reads the host's memory there is no landing ring. Back-pressure is that taking a
+buffer waits for its oldest consumer. Each piece of work first looks whether the restore still goes on, so
+that a failure empties all lanes at once.
 
 ```
    a layer:   INVALID ──fill──► FILLING ──announce──► USABLE
@@ -19,34 +19,132 @@ empties all lanes at once.
                  └──── a failure of any layer, for good ┘
 ```
 
-Restores run one behind the other or interleaved. The pipeline is thread-safe, as its lanes are; the rings
-belong to the reading lane. Worst case: work that is stuck in a device or in the store. `drain` says so at
-its deadline; then the target must not be used, and the pipeline refuses further restores and is to be
-replaced.
+Restores run one behind the other or interleaved. The pipeline is thread-safe, as its lanes are; rings and
+sources belong to the reading lane, a source's `abort` apart. Worst case: work that is stuck in a device or
+in the store. `drain` says so at its deadline; then the target must not be used, and the pipeline refuses
+further restores and is to be replaced. A lease that ended is found by `check` after the copies under it;
+what was copied is then not used.
 """
 
 import enum
 import threading
 import time
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
+from ctxcache.client import SessionRows
+from ctxcache.client.arena import Bytes
+from ctxcache.client.rows import LeasedRows
+from ctxcache.client.wire import Closing
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.layout import SEGMENT_TOKENS
-from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreTooLate
+from ctxcache.format.streams import Stream
+from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreTooLate, ShapeMismatch
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.lane import Deadline, Device, Lane, LaneEvent, Work
-from gpu_worker.pipeline.schedule import LayerPart, RestoreSchedule
-from gpu_worker.pipeline.source import LandingRows, RowSource
 from gpu_worker.pipeline.target import Target
-from gpu_worker.planning.profile import Stage
+from gpu_worker.plan import LayerPart, RestoreSchedule, Stage
 from gpu_worker.rows import BATCH_TOKENS
+
+# -- where rows come from ----------------------------------------------------------------------------
+
+
+class RowSource(Protocol):
+    """Rows of one session. Tokens are counted from the session's first one."""
+
+    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """Copy rows [begin, end) of a stream into [end - begin, row_bytes]. Raises what reading raises."""
+        ...
+
+    def row_bytes(self, stream: Stream) -> int:
+        """Bytes of one row. Raises KeyError."""
+        ...
+
+    def check(self) -> None:
+        """Raise LeaseNotFound unless all that was filled so far was the session's while it was copied."""
+        ...
+
+    def abort(self) -> None:
+        """Have a read that waits for the store end soon; from any thread."""
+        ...
+
+
+Verify = Callable[[], None]
+"""Raises unless what has landed is right; on a lane of the device, which it may wait for."""
+
+
+@runtime_checkable
+class LandingRows(RowSource, Protocol):
+    """A source whose rows need no memory of the host."""
+
+    def land(self, stream: Stream, begin: int, end: int, into: Tensor) -> Verify:
+        """Bring rows [begin, end) into [end - begin, row_bytes] on the device, to be verified there.
+
+        The rows are there when the call returns, and right when the returned check has not raised.
+        Raises what reading raises; then nothing comes into that memory any more.
+        """
+        ...
+
+
+class LeasedSource:
+    """Rows that the store's client reads: under a lease in place, or by stream as they arrive."""
+
+    def __init__(self, rows: SessionRows) -> None:
+        """`rows` begin at the session's first token, and belong to this source while it restores."""
+        self._rows = rows
+        self._stream: Stream | None = None
+        self._pieces: list[Bytes] = []
+        self._begins: list[int] = []
+
+    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """See RowSource. Rows that the client verifies again are verified as they are copied."""
+        if isinstance(self._rows, LeasedRows) and self._rows.is_verified:
+            _check_range(stream, begin, end, self._rows.token_count)
+            self._rows.copy_verified(stream, begin, end, into)
+            return
+        if stream != self._stream:
+            self._pieces = list(self._rows.pieces(stream))
+            self._begins = [0, *accumulate(map(len, self._pieces))]
+            self._stream = stream
+        _check_range(stream, begin, end, self._begins[-1])
+        at = begin
+        index = bisect_right(self._begins, begin) - 1
+        while at < end:
+            piece, piece_begin = self._pieces[index], self._begins[index]
+            until = min(end, self._begins[index + 1])
+            # Not by slice assignment of memoryviews, which would hold the GIL.
+            np.copyto(into[at - begin : until - begin], piece[at - piece_begin : until - piece_begin])
+            at, index = until, index + 1
+
+    def row_bytes(self, stream: Stream) -> int:
+        """See RowSource."""
+        return self._rows.row_bytes(stream)
+
+    def check(self) -> None:
+        """See RowSource."""
+        self._rows.check()
+
+    def abort(self) -> None:
+        """See RowSource. A lease is kept until the copies under it have ended: its owner gives it back."""
+        if not self._rows.is_local:
+            self._rows.close()
+
+
+def _check_range(stream: Stream, begin: int, end: int, count: int) -> None:
+    if not 0 <= begin <= end <= count:
+        raise ShapeMismatch(what=f"{stream} rows", expected=f"up to {count}", actual=f"[{begin}, {end})")
+
+
+# -- rings and restores ------------------------------------------------------------------------------
 
 POISON = 0xFF
 """Byte of poisoned buffers: NaN in every floating type."""
@@ -273,7 +371,8 @@ class Restoration:
 
     def cancel(self) -> None:
         """Stop; nothing becomes usable any more unless all is. Writes may go on until it is drained."""
-        self._states.fail(RestoreCancelled())
+        if not self._states.is_whole:
+            self._states.fail(RestoreCancelled())
 
     def drain(self, deadline: Deadline | None = None) -> None:
         """Wait until no lane reads or writes anything of this restore, and all its buffers are free.
@@ -496,7 +595,7 @@ class PipelineSettings:
     is_poisoned: bool = False
 
 
-class Pipeline:
+class Pipeline(Closing):
     """Lanes for reading, copying, computing and announcing, and the buffers between them.
 
     A context manager.
@@ -519,14 +618,6 @@ class Pipeline:
             announce=device.host_lane("announce"),
         )
         self._stuck: Lane | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def start(
         self,

@@ -14,9 +14,8 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.pipeline import Restoration
-from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import Target
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.assignment import Step, Timeline, simulate
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
@@ -67,6 +66,17 @@ def pass_seconds(plan: Plan) -> list[float]:
     return [request.profile.recompute_s(layer, begin, end) for layer in request.model.layers]
 
 
+def schedule_of(plan: Plan, first_tokens: Sequence[int]) -> RestoreSchedule:
+    """Carry out a planner's plan; each layer from the first token that the target needs of it.
+
+    Raises InvalidArgument(field="plan").
+    """
+    layers = [
+        [(piece.method, piece.begin, piece.end) for piece in pieces if piece.method] for pieces in plan.layers
+    ]
+    return RestoreSchedule.of_pieces(layers, plan.request.history, first_tokens)
+
+
 _EXACT = (Method.KV, Method.LATENT, Method.KV_AS_CACHED, Method.HIDDEN)
 
 
@@ -84,7 +94,7 @@ class Choice:
         """The pipeline's schedule. Raises InvalidArgument(field="plan")."""
         first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
         if self.plan is not None:
-            return RestoreSchedule.of_plan(self.plan, first_tokens)
+            return schedule_of(self.plan, first_tokens)
         methods = self.methods or RestorePlan(())
         return RestoreSchedule.of_methods(methods, target.token_count, first_tokens)
 

@@ -8,7 +8,6 @@ nothing of it was announced. A transformers cache of preallocated layers is fill
 the engine cannot begin to use it before all of it is there.
 """
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,26 +90,6 @@ class Target(ABC):
     def failed(self) -> None:
         """Called when the restore has failed; writes may still be under way until the restore is drained."""
         return
-
-
-class CacheAxes(enum.Enum):
-    """How an engine lays out one layer's cache of B blocks of P tokens; the value is its order of axes."""
-
-    TOKENS_FIRST = "2 B P H C"
-    HEADS_FIRST = "2 B H P C"
-    BLOCKS_TOKENS_FIRST = "B 2 P H C"
-    BLOCKS_HEADS_FIRST = "B 2 H P C"
-
-
-def split_cache(cache: Tensor, layout: CacheAxes) -> tuple[Tensor, Tensor]:
-    """One tensor of both halves -> keys and values [B, P, H, C], views. Raises InvalidArgument."""
-    axis = 0 if layout in (CacheAxes.TOKENS_FIRST, CacheAxes.HEADS_FIRST) else 1
-    if cache.ndim != 5 or cache.shape[axis] != 2:
-        raise InvalidArgument(field="cache", problem=f"shape {list(cache.shape)} is not {layout.value}")
-    halves = cache.unbind(axis)
-    if layout in (CacheAxes.HEADS_FIRST, CacheAxes.BLOCKS_HEADS_FIRST):
-        halves = tuple(half.transpose(1, 2) for half in halves)
-    return halves[0], halves[1]
 
 
 class PagedTarget(Target):

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ctxcache.errors import InvalidArgument
+from gpu_worker.plan import Stage
 from gpu_worker.planning.holding import EngineAbilities, Holding
 from gpu_worker.planning.planner import Plan, PlanRequest, plan
-from gpu_worker.planning.profile import NO_LIMIT, Profile, Stage
+from gpu_worker.planning.profile import NO_LIMIT, Profile
 from gpu_worker.planning.shape import ModelShape
 from gpu_worker.planning.together import PlannedTogether, plan_together
 

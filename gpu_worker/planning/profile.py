@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.plan import Method
+from gpu_worker.plan import Method, Stage
 from gpu_worker.planning.shape import LayerShape
 
 NO_LIMIT = float("inf")
@@ -23,43 +23,6 @@ class StatePlace(enum.Enum):
     DRAM = "dram"
     SSD = "ssd"
     REMOTE = "remote"
-
-
-class Stage(enum.Enum):
-    """A stage that a profile times. The value is its name in profiles and observations."""
-
-    READ = "read"
-    COPY = "copy"
-    PROJECT = "project"
-    EMBED = "embed"
-    RECOMPUTE = "recompute"
-    GATHER = "gather"
-    PROJECT_INT8 = "project int8"
-    EMBED_INT8 = "embed int8"
-    PROJECT_INT4 = "project int4"
-    EMBED_INT4 = "embed int4"
-
-    @classmethod
-    def of(cls, method: Method) -> "Stage":
-        """The device's stage for a layer by that method."""
-        return _STAGES[method]
-
-
-_STAGES = {
-    Method.TOKENS: Stage.RECOMPUTE,
-    Method.HIDDEN: Stage.PROJECT,
-    Method.KV: Stage.EMBED,
-    Method.LATENT: Stage.EMBED,
-    Method.KV_AS_CACHED: Stage.EMBED,
-    Method.HIDDEN_INT8: Stage.PROJECT_INT8,
-    Method.KV_INT8: Stage.EMBED_INT8,
-    Method.HIDDEN_INT4: Stage.PROJECT_INT4,
-    Method.KV_INT4: Stage.EMBED_INT4,
-    # A delta costs one addition in the pass that makes rows of 4 bits wide.
-    Method.HIDDEN_DELTA_INT4: Stage.PROJECT_INT4,
-    Method.HIDDEN_DELTA_INT3: Stage.PROJECT_INT4,
-    Method.HIDDEN_DELTA_INT2: Stage.PROJECT_INT4,
-}
 
 
 @dataclass(frozen=True, slots=True)

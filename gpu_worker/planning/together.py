@@ -22,11 +22,11 @@ from functools import reduce
 from typing import NamedTuple
 
 from ctxcache.errors import InvalidArgument
+from gpu_worker.plan import Stage
 from gpu_worker.planning.assignment import Step, Timeline, simulate
 from gpu_worker.planning.block import NOTHING, START, State, StreamBlock, step
 from gpu_worker.planning.option import LayerPiece
 from gpu_worker.planning.planner import Plan, PlanRequest, alternatives, plan
-from gpu_worker.planning.profile import Stage
 
 PRICES = (0.3, 3.0)
 """How many times as long computation seems to take when a session's plans are looked for."""

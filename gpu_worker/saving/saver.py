@@ -30,8 +30,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +38,7 @@ from torch import Tensor
 
 from ctxcache.client import CallerModel, Client, SessionWriter
 from ctxcache.client.types import Durability, SessionInfo
+from ctxcache.client.wire import Closing
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -407,7 +406,7 @@ SAVE_TIMEOUT_S = 60.0
 _CPU = torch.device("cpu")
 
 
-class Saver:
+class Saver(Closing):
     """Saves what goes through `model`; `streams` are its sessions' layout. A context manager.
 
     One thread runs passes: `with saver.passing(...)` around each, `put` as the sink of a capture that
@@ -440,14 +439,6 @@ class Saver:
         self._frame: StagedPass | None = None
         self._failure: CacheError | None = None
         self._sorter = Sorter(client, self._board, self._staging, thread_count=thread_count)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def spec(self) -> ModelSpec:

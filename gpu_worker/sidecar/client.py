@@ -12,14 +12,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import grpc
 
 from ctxcache.client.convert import durability_to_wire, session_from_wire, stream_to_wire
 from ctxcache.client.types import Durability, SessionInfo
-from ctxcache.client.wire import trace_metadata
+from ctxcache.client.wire import Closing, trace_metadata
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.format.streams import Stream
 from ctxcache.wire.status import from_rpc_error
@@ -41,7 +40,7 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 
-class WorkerClient:
+class WorkerClient(Closing):
     """A connection to the worker that listens at `path`. A context manager."""
 
     def __init__(self, path: str | os.PathLike[str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -91,16 +90,8 @@ class WorkerClient:
         """End every call; what is attached by this client and did not leave before is lost."""
         self._channel.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class AttachedEngine:
+class AttachedEngine(Closing):
     """One attachment. A context manager: leaving it detaches."""
 
     def __init__(self, client: WorkerClient, hello: attachment_pb2.AttachHello, timeout_s: float) -> None:
@@ -231,14 +222,6 @@ class AttachedEngine:
         if not self.ended.wait(GRACE_S):
             self._call.cancel()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _watch(self) -> None:
         try:
             with self._client.errors():
@@ -250,7 +233,7 @@ class AttachedEngine:
             self.ended.set()
 
 
-class PassedDescriptors:
+class PassedDescriptors(Closing):
     """Descriptors that the worker has.
 
     A context manager; to be left when the attach that names them is done.
@@ -281,11 +264,3 @@ class PassedDescriptors:
     def close(self) -> None:
         """The worker closes its copies; memory that it has mapped stays mapped."""
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

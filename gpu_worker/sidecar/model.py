@@ -34,11 +34,12 @@ from gpu_worker.model_spec import digest_checkpoint, model_spec
 from gpu_worker.parallel.sharded import cached_heads, shard
 from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
+from gpu_worker.plan import Stage
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.datasheets import HOST_GATHER, NVLINK, known_profile
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.profile import Link, Profile, Stage, StatePlace
+from gpu_worker.planning.profile import Link, Profile, StatePlace
 from gpu_worker.planning.shape import ModelShape
 from gpu_worker.profiling.measure import hardware_name
 from gpu_worker.profiling.model_shape import model_shape

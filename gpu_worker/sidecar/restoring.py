@@ -28,12 +28,9 @@ from gpu_worker.parallel.rounds import Alone, Gathering, SharedRound, StageTarge
 from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.lane import device_of
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
-from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import Target
-from gpu_worker.plan import Method
+from gpu_worker.plan import Method, RestoreSchedule, Stage
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.profile import Stage
-from gpu_worker.rows import token_ids_of
 from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, RestoreControl, slots_of
 from gpu_worker.sidecar.errors import TokensDiffer
 from gpu_worker.v1 import worker_pb2
@@ -268,7 +265,7 @@ def _check_session(session: SessionInfo, asked: RestoreOrder, attachment: Attach
 def _check_tokens(rows: SessionRows, token_ids: Sequence[int]) -> None:
     if not token_ids:
         return
-    stored = token_ids_of(rows.array(TOKENS))
+    stored = rows.token_ids()
     common = common_prefix(stored, token_ids)
     if common < len(token_ids):
         raise TokensDiffer(common_token_count=common, token_count=len(token_ids))

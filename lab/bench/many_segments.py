@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxcache.format.checksums import chunk_checksum
-from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
-from ctxcache.format.layout import SegmentLayout, Slot
+from ctxcache.format.layout import SegmentHeader, SegmentIdentity, SegmentLayout, Slot, header_checksum
 from ctxcache.storage.data_directory import DataDirectory
 from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata

@@ -23,9 +23,8 @@ from ctxcache.client import CallerModel
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
-from gpu_worker.capture import Capture
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.generation import PREFILL_PIECE_TOKENS, continue_greedy, prefill
+from gpu_worker.generation import PREFILL_PIECE_TOKENS, Capture, continue_greedy, prefill
 from gpu_worker.plan import Method
 from gpu_worker.proof import adapt
 from gpu_worker.saving import Saver, Slice

@@ -20,13 +20,11 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter
+from gpu_worker.generation import Capture
 from gpu_worker.kernels.quantization import OUTLIERS, dequantize, quantize
-from gpu_worker.pipeline.pipeline import Pipeline
-from gpu_worker.pipeline.source import LeasedSource
+from gpu_worker.pipeline.pipeline import LeasedSource, Pipeline
 from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
 from lab.quality.restoring import HeldRows, pipeline_for, restored_cache
 
@@ -253,7 +251,7 @@ def _restore(
     for _ in range(repeat_count):
         begin_s = time.perf_counter()
         with client.sessions.open(name, model).read(streams={TOKENS, *plan.streams()}) as rows:
-            ids = torch.tensor(token_ids_of(rows.array(TOKENS)))
+            ids = torch.tensor(rows.token_ids())
             source = LeasedSource(rows)
             cache = restored_cache(
                 pipeline, adapter, plan, source, positions=torch.arange(len(ids)), token_ids=ids

@@ -21,10 +21,9 @@ from transformers.cache_utils import CacheLayerMixin
 import ctxcache
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
-from gpu_worker.capture import Capture
 from gpu_worker.engines.transformers import SessionRestorer
 from gpu_worker.errors import IncompleteRestore
-from gpu_worker.generation import PREFILL_PIECE_TOKENS, prefill
+from gpu_worker.generation import PREFILL_PIECE_TOKENS, Capture, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.planned import Choice, Chooser

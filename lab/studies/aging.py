@@ -32,13 +32,12 @@ from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.families import Adapter
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.source import LeasedSource
+from gpu_worker.pipeline.pipeline import LeasedSource
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.layout import Kinds, loss_nats
 from gpu_worker.planning.profile import Profile
 from gpu_worker.profiling.measure import measure
 from gpu_worker.proof import adapt
-from gpu_worker.rows import token_ids_of
 from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import physical_core_count, this_machine
 from lab.demo.models import load_model, smollm2
@@ -173,7 +172,7 @@ class _Looking:
             self._client.sessions.open(session, own).read(streams={TOKENS, *plan.streams()}) as rows,
             pipeline_for(self._adapter) as pipeline,
         ):
-            ids = torch.tensor(token_ids_of(rows.array(TOKENS)))
+            ids = torch.tensor(rows.token_ids())
             return restored_cache(
                 pipeline,
                 self._adapter,

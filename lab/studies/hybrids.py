@@ -28,10 +28,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.capture import Capture
 from gpu_worker.errors import IncompleteRestore, SnapshotMismatch
 from gpu_worker.families import Adapter
-from gpu_worker.generation import prefill
+from gpu_worker.generation import Capture, prefill
 from gpu_worker.pipeline.compute import Modules, Restorer
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method

@@ -39,7 +39,7 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.capture import Capture
+from gpu_worker.generation import Capture
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.plan import Method, RestorePlan

@@ -20,8 +20,7 @@ from ctxcache.cache.appends import Reservation
 from ctxcache.cache.segments import _pieces
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, InvalidArgument, ReservationNotFound, TierFailure, TooManyRequests
-from ctxcache.format.header import header_checksum
-from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
+from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align, header_checksum
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.server.upkeep import Upkeep
 

@@ -22,8 +22,8 @@ from cache_rig import (
 )
 from fakes import Operation
 
-from ctxcache.cache.journal import Call, Listening
 from ctxcache.cache.prefixes import Found, Match, Shortfall
+from ctxcache.cache.state import Call, Listening
 from ctxcache.core.ledger.keyed import Keyed
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, WriteInProgress
 from ctxcache.format.streams import TOKENS, ranges_of

@@ -31,8 +31,7 @@ from ctxcache.errors import (
     TokenRangeOutOfBounds,
     TooManyRequests,
 )
-from ctxcache.format.header import decode_header
-from ctxcache.format.layout import Slot
+from ctxcache.format.layout import Slot, decode_header
 
 LEASE_S = LEASE_LIFETIME_NS / 10**9
 End = Callable[[MemoryRig], Awaitable[object]]

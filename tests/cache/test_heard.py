@@ -3,7 +3,7 @@
 import io
 import json
 
-from ctxcache.cache.journal import Call, Heard, Listening
+from ctxcache.cache.state import Call, Heard, Listening
 from ctxcache.client.convert import from_wire
 from ctxcache.client.types import RecordingPart
 from ctxcache.format.layout import SegmentLayout

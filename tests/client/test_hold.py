@@ -6,6 +6,7 @@ A stream that lives, a deadline that has not passed, and an arena that is the se
 import os
 import stat
 import time
+from functools import partial
 from typing import cast
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_lease_of_a_server_that_is_gone_protects_nothing() -> None:
         stream=cast("AccessStream", Gone()),
         deadline_ns=time.monotonic_ns() + LATER_NS,
         release_operation=Operation(),
-        ended=LeaseNotFound(lease_id=7),
+        ended=partial(LeaseNotFound, lease_id=7),
     )
 
     hold.check_known()

@@ -13,8 +13,7 @@ from ctxcache.cli.failures import ExitCode
 from ctxcache.client import CallerModel
 from ctxcache.client.types import Durability
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.header import MAGIC
-from ctxcache.format.layout import ALIGN_BYTES
+from ctxcache.format.layout import ALIGN_BYTES, MAGIC
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.storage.rebuild import rebuild
 from tests.cli.command_line import ctxcache as command

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from ctxcache.format.checksums import chunk_checksum
-from ctxcache.format.header import SegmentHeader, SegmentIdentity, decode_header, header_checksum
-from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.layout import (
+    SegmentHeader,
+    SegmentIdentity,
+    SegmentLayout,
+    decode_header,
+    header_checksum,
+)
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 

@@ -11,8 +11,14 @@ from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.checksums import chunk_checksum
-from ctxcache.format.header import SegmentHeader, SegmentIdentity, decode_header
-from ctxcache.format.layout import ALIGN_BYTES, HEADER_FIXED_BYTES, SegmentLayout
+from ctxcache.format.layout import (
+    ALIGN_BYTES,
+    HEADER_FIXED_BYTES,
+    SegmentHeader,
+    SegmentIdentity,
+    SegmentLayout,
+    decode_header,
+)
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 

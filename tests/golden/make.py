@@ -11,8 +11,7 @@ import struct
 from pathlib import Path
 
 from ctxcache.format.checksums import chunk_checksum
-from ctxcache.format.header import SegmentHeader, SegmentIdentity, header_checksum
-from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.layout import SegmentHeader, SegmentIdentity, SegmentLayout, header_checksum
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec

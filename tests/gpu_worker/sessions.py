@@ -15,15 +15,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ctxcache.client.arena import Bytes
 from ctxcache.format.streams import StateKind, Stream, StreamSpec
-from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter
-from gpu_worker.generation import continue_greedy
+from gpu_worker.generation import Capture, continue_greedy
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline, Host
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings
-from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import RestorePlan
+from gpu_worker.plan import RestorePlan, RestoreSchedule
 from gpu_worker.proof import adapt
 from gpu_worker.rows import stored_dtype
 

@@ -33,7 +33,6 @@ from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.layout import Kinds
 from gpu_worker.proof import adapt
-from gpu_worker.rows import token_ids_of
 
 PROMPTS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
 REPLY_TOKENS = 4
@@ -180,7 +179,7 @@ def _distance(client: Client, session_id: str) -> float:
         session = client.sessions.get(f"sessions/{session_id}")
         own = client.models.register(_spec())
         with client.sessions.open(session, own).read(streams=[TOKENS]) as rows:
-            ids = token_ids_of(rows.array(TOKENS))
+            ids = rows.token_ids()
         start = engine._restore(session, None, 1, Turn())
         assert start.restoring is not None
         start.restoring.restoration.wait_all()

@@ -9,9 +9,8 @@ from transformers import DynamicCache
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.capture import Capture
 from gpu_worker.errors import UnsupportedBatch
-from gpu_worker.generation import continue_greedy, prefill
+from gpu_worker.generation import Capture, continue_greedy, prefill
 from gpu_worker.proof import adapt
 
 

@@ -8,7 +8,7 @@ import pytest
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS
 from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
-from gpu_worker.pipeline.schedule import RestoreSchedule
+from gpu_worker.pipeline.planned import schedule_of
 from gpu_worker.plan import Method
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
@@ -45,7 +45,7 @@ def test_plans_never_use_a_delta_without_its_base(ssd: float) -> None:
         request = _request(list(kinds), profile=profile)
         chosen = plan(request)
         assert _is_whole(chosen.methods)
-        RestoreSchedule.of_plan(chosen, (0,) * 5)
+        schedule_of(chosen, (0,) * 5)
 
 
 def test_chains_are_planned_as_well_as_by_trying_all() -> None:

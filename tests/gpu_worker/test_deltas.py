@@ -13,8 +13,7 @@ from ctxcache.format.packing import DELTAS, PACKINGS, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.deltas import Chain, chained_layers, marks_of, pack_delta
 from gpu_worker.errors import BaseMismatch, RowNotRepresentable, ShapeMismatch
-from gpu_worker.pipeline.schedule import RestoreSchedule
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
 
 DELTA4, INT8 = StateKind.HIDDEN_DELTA_INT4, StateKind.HIDDEN_INT8
 each_kind = pytest.mark.parametrize("kind", DELTAS, ids=lambda kind: kind.name.lower())

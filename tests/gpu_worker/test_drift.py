@@ -5,9 +5,10 @@ import random
 import pytest
 
 from ctxcache.errors import InvalidArgument
+from gpu_worker.plan import Stage
 from gpu_worker.planning.adaptive import Drift, DriftBounds, DriftDetector
 from gpu_worker.planning.datasheets import known_profile
-from gpu_worker.planning.profile import Stage, StatePlace
+from gpu_worker.planning.profile import StatePlace
 
 
 def _watch(

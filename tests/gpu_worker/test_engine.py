@@ -19,12 +19,11 @@ from ctxcache.client import Client
 from ctxcache.client.routes import Access
 from ctxcache.errors import ModelFingerprintMismatch, SessionNotFound, WriteInProgress
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import TOKENS, StateKind, Stream
+from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.rows import token_ids_of
 
 REPLY_TOKENS = 12
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
@@ -88,7 +87,7 @@ def _saved_ids(client: Client, session_id: str) -> list[int]:
     with client.sessions.open(
         f"sessions/{session_id}", stored_model(client, f"sessions/{session_id}")
     ).read() as rows:
-        return token_ids_of(rows.array(TOKENS))
+        return rows.token_ids()
 
 
 def _corrupt(server: ServerProcess, client: Client, session_id: str, token: int) -> None:

@@ -31,14 +31,12 @@ from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RestoreTooLate
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.pipeline import PipelineSettings
+from gpu_worker.pipeline.pipeline import LeasedSource, PipelineSettings
 from gpu_worker.pipeline.planned import Chooser
-from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.profile import Link
 from gpu_worker.proof import adapt
-from gpu_worker.rows import token_ids_of
 
 REPLY_TOKENS = 6
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
@@ -313,7 +311,7 @@ def test_what_another_wrote_under_a_restore_that_fails_is_not_cut(
         failure = engine.wait(session_id)
         name = f"sessions/{session_id}"
         with client.sessions.open(name, stored_model(client, name)).read(streams=[TOKENS]) as rows:
-            held = token_ids_of(rows.array(TOKENS))
+            held = rows.token_ids()
 
     assert turn.token_ids == _never_dropped("llama")[1]
     assert (turn.miss_reason, turn.reused_token_count) == ("CORRUPT_SEGMENT", 0)

@@ -19,10 +19,10 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
-from gpu_worker.capture import Capture
 from gpu_worker.errors import UnsupportedArchitecture, WeightsNotVisible
 from gpu_worker.executed import digest_weights
 from gpu_worker.families.adapter import is_plain_linear
+from gpu_worker.generation import Capture
 from gpu_worker.model_spec import digest_checkpoint, model_spec
 from gpu_worker.proof import adapt
 from gpu_worker.sidecar.model import LazyWeights

@@ -27,11 +27,10 @@ from transformers import (
 )
 
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.capture import Capture
 from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import Rope
-from gpu_worker.generation import prefill
+from gpu_worker.generation import Capture, prefill
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.proof import adapt, difference
 from lab.studies.families import build as build_study

@@ -12,11 +12,10 @@ from transformers import DynamicCache
 from ctxcache.client import Client
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.capture import Capture
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import IncompleteRestore, UnsupportedArchitecture
 from gpu_worker.families import Adapter
-from gpu_worker.generation import continue_greedy, prefill
+from gpu_worker.generation import Capture, continue_greedy, prefill
 from gpu_worker.host_cache import HostCache
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import PackedModel

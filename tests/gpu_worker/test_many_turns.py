@@ -27,7 +27,6 @@ from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.profile import Link, Profile
-from gpu_worker.rows import token_ids_of
 
 WALKS = int(os.environ.get("WALKS", "4"))
 STEPS = 30
@@ -180,7 +179,7 @@ class _Walk:
         token_ids = [*expected.token_ids, *prefilled, *new, *turn.token_ids]
         name = f"sessions/{session_id}"
         with client.sessions.open(name, stored_model(client, name)).read(streams=[TOKENS]) as rows:
-            assert token_ids_of(rows.array(TOKENS)) == token_ids
+            assert rows.token_ids() == token_ids
         # Rows saved earlier stay as they were saved, whatever this turn made of them.
         self._kept[session_id] = expected.and_then(Kept.of_cache(token_ids, all_cached))
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter
-from gpu_worker.generation import continue_greedy
+from gpu_worker.generation import Capture, continue_greedy
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan

@@ -12,7 +12,7 @@ from planning_requests import request
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS, PACKINGS
 from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
-from gpu_worker.plan import Method
+from gpu_worker.plan import Method, Stage
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.explain import reason
 from gpu_worker.planning.holding import EngineAbilities, Holding, LayerHolding
@@ -26,7 +26,7 @@ from gpu_worker.planning.layout import (
     loss_nats,
 )
 from gpu_worker.planning.planner import LOSSLESS, compare, plan
-from gpu_worker.planning.profile import Stage, StatePlace
+from gpu_worker.planning.profile import StatePlace
 from gpu_worker.planning.shape import LayerKind, ModelShape
 
 HIDDEN, KV = StateKind.HIDDEN, StateKind.KV

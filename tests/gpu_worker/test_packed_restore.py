@@ -16,9 +16,8 @@ from transformers import Cache, DynamicCache
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import LOSSY_KINDS, PACKINGS, unpacked
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from gpu_worker.capture import Capture
 from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
-from gpu_worker.generation import prefill
+from gpu_worker.generation import Capture, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.compute import Restorer
 from gpu_worker.plan import Method, RestorePlan

@@ -13,12 +13,12 @@ from tiny_models import LAYER_COUNT, WINDOW, build
 from ctxcache.client.arena import Bytes
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.plan import Method
+from gpu_worker.plan import Method, Stage
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.profile import NO_LIMIT, Stage, StatePlace
+from gpu_worker.planning.profile import NO_LIMIT, StatePlace
 from gpu_worker.planning.shape import LayerKind
 from gpu_worker.profiling.measure import (
     LENGTHS,

@@ -5,11 +5,12 @@ from planning_requests import request
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.parallel.share import ModelShare
+from gpu_worker.plan import Stage
 from gpu_worker.planning.adaptive import stage_seconds
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.holding import EngineAbilities
 from gpu_worker.planning.planner import Plan, plan
-from gpu_worker.planning.profile import Link, Profile, Stage
+from gpu_worker.planning.profile import Link, Profile
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

@@ -31,7 +31,6 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import DeviceFailed, ShapeMismatch
-from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
 from gpu_worker.saving.staging import HostCopies, Mark
 
@@ -105,7 +104,7 @@ def _pass(saver: Saver, *slices: tuple[SessionInfo, int, int]) -> None:
 
 def _assert_holds(client: Client, session: SessionInfo, ids: Sequence[int]) -> None:
     with client.sessions.open(session.name, _OWN).read() as rows:
-        assert token_ids_of(rows.array(TOKENS)) == list(ids)
+        assert rows.token_ids() == list(ids)
         for spec in _STATE:
             found = rows.array(spec.stream).view(np.float32)
             np.testing.assert_array_equal(found, _rows(spec, ids).numpy())

@@ -12,8 +12,7 @@ from metadata_contract import make_model, make_segment, make_session
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata
-from ctxcache.format.header import SegmentIdentity
-from ctxcache.format.layout import Slot
+from ctxcache.format.layout import SegmentIdentity, Slot
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Content, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata import records

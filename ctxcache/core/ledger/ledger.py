@@ -23,9 +23,8 @@ from ctxcache.core.ledger.leaving import Leaving
 from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
 from ctxcache.core.ledger.rankings import Evictable, Resident, Unwritten
 from ctxcache.core.ledger.retaining import Retaining
-from ctxcache.core.ledger.segment import Copies, Kin, Residence, Segment, Shelf
+from ctxcache.core.ledger.segment import Copies, Kin, Quotas, Residence, Segment, Shelf, Usage
 from ctxcache.core.ledger.session import BEGIN, ExpiryQueue, Piece, Session, lies_on
-from ctxcache.core.ledger.usage import Quotas, Usage
 from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
 from ctxcache.core.placement.policy import Capacities, Ranked

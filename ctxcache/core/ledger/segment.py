@@ -8,22 +8,169 @@ Several sessions list one segment after a fork.
 
 `places.py` has the steps of its life. Only the ledger takes them, by the methods under "events" here.
 
-A segment that one session lists is counted in that session's residence. A segment that forks share is counted
-in no residence: its kin notes that something changed, and counting again is left to the next look. So a move
-costs the same however many sessions list the segment. Worst case: a session's segments are counted anew at
-every look, while what it shares keeps moving.
+A segment that one session lists is counted in that session's residence. A segment that forks share is
+counted in no residence: its kin notes that something changed, and counting again is left to the next look.
+So a move costs the same however many sessions list the segment. Worst case: a session's segments are
+counted anew at every look, while what it shares keeps moving.
+
+Usage says how many bytes each tenant has where. There a segment counts once however many forks list it,
+from the moment it has a slot, reserved segments too. Quotas say by that whose sessions make room for whom.
+Where tenants are not told apart every answer of the quotas is None: the placement alone decides. Shares of
+memory are of what is not to be kept free. Worst case: an entry per tenant there ever was, as many as
+callers' credentials name, and a look at each that has something.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.ledger.places import SEGMENT_TABLE, Place, SegmentEvent, illegal
-from ctxcache.core.ledger.usage import TenantUse
+from ctxcache.core.placement.shares import Shares
+from ctxcache.errors import CapacityExceeded
 from ctxcache.format.checksums import Sums
-from ctxcache.format.header import SegmentIdentity
-from ctxcache.format.layout import SegmentLayout, Slot
+from ctxcache.format.layout import SegmentIdentity, SegmentLayout, Slot
+
+# -- counted by tenant -------------------------------------------------------------------------------
+
+
+class TenantUse:
+    """Bytes of slots that one tenant has. Owned by the ledger.
+
+    `durable_bytes` count what is on its way below; `kept_bytes` count each segment once, wherever it lies.
+    """
+
+    __slots__ = ("_tenant", "_usage", "durable_bytes", "kept_bytes", "memory_bytes")
+
+    def __init__(self, usage: "Usage", tenant: str) -> None:
+        self._usage, self._tenant = usage, tenant
+        self.memory_bytes = self.durable_bytes = self.kept_bytes = 0
+
+    def add(self, memory_bytes: int, durable_bytes: int, kept_bytes: int) -> None:
+        """So much came; negative when it went."""
+        self.memory_bytes += memory_bytes
+        self.durable_bytes += durable_bytes
+        self.kept_bytes += kept_bytes
+        for listed, size_bytes in (
+            (self._usage.in_memory, self.memory_bytes),
+            (self._usage.below, self.durable_bytes),
+            (self._usage.kept, self.kept_bytes),
+        ):
+            if size_bytes:
+                listed[self._tenant] = size_bytes
+            else:
+                listed.pop(self._tenant, None)
+
+
+class Usage:
+    """The use of every tenant. Owned by the ledger.
+
+    `in_memory`, `below` and `kept`: bytes of each tenant that has any there. To be looked at, not changed.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        self.shares = shares
+        self.in_memory: dict[str, int] = {}
+        self.below: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        self._tenants: dict[str, TenantUse] = {}
+
+    def of(self, tenant: str) -> TenantUse:
+        """A tenant's use, to be counted on."""
+        use = self._tenants.get(tenant)
+        if use is None:
+            use = self._tenants[tenant] = TenantUse(self, tenant)
+        return use
+
+    def tenants(self) -> Iterable[str]:
+        """The tenants that had anything since the start, or have a configured share, by name."""
+        return sorted({*self._tenants, *self.shares.by_tenant})
+
+
+class Own(NamedTuple):
+    """The bytes guaranteed to a tenant, and the most it may keep; None: what the tier below has."""
+
+    memory_bytes: int
+    durable_bytes: int
+    limit_bytes: int | None
+
+
+class Quotas:
+    """The tenants' shares of both tiers. Owned by the ledger."""
+
+    def __init__(self, usage: Usage, below_bytes: int, filled_bytes: Callable[[], int]) -> None:
+        """`filled_bytes`: what segments may take of memory while as much is free as shall be."""
+        self._usage = usage
+        self._shares = usage.shares
+        self._below_bytes = below_bytes
+        self._filled_bytes = filled_bytes
+
+    def below(self, tenant: str, size_bytes: int) -> Sequence[str] | None:
+        """The accounts whose sessions leave the tier below for this tenant, the first to be asked first."""
+        if not self._shares:
+            return None
+        return self._shares.whose(tenant, size_bytes, self._usage.below, self._below_bytes)
+
+    def in_memory(self, tenant: str | None, size_bytes: int) -> Sequence[str] | None:
+        """The tenants whose segments leave memory for a segment of this tenant.
+
+        None: to keep some room free.
+        """
+        if not self._shares:
+            return None
+        return self._shares.whose(tenant, size_bytes, self._usage.in_memory, self._filled_bytes())
+
+    def own(self, tenant: str) -> Own:
+        """The tenant's own bytes, as long as the present tenants stay."""
+        if not self._shares:
+            return Own(0, 0, None)
+        guaranteed_bytes = self._shares.guaranteed_bytes
+        return Own(
+            guaranteed_bytes(tenant, self._usage.in_memory, self._filled_bytes()),
+            guaranteed_bytes(tenant, self._usage.below, self._below_bytes),
+            self._limit_bytes(tenant),
+        )
+
+    def over_share(self, tenant: str) -> str | None:
+        """The tenant if it has more below, or on its way there, than is guaranteed to it."""
+        if not self._shares:
+            return None
+        guaranteed_bytes = self._shares.guaranteed_bytes(tenant, self._usage.kept, self._below_bytes)
+        return tenant if self._usage.of(tenant).kept_bytes > guaranteed_bytes else None
+
+    def excess_bytes(self, tenant: str, size_bytes: int) -> int:
+        """How much more than its limit the tenant would have with so many bytes more, all of it written."""
+        limit_bytes = self._limit_bytes(tenant)
+        return 0 if limit_bytes is None else self._usage.of(tenant).kept_bytes + size_bytes - limit_bytes
+
+    def is_limited(self, tenant: str) -> bool:
+        """Whether anything but the capacity bounds what the tenant may have."""
+        return tenant in self._shares.by_tenant and self._limit_bytes(tenant) is not None
+
+    def check(self, tenant: str, needed_bytes: int) -> None:
+        """Raise CapacityExceeded unless the tenant may have so much for one session."""
+        limit_bytes = self._limit_bytes(tenant)
+        if limit_bytes is not None and needed_bytes > limit_bytes:
+            raise self.refusal(tenant, needed_bytes)
+
+    def refusal(self, tenant: str, needed_bytes: int) -> CapacityExceeded:
+        """The error for a tenant that has as much as it may, and nothing that may go."""
+        limit_bytes = self._limit_bytes(tenant) or 0
+        return CapacityExceeded(
+            f"quota of tenant {tenant}: {needed_bytes} B needed of {limit_bytes} B on SSD, and none of its"
+            " sessions may go",
+            tier="SSD",
+            tenant=tenant,
+            needed_bytes=needed_bytes,
+            limit_bytes=limit_bytes,
+            free_bytes=max(limit_bytes - self._usage.of(tenant).kept_bytes, 0),
+        )
+
+    def _limit_bytes(self, tenant: str) -> int | None:
+        return self._shares.limit_bytes(tenant, self._below_bytes)
+
+
+# -- counted by session ------------------------------------------------------------------------------
 
 
 class Amounts(NamedTuple):
@@ -203,6 +350,8 @@ class Residence:
             self.take_count(counted)
         return Amounts(*(a + b for a, b in zip(own, self._shared, strict=True)))
 
+
+# -- the segment -------------------------------------------------------------------------------------
 
 LISTED = frozenset({Place.UNWRITTEN, Place.BOTH, Place.BELOW})
 """Places of segments that sessions list."""

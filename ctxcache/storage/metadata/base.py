@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ctxcache.format.header import SegmentIdentity
-from ctxcache.format.layout import SEGMENT_TOKENS, Slot
+from ctxcache.format.layout import SEGMENT_TOKENS, SegmentIdentity, Slot
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Content, Stream
 

@@ -36,8 +36,7 @@ from typing import NamedTuple, TypeVar
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata
-from ctxcache.format.header import SegmentIdentity
-from ctxcache.format.layout import Slot
+from ctxcache.format.layout import SegmentIdentity, Slot
 from ctxcache.format.model import ModelSpec, decode_probe
 from ctxcache.format.streams import DIGEST_BYTES, Content, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata.base import (

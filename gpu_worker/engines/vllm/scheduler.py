@@ -36,7 +36,6 @@ from gpu_worker.engines.vllm.plan import (
 )
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
 from gpu_worker.engines.vllm.worker import WORKERS
-from gpu_worker.rows import token_ids_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -301,7 +300,7 @@ class SchedulerSide:
                 common = session.token_count
             elif common:
                 with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
-                    common = _common_count(token_ids_of(rows.array(TOKENS)), prompt)
+                    common = _common_count(rows.token_ids(), prompt)
             common -= common % self._unit_tokens
             if common < session.token_count:
                 generation = session.generation

@@ -9,7 +9,7 @@ from rocksdict import DBRecoveryMode, Options
 from ctxcache.cache import segments
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.checksums import chunk_checksum
-from ctxcache.format.header import decode_header
+from ctxcache.format.layout import decode_header
 from ctxcache.storage.metadata import rocksdb
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 

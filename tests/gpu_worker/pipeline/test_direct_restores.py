@@ -25,8 +25,7 @@ from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.direct import DirectPath
 from gpu_worker.direct.source import Landed, LandingSource
 from gpu_worker.direct.storage import DirectStorage
-from gpu_worker.pipeline.pipeline import PipelineSettings
-from gpu_worker.pipeline.source import Verify
+from gpu_worker.pipeline.pipeline import PipelineSettings, Verify
 
 WAYS = ("posix", "gds")
 CHUNKS = PipelineSettings(slot_bytes=1 << 16, slot_count=2, batch_tokens=SEGMENT_TOKENS, is_poisoned=True)

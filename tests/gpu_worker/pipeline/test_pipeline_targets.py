@@ -3,6 +3,8 @@
 The engine's own blocks are filled, and no other memory is touched.
 """
 
+import enum
+
 import pytest
 import slow_pipelines
 import torch
@@ -13,12 +15,29 @@ from torch import Tensor
 from ctxcache.errors import InvalidArgument
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline
-from gpu_worker.pipeline.schedule import RestoreSchedule
-from gpu_worker.pipeline.target import CacheAxes, PagedTarget, split_cache
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.pipeline.target import PagedTarget
+from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
 
 BLOCK_TOKENS = 16
 BLOCK_COUNT = 12
+
+
+class CacheAxes(enum.Enum):
+    """How an engine lays out one layer's cache of B blocks of P tokens; the value is its order of axes."""
+
+    TOKENS_FIRST = "2 B P H C"
+    HEADS_FIRST = "2 B H P C"
+    BLOCKS_TOKENS_FIRST = "B 2 P H C"
+    BLOCKS_HEADS_FIRST = "B 2 H P C"
+
+
+def split_cache(cache: Tensor, layout: CacheAxes) -> tuple[Tensor, Tensor]:
+    """One tensor of both halves -> keys and values [B, P, H, C], views."""
+    axis = 0 if layout in (CacheAxes.TOKENS_FIRST, CacheAxes.HEADS_FIRST) else 1
+    halves = cache.unbind(axis)
+    if layout in (CacheAxes.HEADS_FIRST, CacheAxes.BLOCKS_HEADS_FIRST):
+        halves = tuple(half.transpose(1, 2) for half in halves)
+    return halves[0], halves[1]
 
 
 def _axes(layout: CacheAxes, heads: int, size: int) -> list[int]:

@@ -17,9 +17,8 @@ from transformers.cache_utils import CacheLayerMixin
 from ctxcache.client.convert import model_to_wire
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter
-from gpu_worker.generation import continue_greedy, prefill
+from gpu_worker.generation import Capture, continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.probe import probe_of
 from gpu_worker.proof import adapt

@@ -14,16 +14,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxcache.client import Client
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.capture import Capture
+from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.generation import continue_greedy, prefill
+from gpu_worker.generation import Capture, continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import ATTENTION, PackedModel, SequenceCache, Work
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.proof import adapt
-from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
 
 PROMPTS = [list(range(5, 75)), [3, 4, 5] * 9, [60, 8, 7] * 5, list(range(90, 10, -2)), [11]]
@@ -91,7 +89,7 @@ def test_sessions_of_a_batch_are_saved_and_go_on_alone(
     for one, prompt in zip(running, PROMPTS, strict=True):
         assert one.reply == _alone(alone, prompt, REPLY_TOKENS)
         with client.sessions.open(one.session.name, model).read() as rows:
-            assert token_ids_of(rows.array(TOKENS)) == [*prompt, *one.reply]
+            assert rows.token_ids() == [*prompt, *one.reply]
             for item in spec.resolve(streams)[1:]:
                 found = rows_of(rows.array(item.stream).data.cast("B"), item)
                 assert torch.equal(found, torch.cat(seen.rows[one.session.name, item.stream]))
