@@ -771,6 +771,7 @@ class Appends:
             # Its time may have come while room was made.
             self._check_open(reservation)
         except BaseException:
+            # It was taken and never reserved: nobody else gives it back.
             self._ledger.memory.give(slot)
             raise
         self._ledger.reserved(segment, slot)

@@ -296,6 +296,7 @@ class _Arrival:
         for i in range(bisect_left(offsets, begin), bisect_left(offsets, end)):
             spec = layout.specs[i]
             rows = self.view[offsets[i] : offsets[i] + spec.row_bytes * self._row_count]
+            # Each thread writes the values of its own chunks, so that no lock is needed.
             self._values[i] = rows_checksum(rows)
 
     def verified(self) -> tuple[int, ...]:
@@ -339,6 +340,7 @@ def _seal(item: Written, view: memoryview) -> memoryview:
         raise CorruptSegment(segment_id=segment.segment_id, problem=problem)
     encoded = _encoded(segment, item.row_count, _bound(segment, item.row_count, item.values))
     item.header_checksum = header_checksum(encoded)
+    # A full segment goes out as it lies: no writer has room in it any more.
     image = view if item.row_count == layout.segment_tokens else _copy_of_rows(layout, item.row_count, view)
     image[: layout.header_bytes] = encoded.ljust(layout.header_bytes, b"\0")
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):

@@ -78,12 +78,14 @@ class Rule:
         if match is None:
             return None
         tenant = re.sub(r"\$(\d)", lambda part: match[int(part[1])], self.grant.tenant)
+        # A part that is no name of a tenant gives no grant: a later rule may.
         if not is_tenant(tenant):
             return None
         return replace(self.grant, tenant=tenant)
 
     def _pattern(self) -> re.Pattern[str]:
         kind = next(kind for kind in KINDS if self.subject.startswith(kind))
+        # All but `*` is taken literally: a dot of a name matches a dot alone.
         return re.compile(_ANYTHING[kind].join(map(re.escape, normal(self.subject).split("*"))))
 
 
@@ -102,7 +104,9 @@ def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, ArenaGran
 
     A subject that cannot be printed matches no rule.
     """
+    # What cannot be printed could look like another name in a log.
     names = [normal(subject) for subject in subjects if subject.isprintable()]
+    # Rules first: the order of the configuration decides, not that of a certificate.
     for rule in rules:
         for name in names:
             if grant := rule.apply(name):
@@ -229,6 +233,7 @@ def read_tokens(path: Path) -> Tokens:
         # The callers' rights are there to be changed by who may write it.
         check_secret(path, secret_refusal("token_hashes", path))
         with path.open("rb") as file:
+            # One byte more tells a file that is too large from one that just fits.
             text = file.read(FILE_LIMIT_BYTES + 1)
     except OSError as error:
         raise InvalidConfiguration(source=str(path), problem=error.strerror or str(error)) from error

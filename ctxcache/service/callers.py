@@ -185,6 +185,7 @@ class TokenFile:
         stamp = _stamp(self._path)
         if stamp == self._seen and not is_forced:
             return None
+        # Before the read: a file that changes meanwhile is looked at once more.
         self._seen = stamp
         return read_tokens(self._path)
 
@@ -194,6 +195,7 @@ class TokenFile:
         for digest, token in tokens.by_digest.items():
             known = before.pop(digest, None)
             if known is not None and (known.grant != token.grant or known.subject != _subject(token)):
+                # Other rights are another caller: connections that hold the old one must come again.
                 known.is_revoked, known = True, None
             self._callers[digest] = known or _caller(token)
         for caller in before.values():
@@ -287,6 +289,7 @@ class Identification:
 
     def _of_uid(self, uid: int) -> Caller:
         subject = f"uid:{uid}"
+        # Root and the server's own user can read its memory anyway: without a rule they may do everything.
         if not find(self._rules, (subject,)) and uid in (0, os.geteuid()):
             return self._met.setdefault((subject,), Caller(subject, EVERYTHING))
         try:
@@ -308,6 +311,7 @@ class Identification:
         if found is None:
             problem = "is no tenant's here: a rule of `identities` has to name it"
             raise PermissionDenied(subject=" ".join(subjects)[:128], problem=problem)
+        # Forgetting all is cheap: each is found again by its rules.
         if len(self._met) >= MET_LIMIT:
             self._met.clear()
         known = self._met[subjects] = Caller(*found)
@@ -355,6 +359,7 @@ def _names(properties: Properties) -> tuple[str, ...]:
     """
     uris = list(properties.get("peer_uri", ()))
     if any(uri.startswith(SPIFFE) for uri in uris):
+        # SPIFFE: a certificate has exactly one URI, and any other number is no identity.
         return tuple(_text(uri) for uri in uris) if len(uris) == 1 else ()
     dns = tuple(f"dns:{_text(name)}" for name in properties.get("peer_dns", ()))
     return dns or tuple(f"cn:{_text(name)}" for name in properties.get("x509_common_name", ()))

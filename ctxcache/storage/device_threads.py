@@ -135,6 +135,7 @@ class Threads:
 
     def _run(self, number: int) -> None:
         while (step := self._work.get()) is not None:
+            # Noted before it begins: an operation that never returns is found by its age.
             self._under_way[number] = _UnderWay(step.job, self._clock.monotonic_ns())
             step.job.do(step.begin, step.end)
             self._under_way[number] = None
@@ -246,5 +247,6 @@ class _Transfer:
 
     def _let_go(self) -> None:
         self._returned.set_result(None)
+        # The caller was answered before where the transfer was given up.
         if not self._answered.done():
             self._answered.set_result(None)

@@ -16,6 +16,8 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 @triton.jit
 def dimensions(pair, PAIRS: tl.constexpr, SIZE: tl.constexpr, ARE_NEIGHBOURS: tl.constexpr):
     """The two dimensions of each pair as they come: PAIRS of them rotate, of SIZE dimensions."""
+    # Of 6 dimensions, 2 pairs of which turn: HALVES has 0 with 2 and 1 with 3, NEIGHBOURS 0 with 1 and
+    # 2 with 3; 4 and 5 are paired too, and stay.
     half: tl.constexpr = (SIZE + 1) // 2
     is_turned = pair < PAIRS
     rest = PAIRS + pair
@@ -36,6 +38,7 @@ def destinations(
     first, second = dimensions(pair, PAIRS, SIZE, ARE_NEIGHBOURS)
     if ARE_NEIGHBOURS and TO_HALVES:
         is_turned = pair < PAIRS
+        # DeepSeek-V3: neighbours rotate together, and are laid out as halves.
         first = tl.where(is_turned, pair, first)
         second = tl.where(is_turned, pair + PAIRS, second)
     return first, second
@@ -44,6 +47,7 @@ def destinations(
 @triton.jit
 def turn(first, second, cos_at, sin_at, token, pair, token_mask, PAIRS: tl.constexpr):
     """Rotate two tiles [tokens, pairs] by the tables' angles."""
+    # Beyond PAIRS the angle is 0: cosine 1, sine 0.
     mask = token_mask[:, None] & (pair < PAIRS)[None, :]
     place = token[:, None] * PAIRS + pair[None, :]
     cos = tl.load(cos_at + place, mask=mask, other=1.0).to(tl.float32)
@@ -73,6 +77,7 @@ def load_rows(
     token = token.to(tl.int64)
     if BITS == 4:
         byte = tl.load(values_at + token[:, None] * value_stride + column[None, :] // 2, mask=mask, other=0)
+        # Two elements a byte, the even one in its low half.
         shift = (column % 2 * 4)[None, :]
         rows = ((byte.to(tl.int32) >> shift) & 0xF).to(tl.float32)
     else:
@@ -81,7 +86,9 @@ def load_rows(
     if BITS:
         place = token[:, None] * scale_stride + column[None, :] // GROUP
         scale = tl.load(scales_at + place, mask=mask, other=0.0).to(tl.float32)
+        # A group begins at its least value and goes on by its scale.
         rows = rows * scale + tl.load(zeros_at + place, mask=mask, other=0.0).to(tl.float32)
+    # A token has few, so that each is compared with every column of the tile.
     for i in tl.static_range(OUTLIERS):
         is_token = tl.max(mask.to(tl.int32), 1) > 0
         at = tl.load(places_at + token * place_stride + i, mask=is_token, other=-1).to(tl.int32)

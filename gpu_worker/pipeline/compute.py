@@ -115,6 +115,7 @@ def _run(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, layer_c
 
 def _at(base: nn.Module, positions: Tensor) -> dict[str, Tensor]:
     """Positions for a model that takes any; others count what their cache holds (BLOOM, MPT)."""
+    # Asked of each model: a position that it does not take would be an error.
     known = inspect.signature(base.forward).parameters
     return {"position_ids": positions} if "position_ids" in known else {}
 

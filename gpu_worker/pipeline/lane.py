@@ -206,6 +206,7 @@ def _do(job: _Job) -> None:
     try:
         for event in job.after:
             event.wait(job.deadline)
+        # Anew: waits for other lanes are not the time of this work.
         begin_ns = time.perf_counter_ns()
         job.work()
     except CacheError as raised:
@@ -214,6 +215,7 @@ def _do(job: _Job) -> None:
         error = RestoreFailed(problem=f"{type(raised).__name__}: {raised}")
         error.__cause__ = raised
     if error is not None and job.on_error is not None:
+        # Before the event: whoever waits for it must find the restore failed already.
         job.on_error(error)
     job.event.end(error, (time.perf_counter_ns() - begin_ns) / 1e9)
 
@@ -281,6 +283,7 @@ class CudaEvent(LaneEvent):
         Raises what issuing it raised, RestoreTooLate.
         """
         self.issued.wait(deadline)
+        # Only now: before the event is recorded, waiting for it would hold nothing up.
         stream.wait_event(self._end)
 
     def settle_by(self, deadline: Deadline) -> bool:
@@ -290,6 +293,7 @@ class CudaEvent(LaneEvent):
         while not self._end.query():  # type: ignore[no-untyped-call]
             if not deadline.left_s:
                 return False
+            # Not Event.synchronize, which has no deadline: a kernel that hangs would keep this thread.
             time.sleep(_POLL_S)
         return True
 
@@ -311,6 +315,7 @@ class CudaLane(Lane):
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # A thread of its own issues: a wait for another lane would hold up the caller.
         self._issuer = HostLane(name)
 
     def submit(
@@ -399,6 +404,7 @@ class Host(Device):
     def host_buffer(self, size_bytes: int) -> Tensor:
         """See Device. On a page, where files can be read into it around the page cache."""
         memory = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+        # One page more was allocated than is asked for.
         begin = -memory.data_ptr() % mmap.PAGESIZE
         return memory[begin : begin + size_bytes]
 

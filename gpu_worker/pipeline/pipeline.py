@@ -198,6 +198,7 @@ class BufferRing:
     def _reclaim(self, deadline: Deadline) -> None:
         # Consumers are of one lane and end in the order in which they were bound.
         if not self._in_use:
+            # All are taken and none is bound: their readers have not returned yet.
             raise RestoreTooLate(what="a staging buffer")
         buffer, consumer = self._in_use[0]
         if not consumer.settle_by(deadline):
@@ -521,6 +522,7 @@ class Restoration:
             if self._share is not None:
                 source.check()
             verified = self._submit(self._lanes.copy, verify)
+            # Verifying takes the place of the copy, and counts as it.
             self._events.append((Stage.COPY, verified))
             landing.bind(place, self._project(part, tokens, rows, verified))
         except BaseException:
@@ -675,6 +677,7 @@ class Pipeline(Closing):
                 lane.close(deadline)
             except (CacheError, RuntimeError) as error:
                 errors.append(error)
+        # Every lane is told to end, and then the first trouble is told.
         if errors:
             raise errors[0]
 

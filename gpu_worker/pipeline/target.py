@@ -123,6 +123,7 @@ class PagedTarget(Target):
     def first_token(self, layer: int) -> int:
         """See Target."""
         window = self._windows[layer]
+        # The next token sees itself and window - 1 before it; one is kept so that the layer is never empty.
         return 0 if window is None else max(0, self.token_count - max(window - 1, 1))
 
     def room(self, layer: int, begin: int, end: int) -> LayerRoom:
@@ -242,6 +243,7 @@ class CacheTarget(Target):
         held.lazy_initialization(keys, values)
         held.keys, held.values = keys, values
         if isinstance(held, DynamicSlidingWindowLayer):
+            # A sliding layer counts the tokens that it has seen, and masks go by that.
             held.cumulative_length = self.token_count
 
     def _check_room(self) -> None:

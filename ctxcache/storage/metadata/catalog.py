@@ -104,6 +104,7 @@ def pack(seed: int, sequence: int, key: bytes, value: bytes | None) -> bytes:
     """An entry as it is written."""
     value_bytes = _DELETED if value is None else len(value)
     body = _HEAD.pack(len(key), value_bytes, sequence) + key + (value or b"")
+    # Seeded with the store's id: another store's catalog has no entry that is right.
     return body + _CHECKSUM.pack(xxh3_64_intdigest(body, seed=seed))
 
 

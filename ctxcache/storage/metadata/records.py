@@ -120,6 +120,7 @@ def encode_segment(record: SegmentRecord) -> bytes:
     if any(len(key) != _PREFIX_KEY.size for key in record.keys):
         raise ValueError(f"a key is {_PREFIX_KEY.size} bytes")
     copy = b"" if record.copy is None else _COPY.pack(record.copy.path_index, record.copy.offset_bytes)
+    # A copy is 12 bytes and a key 32: the length of what is left says whether there is one.
     return _seal(segment_key(record.segment_id), b"".join((fixed, tenant, *record.keys, copy)))
 
 
@@ -243,6 +244,7 @@ def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:
 
 def _seal(key: bytes, body: bytes) -> bytes:
     sealed = bytes((RECORD_VERSION,)) + body
+    # Bound to the key: a value under another key is as wrong as one with a flipped bit.
     return sealed + _CHECKSUM.pack(_checksum(key, sealed))
 
 

@@ -100,6 +100,7 @@ class RocksDbMetadata:
         self._path = str(path)
         self._witness, self._catalog = witness, catalog
         self._db = _open(self._path)
+        # One thread: syncs follow one another, and each covers whoever has written before it began.
         self._syncer = started_pool(1, "metadata-sync")
         self._next_sync: Future[None] | None = None
         self._failure: str | None = None
@@ -401,6 +402,7 @@ class RocksDbMetadata:
         for key, value in entries:
             if key.startswith(records.SESSION_PREFIX):
                 uid = key[len(records.SESSION_PREFIX) :]
+                # XOR takes a record out of the digest as it was put in, in any order.
                 digest ^= self._seals.get(uid, 0)
                 if value is None:
                     self._seals.pop(uid, None)

@@ -73,6 +73,7 @@ class Witness:
         A file that is late with an earlier write is left out.
         """
         body = _BODY.pack(_MAGIC, self._store_id, sequence)
+        # By turns: a write that is torn leaves the number before it whole.
         place = _PLACES[sequence % len(_PLACES)]
         raw = body + _CHECKSUM.pack(xxh3_64_intdigest(body))
         for file in [file for file in self._files if file.begin(raw, place)]:
@@ -94,6 +95,7 @@ class Witness:
         found = [self._read(fd, place) for place in _PLACES]
         if None in found:
             log.error("witness_damaged path=%s", path)
+        # The greatest of all files: one that lagged takes nothing back.
         self.sequence = max(self.sequence, *(sequence or 0 for sequence in found))
 
     def _read(self, fd: int, place: int) -> int | None:

@@ -355,6 +355,7 @@ class _File:
         self._clock = clock
         self._readers = Threads(thread_count, "ssd-read", clock)
         self._writers = Threads(thread_count, "ssd-write", clock)
+        # A sync never waits in line behind reads or writes, nor a probe behind anything.
         self._syncer = Threads(1, "ssd-sync", clock)
         self._prober = Threads(1, "ssd-probe", clock)
         self._hang = ""
@@ -660,6 +661,7 @@ def _allocate(fd: int, path: str, place: SsdPath) -> None:
         os.fsync(fd)
         _sync_directory(place.directory)
     except OSError as error:
+        # Bytes that the next start finds count as allocated: what was grown in part is cut off again.
         os.ftruncate(fd, present_bytes)
         _check_room(fd, path, place.size_bytes - present_bytes)
         problem = f"cannot allocate {place.size_bytes} B for {path}: {error.strerror}"

@@ -107,14 +107,17 @@ def _xxh3(
     keys = _key(secret_at, stripe[:, None] + lane[None, :], seed)
     scrambling = _key(secret_at, 16 + lane, seed)
     lanes = tl.load(secret_at + 24 + lane).to(tl.uint64, bitcast=True)
+    # The last block is never scrambled, not even a whole one.
     block_count = (size - 1) // 1024
     word = begin // 8 + stripe[:, None] * 8
     for number in range(0, block_count, BLOCKS):
         is_there = (number + block < block_count)[:, None, None]
+        # A lane gets its neighbour's word as it is, and its own word as a product.
         place = word[None, :, :] + (number + block).to(tl.int64)[:, None, None] * 128
         value = _load(words_at + (place + lane[None, None, :]), is_there)
         swapped = _load(words_at + (place + (lane ^ 1)[None, None, :]), is_there)
         sums = tl.sum(_added(value, swapped, keys[None, :, :]), 1)
+        # Scrambles follow one another; blocks that are not there change no lane.
         for j in tl.static_range(BLOCKS):
             added = lanes + tl.sum(tl.where((block == j)[:, None], sums, 0), 0)
             scrambled = (added ^ (added >> 47) ^ scrambling) * _PRIME_32
@@ -137,9 +140,12 @@ def _xxh3(
         << (byte * 8).to(tl.uint64)[None, :],
         1,
     )
+    # The specification keys the last stripe by the secret from byte 121 on, 7 bytes before its last 64.
     lanes += _added(value, swapped, _unaligned_key(secret_at, 15 + lane, seed, 1))
+    # The merge takes the secret from byte 11 on.
     even, odd = tl.split(tl.reshape(lanes ^ _unaligned_key(secret_at, 1 + lane, seed, 3), (4, 2)))
     total = size.to(tl.uint64) * _PRIME_64 + tl.sum((even * odd) ^ tl.umulhi(even, odd), 0)
+    # XXH3's avalanche.
     total = (total ^ (total >> 37)) * _PRIME_MIX
     total = total ^ (total >> 32)
     tl.store(checksums_at + chunk, total.to(tl.int64, bitcast=True))

@@ -57,6 +57,7 @@ def _launch(
         outliers,
         places,
         weight,
+        # Pointers that a flag keeps from being read have to point somewhere all the same.
         _or(projection.bias, weight),
         _or(norm.weight, weight),
         _or(norm.bias, weight),
@@ -147,6 +148,7 @@ def _add(
 
     The product, and the sums that the norm needs beside it.
     """
+    # 64 bits wide, for a weight of more than 2^31 elements.
     place = row.to(tl.int64)[:, None] * stride + column[None, :]
     raw = tl.load(weight_at + place, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
     # Rounded as the weights are before both uses: what the mean takes away is what the product put in.
@@ -176,9 +178,11 @@ def _finish(
 ):
     """Apply the norm, and the projection's bias, to one half of a head."""
     if IS_LAYER:
+        # x @ W' of a row of means alone: what the norm would have taken away before the product.
         product -= mean[:, None] * weight_sum[None, :]
     if IS_LAYER or IS_RMS:
         product *= spread[:, None]
+    # The norm adds its bias behind the division, so that its part is not divided by the spread.
     if HAS_NORM_BIAS:
         product += norm_sum[None, :]
     if HAS_BIAS:
@@ -189,6 +193,7 @@ def _finish(
 @triton.jit
 def _norm_head(first, second, weight_at, row_1, row_2, mask_1, mask_2, epsilon, SIZE: tl.constexpr):
     """Norm each head over its dimensions."""
+    # Both halves together: the norm sees all dimensions of a head.
     spread = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + epsilon)[:, None]
     weight_1 = tl.load(weight_at + row_1, mask=mask_1, other=0.0).to(tl.float32)
     weight_2 = tl.load(weight_at + row_2, mask=mask_2, other=0.0).to(tl.float32)
@@ -278,6 +283,7 @@ def _kv_projection(
             OUTLIERS,
         )
         shift += tl.sum(x, 1)
+    # Each tile of x is loaded once, for both halves of the head and for the sums of the norm.
     for begin in range(0, SIZE, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         is_column = column < SIZE

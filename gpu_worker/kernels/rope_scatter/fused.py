@@ -19,6 +19,7 @@ def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
     cos, sin, pairs, pairing = tables_of(rotation, values)
     if not len(rows):
         return
+    # One program serves key heads and value heads, whichever are wider.
     widest = max(key_size, value_size)
     _rope_scatter[triton.cdiv(len(rows), BLOCK_TOKENS), key_heads + value_heads](
         values,
@@ -126,6 +127,7 @@ def _rope_scatter(
     pair = tl.arange(0, HALF)
     is_token = token < token_count
     slot = tl.load(slots_at + token, mask=is_token, other=-1)
+    # Rows of tokens without a slot are read all the same, and written nowhere.
     is_put = slot >= 0
     # Key heads are turned; the heads behind them are values, which have no positions and are only copied.
     if head < KEY_HEADS:
@@ -175,6 +177,7 @@ def _rope_scatter(
         store_head(keys, b, head, second, slot, put_2, k_page, k_row, k_head, k_size, PAGE)
     else:
         head -= KEY_HEADS
+        # HALF is made for the wider of both heads: twice of it covers a head of values.
         dimension = tl.arange(0, 2 * HALF)
         mask = is_token[:, None] & (dimension < VALUE_SIZE)[None, :]
         # Values lie behind all keys of a row.
