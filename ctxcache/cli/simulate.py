@@ -81,11 +81,12 @@ def simulate(options: Options) -> None:
 
     Hit rates are over turns of sessions that had one before. `belady` knows the future; no store can have it.
     """
-    options.check()
     shared: Shared = options.invoked.obj or Shared()
     shared = shared.but(None, options.output, None)
-    if options.sweep is not None:
-        run_sweep(options, shared.output)
+    sweep = None if options.sweep is None else _named(options.sweep)
+    options.check(sweep, shared.output)
+    if sweep is not None:
+        run_sweep(sweep, options, shared.output)
         return
     if options.forms is not None:
         run_forms(options, options.forms, shared)
@@ -228,9 +229,8 @@ def run_forms(options: Options, text: str, shared: Shared) -> None:
     Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
 
 
-def run_sweep(options: Options, output: Output) -> None:
-    """Play the sweep that was named."""
-    sweep = _named(options.sweep or "")
+def run_sweep(sweep: Sweep, options: Options, output: Output) -> None:
+    """Play the sweep."""
     draw = _drawer(options.plot)
     load = options.load(_of_recording(options, sweep.preset))
     policies = options.chosen(ALL_POLICIES, sweep.policies)

@@ -11,14 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
+from ctxcache.cli.documents import Output
 from ctxcache.cli.options import OutputOption
 from ctxcache.cli.units import parse_duration_s
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.settings.knobs.knob import parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 from ctxcache.simulate.load import MODELS, Lie, Load, Objective, Overflow, TraceHint, objective_named
-from ctxcache.simulate.study import Capacity
-from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace
+from ctxcache.simulate.study import ALL_POLICIES, Capacity
+from ctxcache.simulate.sweeps import Sweep
+from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace, names_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,27 +274,35 @@ class Options:
             load = replace(load, objective=_objective(objective))
         return self._on_machine(load, ssd_write)
 
-    def check(self) -> None:
-        """Raise BadParameter for an option that was said and would change nothing.
+    def check(self, sweep: Sweep | None, output: Output) -> None:
+        """Raise BadParameter for an option that was said and would change nothing that is printed.
 
-        That is so beside another that was said, or without one that was not.
+        That is so beside another that was said, or without one that was not. `sweep` is the one that was
+        named.
         """
         sources = ((name, self.invoked.get_parameter_source(name)) for name in self.invoked.params)
         said = {name for name, source in sources if source is not None and source.name == "COMMANDLINE"}
-        is_timed = self.timed is not False or self.slots is not None
-        kind = "--blocks" if self.blocks else "--sweep" if self.sweep is not None else ""
+        preset = self.realistic() if sweep is None else sweep.preset
+        has_queue = self.slots is not None or preset.slot_count is not None
+        has_time = has_queue or (preset.is_timed if self.timed is None else self.timed)
+        has_window = self.context is not None or self.model is not None or preset.context_tokens is not None
+        has_costs = self.costs or self.forms is not None or output is not Output.TABLE
         rules = (
             (_NOT_OF_FORMS if self.forms is not None else (), "of policies; with --forms there are none"),
             (_NOT_OF_BLOCKS if self.blocks else (), "of sessions; prefix blocks have no tiers and no time"),
-            (_OF_SWEEPS if self.sweep is None else (), "needs --sweep"),
-            (_NOT_OF_SWEEPS if self.sweep is not None else (), "not of sweeps, which have their own"),
+            (_OF_SWEEPS if sweep is None else (), "needs --sweep"),
+            (_NOT_OF_SWEEPS if sweep is not None else (), "not of sweeps, which have their own"),
+            (() if sweep is None else sweep.decides, f"contradicts --sweep {self.sweep}, which decides it"),
             (() if self.blocks else ("learned_from",), "needs --blocks"),
-            (() if kind else ("plot",), "draws sweeps and blocks: needs --sweep or --blocks"),
+            (() if self.blocks or sweep else ("plot",), "draws sweeps and blocks: needs --sweep or --blocks"),
             (() if self.footprint else ("dram_share",), "needs --footprint"),
             (("dram", "ssd") if self.footprint else (), "contradicts --footprint, which says the size"),
             (() if self.session_rate is not None else ("think",), "needs --session-rate"),
             (() if self.wrong_hints else ("lies",), "needs --wrong-hints"),
-            (() if self._are_hints_heard else ("wrong_hints",), "needs --hints or --slots: nothing is said"),
+            (
+                () if self.hints or has_queue else ("wrong_hints",),
+                "needs --hints or --slots: nothing is said",
+            ),
             (
                 () if (self.blocks and self.objective == "seconds") or not self.blocks else ("prefill",),
                 "needs --objective seconds with --blocks",
@@ -301,23 +311,46 @@ class Options:
                 ("timed",) if self.slots is not None else (),
                 "contradicts --slots, whose turns take time",
             ),
-            (() if is_timed or kind else ("decode",), "contradicts --instant"),
-            (("closed_loop",) if not is_timed and self.closed_loop else (), "contradicts --instant"),
-            (
-                () if self.context is not None or self.model is not None or kind else ("overflow",),
-                "needs --context, or a --model that has one",
-            ),
+            (() if has_time else ("decode",), "contradicts --instant, or a sweep whose turns take no time"),
+            (("closed_loop",) if not has_time and self.closed_loop else (), "contradicts --instant"),
+            (() if has_window else ("overflow",), "needs --context, or a --model that has one"),
+            (("costs",) if output is not Output.TABLE else (), "is another table; json and yaml say both"),
+            (() if has_costs else _OF_COSTS, "needs --costs, or -o json"),
+            (() if has_costs or self.plot is not None else ("gpus",), "needs --costs, or -o json"),
         )
         for names, problem in rules:
             for name in names:
                 if name in said:
                     raise typer.BadParameter(problem, param_hint=_written(name))
-        if self.objective is not None and self.policies and "value" not in self.policies.split(","):
-            raise typer.BadParameter("none of the --policies weighs misses", param_hint="--objective")
+        self._check_heard(said, sweep, has_queue=has_queue)
+        if "block_tokens" in said and not self.blocks and not names_blocks(self.trace):
+            problem = "needs --blocks, or a trace that names blocks"
+            raise typer.BadParameter(problem, param_hint="--block-tokens")
 
-    @property
-    def _are_hints_heard(self) -> bool:
-        return bool(self.hints) or self.slots is not None or self.sweep is not None
+    def _check_heard(self, said: set[str], sweep: Sweep | None, *, has_queue: bool) -> None:
+        """Raise BadParameter for what no policy listens to, and for lies about what is not said."""
+        policies = self.chosen(ALL_POLICIES, ALL_POLICIES if sweep is None else sweep.policies)
+        if sweep is not None and sweep.has_one_policy and len(policies) > 1:
+            problem = f"--sweep {self.sweep} plays one policy, {len(policies)} are named"
+            raise typer.BadParameter(problem, param_hint="--policies")
+        learns, hears_queue = "value" in policies, not _HEAR_QUEUES.isdisjoint(policies)
+        kinds, of_queue = _lies(self.lies), {Lie.ORDER, Lie.MISSING}
+        rules = (
+            ("objective", learns, "none of the --policies weighs misses"),
+            ("learned_from", learns, "none of the --policies learns"),
+            ("hints", learns, "none of the --policies listens to clients"),
+            (
+                "wrong_hints",
+                (learns and self.hints) or (hears_queue and has_queue),
+                "none of the --policies hears what is said",
+            ),
+            ("lies", self.hints or Lie.HINT not in kinds, "hint needs --hints"),
+            ("lies", has_queue or kinds.isdisjoint(of_queue), "order and missing need --slots"),
+            ("lies", not self.blocks or Lie.PHANTOM not in kinds, "phantom is of a queue; blocks have none"),
+        )
+        for name, is_heard, problem in rules:
+            if name in said and not is_heard:
+                raise typer.BadParameter(problem, param_hint=_written(name))
 
     def realistic(self) -> Load:
         """The behaviour of a server: DRAM is a cache of SSD, segments of 64 tokens; people who think."""
@@ -469,6 +502,8 @@ _NOT_OF_FORMS = (
     "block_tokens",
 )
 _OF_SWEEPS = ("live", "jobs")
+_OF_COSTS = ("gpu_price", "dram_price", "ssd_price")
+_HEAR_QUEUES = frozenset({"value", "look-ahead", "belady"})
 _NOT_OF_SWEEPS = ("footprint", "dram_share", "costs", "learned_from", "block_tokens")
 
 

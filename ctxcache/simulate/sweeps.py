@@ -83,6 +83,10 @@ class Sweep:
     """Its capacities are bytes, which may be scaled as if the live footprint were another."""
     is_of_footprint: bool = False
     """Its capacities are multiples of the live footprint."""
+    has_one_policy: bool = False
+    """Its series are no policies."""
+    decides: tuple[str, ...] = ()
+    """Options of the command that would say what its runs differ in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +302,7 @@ def _footprint(load: Load, policies: Sequence[str], census: Census) -> list[Swee
     ]
 
 
+_OF_MODELS = ("model", "context", "token_bytes", "gpus", "prefill")
 _QUEUE_POLICIES = ("fifo", "lru", "look-ahead", "value", "belady")
 _FEW_POLICIES = ("lru", "look-ahead", "value", "belady")
 _ALL = (
@@ -310,6 +315,7 @@ _ALL = (
         ("look-ahead", "value"),
         LOAD,
         _models,
+        decides=_OF_MODELS,
     ),
     Sweep(
         "policies",
@@ -320,6 +326,7 @@ _ALL = (
         _QUEUE_POLICIES,
         LOAD,
         _policies,
+        decides=("ssd",),
     ),
     Sweep(
         "overflow",
@@ -330,6 +337,8 @@ _ALL = (
         ("look-ahead",),
         LOAD,
         _overflow,
+        has_one_policy=True,
+        decides=("overflow", *_OF_MODELS),
     ),
     Sweep(
         "capacity",
@@ -342,6 +351,7 @@ _ALL = (
         _capacity,
         is_lines=True,
         is_sized=False,
+        decides=("ssd", "live"),
     ),
     Sweep(
         "tiers",
@@ -352,6 +362,8 @@ _ALL = (
         ("look-ahead",),
         LOAD,
         _tiers,
+        has_one_policy=True,
+        decides=_OF_MODELS,
     ),
     Sweep(
         "arrivals",
@@ -374,6 +386,7 @@ _ALL = (
         LOAD,
         _reads,
         is_lines=True,
+        decides=("ssd_read",),
     ),
     Sweep(
         "footprint",
@@ -387,6 +400,7 @@ _ALL = (
         is_lines=True,
         is_sized=False,
         is_of_footprint=True,
+        decides=("dram", "ssd", "live"),
     ),
 )
 SWEEPS = {sweep.name: sweep for sweep in _ALL}

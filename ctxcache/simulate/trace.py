@@ -229,6 +229,12 @@ def _format(row: Row, block_tokens: int = BLOCK_TOKENS) -> tuple[tuple[str, ...]
     return _SESSIONS, _session_turn
 
 
+def names_blocks(path: Path) -> bool:
+    """Whether the trace names the blocks of its prompts. Raises FileUnusable, InvalidTrace."""
+    first = next(rows_of(path), None)
+    return first is not None and _has(first, PREFIX_FIELDS)
+
+
 def _has(row: Row, fields: Iterable[str]) -> bool:
     return all(field in row.values for field in fields)
 

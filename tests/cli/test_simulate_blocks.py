@@ -54,6 +54,8 @@ def test_blocks_of_any_size(tmp_path: Path, block_tokens: int, policy: str) -> N
         ("--ssd-price", "1"),
         ("--prefill", "9"),
         ("--jobs", "2"),
+        ("--lies", "phantom", "--hints", "ends", "--wrong-hints", "1"),
+        ("--learned-from", "trace.jsonl", "--policies", "lru"),
     ],
     ids=lambda option: option[0],
 )
@@ -64,6 +66,16 @@ def test_what_blocks_do_not_know_is_refused(tmp_path: Path, option: tuple[str, .
 
     assert ran.exit_code == ExitCode.USAGE
     assert option[0] in ran.stderr
+
+
+def test_the_size_of_named_blocks_is_said_for_sessions_too(tmp_path: Path) -> None:
+    """A trace that names blocks of 16 tokens cannot be read as one of 512."""
+    trace = trace_of(tmp_path / "trace.jsonl", 16)
+    said = ("simulate", str(trace), "--policies", "lru", "-o", "json")
+    told, untold = ctxcache(*said, "--block-tokens", "16"), ctxcache(*said)
+
+    assert (told.exit_code, untold.exit_code) == (ExitCode.OK, ExitCode.INVALID_ARGUMENT)
+    assert "blocks of 512" in untold.sentence
 
 
 def test_value_begins_with_what_it_learned_from_another_trace(tmp_path: Path) -> None:
