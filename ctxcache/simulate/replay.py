@@ -120,28 +120,39 @@ class _Live:
 
 
 class Replay:
-    """Plays turns; `run` once. `next_arrivals_s` is `future.look`'s, None where nothing needs the future."""
+    """Plays turns; `run` once. `next_arrivals_s` is `study.look`'s, None where nothing needs the future.
+
+    `is_footprint`: the peak of live state is counted, for which the future is known.
+    """
 
     def __init__(
-        self, load: Load, make_policy: MakePolicy, *, next_arrivals_s: "array[float] | None" = None
+        self,
+        load: Load,
+        make_policy: MakePolicy,
+        *,
+        next_arrivals_s: "array[float] | None" = None,
+        is_footprint: bool = False,
     ) -> None:
         self._load = load
         self._liar = Liar(load.wrong_hint_share, load.lies)
         self.store = store = Store(load, make_policy, self._next_use_s)
         self.waiting = Waiting(store.tiers.policy, lambda uid: store.tiers.tier(uid) is not None)
         self._live_bytes = self.peak_live_bytes = 0
-        """State in a turn, or needed by a later one, held or not; counted where the future is known."""
+        """State in a turn, or needed by a later one, held or not; 0 where it is not counted."""
+        self._is_footprint = is_footprint
         self._takes_time = load.is_timed or load.slot_count is not None
         self._next_arrivals_s = next_arrivals_s
         self._live: dict[bytes, _Live] = {}
         self._idle: OrderedDict[bytes, float] = OrderedDict()
         self._queue: deque[tuple[TraceTurn, float, float]] = deque()
         self._free_slots = load.slot_count or 0
+        self._expiry_s = math.inf
+        """When the first of those that are idle expires, or earlier."""
+        self._has_queue = load.slot_count is not None
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._event_count = 0
         self._is_awaited = False
         self._started_count = 0
-        self._knows_future = load.is_closed or next_arrivals_s is not None
         self._following: dict[bytes, deque[TraceTurn]] = {}
         """The turns that follow in a closed loop, all with their think times."""
 
@@ -155,7 +166,8 @@ class Replay:
         index = 0
         for index, turn in enumerate(self._first_turns(turns) if self._load.is_closed else turns, 1):
             self._until(turn.arrival_s)
-            self._pass(turn.arrival_s)
+            if self._has_queue:
+                self.waiting.passed(turn.arrival_s)
             self._arrive(turn, self._next_arrivals_s[index - 1] if self._next_arrivals_s else NEVER_S)
             if index % STEP_TURNS == 0:
                 step(index)
@@ -175,8 +187,8 @@ class Replay:
                 continue
             if turn.think_s is None:
                 gap_s = turn.arrival_s - before.arrival_s - self._load.answer_s(before)
-                # The fields of a turn are copied by place; `_replace` takes thrice as long.
-                turn = TraceTurn(*turn[:-1], max(gap_s, 0.0))  # noqa: PLW2901
+                # `_replace` takes thrice as long.
+                turn = TraceTurn._make((*turn[:-1], max(gap_s, 0.0)))  # noqa: PLW2901
             following = self._following.get(turn.session)
             if following is None:
                 following = self._following[turn.session] = deque()
@@ -190,7 +202,7 @@ class Replay:
             return NEVER_S
         turn = following.popleft()
         due_s = now_s + (turn.think_s or 0.0)
-        turn = TraceTurn(uid, due_s, *turn[2:])
+        turn = TraceTurn._make((uid, due_s, *turn[2:]))
         self._at(due_s, lambda _: self._arrive(turn, NEVER_S))
         return due_s
 
@@ -199,25 +211,26 @@ class Replay:
         return live.next_s if live else NEVER_S
 
     def _until(self, now_s: float) -> None:
-        while self._events and self._events[0][0] <= now_s:
-            due_s, _, event = heappop(self._events)
-            self._expire_idle(due_s)
-            self._pass(due_s)
+        events = self._events
+        while events and events[0][0] <= now_s:
+            due_s, _, event = heappop(events)
+            if due_s >= self._expiry_s:
+                self._expire_idle(due_s)
+            if self._has_queue:
+                self.waiting.passed(due_s)
             event(due_s)
-        if now_s < math.inf:
+        if self._expiry_s <= now_s < math.inf:
             self._expire_idle(now_s)
 
     def _expire_idle(self, now_s: float) -> None:
         while self._idle:
             uid, since_s = next(iter(self._idle.items()))
-            if since_s + self._load.ttl_s > now_s:
+            self._expiry_s = since_s + self._load.ttl_s
+            if self._expiry_s > now_s:
                 return
             del self._idle[uid]
             self._expire(uid)
-
-    def _pass(self, now_s: float) -> None:
-        if self._load.slot_count is not None:
-            self.waiting.passed(now_s)
+        self._expiry_s = math.inf
 
     def _expire(self, uid: bytes) -> None:
         self._live_bytes -= self._live.pop(uid).counted_bytes
@@ -228,19 +241,20 @@ class Replay:
         heappush(self._events, (due_s, self._event_count, event))
 
     def _arrive(self, turn: TraceTurn, next_s: float) -> None:
-        live = self._live.get(turn.session)
+        uid = turn.session
+        live = self._live.get(uid)
         if live is None:
-            live = self._live[turn.session] = _Live()
+            live = self._live[uid] = _Live()
             self.tally.most_sessions = max(self.tally.most_sessions, len(self._live))
         if live.is_busy:
             live.waiting.append((turn, next_s))
             return
-        self._idle.pop(turn.session, None)
+        self._idle.pop(uid, None)
         live.is_busy = True
         self._enqueue(turn, next_s, turn.arrival_s)
 
     def _enqueue(self, turn: TraceTurn, next_s: float, now_s: float) -> None:
-        if self._load.slot_count is None:
+        if not self._has_queue:
             self._play(turn, next_s, now_s)
             return
         self._queue.append((turn, next_s, now_s))
@@ -254,7 +268,7 @@ class Replay:
     def _play(self, turn: TraceTurn, next_s: float, now_s: float) -> None:
         """Begin a turn that waits for nothing, and end it when its time is over."""
         busy_s = self._start(turn, now_s, now_s)
-        if self._load.is_timed:
+        if self._takes_time:
             self._at(now_s + busy_s, lambda due_s: self._finish(turn, next_s, due_s))
         else:
             self._finish(turn, next_s, now_s)
@@ -293,10 +307,14 @@ class Replay:
             computed_tokens += live.history_tokens
         else:
             copy_s = history_bytes / load.dram_bytes_per_s
-        first_token_s = self._first_token_s(tier, fetch, copy_s, load.prefill_s(computed_tokens))
+        prefill_s, fetch_s = load.prefill_s(computed_tokens), fetch.whole_s
+        if load.layer_count is None:
+            first_token_s = fetch_s + copy_s + prefill_s
+        else:
+            first_token_s = self._by_layer_s(load.layer_count, tier, fetch, copy_s, prefill_s)
         tally = store.tally
         tally.turns += 1
-        tally.ssd_wait_s += fetch.whole_s
+        tally.ssd_wait_s += fetch_s
         tally.queue_wait_s += now_s - since_s
         tally.computed_tokens += computed_tokens
         tally.prompt_tokens += live.input_tokens + live.history_tokens
@@ -304,18 +322,17 @@ class Replay:
         if is_later:
             tally.later_ttft.add(first_token_s)
             self._count(uid, live.history_tokens, tier, is_at_hand=tier is Level.MEMORY and not fetch.ready_s)
-        if self._takes_time and self._knows_future:
+        if self._takes_time and self._is_footprint:
             self._needs(live, load.stored_bytes(live.history_tokens + live.input_tokens + turn.output_tokens))
         return first_token_s + turn.output_tokens / load.decode_tokens_per_s
 
-    def _first_token_s(self, tier: Level | None, fetch: Fetch, copy_s: float, prefill_s: float) -> float:
-        """When the first token comes, from the turn's start on."""
-        load = self._load
-        if load.layer_count is None:
-            return fetch.whole_s + copy_s + prefill_s
-        resident = load.layer_count if load.resident_layer_count is None else load.resident_layer_count
-        layers = Layers(load.layer_count, 0 if tier is Level.BELOW else resident, copy_s, prefill_s)
-        return layers.first_token_s(fetch)
+    def _by_layer_s(
+        self, layer_count: int, tier: Level | None, fetch: Fetch, copy_s: float, prefill_s: float
+    ) -> float:
+        """When the first token comes, from the turn's start on, where layers come one behind another."""
+        resident = self._load.resident_layer_count
+        in_dram = 0 if tier is Level.BELOW else layer_count if resident is None else resident
+        return Layers(layer_count, in_dram, copy_s, prefill_s).first_token_s(fetch)
 
     def _fit(self, turn: TraceTurn, live: _Live) -> None:
         """Set what the context window holds of the prompt: its end."""
@@ -372,7 +389,7 @@ class Replay:
             valid_bytes = load.whole_bytes(live.cut_tokens + live.history_tokens)
             store.end(uid, facts, range(gone_bytes, valid_bytes), now_s)
             self.waiting.rested(uid)
-        if self._knows_future:
+        if self._is_footprint:
             self._needs(live, size_bytes if next_s < NEVER_S or live.waiting else 0)
         if load.hints:
             self._hint(turn, next_s, now_s)
@@ -381,6 +398,7 @@ class Replay:
             self._enqueue(*live.waiting.popleft(), now_s)
         else:
             self._idle[uid] = now_s
+            self._expiry_s = min(self._expiry_s, now_s + load.ttl_s)
             if self._liar.tells(Lie.PHANTOM, turn):
                 self._event_count += 1
                 self.waiting.put(uid, float(self._event_count), now_s, is_turn=False)

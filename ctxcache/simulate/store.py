@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ctxcache.core.placement.order import Accepts
 from ctxcache.core.placement.policy import Candidate, Capacities, Facts, Level, Policy, is_worth_writing
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.tally import HitTally
@@ -37,6 +38,9 @@ class Fetch(NamedTuple):
     def whole_s(self) -> float:
         """When all of it is in DRAM."""
         return max(self.ready_s, self.begin_s + self.read_s)
+
+
+AT_HAND = Fetch()
 
 
 class Layers(NamedTuple):
@@ -161,7 +165,7 @@ class Tiers:
         self.policy.arrived(uid, now_s)
         self.policy.withdrawn(uid)
         if self.tier(uid) is Level.BELOW:
-            self._promote(uid, moves, lambda _: True)
+            self._promote(uid, moves, lambda other: other != uid)
         return moves
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> list[Move]:
@@ -175,7 +179,7 @@ class Tiers:
         else:
             self._resize(uid, held, facts.size_bytes, moves)
         self._in_turn.discard(uid)
-        self._make_room(Level.MEMORY, self._buffer_bytes, moves, lambda _: True)
+        self._make_room(Level.MEMORY, self._buffer_bytes, moves)
         return moves
 
     def ended(self, uid: bytes) -> list[Move]:
@@ -201,7 +205,9 @@ class Tiers:
         spare_bytes = self._buffer_bytes
         # Nor does it leave SSD for one that DRAM gives up for it.
         self._in_turn.add(uid)
-        self._promote(uid, moves, lambda other: not self.policy.is_needed_soon(other, uid), spare_bytes)
+        self._promote(
+            uid, moves, lambda other: other != uid and not self.policy.is_needed_soon(other, uid), spare_bytes
+        )
         self._in_turn.discard(uid)
         return moves
 
@@ -214,7 +220,7 @@ class Tiers:
 
     def _admit(self, uid: bytes, size_bytes: int, moves: list[Move]) -> None:
         for tier in Level:
-            if self._make_room(tier, size_bytes, moves, lambda _: True):
+            if self._make_room(tier, size_bytes, moves):
                 self._held[uid] = _Held(size_bytes, tier)
                 self._used[tier] += size_bytes
                 self.policy.placed(uid, tier)
@@ -238,20 +244,19 @@ class Tiers:
         if not held.pin_count:
             self._evict(uid, moves)
 
-    def _promote(
-        self, uid: bytes, moves: list[Move], may_leave: Callable[[bytes], bool], spare_bytes: int = 0
-    ) -> None:
+    def _promote(self, uid: bytes, moves: list[Move], may_leave: Accepts, spare_bytes: int = 0) -> None:
         size_bytes = self._held[uid].size_bytes
-        if self._make_room(
-            Level.MEMORY, size_bytes + spare_bytes, moves, lambda other: other != uid and may_leave(other)
-        ):
+        if self._make_room(Level.MEMORY, size_bytes + spare_bytes, moves, may_leave):
             self._place(uid, Level.MEMORY)
             moves.append(Move(Act.PROMOTE, uid, size_bytes, Level.MEMORY))
 
     def _make_room(
-        self, tier: Level, needed_bytes: int, moves: list[Move], may_leave: Callable[[bytes], bool]
+        self, tier: Level, needed_bytes: int, moves: list[Move], may_leave: Accepts | None = None
     ) -> bool:
-        """Free that much of the tier. Whether it was possible; what left is gone either way."""
+        """Free that much of the tier. Whether it was possible; what left is gone either way.
+
+        `may_leave`: of those that are neither pinned nor in a turn; None for all of them.
+        """
         if needed_bytes > self._limits[tier]:
             return False
 
@@ -271,25 +276,21 @@ class Tiers:
             self._evict(victim, moves)
         return True
 
-    def _first(self, tier: Level, may_leave: Callable[[bytes], bool]) -> bytes | None:
+    def _first(self, tier: Level, may_leave: Accepts | None) -> bytes | None:
         """The session that leaves the tier first, of those that may.
 
-        Out of SSD means out of the store, from either tier.
+        Out of SSD means out of the store, from either tier; what SSD does not have yet cannot leave it.
         """
-        accepts = self._accepts(tier, may_leave)
-        return self.policy.evict(accepts) if tier is Level.BELOW else self.policy.demote(accepts)
-
-    def _accepts(self, tier: Level, may_leave: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
-        """Whether a session may leave the tier: one function for all questions, since there are many."""
         sessions, in_turn, is_memory = self._held, self._in_turn, tier is Level.MEMORY
 
         def accepts(uid: bytes) -> bool:
             held = sessions.get(uid)
             if held is None or held.pin_count or uid in in_turn:
                 return False
-            return (not is_memory or held.tier is Level.MEMORY) and may_leave(uid)
+            is_there = held.tier is Level.MEMORY if is_memory else held.is_written
+            return is_there and (may_leave is None or may_leave(uid))
 
-        return accepts
+        return self.policy.demote(accepts) if is_memory else self.policy.evict(accepts)
 
     def _place(self, uid: bytes, tier: Level) -> None:
         held = self._held[uid]
@@ -328,11 +329,9 @@ class InclusiveTiers(Tiers):
 
     def _admit(self, uid: bytes, size_bytes: int, moves: list[Move]) -> None:
         # DRAM first: rows are there before anybody can tell what they are worth.
-        tier = (
-            Level.MEMORY if self._make_room(Level.MEMORY, size_bytes, moves, lambda _: True) else Level.BELOW
-        )
+        tier = Level.MEMORY if self._make_room(Level.MEMORY, size_bytes, moves) else Level.BELOW
         is_written = tier is Level.BELOW or self._is_worth_writing(uid, size_bytes)
-        if is_written and not self._make_room(Level.BELOW, size_bytes, moves, lambda _: True):
+        if is_written and not self._make_room(Level.BELOW, size_bytes, moves):
             self.policy.evicted(uid)
             moves.append(Move(Act.REFUSE, uid, size_bytes, Level.BELOW))
             return
@@ -376,13 +375,8 @@ class InclusiveTiers(Tiers):
             seen.add(victim)
             yield Candidate(self.policy.gives_way(victim, uid), self._held[victim].size_bytes)
 
-    def _first(self, tier: Level, may_leave: Callable[[bytes], bool]) -> bytes | None:
-        if tier is Level.MEMORY:
-            return super()._first(tier, may_leave)
-        return super()._first(tier, lambda uid: self._held[uid].is_written and may_leave(uid))
-
     def _make_room(
-        self, tier: Level, needed_bytes: int, moves: list[Move], may_leave: Callable[[bytes], bool]
+        self, tier: Level, needed_bytes: int, moves: list[Move], may_leave: Accepts | None = None
     ) -> bool:
         limit_bytes, used = self._limits[tier], self._used
         if needed_bytes > limit_bytes:
@@ -524,12 +518,16 @@ class Store:
                 self.tally.prefetch_met(copy.ready_s, now_s)
                 ready_s = max(copy.ready_s - now_s, 0.0)
                 copy.ready_s = math.inf
-        begin_s = end_s = now_s
+        fetch = AT_HAND
         if missing_share:
             begin_s = self.ssd.free_s(now_s)
             end_s = self.ssd.read(int(history_bytes * missing_share), now_s)
-        fetch = Fetch(ready_s, begin_s - now_s, end_s - begin_s)
-        self._moved(self.tiers.arrived(uid, now_s), now_s)
+            fetch = Fetch(ready_s, begin_s - now_s, end_s - begin_s)
+        elif ready_s:
+            fetch = Fetch(ready_s)
+        moves = self.tiers.arrived(uid, now_s)
+        if moves:
+            self._moved(moves, now_s)
         return fetch
 
     def end(self, uid: bytes, facts: Facts, valid_bytes: range, now_s: float) -> None:

@@ -4,9 +4,11 @@
 per session, for Belady, for hints and for capacities as multiples of the live footprint.
 """
 
+import gc
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ctxcache.core.placement.baselines import POLICIES, policy_of
@@ -119,8 +121,24 @@ def study(
                 unhinted = replace(sized, hints=frozenset())
                 other = of_blocks(unhinted, policy, replay.block_tokens, None)
                 _teach(replay, other, teacher)
-            tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
+            with _uncollected():
+                tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
             yield StudyOutcome(policy, capacity.multiple, sized, tally)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let no cycles be looked for: a replay makes none, and each look is at all turns that are still to come.
+
+    The last replay is one itself, and goes after this.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _teach(replay: BlockReplay, other: BlockReplay, teacher: Trace) -> None:
@@ -165,6 +183,6 @@ def footprint_bytes(
     boundless = replace(
         load, dram_bytes=BOUNDLESS_BYTES, ssd_bytes=BOUNDLESS_BYTES, buffer_share=0.0, hints=frozenset()
     )
-    replay = Replay(boundless, maker("lru", boundless), next_arrivals_s=next_arrivals_s)
+    replay = Replay(boundless, maker("lru", boundless), next_arrivals_s=next_arrivals_s, is_footprint=True)
     replay.run(trace, lambda done: step("footprint", done))
     return replay.peak_live_bytes

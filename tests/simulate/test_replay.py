@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from ctxcache.core.placement.baselines import POLICIES
+from ctxcache.core.placement.policy import Capacities, Policy
 from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.replay import Replay
+from ctxcache.simulate.store import NextUse
 from ctxcache.simulate.study import ALL_POLICIES, Capacity, StudyOutcome, look, study
 from ctxcache.simulate.tally import HitTally
 from ctxcache.simulate.trace import Trace, TraceTurn
@@ -25,6 +27,13 @@ def _study(path: Path, load: Load, policies: Sequence[str]) -> dict[str, StudyOu
 
 def _played(load: Load, turns: Sequence[TraceTurn], name: str = "lru") -> HitTally:
     return Replay(load, lambda capacities, _: POLICIES[name](capacities)).run(turns)
+
+
+def _footprint_of(load: Load, turns: Sequence[TraceTurn]) -> Replay:
+    def policy(capacities: Capacities, _: NextUse) -> Policy:
+        return POLICIES["lru"](capacities)
+
+    return Replay(load, policy, next_arrivals_s=look(turns), is_footprint=True)
 
 
 def _turn(session: str, arrival_s: float, number: int | None = None) -> TraceTurn:
@@ -87,7 +96,7 @@ def test_turns_may_take_time_and_wait_for_nothing() -> None:
     """Two sessions at once take one second; their state is live while they run, and until the next turn."""
     load = replace(LOAD, is_timed=True, prefill_tokens_per_s=100, dram_bytes_per_s=1e12)
     turns = [_turn("a", 0), _turn("b", 0), _turn("a", 0.5)]
-    replay = Replay(load, lambda capacities, _: POLICIES["lru"](capacities), next_arrivals_s=look(turns))
+    replay = _footprint_of(load, turns)
     tally = replay.run(turns)
 
     assert (round(tally.end_s, 6), tally.queue_wait_s, tally.dram_hits) == (2, 0, 1)
@@ -99,7 +108,7 @@ def test_turns_that_take_no_time_need_nothing_while_they_run() -> None:
     turns = [TraceTurn(name.encode(), second, size, 0, None, None) for second, (name, size) in enumerate(
         [("a", 10), ("b", 5), ("a", 1), ("b", 1), ("c", 99)]
     )]  # fmt: skip
-    replay = Replay(LOAD, lambda capacities, _: POLICIES["lru"](capacities), next_arrivals_s=look(turns))
+    replay = _footprint_of(LOAD, turns)
     replay.run(turns)
 
     assert replay.peak_live_bytes == 150
