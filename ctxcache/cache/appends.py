@@ -162,11 +162,11 @@ class Reservation:
         """Slot bytes by segment of what is pinned with so many tokens more; below 0 what is not made yet."""
         if not token_count:
             return {}
-        return self.held_with(self.new_layouts(token_count))
+        last, row = self.last()
+        return self.held_with(last, self.new_layouts(token_count, last, row))
 
-    def held_with(self, new: Sequence[SegmentLayout]) -> dict[int, int]:
-        """As `needed`, with new segments of these layouts."""
-        last, _ = self.last()
+    def held_with(self, last: Segment | None, new: Sequence[SegmentLayout]) -> dict[int, int]:
+        """As `needed`, with the segment that goes on, and new ones of these layouts."""
         sizes_bytes = {}
         for run in self.runs:
             sizes_bytes[run.segment.segment_id] = run.segment.layout.size_bytes
@@ -176,9 +176,11 @@ class Reservation:
             sizes_bytes[-number] = layout.size_bytes
         return sizes_bytes
 
-    def new_layouts(self, token_count: int) -> list[SegmentLayout]:
-        """Layouts of the segments that must be made for `token_count` more tokens, in order."""
-        last, row = self.last()
+    def new_layouts(self, token_count: int, last: Segment | None, row: int) -> list[SegmentLayout]:
+        """Layouts of the segments that must be made for `token_count` more tokens, in order.
+
+        `last` goes on from `row` before them; see `last`.
+        """
         free_count = last.layout.segment_tokens - row if last is not None else 0
         missing_count = token_count - free_count
         coming_count = max(missing_count, self.coming_end - self.end - free_count)
@@ -415,8 +417,9 @@ class Appends:
         """
         if not token_count:
             return []
-        session, layouts = reservation.session, reservation.new_layouts(token_count)
-        needed = reservation.held_with(layouts)
+        session, (last, row) = reservation.session, reservation.last()
+        layouts = reservation.new_layouts(token_count, last, row)
+        needed = reservation.held_with(last, layouts)
         sizes_bytes = [layout.size_bytes for layout in layouts]
         new_bytes = sum(sizes_bytes)
         if self._ledger.quotas.is_limited(session.tenant):
@@ -424,7 +427,6 @@ class Appends:
             return None
         if not self.pins.has_room(reservation.client, needed):
             return None
-        last, _ = reservation.last()
         if last is not None:
             new_bytes += self._ledger.claim_bytes(last)
         if new_bytes and not self._dirty_bound.admits_at_once(new_bytes, reservation.size_bytes):
@@ -736,7 +738,7 @@ class Appends:
 
     async def _add_segments(self, reservation: Reservation, end: int) -> None:
         """Make segments up to that token, or up to a long one for which there is no room in one piece."""
-        layouts = reservation.new_layouts(end - reservation.end)
+        layouts = reservation.new_layouts(end - reservation.end, None, 0)
         new = {self._ledger.new_segment_id(): layout for layout in layouts}
         sizes_bytes = {segment_id: layout.size_bytes for segment_id, layout in new.items()}
         self.pins.pin(reservation.client, sizes_bytes)
