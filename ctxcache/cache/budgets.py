@@ -79,6 +79,7 @@ class Pins(Budget):
             async with asyncio.timeout(self._wait_s), turn:
                 while not self.fits(client, sizes := needed()):
                     self._check_ever(client, sizes)
+                    # Behind the look, and nothing awaits between the two: no wake-up is lost.
                     self._freed.clear()
                     await self._freed.wait()
         except TimeoutError:
@@ -95,6 +96,7 @@ class Pins(Budget):
         """
         if not self.fits(client, sizes_bytes):
             self._check_ever(client, sizes_bytes)
+            # What lingers without a reader ends before a caller has to wait.
             self.let_go()
             if not self.fits(client, sizes_bytes):
                 return False

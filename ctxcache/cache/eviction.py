@@ -68,6 +68,7 @@ class Departures:
         dead = self._ledger.ended(session, is_evicted=True)
         for segment in dead:
             self._ledger.forgotten(segment)
+        # One commit for all that go before it begins.
         if not self._forgotten:
             self._background.start(self._remove_forgotten())
         self._forgotten.append(session.uid)
@@ -93,6 +94,7 @@ class Departures:
         `left` are slots that they had. Durable when it returns; only then are the slots of dead segments and
         those that were left given back. Raises TierFailure.
         """
+        # Before the move begins: another one may be written in between, and must know of them.
         self._leaving.update(session.uid for session in gone)
         move = self._background.start(self._write_down(changed, gone, dead, bad, moved, left))
         if dead:
@@ -174,6 +176,7 @@ class SsdRoom:
         """A slot, made free if need be. Raises CapacityExceeded, TierFailure."""
         slot = self.take(size_bytes, for_session)
         if slot is None:
+            # One caller at a time makes room; it may be enough for those that wait here, who look again.
             async with self._turn:
                 while (slot := self.take(size_bytes, for_session)) is None:
                     await self._make(size_bytes, for_session)
@@ -236,6 +239,7 @@ class SsdRoom:
 
         Raises CapacityExceeded, TierFailure.
         """
+        # Somebody makes room already: the caller looks again when that has ended.
         if self._turn.locked():
             async with self._turn:
                 return True
@@ -278,6 +282,7 @@ class SsdRoom:
         return self._departures.remove_unrecorded(session)
 
     async def _evict(self, victim: Session, why: str) -> None:
+        # First: an eviction that cannot be recorded would give nothing back.
         self._metadata.check(is_growing=False)
         self._note(victim, why)
         await self._departures.remove([victim], is_evicted=True)

@@ -60,6 +60,7 @@ class Promotions:
         if missing:
             count = window(max(segment.size_bytes for segment in missing))
             self._awaited_count += 1
+            # Promotion ahead of need stops here: the device is for callers that wait.
             self._is_none_awaited.clear()
             try:
                 with self._state.spans.span("promotion", segment_count=len(missing)):
@@ -151,6 +152,7 @@ class Promotions:
         except TierFailure as failure:
             if failure.returned is not None and not failure.returned.done():
                 self.owed.add(slot)
+                # Until then the slot belongs to nobody: a late read would fall on the next segment's rows.
                 failure.returned.add_done_callback(lambda _: self._give_owed(slot))
             raise
 
@@ -210,6 +212,7 @@ class Prefetching:
                     failure = failure or task.exception()
         finally:
             for task, session in under_way.items():
+                # Only the turns end: a promotion under way goes on to its end by itself.
                 task.cancel()
                 self._placement.came(session)
             await asyncio.gather(*under_way, return_exceptions=True)

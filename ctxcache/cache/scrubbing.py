@@ -102,6 +102,7 @@ class Mending:
             try:
                 found = await attempt(left[0])
             except CorruptSegment as error:
+                # The only slot that it has: the caller ends its sessions there.
                 if segment.places == (left[0],):
                     raise
                 self.drop_place(segment, left[0], str(error.facts["problem"]))
@@ -140,6 +141,7 @@ class Mending:
             "copy_dropped segment=%d path=%s problem=%r", segment.segment_id, self._io.path_of(place), problem
         )
         self._state.counters.mended_copy_count += 1
+        # Before its record: from here on no reader is sent to the bad copy.
         self._ledger.place_lost(segment, place, is_bad=True)
         self._background.start(self._departures.write_down(moved=[segment], bad=[place]))
 

@@ -190,6 +190,7 @@ class Background:
     def start(self, move: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Begin a move; its failure is for whoever waits for it, and for nobody else."""
         task = asyncio.get_running_loop().create_task(move)
+        # The loop itself keeps no reference to a task: one that nobody holds may be collected midway.
         self._tasks.add(task)
         task.add_done_callback(self._end)
         return task

@@ -44,6 +44,7 @@ class Extents:
             return None
         size = self._sizes[i]
         begins = self._bins[size]
+        # Begins of extents that are gone, or have another size by now, are passed over.
         while self._end_of.get(begin := heappop(begins)) != begin + size:
             continue
         self._remove(begin)
@@ -83,6 +84,7 @@ class Extents:
         self.free_bytes += size_bytes
         self.run_count -= 1
         end = begin + size_bytes
+        # Neighbours that are free are joined: a long slot needs one piece.
         if end in self._end_of:
             end = self._remove(end)
         if begin in self._begin_of:
@@ -194,6 +196,7 @@ class SlotAllocator:
         for i, path_bytes in free_bytes.items():
             self._credits[i] += path_bytes / total_bytes
         index = max(free_bytes, key=lambda i: self._credits[i])
+        # The chosen path pays for its turn, so that the others come next in proportion.
         self._credits[index] -= 1
         return index
 

@@ -118,6 +118,7 @@ class SessionAppender:
         except ReservationNotFound:
             # It ended by itself, while the session was idle: unless somebody else came, nothing is lost.
             self.close()
+            # A reservation that was just made and is gone already would be gone again.
             if not was_open:
                 raise
             self._write(staging, rows, count, scratch, is_last=is_last)
@@ -288,6 +289,7 @@ class Board:
     def relieve(self) -> None:
         """Where staging is half full, who holds its oldest quarter goes next, however little that is."""
         ring = self._staging.ring
+        # At half: the other half takes the passes that come while the oldest rows are saved.
         if 2 * ring.used_count < ring.row_count:
             return
         oldest = set()
@@ -390,11 +392,13 @@ class Sorter:
         except CacheError as error:
             log.warning("save_failed session=%s reason=%s error=%s", progress.name, error.reason, error)
             failure = error
+        # A thread's supervisor: what broke costs this session its rows, and no other one.
         except Exception as error:
             log.exception("save_broken session=%s", progress.name)
             failure = CacheError(str(error))
         else:
             return None
+        # What failed before says more than what fails now.
         with suppress(CacheError):
             lane.close()
         return failure
@@ -520,6 +524,7 @@ class Saver(Closing):
         """Finish every session, then end the threads. Rows that are not saved by the deadline are shed."""
         deadline_s = time.monotonic() + timeout_s
         board = self._board
+        # First: a session that is opened from here on is finished at once.
         self._is_closing = True
         for name in list(board.sessions):
             self.finish(name)

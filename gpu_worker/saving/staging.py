@@ -135,9 +135,11 @@ class CudaCopies:
 
     def copy(self, target: Tensor, rows: Tensor) -> None:
         """See Copies."""
+        # Behind what computes the rows, which was issued to the engine's stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(rows, non_blocking=True)
+        # Rule 1: the allocator hands the memory of these rows on behind the copy alone.
         rows.record_stream(self._stream)
 
     def mark(self) -> Mark:
@@ -194,6 +196,7 @@ class RowRing:
         if not self._runs:
             return 0
         span = self._runs[-1].end - self._runs[0].begin
+        # Not above 0 where the runs reach around the end.
         return span if span > 0 else span + self.row_count
 
     def take(self, count: int) -> RowRun | None:
@@ -213,10 +216,13 @@ class RowRing:
         if not self._runs:
             return 0 if count <= self.row_count else None
         tail, head = self._runs[0].begin, self._runs[-1].end
+        # The runs reach around the end: what is free lies in one piece between the newest and the oldest.
         if head <= tail:
             return head if head + count <= tail else None
         if head + count <= self.row_count:
             return head
+        # Behind the newest there is too little; what is left there stays unused until the ring has come
+        # round.
         return 0 if count <= tail else None
 
 

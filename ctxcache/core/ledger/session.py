@@ -91,10 +91,12 @@ class ExpiryQueue:
         found: list[bytes] = []
         while self._heap and self._heap[0][0] <= now_ns and len(found) != limit:
             time_ns, uid = heapq.heappop(self._heap)
+            # An entry of before the last change: the session is scheduled at another time, or is gone.
             if self._earliest.get(uid) != time_ns:
                 continue
             del self._earliest[uid]
             actual = expire_time_of(uid)
+            # It was used since, and its time has moved on: it is scheduled once more.
             if actual is not None and actual > now_ns:
                 self.schedule(uid, actual)
             elif actual is not None:

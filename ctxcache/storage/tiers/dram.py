@@ -174,6 +174,7 @@ class DramArena:
         self._copiers.shutdown()
         if self._prefault is not None:
             self._prefault.stop()
+        # A view of the mapping would keep it from being closed.
         self._bytes = np.empty(0, np.uint8)
         self._memory.close()
 
@@ -226,6 +227,7 @@ def remove_abandoned(directory: Path) -> list[str]:
     removed = []
     for path in sorted(directory.glob(ARENA_FILE_NAME.format("*"))):
         with contextlib.suppress(OSError), path.open("rb") as file:
+            # A living server holds this lock, and then the file stays.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             removed.append(str(path))
