@@ -6,9 +6,11 @@ Worst case: it does not start, which is a ServerDidNotStart with what it said.
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -93,6 +95,20 @@ def serving(
                 process.stdout.close()
             with suppress(FileNotFoundError, KeyError):
                 Path(ready["arena"]["path"]).unlink()
+
+
+def wait_for_port(port: int) -> None:
+    """Wait until a process of this machine listens. Raises OSError where none does in time."""
+    end_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def environment() -> dict[str, str]:

@@ -17,19 +17,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lab.bench.server import serving
+from lab.bench.server import serving, wait_for_port
 
 KEYS = 16
 SIZES_KIB = (1024, 4096)
 OPERATIONS = ("store", "lookup", "load")
 OURS, FILES, REDIS = "ctxcache", "files", "redis"
-START_S = 10.0
 LMCACHE = Path(sys.executable).with_name("lmcache")
 
 Figures = dict[tuple[str, int, str], list[float]]
@@ -73,15 +71,7 @@ def redis(place: Path) -> Iterator[int]:
     command = ["redis-server", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(place)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)  # noqa: S603  our own command
     try:
-        deadline_s = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(0.05)
+        wait_for_port(port)
         yield port
     finally:
         server.terminate()

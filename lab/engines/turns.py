@@ -3,17 +3,21 @@
 
     .venv-vllm/bin/python -m lab.engines.turns --model DIR                 # a directory of transformers
     .venv-vllm/bin/python -m lab.engines.turns --model DIR --conversations 4 --turns 4 --json
+    .venv-vllm/bin/python -m lab.engines.turns --model DIR --lmcache .venv-lmcache/bin/python --write PAGE
 
 Every way has an engine process of its own, one after the other, with room for about one conversation. Replies
 are compared token for token with those of an engine that computes every prompt. `again` is a new engine
 process on what the one before it left. The turns of conversations alternate, so that each finds its state
 evicted. Prompts are random token ids. Times are vLLM's own, from a request's arrival to its first token.
+LMCache is measured, as its server beside the engine, where `--lmcache` names a Python that has it.
 """
 
 import argparse
 import json
 import random
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,24 +27,38 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.bench.server import serving
+from lab.bench.server import serving, wait_for_port
+from lab.engines.families import write_rows
 from lab.engines.vllm_process import VllmEngine
 
 Replies = dict[tuple[int, int], tuple[int, ...]]
 """The tokens of each reply, by turn and conversation."""
 
-WAYS = (
-    "nothing",
-    "prefix cache",
-    "offload",
-    "ctxcache",
-    "ctxcache again",
-    "file tier",
-    "file tier again",
-    "ctxcache tier",
-    "ctxcache tier again",
-)
+WAYS = {
+    "nothing": "nothing",
+    "prefix cache": "vLLM's prefix cache",
+    "offload": "vLLM's offloading to host memory",
+    "lmcache": "LMCache's server",
+    "ctxcache": "ctxcache, durable on SSD",
+    "ctxcache again": "a new vLLM process on that ctxcache",
+    "file tier": "vLLM's offloading, 128 MiB, files behind it",
+    "file tier again": "a new vLLM process on those files",
+    "ctxcache tier": "vLLM's offloading, 128 MiB, ctxcache behind it",
+    "ctxcache tier again": "a new vLLM process on that ctxcache tier",
+}
+"""Each way, and who keeps the state in it."""
 AGAIN = " again"
+RATIOS = (
+    ("ctxcache", "nothing"),
+    ("ctxcache", "prefix cache"),
+    ("ctxcache", "offload"),
+    ("ctxcache", "lmcache"),
+    ("ctxcache", "file tier"),
+    ("ctxcache again", "file tier again"),
+    ("ctxcache tier", "file tier"),
+    ("ctxcache tier again", "file tier again"),
+)
+"""The ways that are compared, the first over the second."""
 HOST_BYTES = 2 << 30
 TIERED_HOST_BYTES = 128 << 20
 """Bytes of host memory with a tier behind it: less than the conversations need."""
@@ -70,6 +88,13 @@ def engine_for(way: str, options: argparse.Namespace, target: str, log: Path) ->
     kind = way.removesuffix(AGAIN)
     if kind in {"offload", "file tier", "ctxcache tier"}:
         arguments["kv_transfer_config"] = offloading(kind, target, log.parent)
+    if kind == "lmcache":
+        with (
+            lmcache(options.lmcache, log.parent) as wanted,
+            VllmEngine(options.model, None, log, **arguments, **wanted) as engine,
+        ):
+            yield engine
+        return
     # Blocks that one process leaves are found by another under the same hashes.
     environment = {"PYTHONHASHSEED": "0"}
     is_ours = kind == "ctxcache"
@@ -97,6 +122,39 @@ def offloading(kind: str, target: str, place: Path) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
+
+
+@contextmanager
+def lmcache(python: Path, place: Path) -> Iterator[dict[str, Any]]:
+    """LMCache's server; what an engine takes to use it."""
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        port, http_port = free.getsockname()[1], other.getsockname()[1]
+    size_gb = str(HOST_BYTES >> 30)
+    command = [str(python.absolute().with_name("lmcache")), "server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--http-port", str(http_port)]
+    command += ["--l1-size-gb", size_gb, "--chunk-size", "256"]
+    command += ["--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
+    # Beside its own package: a module of it would hide one of Python's.
+    asked = [str(python), "-c", "import importlib.util as u; print(u.find_spec('lmcache').origin)"]
+    found = subprocess.run(asked, cwd=place, capture_output=True, text=True, check=True)  # noqa: S603
+    packages = Path(found.stdout.strip()).parents[1]
+    with (place / "lmcache-server.log").open("w") as log:
+        server = subprocess.Popen(command, cwd=place, stdout=log, stderr=log)  # noqa: S603  the user's own
+        try:
+            wait_for_port(port)
+            transfer = {
+                "kv_connector": "LMCacheMPConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port},
+            }
+            yield {
+                "packages": str(packages),
+                "disable_hybrid_kv_cache_manager": True,
+                "kv_transfer_config": transfer,
+            }
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def measure(way: str, options: argparse.Namespace, target: str, log: Path, expected: Replies) -> Row:
@@ -139,19 +197,38 @@ def measure(way: str, options: argparse.Namespace, target: str, log: Path, expec
     )
 
 
-def table_of(rows: Sequence[Row]) -> str:
-    """Rows as text: medians with the least and the most of each turn."""
-    turns = len(rows[0].first_token_ms)
-    heads = "".join(f"{f'turn {turn + 1}':>22}" for turn in range(turns))
-    lines = [f"{'ms to the first token':<24}{heads}{'prompt tokens/s':>18}{'reused':>9}  replies"]
+def table_of(rows: Sequence[Row]) -> list[str]:
+    """Milliseconds to the first token in Markdown: medians with the least and the most of each turn."""
+    heads = [f"turn {turn + 1}" for turn in range(len(rows[0].first_token_ms))]
+    header = _line("state is kept by", *heads, "prompt tokens/s", "reused", "replies")
+    lines = [header, "|---" * (len(heads) + 4) + "|"]
     for row in rows:
-        times = "".join(
-            f"{f'{median:.0f} [{low:.0f}, {high:.0f}]':>22}"
+        times = [
+            f"{median:,.0f} [{low:,.0f}, {high:,.0f}]"
             for median, low, high in zip(row.first_token_ms, row.low_ms, row.high_ms, strict=True)
-        )
-        equal = "equal" if row.is_equal else "DIFFER"
-        lines.append(f"{row.way:<24}{times}{row.prompt_tokens_per_s:>18.0f}{row.reused_share:>9.0%}  {equal}")
-    return "\n".join(lines)
+        ]
+        equal = "equal" if row.is_equal else "**differ**"
+        rates = f"{row.prompt_tokens_per_s:,.0f}", f"{row.reused_share:.0%}"
+        lines.append(_line(WAYS[row.way], *times, *rates, equal))
+    return lines
+
+
+def ratios_of(rows: Sequence[Row]) -> list[str]:
+    """Ratios of medians in Markdown, of the ways that are compared."""
+    by_way = {row.way: row for row in rows}
+    heads = [f"turn {turn + 1}" for turn in range(len(rows[0].first_token_ms))]
+    lines = [_line("ratio", *heads, "prompt tokens/s"), "|---" * (len(heads) + 2) + "|"]
+    for way, other in RATIOS:
+        if way in by_way and other in by_way:
+            one, two = by_way[way], by_way[other]
+            times = [f"{a / b:.2f}" for a, b in zip(one.first_token_ms, two.first_token_ms, strict=True)]
+            rate = f"{one.prompt_tokens_per_s / two.prompt_tokens_per_s:.2f}"
+            lines.append(_line(f"{way} / {other}", *times, rate))
+    return lines
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> int:
@@ -164,9 +241,11 @@ def main() -> int:
     parser.add_argument("--answer", type=int, default=32, help="tokens of each answer")
     parser.add_argument("--length", type=int, default=2048, help="most tokens of a conversation")
     parser.add_argument("--ways", default=",".join(WAYS), help="separated by commas")
+    parser.add_argument("--lmcache", type=Path, metavar="PYTHON", help="a Python that has LMCache")
+    parser.add_argument("--write", type=Path, help="a page of Markdown that gets the rows")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each way")
     options = parser.parse_args()
-    ways = options.ways.split(",")
+    ways = [way for way in options.ways.split(",") if way != "lmcache" or options.lmcache]
     if unknown := set(ways) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))} not among {', '.join(WAYS)}")
     if options.turns * (options.question + options.answer) > options.length:
@@ -183,8 +262,12 @@ def main() -> int:
                     print(json.dumps(asdict(rows[-1])), flush=True)
                 else:
                     sys.stderr.write(f"{way}: done\n")
+    tables = {"turns": table_of(rows), "ratios": ratios_of(rows)}
     if not options.json:
-        print(table_of(rows))
+        print("\n\n".join("\n".join(lines) for lines in tables.values()))
+    if options.write:
+        for name, lines in tables.items():
+            write_rows(options.write, name, lines)
     return 0 if all(row.is_equal for row in rows) else 1
 
 

@@ -1,23 +1,24 @@
-"""vLLM in a process of its own: requests in by a line of JSON, replies out by another.
+"""vLLM in a process of its own, which gets lists of requests and answers each with a list of replies.
 
-    python -m lab.engines.vllm_process MODEL OPTIONS
-
-OPTIONS is a JSON object of arguments of `vllm.LLM`. The first line out is `{"ready": true}`, each later one
-answers one line in: a list of requests, which the engine gets together.
+Engines are forked from a process that has vLLM imported, which takes as long as all else of a start. One that
+needs an environment of its own is started anew. Worst case: it ends, which is a RuntimeError with the end of
+its log.
 """
 
-import json
+import atexit
+import multiprocessing
 import os
-import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where vLLM keeps it
 LINK_TIMEOUT_S = 60.0
 ENVIRONMENT = {
@@ -26,6 +27,17 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
+IMPORTED = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "gpu_worker.engines.vllm.connector",
+    "gpu_worker.engines.vllm.tier",
+)
+"""By the process that forks."""
+END_S = 60.0
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -63,7 +75,10 @@ class VllmEngine:
         environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """`target`: of the store it uses, if it uses one. `options` are arguments of `vllm.LLM`."""
+        """`target`: of the store it uses, if it uses one. `options` are arguments of `vllm.LLM`.
+
+        One of them is ours: `packages`, a directory of packages that the engine finds behind its own.
+        """
         arguments = DEFAULTS | options
         if target is not None:
             extra = {"target": target, "model_id": "tiny"} | arguments.pop("extra", {})
@@ -76,9 +91,9 @@ class VllmEngine:
         self._id = str(uuid.uuid4())
         if transfer is not None:
             arguments["kv_transfer_config"] = {"engine_id": self._id} | transfer
-        self._command = [sys.executable, "-m", __spec__.name, str(model), json.dumps(arguments)]
+        self._arguments = str(model), arguments
         self._log = log
-        self._environment = os.environ | ENVIRONMENT | dict(environment or {})
+        self._environment = dict(environment or {})
 
     @property
     def log(self) -> str:
@@ -86,28 +101,24 @@ class VllmEngine:
         return self._log.read_text()
 
     def __enter__(self) -> Self:
-        with self._log.open("a") as log:
-            self._process = subprocess.Popen(  # noqa: S603  our own command
-                self._command,
-                cwd=ROOT,
-                env=self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("both are pipes")
-        self._requests, self._replies = self._process.stdin, self._process.stdout
+        # Libraries read their variables when they are imported.
+        started = SpawnProcess if self._environment else ForkServerProcess
+        self._connection, other = multiprocessing.Pipe()
+        with other, _environment(ENVIRONMENT | self._environment):
+            multiprocessing.set_forkserver_preload([*IMPORTED])
+            self._process = started(target=run, args=(other, str(self._log), *self._arguments))
+            self._process.start()
         self._read()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._requests.close()
-        self._process.wait(60)
-        self._replies.close()
+        self._connection.close()
+        self._process.join(END_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise TimeoutError(f"vLLM does not end: {self.log[-4000:]}")
         # vLLM leaves the host memory that it offloads to.
         for left in SHARED_MEMORY.glob(f"vllm_offload_{self._id}*"):
             left.unlink()
@@ -122,9 +133,8 @@ class VllmEngine:
         A request has `prompt` (token ids), `session` (an id, or None), `count` (tokens to generate), and
         perhaps a `salt`, `hints` (an envelope of vLLM's), and `says` (further `kv_transfer_params`).
         """
-        self._requests.write(json.dumps(requests) + "\n")
-        self._requests.flush()
-        return [Reply(tuple(item.pop("token_ids")), **item) for item in self._read()]
+        replies: list[Reply] = self._answer([*requests])
+        return replies
 
     def turn(self, prompt: Sequence[int], session: str | None, count: int = 24) -> Reply:
         """One request and its reply."""
@@ -132,23 +142,51 @@ class VllmEngine:
 
     def metrics(self, name: str) -> dict[str, float]:
         """Counters of vLLM of that name, by their labels but for the model's and the engine's."""
-        self._requests.write(json.dumps({"metrics": name}) + "\n")
-        self._requests.flush()
-        found: dict[str, float] = self._read()
+        found: dict[str, float] = self._answer(name)
         return found
 
+    def _answer(self, asked: object) -> Any:
+        try:
+            self._connection.send(asked)
+        except OSError:
+            raise RuntimeError(f"vLLM ended: {self.log[-4000:]}") from None
+        return self._read()
+
     def _read(self) -> Any:
-        line = self._replies.readline()
-        if not line:
-            raise RuntimeError(f"vLLM ended: {self.log[-4000:]}")
-        return json.loads(line)
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            # What it says at its end is in the log when it has ended.
+            self._process.join(END_S)
+            raise RuntimeError(f"vLLM ended: {self.log[-4000:]}") from None
 
 
-def serve(model: str, arguments: dict[str, Any]) -> None:
-    """Answer requests from standard input until it ends."""
-    # Whatever libraries print must not come between the replies.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+@contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    """Give processes that are started within it these variables."""
+    before = dict(os.environ)
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run(asking: Connection, log: str, model: str, arguments: dict[str, Any]) -> None:
+    """Be an engine until nobody asks any more. What it prints goes to the log."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    # Modules are looked for where the asking process looks, and not where variables say.
+    sys.path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    serve(asking, model, arguments)
+    # A forked process ends without.
+    atexit._run_exitfuncs()  # noqa: SLF001  there is no other way
+
+
+def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
+    """Answer requests until nobody asks any more."""
     import msgspec  # noqa: PLC0415  vLLM's
     from vllm import LLM, SamplingParams  # noqa: PLC0415  it prints
     from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415
@@ -156,8 +194,13 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
         get_kv_transfer_group,
         has_kv_transfer_group,
     )
+    from vllm.triton_utils import dispatcher  # noqa: PLC0415
     from vllm.v1.kv_hints import KvHintsEnvelope  # noqa: PLC0415
 
+    if "packages" in arguments:
+        sys.path.append(arguments.pop("packages"))
+        # vLLM 0.32 looks at all that modules have, and fails at what libraries of cffi have.
+        dispatcher.vars = lambda value: found if isinstance(found := vars(value), dict) else {}
     transfer = arguments.pop("kv_transfer_config", None)
     if transfer is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -173,19 +216,18 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
         for connector in connectors:
             connector.wait_until_linked(LINK_TIMEOUT_S)
 
-    def say(what: object) -> None:
-        replies.write(json.dumps(what) + "\n")
-        replies.flush()
-
     add_request: Any = llm.llm_engine.add_request
     hints: list[KvHintsEnvelope | None] = []
     llm.llm_engine.add_request = lambda *args, **named: add_request(*args, **named, kv_hints=hints.pop(0))
-    say({"ready": True})
-    for line in sys.stdin:
-        requests = json.loads(line)
-        if isinstance(requests, dict):
-            counters = [one for one in llm.get_metrics() if one.name == requests["metrics"]]
-            say({_labels(one.labels): one.value for one in counters})
+    asking.send(None)
+    while True:
+        try:
+            requests = asking.recv()
+        except EOFError:
+            return
+        if isinstance(requests, str):
+            counters = [one for one in llm.get_metrics() if one.name == requests]
+            asking.send({_labels(one.labels): one.value for one in counters})
             continue
         hints += [
             msgspec.convert(request["hints"], KvHintsEnvelope) if request.get("hints") else None
@@ -210,14 +252,14 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
             ],
             use_tqdm=False,
         )
-        say(
+        asking.send(
             [
-                {
-                    "token_ids": list(output.outputs[0].token_ids),
-                    "cached_count": output.num_cached_tokens or 0,
-                    "finish_reason": output.outputs[0].finish_reason,
-                    "took_s": output.metrics.first_token_latency if output.metrics else 0.0,
-                }
+                Reply(
+                    token_ids=tuple(output.outputs[0].token_ids),
+                    cached_count=output.num_cached_tokens or 0,
+                    finish_reason=output.outputs[0].finish_reason,
+                    took_s=output.metrics.first_token_latency if output.metrics else 0.0,
+                )
                 for output in outputs
             ]
         )
@@ -225,7 +267,3 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
 
 def _labels(labels: Mapping[str, str]) -> str:
     return "/".join(labels[name] for name in sorted(labels.keys() - {"engine", "model_name"}))
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], json.loads(sys.argv[2]))

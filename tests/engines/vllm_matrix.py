@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +111,14 @@ class Conversations:
     def compute(self, model: Path, log: Path) -> None:
         """Ask an engine that keeps nothing, for what is not known yet."""
         scale = self.scale
-        if len(self.replies) == scale.turns * scale.conversations:
+        asked = [(turn, number) for turn in range(scale.turns) for number in range(scale.conversations)]
+        missing = [(turn, number) for turn, number in asked if f"{turn}/{number}" not in self.replies]
+        if not missing:
             return
         with VllmEngine(model, None, log, max_model_len=scale.length) as plain:
-            for turn in range(scale.turns):
-                for number in range(scale.conversations):
-                    reply = plain.turn(self.prompt(turn, number), None, scale.answer)
-                    self.replies[f"{turn}/{number}"] = [*reply.token_ids], reply.took_s
+            for turn, number in missing:
+                reply = plain.turn(self.prompt(turn, number), None, scale.answer)
+                self.replies[f"{turn}/{number}"] = [*reply.token_ids], reply.took_s
 
     def note(self, outcome: Outcome, turn: int, number: int, reply: Reply) -> None:
         """Compare a reply."""
@@ -253,6 +254,7 @@ def main(words: Sequence[str]) -> int:
     """Print the table; 1 where a reply differs, or came too late."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, help="a directory of transformers; a small one by default")
+    parser.add_argument("--conversations", type=int, help="6 of a small model, 12 of another by default")
     parser.add_argument("--only", default=",".join(CELLS), help="cells, separated by commas")
     parser.add_argument("--expected", type=Path, help="a file that keeps the computed replies")
     parser.add_argument("--write", type=Path, help="a page of Markdown that gets the rows")
@@ -260,10 +262,13 @@ def main(words: Sequence[str]) -> int:
     cells = options.only.split(",")
     if unknown := set(cells) - set(CELLS):
         parser.error(f"--only: {', '.join(sorted(unknown))} not among {', '.join(CELLS)}")
-    said = Conversations(LARGE if options.model else SMALL)
+    scale = LARGE if options.model else SMALL
+    if options.conversations is not None and options.conversations < 3:
+        parser.error("--conversations: with less than 3 nothing would happen in the middle")
+    said = Conversations(replace(scale, conversations=options.conversations or scale.conversations))
     if options.expected and options.expected.exists():
         said.replies = {key: tuple(one) for key, one in json.loads(options.expected.read_text()).items()}
-    header = "| model, state, found by | " + " | ".join((*EVENTS, "full")) + " |"
+    header = "| model, conversations, state, found by | " + " | ".join((*EVENTS, "full")) + " |"
     lines = [header, "|---" * (len(EVENTS) + 2) + "|"]
     is_good = True
     for cell in cells:
@@ -274,7 +279,7 @@ def main(words: Sequence[str]) -> int:
             if options.expected:
                 options.expected.write_text(json.dumps(said.replies))
             outcomes = run_cell(cell, model, said, place)
-        name = f"{model.resolve().name}, {cell.replace('/', ', ')}"
+        name = f"{model.resolve().name}, {said.scale.conversations}, {cell.replace('/', ', ')}"
         lines.append(f"| {name} | " + " | ".join(map(str, outcomes.values())) + " |")
         sys.stdout.write(lines[-1] + "\n")
         sys.stdout.flush()

@@ -5,15 +5,11 @@ the same model in an engine that computes every prompt. Tests that leave the sto
 and one engine for each kind of state, and no session and no prompt.
 """
 
-import os
-import random
 import re
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +31,6 @@ from tests.server_process import ServerProcess
 BLOCK_TOKENS = 32
 COUNT = 24
 QUESTION = 20
-KILLS = int(os.environ.get("CTXCACHE_KILLS", "6"))
-"""How many processes one test kills."""
 _MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
@@ -142,17 +136,17 @@ def converse(
 
 
 def converse_until_restored(
-    engine: VllmEngine, plain: VllmEngine, session: str, prompt: Sequence[int]
-) -> None:
-    """Hold turns of a conversation until one is restored; each reply is compared."""
+    engine: VllmEngine, plain: VllmEngine, session: str, prompt: list[int]
+) -> list[int]:
+    """Hold turns of a conversation until one is restored; each reply is compared. The next turn's prompt."""
     deadline_s = time.monotonic() + 30
     while True:
         reply = engine.turn(prompt, session, COUNT)
         compare(reply, prompt, plain)
-        if reply.cached_count:
-            return
-        assert time.monotonic() < deadline_s, engine.log
         prompt = [*prompt, *reply.token_ids, *asked(3)]
+        if reply.cached_count:
+            return prompt
+        assert time.monotonic() < deadline_s, engine.log
         time.sleep(0.1)
 
 
@@ -351,49 +345,6 @@ def test_a_store_that_is_full_gives_wrong_replies_to_nobody(
         assert restored_count < 16
 
 
-def test_kills_at_random_leave_right_replies_and_no_lease(
-    model: Path, state: str, store: ServerProcess, plain: VllmEngine, tmp_path: Path
-) -> None:
-    """SIGKILL for the engine or the store in the middle of turns: nobody notices but by the time it takes."""
-    draw = random.Random(11)
-    prompts = [opening(50 + number) for number in range(3)]
-    engine = VllmEngine(model, store.target, tmp_path / "log", extra={"state": state})
-    engine.__enter__()
-    restored_count = 0
-    for number in range(KILLS):
-        kill = draw.choice([engine.kill, store.kill9])
-        requests = [
-            {"prompt": prompt, "session": f"user-{user}", "count": COUNT}
-            for user, prompt in enumerate(prompts)
-        ]
-        replies: list[Reply] | None = None
-        killer = threading.Timer(draw.uniform(0, 0.4), kill)
-        killer.start()
-        with suppress(RuntimeError, BrokenPipeError):
-            replies = engine.ask(*requests)
-        killer.join()
-        if kill == store.kill9:
-            store.start()
-        else:
-            engine.__exit__(None, None, None)
-            engine.__enter__()
-        for user, reply in enumerate(replies or ()):
-            compare(reply, prompts[user], plain)
-            restored_count += reply.cached_count > 0
-            prompts[user] = [*prompts[user], *reply.token_ids, *asked(number)]
-        for user, prompt in enumerate(prompts):
-            if len(prompt) > 900:
-                prompts[user] = opening(60 + 3 * number + user)
-    for user, prompt in enumerate(prompts):
-        converse_until_restored(engine, plain, f"user-{user}", prompt)
-    with ctxcache.connect(store.target) as cache:
-        deadline_s = time.monotonic() + 30
-        while (stats := cache.admin.stats()).lease_count or stats.reservation_count:
-            assert time.monotonic() < deadline_s, stats
-            time.sleep(0.1)
-    engine.__exit__(None, None, None)
-
-
 def test_damaged_rows_are_computed(
     engine: VllmEngine, store: ServerProcess, plain: VllmEngine, model: Path
 ) -> None:
@@ -474,6 +425,38 @@ def test_a_name_that_is_another_models_session_is_left_alone(
         reply = engine.turn(prompt, "alice", COUNT)
         compare(reply, prompt, plain)
         assert reply.cached_count >= len(prompt) - QUESTION - BLOCK_TOKENS
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_save_and_restore_their_parts(
+    store: ServerProcess, plain: VllmEngine, model: Path, tmp_path: Path
+) -> None:
+    """Each rank's part is a session of its own; where one has less, the others are used no further."""
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with VllmEngine(model, store.target, tmp_path / "log", **options) as engine:
+        prompt = converse_until_restored(engine, plain, "alice", opening(14))
+    saved_count = whole_blocks(len(prompt) - QUESTION)
+    names = {"sessions/alice", "sessions/alice.rank1"}
+    with ctxcache.connect(store.target) as cache:
+        assert {one.name for one in cache.sessions.list()} == names
+        for name in names:
+            wait_for(cache, name, saved_count)
+        cache.sessions.keep_first("sessions/alice.rank1", BLOCK_TOKENS)
+    with VllmEngine(model, store.target, tmp_path / "log", **options) as engine:
+        for expected in (BLOCK_TOKENS, whole_blocks(len(prompt) + COUNT)):
+            reply = engine.turn(prompt, "alice", COUNT)
+            compare(reply, prompt, plain)
+            assert reply.cached_count == expected
+            prompt = [*prompt, *reply.token_ids, *asked(2)]
+        store.kill9()
+        prompt = converse(engine, plain, "alice", prompt, [3])
+        store.start()
+        converse_until_restored(engine, plain, "alice", prompt)
+    # One rank alone has other blocks.
+    with VllmEngine(model, store.target, tmp_path / "log") as engine:
+        reply = engine.turn(prompt, "alice", COUNT)
+        compare(reply, prompt, plain)
+        assert reply.cached_count == 0
 
 
 def test_a_repository_is_found_where_it_was_downloaded(
@@ -586,8 +569,12 @@ def test_hidden_states_are_restored_without_computing_q(shared_engine: VllmEngin
         ({"extra": {"state": "kv"}, "enforce_eager": False}, "--enforce-eager"),
         ({"extra": {"state": "hidden"}, "enforce_eager": False}, "--enforce-eager"),
         (
-            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-            '2 ranks: one worker has to have all rows of a session; "kv_connector":"CtxcacheOffloading',
+            {
+                "tensor_parallel_size": 2,
+                "distributed_executor_backend": "mp",
+                "extra": {"state": "kv"},
+            },
+            "2 ranks: one worker has to have all rows of a session; .* state=blocks saves each one's part",
         ),
     ],
     ids=[

@@ -90,7 +90,8 @@ class Harness:
     """A harness as its module declares it.
 
     `run` gets the options and a fresh report to fill. `controls`: name to what is planted. `options`
-    adds the harness's own arguments; every one has a default that ends within a minute.
+    adds the harness's own arguments; every one has a default that ends within a minute. `package` is where
+    the module is.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Harness:
     run: Callable[[argparse.Namespace, Report], None]
     controls: dict[str, str]
     options: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    package: str = "tests.faults"
 
     def execute(self, arguments: Sequence[str]) -> Report:
         """Run as the command line says. Raises Unsupported, SystemExit for arguments it does not take."""
@@ -128,7 +130,7 @@ class Harness:
 
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
-            prog=f"python -m tests.faults.{self.name}",
+            prog=f"python -m {self.package}.{self.name}",
             description=self.description,
             epilog="controls: " + "; ".join(f"{name}: {bug}" for name, bug in self.controls.items()),
         )

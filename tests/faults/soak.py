@@ -256,13 +256,13 @@ def _round(options: argparse.Namespace, report: Report, server: ServerProcess, n
         refused = sum(pool.map(Churn.run, churns, [each] * len(churns)))
     report.count("operation_count", each * options.threads)
     report.count("not_done_count", refused)
-    sample = _settled(server, options.grace_s + options.settle_s)
+    sample = settled(server, options.grace_s + options.settle_s)
     progress(number + 1, options.rounds, "rounds")
     return sample
 
 
-def _settled(server: ServerProcess, patience_s: float) -> Sample:
-    """Delete everything and wait until what is left is let go."""
+def settled(server: ServerProcess, patience_s: float) -> Sample:
+    """Delete everything and wait until what is left is let go; what there is then."""
     deadline_s = time.monotonic() + patience_s
     with ctxcache.connect(server.target, access="remote") as client:
         while True:

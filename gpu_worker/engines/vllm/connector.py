@@ -63,13 +63,16 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The worker's message to the scheduler about its blocks."""
-        return self._worker().layout.result() if self._saved is SavedState.BLOCKS else None
+        if self._saved is not SavedState.BLOCKS:
+            return None
+        (layout,) = self._worker().layouts.result().values()
+        return layout
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The scheduler's side of that message."""
-        for layout in metadata.values():
-            if isinstance(layout, BlockLayout):
-                self._scheduler().layout.set_result(layout)
+        """The scheduler's side of that message, from each rank."""
+        layouts = {rank: one for rank, one in metadata.items() if isinstance(one, BlockLayout)}
+        if layouts:
+            self._scheduler().layouts.set_result(layouts)
 
     # -- scheduler ----------------------------------------------------------------------------------------
 
@@ -158,7 +161,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> StepReport | None:
         """Tell the scheduler which sessions are saved."""
         saved = self._worker().take_saved()
-        return StepReport(saved) if saved else None
+        return StepReport(dict.fromkeys(saved, 1)) if saved else None
 
     # -- what is counted ------------------------------------------------------------------------------------
 

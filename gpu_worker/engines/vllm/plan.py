@@ -1,5 +1,11 @@
-"""The messages between the scheduler's side and the workers, with each step."""
+"""The messages between the scheduler's side and the workers, with each step.
 
+A conversation of several ranks is a session for each: every rank saves and restores its part. Messages name
+the session of the first rank, and list all of them where a worker opens or reads its own.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +22,8 @@ class BlockLoad(NamedTuple):
     """Restore tokens `[begin, end)` of a session, into the request's blocks, all of which are listed."""
 
     request_id: str
-    session: SessionInfo
+    sessions: tuple[SessionInfo, ...]
+    """One for each rank."""
     begin: int
     end: int
     block_ids: tuple[int, ...]
@@ -34,8 +41,14 @@ class BlockSave(NamedTuple):
 class Opened(NamedTuple):
     """Save what is computed of a request from here on. `token_count`: how many tokens the session has."""
 
-    session: SessionInfo
+    sessions: tuple[SessionInfo, ...]
+    """One for each rank."""
     token_count: int
+
+    @property
+    def name(self) -> str:
+        """The name by which messages speak of them."""
+        return self.sessions[0].name
 
 
 class Finished(NamedTuple):
@@ -64,13 +77,15 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Sessions whose saves ended."""
+    """Sessions whose saves ended, and in how many ranks."""
 
-    saved: set[str] = field(default_factory=set)
+    saved: Mapping[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both reports in one."""
-        return StepReport(self.saved | other.saved) if isinstance(other, StepReport) else self
+        if not isinstance(other, StepReport):
+            return self
+        return StepReport(Counter(self.saved) + Counter(other.saved))
 
 
 @dataclass(frozen=True)

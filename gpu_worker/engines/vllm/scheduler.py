@@ -6,6 +6,8 @@ not answer, for which a request waits until its look-up's deadline.
 
 import hashlib
 import time
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from ctxcache.errors import (
     SessionAlreadyExists,
     SessionNotFound,
 )
-from ctxcache.format.streams import TOKENS
+from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.engines.vllm.hints import HintTeller, WaitingQueue, hints_of
 from gpu_worker.engines.vllm.plan import (
     BlockLayout,
@@ -72,8 +74,8 @@ class Followed:
     deadline_s: float
     place: int
     """Among those that wait: a smaller one is sooner."""
-    lookup: "Future[SessionInfo | None] | None" = None
-    """The session as it is when it holds nothing but tokens of the prompt; None where it is not usable."""
+    lookup: "Future[tuple[SessionInfo, ...]] | None" = None
+    """Each rank's session when all hold the same tokens, and of the prompt alone; none where not usable."""
     is_open: bool = False
     """Whether the worker was told to save it."""
     load_begin: int = 0
@@ -89,17 +91,23 @@ class SchedulerSide:
 
     def __init__(self, config: "VllmConfig", settings: ConnectorSettings) -> None:
         self._settings = settings
+        self._ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
         self._block_tokens: int = config.cache_config.block_size
         self._unit_tokens = self._block_tokens if settings.saved is SavedState.BLOCKS else 1
         """Sessions are cut after a multiple of so many tokens."""
-        self.layout: Future[BlockLayout] = Future()
-        """How the worker's blocks lie in memory, where they are what is saved."""
-        self.link = link_for(config, settings, self.layout)
+        self.layouts: Future[Mapping[int, BlockLayout]] = Future()
+        """How each rank's blocks lie in memory, where they are what is saved."""
+        self._models: list[CallerModel] = []
+        """Each rank's model to the store, while the link is READY."""
+        self.link = link_for(config, settings, self.layouts, self._models)
+        self._rank_count = config.parallel_config.world_size
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, "ctxcache-lookup")
         self._followed: dict[str, Followed] = {}
         """By request id."""
         self._saving: dict[str, str] = {}
-        """Sessions that a request saves or did save, until the worker says that it ended: its request."""
+        """Sessions that a request saves or did save, until all workers say that it ended: its request."""
+        self._saved_counts: Counter[str] = Counter()
+        """Ranks in which saving ended, of those sessions."""
         self._plan = StepPlan()
         transfer = config.kv_transfer_config
         self._engine_id = (transfer.engine_id if transfer else None) or ""
@@ -143,12 +151,14 @@ class SchedulerSide:
         wait([followed.lookup], LOOKUP_PATIENCE_S)
         if not followed.lookup.done():
             return None
-        session = followed.lookup.result()
-        if session is None:
+        sessions = followed.lookup.result()
+        if not sessions:
             self._leave(request.request_id)
             return 0
         # At least one token is computed: its output is the answer's first.
-        usable = min(session.token_count, len(followed.prompt) - 1) // self._block_tokens * self._block_tokens
+        usable = (
+            min(sessions[0].token_count, len(followed.prompt) - 1) // self._block_tokens * self._block_tokens
+        )
         followed.load_begin = computed_count
         return max(0, usable - computed_count)
 
@@ -157,9 +167,10 @@ class SchedulerSide:
         followed = self._followed.get(request.request_id)
         if followed is None or followed.lookup is None:
             return
-        session = followed.lookup.result()
-        if session is None:
+        sessions = followed.lookup.result()
+        if not sessions:
             return
+        session = sessions[0]
         (block_ids,) = blocks.get_block_ids()
         followed.session_name = session.name
         if not followed.is_open:
@@ -169,11 +180,11 @@ class SchedulerSide:
             followed.is_open = True
             self._queue.started(request.request_id)
             followed.saved_end = session.token_count
-            self._plan.opened.append(Opened(session, session.token_count))
+            self._plan.opened.append(Opened(sessions, session.token_count))
         if external_count:
             begin = followed.load_begin
             self._plan.loads.append(
-                BlockLoad(request.request_id, session, begin, begin + external_count, tuple(block_ids))
+                BlockLoad(request.request_id, sessions, begin, begin + external_count, tuple(block_ids))
             )
 
     def step(self, output: "SchedulerOutput") -> StepPlan:
@@ -202,7 +213,7 @@ class SchedulerSide:
         if followed is None or not followed.is_open:
             self.hints.tell(hints, name)
             return
-        unsent = [opened for opened in self._plan.opened if opened.session.name == name]
+        unsent = [opened for opened in self._plan.opened if opened.name == name]
         if unsent or self._saving.get(name) != request.request_id:
             self.hints.tell(hints, name)
         if unsent:
@@ -220,9 +231,12 @@ class SchedulerSide:
         """Take the worker's report after a step."""
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReport):
+            self._saved_counts.update(report.saved)
             for name in report.saved:
-                # Its request may go on: from here on it is not saved.
-                self._leave(self._saving.pop(name, ""))
+                if self._saved_counts[name] >= self._rank_count:
+                    del self._saved_counts[name]
+                    # Its request may go on: from here on it is not saved.
+                    self._leave(self._saving.pop(name, ""))
 
     def has_work(self) -> bool:
         """Whether the worker has to hear of something although nothing is scheduled."""
@@ -233,7 +247,7 @@ class SchedulerSide:
         self._threads.shutdown(cancel_futures=True)
         self._queue.close()
         self.hints.close()
-        self.layout.cancel()
+        self.layouts.cancel()
         self.link.close()
 
     def _scheduled(
@@ -285,34 +299,46 @@ class SchedulerSide:
         if followed.session_name not in self._saving:
             followed.lookup = self._threads.submit(self._look_up, followed)
 
-    def _look_up(self, followed: Followed) -> SessionInfo | None:
-        """The session, holding nothing but tokens of the prompt; None where there is none to use."""
+    def _look_up(self, followed: Followed) -> tuple[SessionInfo, ...]:
+        """Each rank's session, all holding the same tokens of the prompt; none where one is not usable."""
         use = self.link.use()
         if use is None:
-            return None
+            return ()
         client, model = use
         name, prompt = followed.session_name, followed.prompt
+        sessions: list[SessionInfo] = []
+        common = len(prompt)
         try:
-            session = _get_or_create(client, model, name, salt_of(followed.request), self._settings)
-            common = session.token_count
-            if not common and followed.is_shared:
-                session = client.prefixes.adopt(session, model, prompt)
-                common = session.token_count
-            elif common:
-                with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
-                    common = _common_count(rows.token_ids(), prompt)
+            for rank, part in enumerate(tuple(self._models)):
+                own, ttl = name, self._ttl
+                if rank:
+                    # Kept as long as the first, which may have got its name from the store.
+                    own, ttl = f"{sessions[0].name}.rank{rank}", sessions[0].ttl
+                layout = streams_of(part, self._settings.saved)
+                session = _get_or_create(client, part, own, salt_of(followed.request), layout, ttl)
+                count = session.token_count
+                if not count and followed.is_shared:
+                    session = client.prefixes.adopt(session, part, prompt)
+                    count = session.token_count
+                elif count:
+                    with client.sessions.open(session, part).read(streams=[TOKENS]) as rows:
+                        count = _common_count(rows.token_ids(), prompt)
+                sessions.append(session)
+                common = min(common, count)
             common -= common % self._unit_tokens
-            if common < session.token_count:
-                generation = session.generation
-                session = client.sessions.keep_first(session.name, common, if_generation_match=generation)
+            for rank, session in enumerate(sessions):
+                if common < session.token_count:
+                    sessions[rank] = client.sessions.keep_first(
+                        session.name, common, if_generation_match=session.generation
+                    )
         except CacheError as error:
             self.link.failed(error)
             logger.debug("%s is not used: %s", name or "the store", error)
-            return None
-        beyond = max(0, len(prompt) - session.token_count)
-        job = QueuedJob(followed.request.request_id, session.name, beyond, position=followed.place)
+            return ()
+        beyond = max(0, len(prompt) - common)
+        job = QueuedJob(followed.request.request_id, sessions[0].name, beyond, position=followed.place)
         self._queue.waits(client, model, job)
-        return session
+        return tuple(sessions)
 
 
 def is_plain(request: "Request") -> bool:
@@ -332,15 +358,18 @@ def salt_of(request: "Request") -> bytes:
 
 
 def _get_or_create(
-    client: Client, model: CallerModel, name: str, salt: bytes, settings: ConnectorSettings
+    client: Client,
+    model: CallerModel,
+    name: str,
+    salt: bytes,
+    layout: list[Stream],
+    ttl: timedelta | None,
 ) -> SessionInfo:
     """The session of this name, or a new one; of no name, a new one whose name the store chooses.
 
     Where the name is a session of another model or salt, that stays as it is, and this one goes without a
     name.
     """
-    layout = streams_of(model, settings.saved)
-    ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
     for _attempt in range(2 if name else 0):
         try:
             session = client.sessions.get(name)

@@ -4,6 +4,7 @@ import enum
 import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,10 +79,12 @@ class ConnectorSettings(StoreSettings):
 
 def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", saved: SavedState) -> None:
     """Raise Refused for an engine whose state would not be right, or would not be seen."""
-    if config.parallel_config.world_size > 1:
-        problem = f"{config.parallel_config.world_size} ranks: one worker has to have all rows of a session"
+    parallel = config.parallel_config
+    if parallel.world_size > (parallel.tensor_parallel_size if saved is SavedState.BLOCKS else 1):
+        problem = f"{parallel.world_size} ranks: one worker has to have all rows of a session"
         raise Refused(
-            f'{problem}; "kv_connector":"CtxcacheOffloadingConnector" saves and loads each rank\'s part'
+            f"{problem}; of ranks of tensor parallelism state=blocks saves each one's part, and "
+            '"kv_connector":"CtxcacheOffloadingConnector" of all'
         )
     if config.speculative_config is not None:
         raise Refused("speculative decoding is not supported: rows of refused drafts would be saved")
@@ -134,17 +137,29 @@ def weights_digest(directory: Path) -> str:
 def link_for(
     config: "VllmConfig",
     settings: ConnectorSettings,
-    layout: "Future[BlockLayout]",
+    layouts: "Future[Mapping[int, BlockLayout]]",
+    parts: "list[CallerModel] | None" = None,
 ) -> StoreLink[CallerModel]:
-    """A link to the store for the engine's model. `layout` comes once the engine has its blocks."""
+    """A link to the store for the engine's model: that of the first of these ranks.
+
+    `layouts` come once the engine has its blocks; `parts` becomes the models of all of them.
+    """
 
     def register(client: Client) -> CallerModel:
         directory = directory_of(config)
         model_id = settings.model_id or directory.resolve().name
         if settings.saved is SavedState.BLOCKS:
-            return client.models.register(_block_spec(config, directory, model_id, layout.result()))
-        described = _described(directory, model_id, config.model_config.dtype)
-        return client.models.register(described.spec, described.probe)
+            specs = [
+                _block_spec(config, directory, model_id, layout, rank)
+                for rank, layout in sorted(layouts.result().items())
+            ]
+            models = [client.models.register(spec) for spec in specs]
+        else:
+            described = _described(directory, model_id, config.model_config.dtype)
+            models = [client.models.register(described.spec, described.probe)]
+        if parts is not None:
+            parts[:] = models
+        return models[0]
 
     return StoreLink(settings.connect, register)
 
@@ -180,10 +195,14 @@ def engine_facts(config: "VllmConfig") -> str:
     )
 
 
-def _block_spec(config: "VllmConfig", directory: Path, model_id: str, layout: BlockLayout) -> ModelSpec:
-    """The store's description of the engine's blocks, by everything that their bytes depend on."""
+def _block_spec(
+    config: "VllmConfig", directory: Path, model_id: str, layout: BlockLayout, rank: int
+) -> ModelSpec:
+    """The store's description of a rank's blocks, by everything that their bytes depend on."""
     model = config.model_config
     facts = f"{engine_facts(config)} {layout.description}"
+    if config.parallel_config.world_size > 1:
+        facts += f" rank {rank} of {config.parallel_config.world_size}"
     tag = hashlib.sha256(facts.encode()).hexdigest()
     return ModelSpec(
         model_id=f"{model_id}.vllm-{tag[:8]}",

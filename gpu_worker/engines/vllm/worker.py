@@ -80,9 +80,12 @@ class WorkerSide:
         self._config, self._kv_cache_config, self._settings = config, kv_cache_config, settings
         self._durability = settings.level
         patient = replace(settings, timeout_s=settings.restore_timeout_s)
-        self.layout: Future[BlockLayout] = Future()
-        """How the engine's blocks lie in memory, where they are what is saved."""
-        self.link = link_for(config, patient, self.layout)
+        self.layouts: Future[Mapping[int, BlockLayout]] = Future()
+        """How this rank's blocks lie in memory, where they are what is saved."""
+        self.link = link_for(config, patient, self.layouts)
+        self._rank = config.parallel_config.rank
+        self._names: dict[str, str] = {}
+        """This rank's sessions, by the names that messages give them."""
         self.hints = HintTeller(self.link)
         self._state: EngineState | None = None
         self._saver: Saver | None = None
@@ -107,7 +110,7 @@ class WorkerSide:
             self._state = rows(modules, caches, self._config, self._kv_cache_config.num_blocks)
         else:
             self._state = blocks = EngineBlocks(caches, self._kv_cache_config, modules)
-            self.layout.set_result(blocks.layout)
+            self.layouts.set_result({self._rank: blocks.layout})
 
     def begin_step(self, plan: StepPlan) -> None:
         """Take over what the scheduler has planned."""
@@ -118,11 +121,11 @@ class WorkerSide:
             if state is None:
                 return
             for name in plan.lost_blocks:
-                state.disown(name)
+                state.disown(self._own(name))
             for opened in plan.opened:
                 self._open(state, opened)
             for name, block_ids in plan.blocks:
-                state.own(name, block_ids)
+                state.own(self._own(name), block_ids)
 
     def finish(self, name: str, hints: Sequence[HintAction] = ()) -> None:
         """The request of a session ended: save what there is of it, and no more; then tell these hints.
@@ -132,10 +135,11 @@ class WorkerSide:
         with self._lock:
             self._end(name)
             ending = self._endings.get(name)
-        if ending is None:
-            self.hints.tell(hints, name)
-        elif hints:
-            ending.add_done_callback(lambda _ending: self.hints.tell(hints, name))
+            own = self._own(name)
+        if ending is not None and hints:
+            ending.add_done_callback(lambda _ending: self.hints.tell(hints, own))
+        elif self._rank == 0 or own != name:
+            self.hints.tell(hints, own)
 
     def load(self, loads: Iterable[BlockLoad]) -> None:
         """Begin to restore state into blocks, in threads of its own."""
@@ -157,15 +161,16 @@ class WorkerSide:
     def save(self, saves: Iterable[BlockSave]) -> None:
         """Save what the step has computed."""
         if self._state is not None:
-            self._state.save(saves)
+            self._state.save(item._replace(session_name=self._own(item.session_name)) for item in saves)
 
     def take_saved(self) -> set[str]:
         """Sessions whose saves ended since the last call."""
         saved = {name for name, ending in self._endings.items() if ending.done()}
         for name in saved:
             failure = self._endings.pop(name).result()
+            own = self._names.pop(name, name)
             if failure is not None:
-                logger.warning("%s is not saved to its end: %s", name, failure)
+                logger.warning("%s is not saved to its end: %s", own, failure)
         saved |= self._not_saved
         self._not_saved = set()
         return saved
@@ -177,7 +182,7 @@ class WorkerSide:
             self._saver.close()
         self._waiters.shutdown()
         self.hints.close()
-        self.layout.cancel()
+        self.layouts.cancel()
         self.link.close()
 
     def _load(self, item: BlockLoad, written: torch.cuda.Event | None) -> bool:
@@ -186,28 +191,28 @@ class WorkerSide:
             with torch.inference_mode(), self._behind(written):
                 self._restore(item)
         except CacheError as error:
-            logger.info("%s is computed again: %s", item.session.name, error)
+            logger.info("%s is computed again: %s", item.sessions[self._rank].name, error)
             self.link.failed(error)
         except Exception:
             # Any error of a device or a model: the request goes on without the store.
-            logger.exception("%s is computed again", item.session.name)
+            logger.exception("%s is computed again", item.sessions[self._rank].name)
         else:
             return True
         # Its blocks are computed, and the store has other rows of these tokens, or none.
-        self.finish(item.session.name)
+        self.finish(item.sessions[0].name)
         return False
 
     def _restore(self, item: BlockLoad) -> None:
-        use = self.link.use()
+        use, session = self.link.use(), item.sessions[self._rank]
         if use is None or self._state is None:
-            raise SessionNotFound(session=item.session.name)
+            raise SessionNotFound(session=session.name)
         client, model = use
         streams = streams_of(model, self._settings.saved)
-        with client.sessions.open(item.session, model).read(
+        with client.sessions.open(session, model).read(
             streams=streams,
             begin=item.begin,
             end=item.end,
-            if_generation_match=item.session.generation,
+            if_generation_match=session.generation,
         ) as rows:
             self._state.load(rows, streams, item)
 
@@ -232,18 +237,23 @@ class WorkerSide:
         stream.synchronize()
 
     def _open(self, state: EngineState, opened: Opened) -> None:
-        name = opened.session.name
+        session = opened.sessions[self._rank]
         saver = self._usable_saver(state)
         try:
             if saver is None:
-                raise SessionNotFound(session=name)
-            saver.open(opened.session)
+                raise SessionNotFound(session=session.name)
+            saver.open(session)
         except CacheError as error:
-            logger.warning("%s is not saved: %s", name, error)
-            self._not_saved.add(name)
+            logger.warning("%s is not saved: %s", session.name, error)
+            self._not_saved.add(opened.name)
             return
-        self._open_names.add(name)
-        state.opened(name, opened.token_count)
+        self._open_names.add(opened.name)
+        self._names[opened.name] = session.name
+        state.opened(session.name, opened.token_count)
+
+    def _own(self, name: str) -> str:
+        """This rank's session, of the name that messages give it."""
+        return self._names.get(name, name)
 
     def _usable_saver(self, state: EngineState) -> Saver | None:
         use = self.link.use()
@@ -257,9 +267,10 @@ class WorkerSide:
         if name not in self._open_names or self._saver is None or self._state is None:
             return
         self._open_names.remove(name)
-        self._state.closed(name)
-        self._saver.finish(name, durability=self._durability)
-        self._endings[name] = self._waiters.submit(self._wait_for, self._saver, name)
+        own = self._own(name)
+        self._state.closed(own)
+        self._saver.finish(own, durability=self._durability)
+        self._endings[name] = self._waiters.submit(self._wait_for, self._saver, own)
 
     @staticmethod
     def _wait_for(saver: Saver, name: str) -> CacheError | None:

@@ -27,6 +27,18 @@ def lease_kept_on_cancel(_: int) -> None:
 
 
 @plant
+def lease_kept_on_release(_: int) -> None:
+    """One lease in ten that a local reader gives back is kept until its deadline."""
+    set_down, count = Leases.set_down, [0]
+
+    def forgetful(reading: Leases, lease_id: int) -> bool:
+        count[0] += 1
+        return set_down(reading, lease_id) if count[0] % 10 else False
+
+    setattr(Leases, "set_down", forgetful)  # noqa: B010
+
+
+@plant
 def reads_remembered(_: int) -> None:
     """Each reader is written down for ever, at length."""
     known: dict[int, bytes] = {}
