@@ -122,7 +122,7 @@ STORE_ALERTS = (
         "The metadata takes no changes",
         "A write of the metadata found no descriptor, inode or room, or a write or sync failed. Reads and "
         "appends to memory go on; create, update, truncate, fork, delete and durable appends are refused.",
-        "`/readyz` and the log: `resting until there is what it lacked`, or `fenced after a failed write "
+        "`/readyz` and the log: `resting until it has passed`, or `fenced after a failed write "
         "or sync`; the kernel's log, `df` and `df -i` of the data directory.",
         "Free what lacks: changes are taken again within seconds, and `metadata_reopened` is logged. Where "
         "it is fenced, mend the device and restart. If the start is refused with exit code 8: `ctxcache "

@@ -204,9 +204,10 @@ class SlowMetadata(RocksDbMetadata):
         *,
         witness: Witness | None = None,
         catalog: Catalog | None = None,
+        hang_after_s: float = HANG_AFTER_S,
     ) -> None:
         """See RocksDbMetadata."""
-        super().__init__(path, witness=witness, catalog=catalog)
+        super().__init__(path, witness=witness, catalog=catalog, hang_after_s=hang_after_s)
         self._faults = faults
 
     async def commit(self, changes: Changes, *, is_durable: bool) -> None:

@@ -140,6 +140,6 @@ def _open_metadata(
             path = ssd_directories[0] / "catalog"
             catalog = Catalog(path, data.instance_id, hang_after_s=hang_after_s)
         store = partial(SlowMetadata, faults=faults) if faults else RocksDbMetadata
-        metadata = store(data.metadata_path, witness=witness, catalog=catalog)
+        metadata = store(data.metadata_path, witness=witness, catalog=catalog, hang_after_s=hang_after_s)
         opened.pop_all()
     return metadata

@@ -3,12 +3,14 @@
 Sessions are durable on both. When one is gone, look-ups, lists and tokens counted must be true before
 anything is read; what is claimed is read and compared; sessions on the other device are whole. When it is
 back, all of them are. At last each hangs, over FUSE: it answers nothing, and says no error either; the first
-one has the catalog besides. With two copies (--copies 2) no token may be missing, whichever device is gone or
-hangs. Worst case: every session lies on both devices, and most of the tokens are lost.
+one has the catalog besides. So does the device of the records, beside which reads go on. With two copies
+(--copies 2) no token may be missing, whichever device is gone or hangs. Worst case: every session lies on
+both devices, and most of the tokens are lost.
 """
 
 import argparse
 import errno
+import shutil
 import signal
 import tempfile
 import time
@@ -36,6 +38,8 @@ WITHIN_S, UPKEEP_S = 20.0, 1.2
 HANG_AFTER_S = 2
 HANGS = {"waits_for_what_hangs": 1, "waits_for_the_catalog": 0}
 """The device whose hanging shows each of these controls."""
+RECORDS_HANG = "waits_for_the_log"
+"""The control that the hanging device of the records shows."""
 LEAST_SHARE = 0.4
 """Of all tokens, that one of two devices must have: sessions are spread evenly, but for one."""
 REFUSED_EXIT = 9
@@ -72,6 +76,9 @@ def run(options: argparse.Namespace, report: Report) -> None:
         places = Places(Path(folder), options.copies)
         if (hangs := HANGS.get(options.control)) is not None:
             _hangs(options, report, places.folder, hangs)
+            return
+        if options.control == RECORDS_HANG:
+            _records_hang(options, report, places.folder)
             return
         server = ServerProcess(
             Path(folder) / "data",
@@ -115,6 +122,7 @@ def _scenario(options: argparse.Namespace, report: Report, server: ServerProcess
     for index in (1, 0):
         _hangs(options, report, places.folder, index)
         report.end_if_found()
+    _records_hang(options, report, places.folder)
 
 
 def _fill(client: Client, sizes: Mapping[str, int]) -> None:
@@ -342,6 +350,93 @@ def _is_noticed(
             raise
 
 
+def _records_hang(options: argparse.Namespace, report: Report, folder: Path) -> None:
+    """The device of the data directory answers nothing any more, and then everything."""
+    if problem := why_not():
+        if options.control:
+            raise Unsupported(problem)
+        report.figures["records_hang"] = f"not tested: {problem}"
+        return
+    data = folder / "records_data"
+    server = ServerProcess(
+        data,
+        "--ssd-directories",
+        str(folder / "records_ssd"),
+        "--ssd-hang-after-s",
+        str(HANG_AFTER_S),
+        program=forked([options.control] if options.control else []),
+    )
+    server.start()
+    server.terminate()
+    made, behind = folder / "records_made", folder / "records_behind"
+    (data / "metadata").rename(made)
+    with hanging_disk(data / "metadata", behind) as disk:
+        shutil.copytree(made, behind, dirs_exist_ok=True)
+        try:
+            sizes = {f"sessions/h{i}": 100 + 61 * i % 500 for i in range(options.sessions)}
+            with server, ctxcache.connect(server.target) as client:
+                _fill(client, sizes)
+                _goes_on_without_records(report, client, disk, sizes)
+                report.end_if_found()
+                after = {"sessions/after": 300}
+                _fill(client, after)
+                server.kill9()
+            server.start()
+            _is_whole(report, "records hang", server, sizes)
+            with ctxcache.connect(server.target) as client:
+                if client.sessions.get("sessions/after").token_count != after["sessions/after"]:
+                    report.find("records hang: what was acknowledged after the device came back is gone")
+        finally:
+            disk.tell("answer")
+            server.close()
+
+
+def _goes_on_without_records(
+    report: Report, client: Client, disk: HangingDisk, sizes: Mapping[str, int]
+) -> None:
+    client.sessions.create(MODEL, id="beside", layout=[HIDDEN])
+    rows = {s: rows_of(0, s, 0, TOKENS_PER_APPEND, row_bytes) for s, row_bytes in STREAMS.items()}
+    refused: list[CacheError] = []
+
+    def append() -> None:
+        try:
+            client.sessions.open("sessions/beside", MODEL).append(rows, durability=Durability.DISK)
+        except CacheError as error:
+            refused.append(error)
+
+    with ThreadPoolExecutor(len(sizes) + 1) as callers:
+        disk.tell("hang")
+        try:
+            appending = callers.submit(append)
+            reads = [
+                callers.submit(_read, report, "records hang", client, name, i, size)
+                for i, (name, size) in enumerate(sizes.items())
+            ]
+            if not _until(report, lambda: all(read.done() for read in reads)):
+                report.find("reads wait for the device of the records, which answers nothing")
+            elif [read.result() for read in reads] != list(sizes.values()):
+                report.find("reads beside a device of the records that answers nothing are not whole")
+            elif not _until(report, appending.done):
+                report.find("a durable append waits without end for a device that answers nothing")
+            elif not refused or refused[0].reason != "TIER_FAILURE":
+                report.find(f"a durable append that no device has recorded ended with {refused}")
+            report.end_if_found()
+            append()
+            if len(refused) < 2:
+                report.find("a durable append was acknowledged though nothing can be recorded")
+        finally:
+            disk.tell("answer")
+    if not _until(report, lambda: _is_created(client, "probe")):
+        report.find("the device of the records answers again, and no change is taken")
+
+
+def _is_created(client: Client, name: str) -> bool:
+    with suppress(CacheError):
+        client.sessions.create(MODEL, id=name, layout=[HIDDEN])
+        return True
+    return False
+
+
 def _read_or_refused(client: Client, name: str) -> None:
     with suppress(CacheError), client.sessions.open(name, MODEL).read() as rows:
         rows.array(TOKENS)
@@ -390,6 +485,7 @@ HARNESS = Harness(
         "makes_one_copy": "sessions that shall have two copies have one (--copies 2)",
         "waits_for_what_hangs": "operations that a device does not return are waited for",
         "waits_for_the_catalog": "the event loop waits for each write of the catalog",
+        RECORDS_HANG: "the event loop waits for each write of the records' log",
     },
     _options,
 )

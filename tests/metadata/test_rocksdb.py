@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,10 @@ async def main():
     first, step = int(sys.argv[2]), 8
     for i in range(first, 1 << 40, step):
         ids = range(i, i + step)
-        commits = (store.commit(Changes(segments=[make_segment(n)]), is_durable=True) for n in ids)
+        commits = (
+            store.commit(Changes(segments=[make_segment(n)]), is_durable=sys.argv[3] == "durable")
+            for n in ids
+        )
         await asyncio.gather(*commits)
         print(i + step, flush=True)
 
@@ -107,9 +111,10 @@ def refused_syncs(path: Path) -> Iterator[None]:
             os.close(unused)
 
 
+@pytest.mark.parametrize("durability", ["durable", "logged"])
 @pytest.mark.parametrize("kill_after", [1, 7, 40])
-def test_acknowledged_commits_survive_kill_9(tmp_path: Path, kill_after: int) -> None:
-    """Acknowledged durable commits are there after a kill, three times in a row."""
+def test_acknowledged_commits_survive_kill_9(tmp_path: Path, kill_after: int, durability: str) -> None:
+    """Acknowledged commits, synced or not, are there after a kill, three times in a row."""
     acknowledged = 0
     for _ in range(3):
         arguments = [
@@ -118,6 +123,7 @@ def test_acknowledged_commits_survive_kill_9(tmp_path: Path, kill_after: int) ->
             COMMITS_UNTIL_KILLED,
             str(tmp_path / "metadata"),
             str(acknowledged),
+            durability,
         ]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as writer:
             assert writer.stdout is not None
@@ -161,11 +167,13 @@ async def test_a_sync_that_runs_already_covers_no_later_commit(
     monkeypatch.setattr(RocksDbMetadata, "_sync", slow_sync)
     commits = [asyncio.create_task(store.commit(Changes(segments=[make_segment(0)]), is_durable=True))]
     await asyncio.to_thread(begun.wait)
-    for i in (1, 2):
-        commits.append(
-            asyncio.create_task(store.commit(Changes(segments=[make_segment(i)]), is_durable=True))
-        )
-        await asyncio.sleep(0)
+    changes = (Changes(segments=[make_segment(i)]) for i in (1, 2))
+    commits += [asyncio.create_task(store.commit(each, is_durable=True)) for each in changes]
+    end_s = time.monotonic() + 60
+    while store.commit_count < 3:
+        # Both are in the log while the first one's sync runs.
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.001)
     may_end.set()
     await asyncio.gather(*commits)
     assert covered == [1, 3]

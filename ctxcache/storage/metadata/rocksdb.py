@@ -1,4 +1,7 @@
-"""Metadata in RocksDB: every commit through its log, and many commits per sync.
+"""Metadata in RocksDB: every commit through its log, and many commits per write of the log and per sync.
+
+    commit ──► waits ──► in memory ──► in the log ──► synced
+                 while the log is written      where it is durable
 
 Knows records (`records.py` documents keys and values) and nothing of what they mean. Worst case:
 the device refuses a write or a sync; the store is then fenced, every later commit raises
@@ -6,7 +9,12 @@ TierFailure, and only a restart, which reads what is really there, lifts that.
 
 A write that found no descriptor, room, inode or memory is a rest: commits raise TierFailure as well, and what
 they would have changed is owed. When the cause is gone the database is opened again, compared with what was
-acknowledged, and given what is owed in one commit.
+acknowledged, and given what is owed in one commit. A device that does not answer is a rest too, which ends
+when it has answered.
+
+The database's own calls keep the interpreter, all but the two that write and sync its log. So a commit goes
+to memory on the event loop, and its log is written in a thread. The database's lock is held meanwhile: the
+next commit goes to memory when that thread is back.
 
 A record is never dropped in silence: the log is replayed in the mode that refuses damage before
 its end, tables are checksummed by RocksDB, and every value carries its own checksum besides. Each commit
@@ -23,8 +31,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from functools import reduce
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from itertools import islice
 from operator import xor
 from pathlib import Path
@@ -42,11 +51,12 @@ from rocksdict import (
 
 from ctxcache.errors import CapacityExceeded, CorruptMetadata, DataDirectoryUnusable, TierFailure
 from ctxcache.format.layout import Slot
+from ctxcache.runtime.clock import Clock, SystemClock
 from ctxcache.runtime.files import claim_directory
-from ctxcache.runtime.threads import started_pool
+from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
-from ctxcache.storage.metadata.catalog import Catalog, Entry
+from ctxcache.storage.metadata.catalog import HANG_AFTER_S, Catalog, Entry
 from ctxcache.storage.metadata.records import Commit
 from ctxcache.storage.metadata.witness import Witness
 
@@ -60,6 +70,10 @@ ROOM_INODES = 32
 """Free inodes below which the same holds, where the filesystem counts them."""
 SPARE_DESCRIPTORS = 16
 """Descriptors that are free when a database that rests is opened again."""
+SPACE_AGE_NS = 50_000_000
+"""How long what the filesystem said of its room counts."""
+SPACE_PATIENCE_S = 0.002
+"""How long the loop waits for what it says; a filesystem that hangs takes longer."""
 REOPEN_PAUSE_S = 1.0
 """Between two looks at whether what lacked is there again."""
 _LACKING = tuple(
@@ -83,25 +97,58 @@ PROPERTIES = {
     "is_write_stopped": "is-write-stopped",
 }
 """The published figures of RocksDB, and RocksDB's own names for them."""
+END_PATIENCE_S = 5.0
+"""How long the end waits for a device that does not answer; no longer than a commit does."""
+OPTIONS = Path(__file__).parent / "options"
+"""The options that the binding has no setters for."""
 Record = TypeVar("Record")
+Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Round:
+    """Commits that are in memory and on their way into the log together, and what their callers wait for."""
+
+    logged: "asyncio.Future[None]"
+    commits: list[tuple[Sequence[Entry], Commit]] = field(default_factory=list)
+    work: "Future[None] | None" = None
+
+
 class RocksDbMetadata:
-    """See MetadataStore. One process at a time; owned by the event loop, but for the syncing thread."""
+    """See MetadataStore. One process at a time; owned by the event loop, but for its two threads."""
 
     def __init__(
-        self, path: str | Path, *, witness: Witness | None = None, catalog: Catalog | None = None
+        self,
+        path: str | Path,
+        *,
+        witness: Witness | None = None,
+        catalog: Catalog | None = None,
+        hang_after_s: float = HANG_AFTER_S,
+        clock: Clock | None = None,
     ) -> None:
         """Open or create the database in directory `path`. Closes `witness` and `catalog` at its end.
 
-        Raises DataDirectoryUnusable (held by another process, not accessible) and CorruptMetadata.
+        `hang_after_s` is how long the device may take for one answer. Raises DataDirectoryUnusable (held by
+        another process, not accessible) and CorruptMetadata.
         """
         self._path = str(path)
         self._witness, self._catalog = witness, catalog
+        self._hang_after_s, self._clock = hang_after_s, clock or SystemClock()
         self._db = _open(self._path)
+        self._writer = Threads(1, "metadata-log", self._clock)
         # One thread: syncs follow one another, and each covers whoever has written before it began.
-        self._syncer = started_pool(1, "metadata-sync")
+        self._syncer = Threads(1, "metadata-sync", self._clock)
+        self._prober = Threads(1, "metadata-space", self._clock)
+        self._space_asked: Future[None] | None = None
+        self._look_at_space()
+        self._waiting: list[Sequence[Entry]] = []
+        """Changes of commits that came while the log was written, and what their callers wait for."""
+        self._waiting_logged: asyncio.Future[None] | None = None
+        self._round: _Round | None = None
+        """Commits whose log is being written."""
+        self._watch: asyncio.TimerHandle | None = None
+        """Set while the device has something to answer."""
         self._next_sync: Future[None] | None = None
         self._failure: str | None = None
         self._is_resting = False
@@ -109,8 +156,8 @@ class RocksDbMetadata:
         self._next_look_s = 0.0
         self._owed: dict[bytes, bytes | None] = {}
         """By key, what commits that a rest refused would have left: the cache has gone on with that."""
-        self._doubtful: Commit | None = None
-        """The commit whose write began the rest: it may be there or not."""
+        self._doubtful: list[tuple[Sequence[Entry], Commit]] = []
+        """The commits whose write began the rest: the first few of them may be there."""
         self.reopened_count = 0
         """How often a rest has ended."""
         self._is_closed = False
@@ -119,9 +166,12 @@ class RocksDbMetadata:
         try:
             self._is_counted, self._last = self._read_last()
         except BaseException:
-            self._syncer.shutdown()
+            for threads in (self._writer, self._syncer, self._prober):
+                threads.close()
             _release(self._db)
             raise
+        self._written = self._last
+        """The last commit that is in memory; `_last` is the last one that is in the log."""
         if catalog:
             catalog.begin(self._last.sequence, self.raw)
 
@@ -141,7 +191,7 @@ class RocksDbMetadata:
         if self._failure is None:
             return ""
         if self._is_resting:
-            return f"resting until there is what it lacked: {self._failure}"
+            return f"resting until it has passed: {self._failure}"
         return f"fenced after a failed write or sync: {self._failure}"
 
     def properties(self) -> dict[str, int]:
@@ -159,13 +209,24 @@ class RocksDbMetadata:
             return dict.fromkeys(PROPERTIES, 0)
 
     def check(self, *, is_growing: bool = True) -> None:
-        """See MetadataStore. One statvfs."""
+        """See MetadataStore. By what the filesystem said at most SPACE_AGE_NS ago, unless it hangs."""
         self._check()
         if is_growing:
-            self._check_room()
+            self._check_room(self._recent_space())
 
-    def _check_room(self) -> None:
-        space = os.statvfs(self._path)
+    def _recent_space(self) -> os.statvfs_result:
+        """What the filesystem has said; a device that does not answer is waited for once, and briefly."""
+        is_old = self._clock.monotonic_ns() - self._space_ns > SPACE_AGE_NS
+        if is_old and (self._space_asked is None or self._space_asked.done()):
+            self._space_asked = self._prober.submit(self._look_at_space)
+            wait([self._space_asked], SPACE_PATIENCE_S)
+        return self._space
+
+    def _look_at_space(self) -> None:
+        self._space = os.statvfs(self._path)
+        self._space_ns = self._clock.monotonic_ns()
+
+    def _check_room(self, space: os.statvfs_result) -> None:
         free_bytes = space.f_bavail * space.f_frsize
         if free_bytes < ROOM_BYTES:
             raise CapacityExceeded(
@@ -229,62 +290,168 @@ class RocksDbMetadata:
 
         Durable once the store is closed. Raises TierFailure.
         """
-        self._seals, self._last = {}, Commit(sequence, 0, 0)
+        self._seals, self._written = {}, Commit(sequence, 0, 0)
         remaining = iter(entries)
         # The number counts also where there are no records.
-        self._write([])
+        self._write_now([])
         while batch := list(islice(remaining, ENTRIES_PER_BATCH)):
-            self._write(batch)
+            self._write_now(batch)
 
     async def commit(self, changes: Changes, *, is_durable: bool) -> None:
-        """See MetadataStore. The database's write goes to the page cache, on the loop: tens of microseconds.
+        """See MetadataStore. On the loop it costs tens of microseconds.
 
-        The catalog's goes there in a thread, and every commit waits for it, beside the sync where there is
-        one.
+        The log's write and the catalog's go to the page cache in threads, and every commit waits for them,
+        and for the sync where there is one.
         """
         entries = records.entries(changes)
         if self._is_resting:
             # The cache goes on from what it wanted recorded: the end of the rest writes this first.
             self._owed.update(entries)
         self._check()
-        if entries:
-            self._write(entries)
+        # Without changes of its own it waits for those before it.
+        if logged := self._put(entries) if entries else self._logging:
+            # Shielded: one caller's cancellation must not cancel what others wait for.
+            await asyncio.shield(logged)
         await self._settle(is_durable=is_durable)
 
     async def _settle(self, *, is_durable: bool) -> None:
-        """Wait until what was written so far is where it must be."""
+        """Wait until what is in the log is where it must be."""
         noted = self._catalog.last_write if self._catalog else None
         if is_durable:
-            # Shielded: one caller's cancellation must not cancel the sync of the others.
-            await asyncio.shield(asyncio.wrap_future(self._join_sync()))
+            sync = asyncio.wrap_future(self._join_sync())
+            self._see_to_it(asyncio.get_running_loop())
+            await asyncio.shield(sync)
         if self._catalog:
             await self._catalog.wait(noted)
+
+    # -- into the log ------------------------------------------------------------------------------
+
+    def _put(self, entries: Sequence[Entry]) -> "asyncio.Future[None]":
+        """Have changes written in the order of the calls; done when they are in the log."""
+        if self._waiting_logged is None:
+            self._waiting_logged = asyncio.get_running_loop().create_future()
+            # Nobody may be there any more who asks.
+            self._waiting_logged.add_done_callback(lambda done: done.exception())
+        logged = self._waiting_logged
+        self._waiting.append(entries)
+        if self._round is None:
+            self._begin_round()
+        return logged
+
+    @property
+    def _logging(self) -> "asyncio.Future[None] | None":
+        """What those wait for whose changes came last and are not in the log; None where all are."""
+        return self._waiting_logged or (self._round.logged if self._round else None)
+
+    def _begin_round(self) -> None:
+        """Put what waits into memory, and have a thread write the log."""
+        assert self._waiting_logged is not None  # noqa: S101  # somebody waits
+        self._round = begun = _Round(self._waiting_logged)
+        waiting, self._waiting, self._waiting_logged = self._waiting, [], None
+        try:
+            for entries in waiting:
+                begun.commits.append((entries, self._counted(entries)))
+                self._write(*begun.commits[-1])
+        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            self._waiting = waiting[len(begun.commits) :] + self._waiting
+            self._refuse(error)
+            return
+        begun.work = self._writer.submit(self._write_log)
+        loop = asyncio.get_running_loop()
+        begun.work.add_done_callback(partial(_call_soon, loop, partial(self._end_round, begun)))
+        self._see_to_it(loop)
+
+    def _write_log(self) -> None:
+        # The writing thread: the only one that does this, and the interpreter is free meanwhile.
+        self._db.flush_wal(sync=False)
+
+    def _end_round(self, ended: _Round) -> None:
+        """The thread is back: tell the callers, and go on with those who came meanwhile."""
+        if self._round is not ended or ended.work is None:
+            # It was given up, and this is its late answer.
+            return
+        if error := ended.work.exception():
+            self._refuse(error)
+            return
+        self._round = None
+        for entries, last in ended.commits:
+            self._last = last
+            if self._catalog:
+                self._catalog.append(entries, last.sequence)
+        ended.logged.set_result(None)
+        if self._waiting:
+            self._begin_round()
+
+    def _refuse(self, error: BaseException) -> None:
+        """Every commit that is not in the log fails, and is owed: only the opened database can tell."""
+        failed, self._round = self._round, None
+        waiting, self._waiting = self._waiting, []
+        self._note_failure(error)
+        callers = [self._waiting_logged]
+        self._waiting_logged = None
+        if failed:
+            self._doubtful += failed.commits
+            callers.append(failed.logged)
+            waiting = [entries for entries, _ in failed.commits] + waiting
+        for entries in waiting:
+            self._owed.update(entries)
+        for caller in callers:
+            if caller is not None and not caller.done():
+                failure = TierFailure(path=self._path, problem=self.problem)
+                failure.__cause__ = error
+                caller.set_exception(failure)
+
+    def _see_to_it(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Look after the device from now on, if nobody does."""
+        if self._watch is None:
+            self._watch = loop.call_later(self._hang_after_s, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give up what the device has not answered in time; look again while it has something to answer."""
+        self._watch = None
+        begun = [at_ns for at_ns in (self._writer.oldest_ns, self._syncer.oldest_ns) if at_ns is not None]
+        if not begun or self._writer.is_owed or self._syncer.is_owed:
+            return
+        if self._clock.monotonic_ns() - min(begun) < self._hang_after_s * 1e9:
+            self._see_to_it(loop)
+            return
+        self._refuse(_Overdue(f"the device has not answered for {self._hang_after_s:g} s"))
+        self._give_up()
+
+    def _give_up(self) -> None:
+        for threads in (self._writer, self._syncer, self._prober):
+            threads.give_up(lambda: TierFailure(path=self._path, problem=self.problem))
 
     async def reopen(self) -> bool:
         """See MetadataStore."""
         if not self._is_resting or time.monotonic() < self._next_look_s:
             return False
+        if self._writer.is_owed or self._syncer.is_owed:
+            # The device has not answered yet.
+            return False
         # In the thread that syncs: nothing else uses the database meanwhile.
-        opened = await asyncio.shield(asyncio.wrap_future(self._syncer.submit(self._open_again)))
+        opened = await self._in_thread(self._open_again)
         self._next_look_s = time.monotonic() + REOPEN_PAUSE_S
-        if opened is None:
+        if opened is None or not self._is_resting:
             return False
         last, seals = opened
-        # Neither the last acknowledged commit nor the doubtful one: something is lost, and no change may
+        # Neither the last acknowledged commit nor a doubtful one: something is lost, and no change may
         # follow.
-        if last not in {self._last, self._doubtful or self._last}:
+        if last not in {self._last, *(commit for _, commit in self._doubtful)}:
             self._is_resting = False
             self._failure = f"opened again it ends with {last}, and {self._last} was acknowledged"
             log.error("metadata_fenced path=%s problem=%s", self._path, self._failure)
             return False
         owed, self._owed = self._owed, {}
-        if self._catalog and last != self._last:
-            # The doubtful commit had arrived after all: only the catalog lacks it.
-            self._catalog.append(list(owed.items()), last.sequence)
-        self._last, self._seals, self._doubtful = last, seals, None
+        for entries, commit in self._doubtful:
+            # This one had arrived after all: only the catalog lacks it.
+            if self._catalog and commit.sequence <= last.sequence:
+                self._catalog.append(entries, commit.sequence)
+        self._last = self._written = last
+        self._seals, self._doubtful = seals, []
         self._failure, self._is_resting = None, False
         if owed:
-            self._write(list(owed.items()))
+            await asyncio.shield(self._put(list(owed.items())))
         await self._settle(is_durable=True)
         self.reopened_count += 1
         log.warning("metadata_reopened path=%s commit=%d owed=%d", self._path, last.sequence, len(owed))
@@ -322,7 +489,7 @@ class RocksDbMetadata:
                 descriptor, path = tempfile.mkstemp(prefix="spare.", dir=Path(self._path).parent)
                 spare.append(descriptor)
                 Path(path).unlink()
-            self._check_room()
+            self._check_room(os.statvfs(self._path))
         except (OSError, CapacityExceeded):
             return False
         finally:
@@ -332,7 +499,17 @@ class RocksDbMetadata:
 
     async def recorded_slots(self) -> set[Slot]:
         """See MetadataStore. In the syncing thread, whose syncs wait."""
-        return await asyncio.wrap_future(self._syncer.submit(self._recorded_slots))
+        if logged := self._logging:
+            await asyncio.wait([logged])
+        return await self._in_thread(self._recorded_slots)
+
+    async def _in_thread(self, work: Callable[[], Found]) -> Found:
+        """The result of work in the syncing thread. Raises TierFailure for a device that does not answer."""
+        found: list[Found] = []
+        done = self._syncer.submit(lambda: found.append(work()))
+        self._see_to_it(asyncio.get_running_loop())
+        await asyncio.shield(asyncio.wrap_future(done))
+        return found[0]
 
     def _recorded_slots(self) -> set[Slot]:
         return {slot for record in self.segments() for slot in record.places} | set(self.quarantined())
@@ -340,22 +517,48 @@ class RocksDbMetadata:
     def close(self) -> None:
         """Sync what is still in the page cache and give up the files, whatever the device says.
 
-        Raises TierFailure for a sync that fails here; a fenced store has said so before.
+        Raises TierFailure for a sync that fails here; a fenced store has said so before. A database that a
+        device has not returned is left to the process's end.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        self._syncer.shutdown()
+        if self._watch:
+            self._watch.cancel()
         try:
+            self._finish_rounds()
             if self._failure is None:
-                self._sync()
+                self._finish(self._syncer.submit(self._sync)).result()
         finally:
+            for threads in (self._writer, self._syncer, self._prober):
+                if not threads.is_owed:
+                    self._finish(threads.submit(lambda: None))
+            is_owed = self._writer.is_owed or self._syncer.is_owed
+            for threads in (self._writer, self._syncer, self._prober):
+                threads.close()
             if self._catalog:
                 self._catalog.close(self._last.sequence)
             if self._witness:
                 self._witness.close()
-            _release(self._db)
-            del self._db
+            if not is_owed:
+                _release(self._db)
+                del self._db
+
+    def _finish_rounds(self) -> None:
+        """Write what callers left who are not there any more."""
+        while (ended := self._round) and ended.work:
+            self._finish(ended.work)
+            # The callers' loop may have been closed.
+            with contextlib.suppress(RuntimeError):
+                self._end_round(ended)
+
+    def _finish(self, work: "Future[None]") -> "Future[None]":
+        """Wait for a thread's work, and give it up where the device does not answer."""
+        wait([work], min(END_PATIENCE_S, self._hang_after_s))
+        if not work.done():
+            self._refuse(_Overdue("the device does not answer at the end"))
+            self._give_up()
+        return work
 
     def _scan(self, prefix: bytes, decode: Callable[[bytes, bytes], Record]) -> Iterator[Record]:
         cursor = self._db.iter()
@@ -372,8 +575,8 @@ class RocksDbMetadata:
         except Exception as error:  # rocksdict raises nothing narrower
             raise CorruptMetadata(where=self._path, problem=str(error)) from error
 
-    def _write(self, entries: Sequence[Entry]) -> None:
-        last = self._counted(entries)
+    def _write(self, entries: Sequence[Entry], last: Commit) -> None:
+        """Put a commit into memory. Raises what the database raises."""
         batch = WriteBatch(raw_mode=True)
         for key, value in entries:
             if value is None:
@@ -381,24 +584,27 @@ class RocksDbMetadata:
             else:
                 batch.put(key, value)
         batch.put(records.COMMIT_KEY, records.encode_commit(last))
+        self._db.write(batch)
+
+    def _write_now(self, entries: Sequence[Entry]) -> None:
+        """Put a commit into the log before anything is served. Raises TierFailure."""
+        last = self._counted(entries)
         try:
-            self._db.write(batch)
+            self._write(entries, last)
+            self._write_log()
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
-            # The batch is in the log or not: only the database, opened again, can tell.
-            self._doubtful = last
-            self._owed.update(entries)
             self._fail(error)
         self._last = last
         if self._catalog:
             self._catalog.append(entries, last.sequence)
 
     def _counted(self, entries: Sequence[Entry]) -> Commit:
-        """The next commit's number and what it leaves, with these changes."""
+        """Count the next commit: its number and what it leaves, with these changes."""
         if self._seals is None:
             for _ in self.sessions():
                 continue
         assert self._seals is not None  # noqa: S101  # the loop has just read them
-        digest = self._last.session_digest
+        digest = self._written.session_digest
         for key, value in entries:
             if key.startswith(records.SESSION_PREFIX):
                 uid = key[len(records.SESSION_PREFIX) :]
@@ -409,7 +615,8 @@ class RocksDbMetadata:
                 else:
                     self._seals[uid] = records.seal_of(value)
                     digest ^= self._seals[uid]
-        return Commit(self._last.sequence + 1, len(self._seals), digest)
+        self._written = Commit(self._written.sequence + 1, len(self._seals), digest)
+        return self._written
 
     def _read_last(self) -> tuple[bool, Commit]:
         """Whether the last commit was noted, and what. Raises CorruptMetadata when it is not the last one."""
@@ -432,10 +639,11 @@ class RocksDbMetadata:
         if not self._is_counted:
             # New, or written by a version that did not count. Witnessed at once: from now on it cannot
             # be gone unnoticed. A process that only looks leaves it to that version.
-            self._seals, self._last = seals, Commit(self._last.sequence, len(seals), digest)
+            self._seals = seals
+            self._last = self._written = Commit(self._last.sequence, len(seals), digest)
             self._is_counted = True
             if self._witness and self._witness.is_open:
-                self._write([])
+                self._write_now([])
                 self._sync()
         elif self._last[1:] != (len(seals), digest):
             problem = f"{len(seals)} sessions are there, {self._last.session_count} were recorded"
@@ -471,11 +679,26 @@ class RocksDbMetadata:
             raise TierFailure(path=self._path, problem=self.problem)
 
     def _fail(self, error: Exception) -> NoReturn:
-        if self._failure is None:
-            said = str(error)
-            self._is_resting, self._failure = _is_passing(said.replace(self._path, "")), said
-            log.error("metadata_refuses path=%s problem=%s", self._path, self.problem)
+        self._note_failure(error)
         raise TierFailure(path=self._path, problem=self.problem) from error
+
+    def _note_failure(self, error: BaseException) -> None:
+        said = str(error)
+        is_passing = isinstance(error, _Overdue) or _is_passing(said.replace(self._path, ""))
+        # A failure that does not pass may come late, from a device that was given up.
+        if self._failure is None or (self._is_resting and not is_passing):
+            self._is_resting, self._failure = is_passing, said
+            log.error("metadata_refuses path=%s problem=%s", self._path, self.problem)
+
+
+class _Overdue(Exception):
+    """The device was given up."""
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None], _: object) -> None:
+    """From a thread. The loop may be closed: then nobody waits any more."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
 
 
 def _is_passing(said: str) -> bool:
@@ -513,7 +736,7 @@ def _release(database: Rdict) -> None:
 
 
 def _options() -> Options:
-    options = Options(raw_mode=True)
+    options, _ = Options.load_latest(str(OPTIONS))
     options.create_if_missing(create_if_missing=True)
     # The default mode drops everything after a damaged record and says nothing; this one refuses
     # to open, unless the damage is the torn end that a crash leaves.

@@ -1,5 +1,6 @@
 """Bugs that `devices` must find."""
 
+import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import SessionRecord
 from ctxcache.storage.metadata.catalog import Catalog, Entry
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import PathHealth, SsdFiles
 from tests.faults.planted import plant
 
@@ -82,3 +84,17 @@ def waits_for_the_catalog(_: int) -> None:
             catalog.last_write.result()
 
     setattr(Catalog, "append", append)  # noqa: B010
+
+
+@plant
+def waits_for_the_log(_: int) -> None:
+    """The event loop waits for each write of the records' log."""
+    whole = RocksDbMetadata._put
+
+    def put(metadata: RocksDbMetadata, entries: Sequence[Entry]) -> "asyncio.Future[None]":
+        logged = whole(metadata, entries)
+        if metadata._round and metadata._round.work:
+            metadata._round.work.result()
+        return logged
+
+    setattr(RocksDbMetadata, "_put", put)  # noqa: B010
