@@ -26,7 +26,7 @@ from ctxcache.errors import CacheError
 from ctxcache.format.streams import TOKENS
 from tests.cli.stored import HIDDEN, ROW_BYTES, model_spec
 from tests.faults.hanging_disk import HangingDisk, hanging_disk, why_not
-from tests.faults.harness import Found, Harness, Report, Unsupported
+from tests.faults.harness import Harness, Report, Unsupported
 from tests.faults.planted import forked
 from tests.faults.rows import first_difference, rows_of
 from tests.server_process import ServerDidNotStart, ServerProcess
@@ -345,7 +345,7 @@ def _is_noticed(
                         f"{when}: {name} was acknowledged beside a device that hangs, and is not there"
                     )
             report.end_if_found()
-        except Found:
+        except BaseException:
             disk.tell("answer")
             raise
 

@@ -25,10 +25,9 @@ NO_ROOM = "IO error: No space left on device: While appending to file: 000004.lo
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables so small that the log is soon followed by the next one; no pause, and no old word of room."""
+    """Tables so small that the log is soon followed by the next one; no pause between two looks."""
     monkeypatch.setattr(rocksdb, "MEMTABLE_BYTES", 64 << 10)
     monkeypatch.setattr(rocksdb, "REOPEN_PAUSE_S", 0)
-    monkeypatch.setattr(rocksdb, "SPACE_AGE_NS", 0)
 
 
 @contextmanager

@@ -58,6 +58,7 @@ from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
 from ctxcache.storage.metadata.catalog import HANG_AFTER_S, Catalog, Entry
 from ctxcache.storage.metadata.records import Commit
+from ctxcache.storage.metadata.witness import PATIENCE_S as WITNESS_PATIENCE_S
 from ctxcache.storage.metadata.witness import Witness
 
 MEMTABLE_BYTES = 8 << 20
@@ -70,10 +71,10 @@ ROOM_INODES = 32
 """Free inodes below which the same holds, where the filesystem counts them."""
 SPARE_DESCRIPTORS = 16
 """Descriptors that are free when a database that rests is opened again."""
-SPACE_AGE_NS = 50_000_000
-"""How long what the filesystem said of its room counts."""
-SPACE_PATIENCE_S = 0.002
-"""How long the loop waits for what it says; a filesystem that hangs takes longer."""
+ASKED_AFAR = ("fuse", "nfs", "cifs", "smb", "ceph", "9p", "gluster", "lustre")
+"""Kinds of filesystems that ask somebody else how much room they have; the others know."""
+SPACE_PATIENCE_S = 0.05
+"""How long the loop waits for what such a filesystem says, once; one that hangs takes longer."""
 REOPEN_PAUSE_S = 1.0
 """Between two looks at whether what lacked is there again."""
 _LACKING = tuple(
@@ -135,12 +136,15 @@ class RocksDbMetadata:
         self._path = str(path)
         self._witness, self._catalog = witness, catalog
         self._hang_after_s, self._clock = hang_after_s, clock or SystemClock()
+        # A sync waits for the witnesses too, whose devices may hang while this one does not.
+        self._patience_s = hang_after_s + (WITNESS_PATIENCE_S if witness else 0)
         self._db = _open(self._path)
         self._writer = Threads(1, "metadata-log", self._clock)
         # One thread: syncs follow one another, and each covers whoever has written before it began.
         self._syncer = Threads(1, "metadata-sync", self._clock)
         self._prober = Threads(1, "metadata-space", self._clock)
         self._space_asked: Future[None] | None = None
+        self._is_asked_afar = _kind_of_filesystem(self._path).startswith(ASKED_AFAR)
         self._look_at_space()
         self._waiting: list[Sequence[Entry]] = []
         """Changes of commits that came while the log was written, and what their callers wait for."""
@@ -209,22 +213,22 @@ class RocksDbMetadata:
             return dict.fromkeys(PROPERTIES, 0)
 
     def check(self, *, is_growing: bool = True) -> None:
-        """See MetadataStore. By what the filesystem said at most SPACE_AGE_NS ago, unless it hangs."""
+        """See MetadataStore. One statvfs."""
         self._check()
         if is_growing:
-            self._check_room(self._recent_space())
+            self._check_room(self._space_now())
 
-    def _recent_space(self) -> os.statvfs_result:
-        """What the filesystem has said; a device that does not answer is waited for once, and briefly."""
-        is_old = self._clock.monotonic_ns() - self._space_ns > SPACE_AGE_NS
-        if is_old and (self._space_asked is None or self._space_asked.done()):
+    def _space_now(self) -> os.statvfs_result:
+        """What the filesystem says of its room; what it said last where it does not answer."""
+        if not self._is_asked_afar:
+            self._look_at_space()
+        elif self._space_asked is None or self._space_asked.done():
             self._space_asked = self._prober.submit(self._look_at_space)
             wait([self._space_asked], SPACE_PATIENCE_S)
         return self._space
 
     def _look_at_space(self) -> None:
         self._space = os.statvfs(self._path)
-        self._space_ns = self._clock.monotonic_ns()
 
     def _check_room(self, space: os.statvfs_result) -> None:
         free_bytes = space.f_bavail * space.f_frsize
@@ -404,7 +408,7 @@ class RocksDbMetadata:
     def _see_to_it(self, loop: asyncio.AbstractEventLoop) -> None:
         """Look after the device from now on, if nobody does."""
         if self._watch is None:
-            self._watch = loop.call_later(self._hang_after_s, self._look, loop)
+            self._watch = loop.call_later(self._patience_s, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up what the device has not answered in time; look again while it has something to answer."""
@@ -412,7 +416,7 @@ class RocksDbMetadata:
         begun = [at_ns for at_ns in (self._writer.oldest_ns, self._syncer.oldest_ns) if at_ns is not None]
         if not begun or self._writer.is_owed or self._syncer.is_owed:
             return
-        if self._clock.monotonic_ns() - min(begun) < self._hang_after_s * 1e9:
+        if self._clock.monotonic_ns() - min(begun) < self._patience_s * 1e9:
             self._see_to_it(loop)
             return
         self._refuse(_Overdue(f"the device has not answered for {self._hang_after_s:g} s"))
@@ -726,6 +730,19 @@ def _open(path: str) -> Rdict:
         if "LOCK" in said:
             problem = f"another process holds the metadata ({problem})"
         raise DataDirectoryUnusable(path=path, problem=problem) from error
+
+
+def _kind_of_filesystem(path: str) -> str:
+    """The kernel's word for it, like `ext4`; empty where it does not say."""
+    place, found = os.path.realpath(path) + "/", (0, "")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, mounted_at, kind, *_ = line.split(" ")
+            # The kernel writes a blank as \040.
+            mounted_at = mounted_at.replace("\\040", " ").rstrip("/") + "/"
+            if place.startswith(mounted_at):
+                found = max(found, (len(mounted_at), kind))
+    return found[1]
 
 
 def _release(database: Rdict) -> None:

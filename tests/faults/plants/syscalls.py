@@ -56,7 +56,16 @@ def refused_record_acknowledged(_: int) -> None:
     def fail(_: RocksDbMetadata, error: Exception) -> None:
         """Go on."""
 
+    def refuse(metadata: RocksDbMetadata, _: BaseException) -> None:
+        """Tell all that wait that their records are there."""
+        rounds, metadata._round = metadata._round, None
+        callers = (metadata._waiting_logged, rounds.logged if rounds else None)
+        metadata._waiting, metadata._waiting_logged = [], None
+        for caller in filter(None, callers):
+            caller.set_result(None)
+
     RocksDbMetadata._fail = fail  # type: ignore[method-assign,assignment]  # it returns
+    RocksDbMetadata._refuse = refuse  # type: ignore[method-assign,assignment]
 
 
 @plant
