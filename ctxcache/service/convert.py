@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import merge
 from itertools import islice
 
@@ -49,6 +50,8 @@ COUNT_LIMIT = 2**31 - 1
 SEGMENT_BYTES_LIMIT = 1 << 34
 CONSTANTS_LIMIT = 4096
 """Sessions whose unchanging facts are kept ready: a few KiB each."""
+LAYOUTS_LIMIT = 64
+"""Layouts whose messages are kept ready: some ten KiB each at most."""
 IN_SLOT_LIMIT = 1 << 16
 """Chunks of layouts whose places are kept ready: some hundred bytes each."""
 SPECS_PER_PAUSE = 64
@@ -262,21 +265,23 @@ _CONSTANTS: dict[bytes, session_pb2.Session] = {}
 """By uid, what of a session's message never changes. Copying it is cheaper than making it."""
 
 
+@lru_cache(LAYOUTS_LIMIT)
+def _layout(ranges: tuple[StreamRange, ...]) -> session_pb2.Session:
+    """A session's message that says its layout alone. Sessions of one engine have the same."""
+    return session_pb2.Session(layout=map(stream_range, ranges))
+
+
 def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) -> None:
     """Say a session's facts, its times as the wall clock counts them now."""
     constants = _CONSTANTS.get(view.uid)
     if constants is None:
         if len(_CONSTANTS) >= CONSTANTS_LIMIT:
             _CONSTANTS.clear()
-        constants = _CONSTANTS[view.uid] = session_pb2.Session(
-            name=view.name,
-            uid=view.uid.hex(),
-            tenant=view.tenant,
-            model=f"models/{view.model_id}",
-            model_fingerprint=view.model_fingerprint,
-            layout=map(stream_range, view.layout.outline.ranges),
-            salt=view.salt,
-        )
+        constants = _CONSTANTS[view.uid] = session_pb2.Session()
+        constants.CopyFrom(_layout(view.layout.outline.ranges))
+        constants.name, constants.uid, constants.tenant = view.name, view.uid.hex(), view.tenant
+        constants.model, constants.model_fingerprint = f"models/{view.model_id}", view.model_fingerprint
+        constants.salt = view.salt
     message.CopyFrom(constants)
     message.generation, message.token_count = view.generation, view.token_count
     message.durable_token_count = view.durable_token_count

@@ -120,10 +120,18 @@ def stream(name: model_pb2.StreamName | Stream, field: str) -> Stream:
     return found
 
 
-def stream_range(given: model_pb2.StreamRange, field: str) -> StreamRange:
+_LAYERED = {int(kind): kind for kind in StateKind if kind is not StateKind.TOKENS}
+"""Kinds that a layer has, by their numbers."""
+
+
+def stream_range(given: model_pb2.StreamRange, field: str, index: int | None = None) -> StreamRange:
     """Streams of one kind."""
-    kind = _member(StateKind, int(given.kind), f"{field}.kind")
     begin, end = given.layer_begin, given.layer_end
+    if given.kind in _LAYERED and 0 <= begin < end <= LAYER_LIMIT:
+        # A name of the field takes longer than this, and a layout has up to 256 of them.
+        return StreamRange(_LAYERED[given.kind], begin, end)
+    field = field if index is None else f"{field}[{index}]"
+    kind = _member(StateKind, int(given.kind), f"{field}.kind")
     if kind is StateKind.TOKENS:
         if (begin, end) != TOKENS_RANGE[1:]:
             raise InvalidArgument(field=f"{field}.layer_begin", problem="token ids have layer -1 alone")
@@ -138,7 +146,7 @@ def stream_ranges(given: Sequence[model_pb2.StreamRange], field: str) -> tuple[S
         raise InvalidArgument(field=field, problem=f"{len(given)} ranges are more than {RANGES_LIMIT}")
     found: list[StreamRange] = []
     count = 0
-    for each in sorted(stream_range(item, f"{field}[{i}]") for i, item in enumerate(given)):
+    for each in sorted(stream_range(item, field, i) for i, item in enumerate(given)):
         last = found[-1] if found and found[-1].kind is each.kind else None
         if last and each.layer_begin < last.layer_end:
             raise InvalidArgument(field=field, problem="names a stream twice")
