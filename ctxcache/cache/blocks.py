@@ -144,17 +144,20 @@ class Blocks:
     def look_up(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[FoundBlock]:
         """The blocks under these keys, in their order. Counts as no access."""
         now_ns, prefix = self._state.clock.now_ns(), space_prefix(space)
-        # Blocks put by one engine share a layout, and so an answer.
+        # Blocks put by one engine share a layout, and so an answer; mostly that of the block before.
         hits: dict[tuple[int, bool], FoundBlock] = {}
+        layout, is_in_memory, hit = None, False, ABSENT
         found = []
         for block in self._ledger.blocks_named(tenant, [f"{prefix}{key.hex()}" for key in keys]):
             if block is None or block.expire_time_ns <= now_ns:
                 found.append(ABSENT)
             elif block.token_count:
-                kind = id(block.layout), block.is_in_memory
-                hit = hits.get(kind)
-                if hit is None:
-                    hit = hits[kind] = FoundBlock(BlockState.HIT, _sizes(block), kind[1])
+                if block.layout is not layout or block.is_in_memory is not is_in_memory:
+                    layout, is_in_memory = block.layout, block.is_in_memory
+                    kind = id(layout), is_in_memory
+                    if kind not in hits:
+                        hits[kind] = FoundBlock(BlockState.HIT, _sizes(block), is_in_memory)
+                    hit = hits[kind]
                 found.append(hit)
             else:
                 is_put = block.uid in self._puts

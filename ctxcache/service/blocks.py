@@ -306,6 +306,13 @@ def _look_up(
     response: block_pb2.LookupBlocksResponse,
 ) -> None:
     found = cache.blocks.look_up(tenant, space.fingerprint, keys)
+    if found.count(found[0]) == len(found):
+        # Mostly one answer, and one object, for all: no key is looked at again.
+        state, part_bytes, is_in_memory = found[0]
+        response.states.extend([_STATES[state]] * len(found))
+        response.size_bytes.extend([sum(part_bytes)] * len(found))
+        response.are_in_dram.extend([is_in_memory] * len(found))
+        return
     sums = {sizes: sum(sizes) for sizes in {one.part_bytes for one in found}}
     response.states.extend([_STATES[one.state] for one in found])
     response.size_bytes.extend([sums[one.part_bytes] for one in found])

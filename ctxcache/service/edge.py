@@ -233,7 +233,7 @@ class _Rpc:
         begun_ns, end, incoming = time.monotonic_ns(), CANCELLED, Incoming(context)
         admission, newcomer = self._admission, None
         try:
-            tenant = self._tenant(context)
+            tenant = self._tenant(context, begun_ns)
             if not (self._is_stream or self._usage.is_greedy(tenant)):
                 newcomer = self._newcomers.come(begun_ns)
             request = await self._request(incoming, context)
@@ -265,7 +265,7 @@ class _Rpc:
         begun_ns, end, incoming = time.monotonic_ns(), CANCELLED, Incoming(context)
         admission = self._admission
         try:
-            tenant, caller = self._tenant(context), current()
+            tenant, caller = self._tenant(context, begun_ns), current()
             request = await self._request(incoming, context)
             # Closed here and now when the client goes away: what the rpc holds ends with it.
             with admission.enter(tenant):
@@ -296,7 +296,8 @@ class _Rpc:
         finally:
             self._timer.ended((time.monotonic_ns() - begun_ns) / 1e9, end)
 
-    def _tenant(self, context: Context) -> str:
+    def _tenant(self, context: Context, begun_ns: int) -> str:
+        self._newcomers.called_ns = begun_ns
         tenant = self._let_in(context).tenant
         self._usage.come(tenant)
         return tenant

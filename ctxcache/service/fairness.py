@@ -42,6 +42,8 @@ TENANTS_LIMIT = 4096
 """Tenants whose use is kept in mind; with one more all begin anew."""
 PATIENCE_NS = 2_000_000
 """How long bulk work waits for newcomers before its next piece."""
+RPCS_NS = 10**9
+"""How long after the last rpc gRPC's threads may have something to do."""
 NEW_NS = 3_000_000
 """How long a call counts as a newcomer: one that waits for a disk or for others must not hold up bulk
 work."""
@@ -54,6 +56,8 @@ class Newcomers:
         self._since_ns: dict[object, int] = {}
         """When each came, the earliest first."""
         self._waiting: list[Callable[[], None]] = []
+        self.called_ns = -RPCS_NS
+        """When the last rpc came, whether it is a newcomer or not."""
 
     def come(self, now_ns: int) -> object:
         """Count this task's call among them, until it rests or `leave` is called with what this returns."""
@@ -199,9 +203,9 @@ class Turns:
         await turn
 
     def _rest(self, count: int) -> None:
-        if count % YIELDING_TURNS == 0:
+        if count % YIELDING_TURNS == 0 and self._are_rpcs_there():
             # A thread that wakes does not interrupt one that computes: the kernel may let it wait for
-            # milliseconds.
+            # milliseconds. Without rpcs the processor would go to strangers, for as long.
             os.sched_yield()
         asyncio.get_running_loop().call_soon(*((self._rest, count - 1) if count else (self._next,)))
 
@@ -210,6 +214,10 @@ class Turns:
             self._let_newcomers_first()
         else:
             self._give()
+
+    def _are_rpcs_there(self) -> bool:
+        """Whether one came lately; nobody says so where there are no newcomers to ask."""
+        return self._newcomers is None or time.monotonic_ns() - self._newcomers.called_ns < RPCS_NS
 
     def _must_wait(self) -> bool:
         return self._newcomers is not None and self._newcomers.are_there()

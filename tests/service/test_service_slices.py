@@ -149,6 +149,18 @@ async def test_a_greedy_tenant_waits_while_others_are_answered(
         assert (await greedy).name == "sessions/a"
 
 
+async def test_bulk_work_knows_when_the_last_rpc_came(client: Client, server: Server) -> None:
+    """Of one answer or of many: while there are some, gRPC's threads get the processor between two pieces."""
+    newcomers = server._local_turns._newcomers
+    assert newcomers is not None
+    await client.create("a")
+    for call in (client.get("a"), client.read("a")):
+        newcomers.called_ns = 0
+        await call
+
+        assert newcomers.called_ns > 0
+
+
 async def test_look_ups_end_where_their_answer_would_grow_too_large(
     client: Client, facts: calls.Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

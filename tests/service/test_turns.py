@@ -157,6 +157,23 @@ async def test_after_a_piece_the_processor_is_left_to_other_threads(monkeypatch:
     assert len(yields) >= 2 * (TURNS_BETWEEN // module.YIELDING_TURNS)
 
 
+@pytest.mark.parametrize(("since_ns", "yields"), [(module.RPCS_NS - 1, True), (module.RPCS_NS, False)])
+async def test_the_processor_is_left_to_grpc_alone(
+    monkeypatch: pytest.MonkeyPatch, since_ns: int, *, yields: bool
+) -> None:
+    """Where no rpc came lately gRPC has nothing to do, and strangers would compute for milliseconds."""
+    yielded: list[None] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yielded.append(None))
+    monkeypatch.setattr(module, "time", Hands())
+    newcomers = Newcomers()
+    newcomers.called_ns = Hands().now_ns - since_ns
+    turns = Turns(newcomers)
+    for _ in range(3):
+        await asyncio.wait_for(turns.take(), 10)
+
+    assert bool(yielded) is yields
+
+
 class Hands:
     """A clock that stands still by itself."""
 
