@@ -186,6 +186,7 @@ class Hold:
 
     def release(self) -> None:
         """Give it back and wait until it is. Raises LeaseNotFound, ReservationNotFound, Unavailable."""
+        # First: from here on the room may be another session's.
         self.is_released = True
         self.stream.carry_out(self.release_operation)
 
@@ -291,6 +292,7 @@ class GrpcAccess(AccessStream):
     def _abandon(self, request_id: int, answer: Future[AccessResponse]) -> None:
         with self._lock:
             self._waiting.pop(request_id, None)
+        # It came after all, between the deadline and here: nobody else gives back what it holds.
         if answer.done() and answer.exception() is None:
             self.send(releases(answer.result()))
 
@@ -308,6 +310,7 @@ class GrpcAccess(AccessStream):
         with self._lock:
             asked = self._waiting.pop(response.request_id, None)
             if asked is not None:
+                # From when it was asked: the answer may have been long on its way.
                 self._sure_until_ns = max(self._sure_until_ns, asked.sent_ns + SURE_FOR_NS)
                 asked.answer.set_result(response)
         if asked is None:
@@ -341,11 +344,20 @@ _FOREVER_S = 3600.0
 _GONE = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 
 
+# The life of a request, by who waits for its answer:
+#
+#    awaited ──── answered ────► taken by its caller
+#       │ its caller gives up
+#       ▼
+#    overdue ──── answered ────► what the answer holds is given back
+#
+#    unread  ──── answered ────► counted off: a release, for which nobody waits
 class SocketAccess(AccessStream):
     """Operations over a greeted control socket; `reader` holds bytes that came behind the greeting."""
 
     def __init__(self, connection: socket.socket, reader: FrameReader, target: str, timeout_s: float) -> None:
         super().__init__(target, timeout_s)
+        # No call blocks: every wait is a poll that ends at its caller's deadline.
         connection.settimeout(0)
         self._socket = connection
         self._reader = reader
@@ -416,6 +428,7 @@ class SocketAccess(AccessStream):
                 raise again(self._failure)
             self._last_id += 1
             request = AccessRequest(request_id=self._last_id, operations=batch, trace_parent=trace_parent())
+            # Before it is sent: another thread may read the answer at once.
             with self._changed:
                 if is_awaited:
                     self._awaited.add(self._last_id)
@@ -457,6 +470,7 @@ class SocketAccess(AccessStream):
                 is_reader = not self._is_reading
                 if is_reader:
                     self._is_reading = True
+                # Another thread reads, for this one too.
                 elif not self._changed.wait(max(deadline_s - time.monotonic(), 0)):
                     raise self._too_late()
             if is_reader:
@@ -474,6 +488,7 @@ class SocketAccess(AccessStream):
             self._break(self._gone(error))
         finally:
             with self._changed:
+                # A thread that waits finds its answer now, or reads from here on.
                 self._is_reading = False
                 self._changed.notify_all()
         if late is not None:
@@ -535,6 +550,7 @@ class SocketAccess(AccessStream):
         while True:
             with self._changed:
                 if not self._overdue or self._failure is not None:
+                    # No answer is owed: the next one that is begins a thread of its own.
                     self._drainer = None
                     return
                 is_reader = not self._is_reading
@@ -668,6 +684,7 @@ def _first_frame(
 
 
 def _is_trusted(connection: socket.socket) -> bool:
+    # By the kernel's word: anybody may have put a socket at that path.
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     return _PEER_CREDENTIALS.unpack(credentials)[1] in (0, os.geteuid())
 

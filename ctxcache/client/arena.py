@@ -359,6 +359,7 @@ def _spans(runs: Iterable[tuple[int, int, int, int]], begin: int, end: int) -> l
     for offset, row_begin, row_end, row_capacity in runs:
         if not 0 <= row_begin < row_end:
             raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
+        # Slots at equal distances are one span, which one array with a stride can view.
         stride = offset - last.offset_bytes if last.run_count == 1 else last.stride_bytes
         if (
             last.run_count
@@ -421,6 +422,7 @@ class Verifier:
         if stream not in self._verified:
             for segment in self._segments:
                 self._match(segment, stream, partial(self._rows, segment, stream))
+            # Once each: a view shows what changes afterwards, and whoever must not see that copies.
             self._verified.add(stream)
 
     def copy(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
@@ -465,6 +467,7 @@ class Verifier:
             return
         # A slot that was handed on under us differs too; that is no damage to the session.
         self._check()
+        # The server looks for itself, and mends what it finds: a reader is not believed.
         self._recheck()
         if rows_checksum(take().data) != expected:
             self._check()

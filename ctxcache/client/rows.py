@@ -581,6 +581,7 @@ def lease_rows(
         slots = SlotRows(arena, layout, spans)
         return LeasedRows(slots, hold, lease, streams, verifier)
     except BaseException:
+        # Not waited for: the error that is on its way says more.
         hold.release_soon()
         raise
 

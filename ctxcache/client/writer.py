@@ -259,6 +259,7 @@ class ReservedWriter(SessionWriter):
             checksums=self._checksums(begin, end),
         )
         session = session_from_wire(self._hold.stream.carry_out(Operation(commit=commit)).committed)
+        # Committed rows are written no more, and their sums are the server's now.
         self._tally.forget(end)
         return session
 
@@ -304,5 +305,6 @@ def reserve(
             specs=specs,
         )
     except BaseException:
+        # Not waited for: the error that is on its way says more.
         hold.release_soon()
         raise
