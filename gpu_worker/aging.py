@@ -48,6 +48,7 @@ from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, Laye
 from gpu_worker.planning.layout import Kinds, kinds_of_form
 from gpu_worker.planning.profile import NO_LIMIT, Profile, StatePlace
 from gpu_worker.profiling.model_shape import model_shape
+from gpu_worker.rounding import Roundings
 from gpu_worker.rows import as_stored
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class Aging:
         self._adapter, self._client, self._model = adapter, client, model
         self._rent, self._thaw_s, self._returning = rent_s_per_gb_hour, thaw_s, returning
         self._shape = model_shape(adapter, adapter.architecture)
-        self._profile = profile
+        self._profile, self._roundings = profile, Roundings(adapter)
         self._allowed = frozenset(spec.stream.kind for spec in model.spec.streams)
         engine = EngineAbilities(lossy_kinds=self._allowed & frozenset(LOSSY_KINDS))
         self._planner = AdaptivePlanner(self._shape, profile, engine=engine)
@@ -300,7 +301,7 @@ class Aging:
         self, streams: Sequence[Stream], rows: Mapping[Stream, Tensor], count: int
     ) -> dict[Stream, Bytes]:
         """Wide rows, or rows as they are stored, as they are to be stored."""
-        chain = Chain(chained_layers(streams), count, self._adapter.hidden_size)
+        chain = Chain(chained_layers(streams), count, self._adapter.hidden_size, rounding=self._roundings.of)
         packed: dict[Stream, Bytes] = {}
         for stream, spec in self._model.specs(streams).items():
             if stream == TOKENS:

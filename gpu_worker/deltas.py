@@ -14,7 +14,7 @@ A layer that comes back by other means than its inputs ends a chain; the next on
 Plain torch on any device. Worst case: a mark that two rows share by chance, 1 in 2^32.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ctxcache.format.packing import CHAIN_KINDS, DELTAS, PACKINGS, DeltaPacking
 from ctxcache.format.streams import StateKind, Stream, StreamSpec
 from gpu_worker.errors import BaseMismatch, RowNotRepresentable, ShapeMismatch, UnsupportedDtype
 from gpu_worker.kernels.quantization import NotRepresentable, check_held
+from gpu_worker.rounding import rounded
 from gpu_worker.rows import as_stored, widen
 
 ZERO_STEPS = 16
@@ -60,10 +61,11 @@ def marks_of(stored: Tensor, layer: int) -> Tensor:
     return (((sums & _WORD) ^ _HALF) - _HALF).to(torch.int32)
 
 
-def pack_delta(delta: Tensor, kind: StateKind, base_marks: Tensor) -> Tensor:
+def pack_delta(delta: Tensor, kind: StateKind, base_marks: Tensor, upper: Tensor | None = None) -> Tensor:
     """Differences [T, D] float32 to rows of these marks [T] int32 -> [T, row_bytes] uint8.
 
-    Raises RowNotRepresentable, ShapeMismatch for a D that is not packed.
+    `upper`: how errors are made up for, see `rounding`; without it each is the least by itself. Raises
+    RowNotRepresentable, ShapeMismatch for a D that is not packed.
     """
     packing = DELTAS[kind]
     try:
@@ -91,9 +93,14 @@ def pack_delta(delta: Tensor, kind: StateKind, base_marks: Tensor) -> Tensor:
     scales = ((greatest - least) / most).half()
     steps = torch.where(scales > 0, scales.float(), torch.inf)
     zeros = (-least / steps * ZERO_STEPS).round_().clamp_(0, _MOST_ZERO)
-    codes = (groups / steps.unsqueeze(-1) + (zeros / ZERO_STEPS).unsqueeze(-1)).round_().clamp_(0, most)
-    flat = codes.view(len(delta), -1)[:, : delta.shape[1]].to(torch.uint8)
-    _put_codes(flat, packing.bits, packed)
+    if upper is None:
+        codes = (groups / steps.unsqueeze(-1) + (zeros / ZERO_STEPS).unsqueeze(-1)).round_().clamp_(0, most)
+        codes = codes.view(len(delta), -1)[:, : delta.shape[1]]
+    else:
+        wide = steps.repeat_interleave(packing.group_size, 1)[:, : delta.shape[1]]
+        begins = (zeros / ZERO_STEPS).repeat_interleave(packing.group_size, 1)[:, : delta.shape[1]]
+        codes = rounded(delta, wide, begins, most, places, upper)
+    _put_codes(codes.to(torch.uint8), packing.bits, packed)
     _part(packed, at.outliers, 4 * at.outlier_count, torch.float32).copy_(outliers)
     _part(packed, at.base, 4, torch.int32).copy_(base_marks.unsqueeze(1))
     _part(packed, at.scales, 2 * at.group_count, torch.float16).copy_(scales)
@@ -165,9 +172,19 @@ class Chain:
     Layers come in order, each whole before the next, tokens of a layer in any order.
     """
 
-    def __init__(self, layers: frozenset[int], token_count: int, size: int) -> None:
-        """`layers`: those whose rows are kept for the one above; rows of `size` elements."""
-        self.layers = layers
+    def __init__(
+        self,
+        layers: frozenset[int],
+        token_count: int,
+        size: int,
+        *,
+        rounding: Callable[[int], Tensor | None] = lambda _layer: None,
+    ) -> None:
+        """`layers`: those whose rows are kept for the one above; rows of `size` elements.
+
+        `rounding`: how errors of a layer's deltas are made up for when they are packed.
+        """
+        self.layers, self._rounding = layers, rounding
         self._shape = (token_count, size)
         self._kept: tuple[Tensor, Tensor] | None = None
 
@@ -205,7 +222,7 @@ class Chain:
             if self._kept is None:
                 raise BaseMismatch(stream=str(spec.stream), below=layer - 1, token=0)
             base, marks = self._kept
-            stored = pack_delta(rows.float() - base, kind, marks)
+            stored = pack_delta(rows.float() - base, kind, marks, self._rounding(layer))
         else:
             stored = as_stored(rows, spec)
         if layer in self.layers:

@@ -428,14 +428,19 @@ class Saver(Closing):
         copies: Copies | None = None,
         staging_bytes: int = STAGING_BYTES,
         thread_count: int = THREAD_COUNT,
+        rounding: Callable[[int], Tensor | None] = lambda _layer: None,
     ) -> None:
-        """Raises InvalidArgument for a stream that the model does not have."""
+        """`rounding`: how deltas are rounded, see Chain; with care, a pass waits for it.
+
+        Raises InvalidArgument for a stream that the model does not have.
+        """
         self._client, self._model = client, model
         self._staging = StagingBuffers(
             tuple(model.specs(streams).values()),
             copies or copies_from(device),
             size_bytes=staging_bytes,
             is_pinned=device.type == "cuda",
+            rounding=rounding,
         )
         self._board = Board(self._staging)
         self._is_closing = False

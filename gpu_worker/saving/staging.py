@@ -24,7 +24,7 @@ ever done.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -266,8 +266,16 @@ class StagingBuffers:
     """
 
     def __init__(
-        self, specs: Sequence[StreamSpec], copies: Copies, *, size_bytes: int, is_pinned: bool
+        self,
+        specs: Sequence[StreamSpec],
+        copies: Copies,
+        *,
+        size_bytes: int,
+        is_pinned: bool,
+        rounding: Callable[[int], Tensor | None] = lambda _layer: None,
     ) -> None:
+        """`rounding`: see Chain."""
+        self._rounding = rounding
         self.specs = {spec.stream: spec for spec in specs}
         self._chained = chained_layers(self.specs)
         self._copies = copies
@@ -316,7 +324,7 @@ class StagingBuffers:
             return
         if stream.kind in DELTAS or (stream.layer in self._chained and stream.kind in CHAIN_KINDS):
             if frame.chain is None:
-                frame.chain = Chain(self._chained, len(frame.rows), rows.shape[1])
+                frame.chain = Chain(self._chained, len(frame.rows), rows.shape[1], rounding=self._rounding)
             rows = frame.chain.packed(self.specs[stream], rows)
         if rows.shape != target.shape or rows.dtype is not target.dtype:
             rows = as_stored(rows, self.specs[stream], token_count=len(frame.rows))

@@ -161,11 +161,13 @@ def stored(
     *,
     context_count: int,
     repeat_count: int = 3,
+    rounding: Callable[[int], Tensor | None] = lambda _layer: None,
     step: Callable[[str], None] = lambda _plan: None,
 ) -> dict[str, Stored]:
     """Measure each plan, in its compact form, on the tokens behind the first `context_count`.
 
-    Raises what saving and reading raise; a save that ended early is its error.
+    `rounding`: how deltas are rounded. Raises what saving and reading raise; a save that ended early is its
+    error.
     """
     context, new = token_ids[:context_count], token_ids[context_count:]
     kept = DynamicCache(config=adapter.model.config)
@@ -179,7 +181,7 @@ def stored(
         times = []
         for _ in range(repeat_count):
             session = client.sessions.create(model, layout=plan.streams()).info
-            times.append(_save(adapter, client, model, plan, session, context))
+            times.append(_save(adapter, client, model, plan, session, context, rounding))
         pass_s, save_s = map(median, zip(*times, strict=True))
         with pipeline_for(adapter) as pipeline:
             cache, restore_s = _restore(pipeline, adapter, client, model, plan, session.name, repeat_count)
@@ -195,12 +197,17 @@ def stored(
 
 
 def restored_through(
-    adapter: Adapter, client: Client, spec: ModelSpec, text: str, token_ids: Sequence[int]
+    adapter: Adapter,
+    client: Client,
+    spec: ModelSpec,
+    text: str,
+    token_ids: Sequence[int],
+    rounding: Callable[[int], Tensor | None] = lambda _layer: None,
 ) -> Cache:
     """The cache of some tokens, saved by a plan in its compact form and restored. Raises as `stored` does."""
     model, plan = client.models.register(spec), RestorePlan.parse(text)
     session = client.sessions.create(model, layout=plan.streams()).info
-    _save(adapter, client, model, plan, session, token_ids)
+    _save(adapter, client, model, plan, session, token_ids, rounding)
     with pipeline_for(adapter) as pipeline:
         return _restore(pipeline, adapter, client, model, plan, session.name, 1)[0]
 
@@ -212,11 +219,13 @@ def _save(
     plan: RestorePlan,
     session: SessionInfo,
     token_ids: Sequence[int],
+    rounding: Callable[[int], Tensor | None],
 ) -> tuple[float, float]:
     """Run the tokens and save what comes out; seconds of the pass, and from there until all is durable."""
     streams = [stream for stream in plan.streams() if stream != TOKENS]
     cache = DynamicCache(config=adapter.model.config)
-    with Saver(client, model, plan.streams(), device=adapter.layers[0].device) as saver:
+    device = adapter.layers[0].device
+    with Saver(client, model, plan.streams(), device=device, rounding=rounding) as saver:
         saver.open(session)
         begin_s = time.perf_counter()
         with (

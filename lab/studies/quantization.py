@@ -14,7 +14,7 @@ and outliers are further from the kept cache than --bound.
 import gzip
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +23,15 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import StateKind
+from gpu_worker.families import Adapter
 from gpu_worker.model_spec import model_spec
 from gpu_worker.proof import adapt
+from gpu_worker.rounding import Roundings
 from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import physical_core_count, this_machine
 from lab.demo.models import load_model, mha_twin, smollm2
@@ -92,6 +95,9 @@ def main(
     plans: Annotated[str, typer.Option(help="Kinds to store, with --store and --retrieval.")] = ",".join(
         KINDS
     ),
+    careful: Annotated[
+        bool, typer.Option("--careful", help="Deltas are rounded for K and V, as aging does.")
+    ] = False,
     bound: Annotated[float, typer.Option(help="Most KL, in nats a token.")] = 4e-4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -111,13 +117,18 @@ def main(
     if retrieval:
         _report_retrieval(
             about,
-            _retrieved(loaded, trials(token_ids, context, retrieval, tokenizer), plans.split(",")),
+            _retrieved(
+                loaded, trials(token_ids, context, retrieval, tokenizer), plans.split(","), is_careful=careful
+            ),
             as_json=as_json,
         )
         return
     if store:
         _report_stored(
-            about, _through_a_store(loaded, token_ids, context, plans.split(",")), bound, as_json=as_json
+            about,
+            _through_a_store(loaded, token_ids, context, plans.split(","), is_careful=careful),
+            bound,
+            as_json=as_json,
         )
         return
     found = divergences(adapt(loaded), token_ids, FORMS, context_count=context)
@@ -143,7 +154,12 @@ def main(
 
 
 def _through_a_store(
-    model: PreTrainedModel, token_ids: Sequence[int], context: int, kinds: Sequence[str]
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    context: int,
+    kinds: Sequence[str],
+    *,
+    is_careful: bool,
 ) -> dict[str, Stored]:
     """Each kind for all layers.
 
@@ -154,7 +170,19 @@ def _through_a_store(
     spec = model_spec(model, model_id="measured", weights_digest="measured", packed_kinds=LOSSY_KINDS)
     with embedded_store(2 << 30) as running:
         plans = _plans(len(adapter.layers) - 1, kinds)
-        return stored(adapter, running.client, spec, plans, token_ids, context_count=context)
+        return stored(
+            adapter,
+            running.client,
+            spec,
+            plans,
+            token_ids,
+            context_count=context,
+            rounding=_rounding(adapter, is_careful=is_careful),
+        )
+
+
+def _rounding(adapter: Adapter, *, is_careful: bool) -> Callable[[int], Tensor | None]:
+    return Roundings(adapter).of if is_careful else lambda _layer: None
 
 
 def _plans(last: int, kinds: Sequence[str]) -> list[str]:
@@ -166,20 +194,21 @@ def _plans(last: int, kinds: Sequence[str]) -> list[str]:
 
 
 def _retrieved(
-    model: PreTrainedModel, asked: Mapping[str, Trial], kinds: Sequence[str]
+    model: PreTrainedModel, asked: Mapping[str, Trial], kinds: Sequence[str], *, is_careful: bool
 ) -> dict[str, dict[str, float]]:
     """By plan, the share of each trial's facts that are found; "kept": from the cache that stayed."""
     adapter = adapt(model)
     spec = model_spec(model, model_id="measured", weights_digest="measured", packed_kinds=LOSSY_KINDS)
     plans = _plans(len(adapter.layers) - 1, kinds)
     found: dict[str, dict[str, float]] = {"kept": {}, **{plan: {} for plan in plans}}
+    rounding = _rounding(adapter, is_careful=is_careful)
     with embedded_store(2 << 30) as running:
         for title, trial in asked.items():
             kept = DynamicCache(config=model.config)
             logits_of(adapter, kept, trial.token_ids)
             found["kept"][title] = recalled(adapter, kept, trial)
             for plan in plans:
-                cache = restored_through(adapter, running.client, spec, plan, trial.token_ids)
+                cache = restored_through(adapter, running.client, spec, plan, trial.token_ids, rounding)
                 found[plan][title] = recalled(adapter, cache, trial)
     return found
 

@@ -23,6 +23,7 @@ from ctxcache.errors import (
     Draining,
     LeaseNotFound,
     ReservationNotFound,
+    SessionInUse,
     SessionNotFound,
     TierFailure,
     TooManyRequests,
@@ -83,6 +84,7 @@ class Worker(threading.Thread):
             self._keep_recent: 2,
             self._drop: 1,
             self._fork: 2,
+            self._replace: 2,
             self._remove: 1,
             self._flush: 2,
             self._demote: 2,
@@ -282,6 +284,34 @@ class Worker(threading.Thread):
         # One goes for the one that came.
         self.sessions[self.sessions.index(session)] = fork
         self._remove(client, session)
+
+    def _replace(self, client: Client, session: Expected) -> None:
+        """A fork of the session takes its place: whatever a kill leaves, it is the same tokens."""
+        staged = Expected(f"sessions/{self._ledger.new_name()}", live=session.live)
+        staged.cuts = [staged.live[-1] + 1 if staged.live else 0]
+        staged.flushed()
+        self._ledger.sessions[staged.name] = staged
+        fork = client.sessions.fork(session.name, id=staged.name.removeprefix("sessions/"), ttl=seconds(3600))
+        staged.may_be_absent = False
+        self._look(staged, fork)
+        session.flushed()
+        at = client.sessions.get(session.name).generation
+        session.begin(Change(session.live))
+        try:
+            view = client.sessions.fork(
+                staged.name, id=session.name.removeprefix("sessions/"), replaces_generation=at
+            )
+            self._acknowledged(session, view)
+        except SessionInUse:
+            # A job waits for it, or another client still reads.
+            session.refuse()
+        except SessionNotFound as error:
+            if error.session != staged.name:
+                raise
+            session.refuse()
+            self._vanished(staged)
+            return
+        self._remove(client, staged)
 
     def _remove(self, client: Client, session: Expected) -> None:
         session.begin(Change(is_removal=True))

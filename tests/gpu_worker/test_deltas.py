@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 from sessions import relative_errors, restored_cache, saved_session
+from tiny_models import build
 from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS, PACKINGS, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from gpu_worker.deltas import Chain, chained_layers, marks_of, pack_delta
+from gpu_worker.deltas import Chain, add_delta, chained_layers, marks_of, pack_delta
 from gpu_worker.errors import BaseMismatch, RowNotRepresentable, ShapeMismatch
 from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
+from gpu_worker.proof import adapt
+from gpu_worker.rounding import Roundings
 
 DELTA4, INT8 = StateKind.HIDDEN_DELTA_INT4, StateKind.HIDDEN_INT8
 each_kind = pytest.mark.parametrize("kind", DELTAS, ids=lambda kind: kind.name.lower())
@@ -196,3 +199,45 @@ def test_rows_that_no_delta_holds_are_refused() -> None:
     with pytest.raises(ShapeMismatch, match="a multiple of 8"):
         pack_delta(torch.zeros(3, 66), DELTA4, marks)
     assert not set(DELTAS) & set(PACKINGS)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", DELTA4), ("neox", StateKind.HIDDEN_DELTA_INT3)])
+def test_care_puts_errors_where_k_and_v_do_not_see_them(name: str, kind: StateKind) -> None:
+    """Less of them is left in K and V than by the nearest codes, in as many bytes."""
+    adapter = adapt(build(name))
+    roundings = Roundings(adapter)
+    size = adapter.hidden_size
+    delta = torch.randn(40, size, generator=torch.Generator().manual_seed(5))
+    base, marks = torch.zeros(40, size), torch.arange(40, dtype=torch.int32)
+    weights = roundings._weights(1)
+    assert weights is not None
+
+    def error(upper: Tensor | None) -> tuple[float, int]:
+        packed = pack_delta(delta, kind, marks, upper)
+        return float(((add_delta(packed, kind, base) - delta) @ weights).norm()), packed.shape[1]
+
+    careful, nearest = error(roundings.of(1)), error(None)
+    assert careful[1] == nearest[1]
+    assert careful[0] < 0.9 * nearest[0]
+    # The control: made up for by another layer's weights, nothing is gained.
+    other = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(6)))[0]
+    assert error((other.T @ torch.diag(torch.logspace(-2, 2, size)) @ other).triu())[0] > nearest[0]
+
+
+def test_care_leaves_exact_rows_exact() -> None:
+    """Zeros, rows of one value and rows as small as there are come back as they do without it."""
+    upper = Roundings(adapt(build("llama"))).of(1)
+    assert upper is not None
+    size = upper.shape[0]
+    for delta in (torch.zeros(3, size), torch.full((3, size), 1e-30), torch.eye(size)[:3]):
+        packed = pack_delta(delta, DELTA4, torch.zeros(3, dtype=torch.int32), upper)
+        back = add_delta(packed, DELTA4, torch.zeros(3, size))
+        assert bool(back.isfinite().all())
+        assert float((back - delta).abs().max()) < 1e-6
+
+
+def test_what_is_not_linear_is_rounded_to_the_nearest() -> None:
+    """Norms of K, and layers that keep no rows."""
+    assert Roundings(adapt(build("qwen3"))).of(0) is None
+    llama = Roundings(adapt(build("llama")))
+    assert llama.of(0) is llama.of(0)
