@@ -235,7 +235,7 @@ class DirectSource:
 
 
 class LandingSource(DirectSource):
-    """Rows of files, read into memory of the device and verified there. See pipeline.source.Landing."""
+    """Rows of files, read into memory of the device and verified there. See LandingRows."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class LandingSource(DirectSource):
         self._files, self._checksums = files, checksums
 
     def land(self, stream: Stream, begin: int, end: int, into: Tensor) -> Verify:
-        """See pipeline.source.Landing."""
+        """See LandingRows."""
         if self._instead is None:
             try:
                 landed = land(self._rows, self._files, stream, (begin, end), into, self._checksums)
