@@ -172,7 +172,7 @@ def test_what_has_no_room_for_a_state_is_refused() -> None:
         Restorer(adapter, torch.arange(4)).layer(0, Method.KV, torch.zeros(4, adapter.row_size))
     with pytest.raises(UnsupportedArchitecture, match="packed passes do not know"):
         PackedModel(adapter.model)
-    with pytest.raises(UnsupportedArchitecture, match="keep states, for which a cache on the host has no room"):
+    with pytest.raises(UnsupportedArchitecture, match="for which a cache on the host has no room"):
         HostCache(_adapter("lfm2"), capacity=8)
     with pytest.raises(InvalidArgument, match="would add up"):
         model_spec(adapter.model, model_id="m", packed_kinds=[StateKind.HIDDEN_INT8])
