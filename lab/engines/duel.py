@@ -143,7 +143,6 @@ def _engine(model: Path, place: Path, connector: str, extra: Mapping[str, Any]) 
         model,
         None,
         place / "engine.log",
-        environment={"PYTHONHASHSEED": "0"},
         enable_prefix_caching=True,
         kv_transfer_config=transfer,
     ) as engine:

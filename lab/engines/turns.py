@@ -95,12 +95,8 @@ def engine_for(way: str, options: argparse.Namespace, target: str, log: Path) ->
         ):
             yield engine
         return
-    # Blocks that one process leaves are found by another under the same hashes.
-    environment = {"PYTHONHASHSEED": "0"}
     is_ours = kind == "ctxcache"
-    with VllmEngine(
-        options.model, target if is_ours else None, log, environment=environment, **arguments
-    ) as engine:
+    with VllmEngine(options.model, target if is_ours else None, log, **arguments) as engine:
         yield engine
 
 
