@@ -108,7 +108,8 @@ def test_a_read_to_the_end_reads_what_others_appended(cache: Client, name: str) 
 def test_a_quiet_read_is_no_access(cache: Client, name: str) -> None:
     """The rows of any other read, by every route; and the session's facts are as they were."""
     chat = cache.sessions.create(OWN, id=name)
-    chat.append(make_rows(70))
+    # On disk, so that no write in the background changes the facts.
+    chat.append(make_rows(70), durability=Durability.DISK)
     before = chat.refresh()
     with chat.read(streams=[HIDDEN], begin=3, end=68, is_quiet=True) as rows:
         assert not rows.is_local
