@@ -81,6 +81,14 @@ async def until_open(store: RocksDbMetadata) -> None:
         await asyncio.sleep(0.01)
 
 
+async def until_returned(store: RocksDbMetadata) -> None:
+    """Wait until the device has returned the thread that hung."""
+    end_s = time.monotonic() + PATIENCE_S
+    while store._writer.is_owed:
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.01)
+
+
 def uids_of(path: Path) -> list[bytes]:
     """The sessions that the next process finds."""
     store = RocksDbMetadata(path)
@@ -133,6 +141,9 @@ async def test_the_end_does_not_wait_for_the_device(tmp_path: Path) -> None:
         store.close()
         outcomes = await asyncio.gather(*commits, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [TierFailure, TierFailure]
+    await until_returned(store)
+    # The files are closed now, and not at some time during another test.
+    rocksdb._release(store._db)
 
 
 async def test_a_caller_that_goes_takes_nobody_along(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ class RocksDbMetadata:
         self._writer = Threads(1, "metadata-log", self._clock)
         # One thread: syncs follow one another, and each covers whoever has written before it began.
         self._syncer = Threads(1, "metadata-sync", self._clock)
-        self._prober = Threads(1, "metadata-space", self._clock)
+        self._beside = Threads(1, "metadata-beside", self._clock)
+        """What may take long, and questions to the filesystem: for these nobody waits."""
         self._space_asked: Future[None] | None = None
         self._is_asked_afar = _kind_of_filesystem(self._path).startswith(ASKED_AFAR)
         self._look_at_space()
@@ -170,7 +171,7 @@ class RocksDbMetadata:
         try:
             self._is_counted, self._last = self._read_last()
         except BaseException:
-            for threads in (self._writer, self._syncer, self._prober):
+            for threads in (self._writer, self._syncer, self._beside):
                 threads.close()
             _release(self._db)
             raise
@@ -223,7 +224,7 @@ class RocksDbMetadata:
         if not self._is_asked_afar:
             self._look_at_space()
         elif self._space_asked is None or self._space_asked.done():
-            self._space_asked = self._prober.submit(self._look_at_space)
+            self._space_asked = self._beside.submit(self._look_at_space)
             wait([self._space_asked], SPACE_PATIENCE_S)
         return self._space
 
@@ -423,7 +424,7 @@ class RocksDbMetadata:
         self._give_up()
 
     def _give_up(self) -> None:
-        for threads in (self._writer, self._syncer, self._prober):
+        for threads in (self._writer, self._syncer, self._beside):
             threads.give_up(lambda: TierFailure(path=self._path, problem=self.problem))
 
     async def reopen(self) -> bool:
@@ -433,7 +434,11 @@ class RocksDbMetadata:
         if self._writer.is_owed or self._syncer.is_owed:
             # The device has not answered yet.
             return False
-        # In the thread that syncs: nothing else uses the database meanwhile.
+        # No commit is taken: when both threads are back, nothing else uses the database.
+        for threads in (self._writer, self._syncer):
+            back = asyncio.wrap_future(threads.submit(_nothing))
+            self._see_to_it(asyncio.get_running_loop())
+            await asyncio.shield(back)
         opened = await self._in_thread(self._open_again)
         self._next_look_s = time.monotonic() + REOPEN_PAUSE_S
         if opened is None or not self._is_resting:
@@ -502,16 +507,15 @@ class RocksDbMetadata:
         return True
 
     async def recorded_slots(self) -> set[Slot]:
-        """See MetadataStore. In the syncing thread, whose syncs wait."""
+        """See MetadataStore."""
         if logged := self._logging:
             await asyncio.wait([logged])
         return await self._in_thread(self._recorded_slots)
 
     async def _in_thread(self, work: Callable[[], Found]) -> Found:
-        """The result of work in the syncing thread. Raises TierFailure for a device that does not answer."""
+        """The result of work that takes as long as it takes, since it asks the device many things."""
         found: list[Found] = []
-        done = self._syncer.submit(lambda: found.append(work()))
-        self._see_to_it(asyncio.get_running_loop())
+        done = self._beside.submit(lambda: found.append(work()))
         await asyncio.shield(asyncio.wrap_future(done))
         return found[0]
 
@@ -534,11 +538,11 @@ class RocksDbMetadata:
             if self._failure is None:
                 self._finish(self._syncer.submit(self._sync)).result()
         finally:
-            for threads in (self._writer, self._syncer, self._prober):
+            for threads in (self._writer, self._syncer, self._beside):
                 if not threads.is_owed:
-                    self._finish(threads.submit(lambda: None))
+                    self._finish(threads.submit(_nothing))
             is_owed = self._writer.is_owed or self._syncer.is_owed
-            for threads in (self._writer, self._syncer, self._prober):
+            for threads in (self._writer, self._syncer, self._beside):
                 threads.close()
             if self._catalog:
                 self._catalog.close(self._last.sequence)
@@ -697,6 +701,10 @@ class RocksDbMetadata:
 
 class _Overdue(Exception):
     """The device was given up."""
+
+
+def _nothing() -> None:
+    return
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None], _: object) -> None:
