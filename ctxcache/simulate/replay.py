@@ -318,9 +318,12 @@ class Replay:
         tally.queue_wait_s += now_s - since_s
         tally.computed_tokens += computed_tokens
         tally.prompt_tokens += live.input_tokens + live.history_tokens
-        tally.ttft.add(now_s - since_s + first_token_s)
+        bucket = tally.ttft.add(now_s - since_s + first_token_s)
         if is_later:
-            tally.later_ttft.add(first_token_s)
+            if now_s == since_s:
+                tally.later_ttft.add_to(bucket, first_token_s)
+            else:
+                tally.later_ttft.add(first_token_s)
             self._count(uid, live.history_tokens, tier, is_at_hand=tier is Level.MEMORY and not fetch.ready_s)
         if self._takes_time and self._is_footprint:
             self._needs(live, load.stored_bytes(live.history_tokens + live.input_tokens + turn.output_tokens))

@@ -96,6 +96,13 @@ class Act(enum.Enum):
     EVICT = "evict"
     REFUSE = "refuse"
 
+    # Enum's own hashes the name anew, in Python.
+    __hash__ = object.__hash__
+
+
+_NOTHING_ELSE = frozenset({Act.ADMIT, Act.GROW})
+"""Acts of which the end of the turn tells all."""
+
 
 class Move(NamedTuple):
     """`size_bytes` of a session to be moved, `tier` being where they lie afterwards (or lay, of EVICT).
@@ -365,9 +372,10 @@ class InclusiveTiers(Tiers):
 
     def _is_worth_writing(self, uid: bytes, size_bytes: int) -> bool:
         """Whether SSD is to have it; it keeps what it has some of."""
-        if self.is_on_ssd(uid):
+        free_bytes = self._limits[Level.BELOW] - self._used[Level.BELOW]
+        if size_bytes <= free_bytes or self.is_on_ssd(uid):
             return True
-        return is_worth_writing(size_bytes, self._free_bytes(Level.BELOW), self._leaving(uid))
+        return is_worth_writing(size_bytes, free_bytes, self._leaving(uid))
 
     def _leaving(self, uid: bytes) -> Iterator[Candidate]:
         seen = {uid}
@@ -580,8 +588,13 @@ class Store:
     def _moved(self, moves: Iterable[Move], now_s: float) -> None:
         tally = self.tally
         for move in moves:
-            act, uid, size_bytes = move.act, move.uid, move.size_bytes
-            if act is Act.PROMOTE:
+            act, uid, size_bytes, _ = move
+            if act in _NOTHING_ELSE:
+                continue
+            if act is Act.EVICT:
+                tally.evicted_sessions += 1
+                self._lost(uid)
+            elif act is Act.PROMOTE:
                 tally.promoted_bytes += size_bytes
             elif act is Act.DROP:
                 self._unprefetched(uid)
@@ -589,9 +602,6 @@ class Store:
                 self._unprefetched(uid)
                 tally.ssd_rewritten_bytes += size_bytes
                 self._write(self._copies[uid], size_bytes, now_s)
-            elif act is Act.EVICT:
-                tally.evicted_sessions += 1
-                self._lost(uid)
             elif act is Act.REFUSE:
                 tally.refused += 1
                 self._lost(uid)

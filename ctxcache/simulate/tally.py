@@ -26,11 +26,17 @@ class FineHistogram:
         self.count = 0
         self.sum_s = 0.0
 
-    def add(self, value_s: float) -> None:
-        """Count a duration of 0 or more."""
+    def add(self, value_s: float) -> int:
+        """Count a duration of 0 or more; returns its bucket."""
+        bucket = int(math.log(value_s / LEAST_S) / STEP) + 1 if value_s > LEAST_S else 0
+        self.add_to(bucket, value_s)
+        return bucket
+
+    def add_to(self, bucket: int, value_s: float) -> None:
+        """Count a duration whose bucket is known."""
         self.count += 1
         self.sum_s += value_s
-        self.buckets[int(math.log(value_s / LEAST_S) / STEP) + 1 if value_s > LEAST_S else 0] += 1
+        self.buckets[bucket] += 1
 
     def merge(self, other: "FineHistogram") -> None:
         """Count another's durations, too."""

@@ -247,8 +247,11 @@ def _check(row: Row, fields: tuple[str, ...]) -> None:
 
 def _chained(first: Row, rows: Iterable[Row], fields: tuple[str, ...]) -> Iterator[Row]:
     yield first
+    names = first.values.keys()
     for row in rows:
-        _check(row, fields)
+        # Lines of CSV have all fields of their header; of JSON each has its own.
+        if row.values.keys() != names:
+            _check(row, fields)
         yield row
 
 
@@ -259,14 +262,15 @@ def _request(row: Row) -> TraceTurn:
 
 
 def _session_turn(row: Row) -> TraceTurn:
-    think_ms = row.optional_ms("think_ms")
+    values = row.values
+    think_ms = row.optional_ms("think_ms") if "think_ms" in values else None
     return TraceTurn(
         row.name("session_id"),
         row.time_ms("arrival_ms") / 1000,
         row.count("new_input_tokens"),
         row.count("output_tokens"),
-        row.optional("history_tokens", 0),
-        row.optional("turn", 1),
+        row.optional("history_tokens", 0) if "history_tokens" in values else None,
+        row.optional("turn", 1) if "turn" in values else None,
         think_s=None if think_ms is None else think_ms / 1000,
     )
 
