@@ -73,6 +73,13 @@ class MappedArena:
                     self._populating.append(_populate(self._writable, self._arena, is_for_writing=True))
             return self._writable
 
+    def wait_populated(self, timeout_s: float) -> None:
+        """Wait until what is mapped has been populated; for each mapping at most so long."""
+        with self._lock:
+            populating = list(self._populating)
+        for one in populating:
+            one.wait(timeout_s)
+
     def ssd_files(self) -> SsdReader:
         """The files of the same server's SSD tier, opened on first use."""
         with self._lock:

@@ -25,6 +25,8 @@ SPACE = BlockSpace(model_fingerprint=bytes(32), layout_tag="bench")
 ROOM_BLOCKS = 8 * BLOCK_COUNT
 """Blocks that there is room for, in both tiers: those of some rounds."""
 LEAST_ROOM_BYTES = 64 << 20
+POPULATED_S = 30.0
+"""How long at most is waited for the arena's pages."""
 KEPT = 1 << 32
 """Stands for a round: of the blocks that stay."""
 
@@ -63,6 +65,11 @@ def _client(place: Place, blocks: _Blocks) -> Iterator[Client]:
     ):
         _put(client, blocks, KEPT)
         _load(client, blocks, KEPT)
+        attachment = client.blocks._routes.attach()  # noqa: SLF001  no caller needs to wait
+        if attachment is not None:
+            # At the lowest priority, so that on a busy machine the first rounds would be all page faults. An
+            # engine maps the arena once.
+            attachment.arena.wait_populated(POPULATED_S)
         yield client
 
 
