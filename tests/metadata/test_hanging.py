@@ -23,7 +23,7 @@ from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 HANG_AFTER_S = 0.3
-PATIENCE_S = 60.0
+PATIENCE_S = 25.0
 PIPE_BYTES = 4096
 
 
