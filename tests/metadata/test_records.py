@@ -254,11 +254,14 @@ def test_a_kind_of_a_later_version_is_named() -> None:
             sample.decode(sample.key, sample.value)
 
 
-def test_a_session_with_bytes_behind_it_is_refused() -> None:
+@pytest.mark.parametrize("block", [None, BlockRecord(bytes(32), "parent", (64, 32))])
+def test_a_session_with_bytes_behind_it_is_refused(block: BlockRecord | None) -> None:
     """Sealed as it is: a record that says less than it holds was not written by this version."""
-    key, value = records.session_key(make_session().uid), records.encode_session(make_session())
+    streams = tuple(Stream(layer, StateKind.KV) for layer in range(2))
+    record = replace(make_session(), block=block, layout=streams) if block else make_session()
+    key, value = records.session_key(record.uid), records.encode_session(record)
     longer = records._seal(key, value[1:-8] + b"?")
 
-    assert records.decode_session(key, value) == make_session()
+    assert records.decode_session(key, value) == record
     with pytest.raises(CorruptMetadata, match="does not parse"):
         records.decode_session(key, longer)
