@@ -51,7 +51,7 @@ from rocksdict import (
 
 from ctxcache.errors import CapacityExceeded, CorruptMetadata, DataDirectoryUnusable, TierFailure
 from ctxcache.format.layout import Slot
-from ctxcache.runtime.clock import Clock, SystemClock
+from ctxcache.runtime.clock import SystemClock
 from ctxcache.runtime.files import claim_directory
 from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata import records
@@ -117,7 +117,7 @@ class _Round:
 
 
 class RocksDbMetadata:
-    """See MetadataStore. One process at a time; owned by the event loop, but for its two threads."""
+    """See MetadataStore. One process at a time; owned by the event loop, but for its threads."""
 
     def __init__(
         self,
@@ -126,7 +126,6 @@ class RocksDbMetadata:
         witness: Witness | None = None,
         catalog: Catalog | None = None,
         hang_after_s: float = HANG_AFTER_S,
-        clock: Clock | None = None,
     ) -> None:
         """Open or create the database in directory `path`. Closes `witness` and `catalog` at its end.
 
@@ -135,7 +134,7 @@ class RocksDbMetadata:
         """
         self._path = str(path)
         self._witness, self._catalog = witness, catalog
-        self._hang_after_s, self._clock = hang_after_s, clock or SystemClock()
+        self._hang_after_s, self._clock = hang_after_s, SystemClock()
         # A sync waits for the witnesses too, whose devices may hang while this one does not.
         self._patience_s = hang_after_s + (WITNESS_PATIENCE_S if witness else 0)
         self._db = _open(self._path)
