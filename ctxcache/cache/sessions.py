@@ -346,7 +346,7 @@ class Sessions:
         fork.create_time_ns, fork.access_time_ns = replaced.create_time_ns, replaced.access_time_ns
         fork.expiration, fork.expire_time_ns = replaced.expiration, replaced.expire_time_ns
         fork.is_pinned, fork.copies, fork.heat = replaced.is_pinned, replaced.copies, replaced.heat
-        # Whoever knows the replaced one, and writes or reads on that condition, is refused.
+        # A condition on the replaced session's generation must fail from here on.
         fork.generation = replaced.generation + 1
         self._state.journal.happened(
             replaced, Event.DELETED, detail="replaced", token_count=replaced.token_count

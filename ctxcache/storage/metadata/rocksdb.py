@@ -71,10 +71,10 @@ ROOM_INODES = 32
 """Free inodes below which the same holds, where the filesystem counts them."""
 SPARE_DESCRIPTORS = 16
 """Descriptors that are free when a database that rests is opened again."""
-ASKED_AFAR = ("fuse", "nfs", "cifs", "smb", "ceph", "9p", "gluster", "lustre")
-"""Kinds of filesystems that ask somebody else how much room they have; the others know."""
+REMOTE_FILESYSTEMS = ("fuse", "nfs", "cifs", "smb", "ceph", "9p", "gluster", "lustre")
+"""Kinds whose `statvfs` asks another process or machine, and may hang; the kernel answers for the others."""
 SPACE_PATIENCE_S = 0.05
-"""How long the loop waits for what such a filesystem says, once; one that hangs takes longer."""
+"""How long the loop waits for the answer of such a filesystem, once per question."""
 REOPEN_PAUSE_S = 1.0
 """Between two looks at whether what lacked is there again."""
 _LACKING = tuple(
@@ -142,9 +142,9 @@ class RocksDbMetadata:
         # One thread: syncs follow one another, and each covers whoever has written before it began.
         self._syncer = Threads(1, "metadata-sync", self._clock)
         self._beside = Threads(1, "metadata-beside", self._clock)
-        """What may take long, and questions to the filesystem: for these nobody waits."""
+        """Opening and scanning the database, questions to the filesystem: no commit waits for this thread."""
         self._space_asked: Future[None] | None = None
-        self._is_asked_afar = _kind_of_filesystem(self._path).startswith(ASKED_AFAR)
+        self._is_remote = _kind_of_filesystem(self._path).startswith(REMOTE_FILESYSTEMS)
         self._look_at_space()
         self._waiting: list[Sequence[Entry]] = []
         """Changes of commits that came while the log was written, and what their callers wait for."""
@@ -219,8 +219,8 @@ class RocksDbMetadata:
             self._check_room(self._space_now())
 
     def _space_now(self) -> os.statvfs_result:
-        """What the filesystem says of its room; what it said last where it does not answer."""
-        if not self._is_asked_afar:
+        """The filesystem's free room; the last figure while the filesystem does not answer."""
+        if not self._is_remote:
             self._look_at_space()
         elif self._space_asked is None or self._space_asked.done():
             self._space_asked = self._beside.submit(self._look_at_space)
@@ -323,7 +323,7 @@ class RocksDbMetadata:
         noted = self._catalog.last_write if self._catalog else None
         if is_durable:
             sync = asyncio.wrap_future(self._join_sync())
-            self._see_to_it(asyncio.get_running_loop())
+            self._start_watch(asyncio.get_running_loop())
             await asyncio.shield(sync)
         if self._catalog:
             await self._catalog.wait(noted)
@@ -334,7 +334,7 @@ class RocksDbMetadata:
         """Have changes written in the order of the calls; done when they are in the log."""
         if self._waiting_logged is None:
             self._waiting_logged = asyncio.get_running_loop().create_future()
-            # Nobody may be there any more who asks.
+            # A failure that no caller waits for any more is not an error of the loop.
             self._waiting_logged.add_done_callback(lambda done: done.exception())
         logged = self._waiting_logged
         self._waiting.append(entries)
@@ -344,7 +344,7 @@ class RocksDbMetadata:
 
     @property
     def _logging(self) -> "asyncio.Future[None] | None":
-        """What those wait for whose changes came last and are not in the log; None where all are."""
+        """Done when every change so far is in the log; None where that is so already."""
         return self._waiting_logged or (self._round.logged if self._round else None)
 
     def _begin_round(self) -> None:
@@ -363,14 +363,14 @@ class RocksDbMetadata:
         begun.work = self._writer.submit(self._write_log)
         loop = asyncio.get_running_loop()
         begun.work.add_done_callback(partial(_call_soon, loop, partial(self._end_round, begun)))
-        self._see_to_it(loop)
+        self._start_watch(loop)
 
     def _write_log(self) -> None:
         # The writing thread: the only one that does this, and the interpreter is free meanwhile.
         self._db.flush_wal(sync=False)
 
     def _end_round(self, ended: _Round) -> None:
-        """The thread is back: tell the callers, and go on with those who came meanwhile."""
+        """The log is written: tell the callers, and begin the next round where commits wait."""
         if self._round is not ended or ended.work is None:
             # It was given up, and this is its late answer.
             return
@@ -405,19 +405,19 @@ class RocksDbMetadata:
                 failure.__cause__ = error
                 caller.set_exception(failure)
 
-    def _see_to_it(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Look after the device from now on, if nobody does."""
+    def _start_watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the watch for a device that hangs, unless it runs already."""
         if self._watch is None:
             self._watch = loop.call_later(self._patience_s, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give up what the device has not answered in time; look again while it has something to answer."""
+        """Give up operations that are late; watch on while others are under way."""
         self._watch = None
         begun = [at_ns for at_ns in (self._writer.oldest_ns, self._syncer.oldest_ns) if at_ns is not None]
         if not begun or self._writer.is_owed or self._syncer.is_owed:
             return
         if self._clock.monotonic_ns() - min(begun) < self._patience_s * 1e9:
-            self._see_to_it(loop)
+            self._start_watch(loop)
             return
         self._refuse(_Overdue(f"the device has not answered for {self._hang_after_s:g} s"))
         self._give_up()
@@ -436,7 +436,7 @@ class RocksDbMetadata:
         # No commit is taken: when both threads are back, nothing else uses the database.
         for threads in (self._writer, self._syncer):
             back = asyncio.wrap_future(threads.submit(_nothing))
-            self._see_to_it(asyncio.get_running_loop())
+            self._start_watch(asyncio.get_running_loop())
             await asyncio.shield(back)
         opened = await self._in_thread(self._open_again)
         self._next_look_s = time.monotonic() + REOPEN_PAUSE_S
@@ -552,7 +552,7 @@ class RocksDbMetadata:
                 del self._db
 
     def _finish_rounds(self) -> None:
-        """Write what callers left who are not there any more."""
+        """Finish the rounds of callers that were cancelled."""
         while (ended := self._round) and ended.work:
             self._finish(ended.work)
             # The callers' loop may have been closed.
