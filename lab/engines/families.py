@@ -215,10 +215,10 @@ def main() -> int:
             outcomes = hold(build(family, place), family, STATES, place)
         differs = differs or any(not one.is_equal and not one.words for one in outcomes.values())
         lines.append(f"| {family} | " + " | ".join(str(one) for one in outcomes.values()) + " |")
+        if options.write:
+            write_rows(options.write, "table", lines)
     sys.stderr.write("\r" + " " * 40 + "\r")
     print("\n".join(lines))
-    if options.write:
-        write_rows(options.write, "table", lines)
     return 1 if differs else 0
 
 

@@ -8,8 +8,9 @@
 Every way has an engine process of its own, one after the other, with room for about one conversation. Replies
 are compared token for token with those of an engine that computes every prompt. `again` is a new engine
 process on what the one before it left. The turns of conversations alternate, so that each finds its state
-evicted. Prompts are random token ids. Times are vLLM's own, from a request's arrival to its first token.
-LMCache is measured, as its server beside the engine, where `--lmcache` names a Python that has it.
+evicted. A session that begins anew is cut there: `ctxcache again` finds all in its first turn alone. Prompts
+are random token ids. Times are vLLM's own, from a request's arrival to its first token. LMCache is measured,
+as its server beside the engine, where `--lmcache` names a Python that has it.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,10 @@ WAYS = {
     "prefix cache": "vLLM's prefix cache",
     "offload": "vLLM's offloading to host memory",
     "lmcache": "LMCache's server",
-    "ctxcache": "ctxcache, durable on SSD",
-    "ctxcache again": "a new vLLM process on that ctxcache",
+    "ctxcache": "ctxcache, found by session",
+    "ctxcache again": "a new vLLM process on those sessions, from their first turn",
+    "by prefix": "ctxcache, found by prefix",
+    "by prefix again": "a new vLLM process on those prefixes",
     "file tier": "vLLM's offloading, 128 MiB, files behind it",
     "file tier again": "a new vLLM process on those files",
     "ctxcache tier": "vLLM's offloading, 128 MiB, ctxcache behind it",
@@ -54,7 +58,8 @@ RATIOS = (
     ("ctxcache", "offload"),
     ("ctxcache", "lmcache"),
     ("ctxcache", "file tier"),
-    ("ctxcache again", "file tier again"),
+    ("by prefix", "offload"),
+    ("by prefix again", "file tier again"),
     ("ctxcache tier", "file tier"),
     ("ctxcache tier again", "file tier again"),
 )
@@ -95,7 +100,7 @@ def engine_for(way: str, options: argparse.Namespace, target: str, log: Path) ->
         ):
             yield engine
         return
-    is_ours = kind == "ctxcache"
+    is_ours = kind in {"ctxcache", "by prefix"}
     with VllmEngine(options.model, target if is_ours else None, log, **arguments) as engine:
         yield engine
 
@@ -126,7 +131,8 @@ def lmcache(python: Path, place: Path) -> Iterator[dict[str, Any]]:
     with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
         port, http_port = free.getsockname()[1], other.getsockname()[1]
     size_gb = str(HOST_BYTES >> 30)
-    command = [str(python.absolute().with_name("lmcache")), "server", "--host", "127.0.0.1"]
+    python = python.absolute()  # its processes have another working directory
+    command = [str(python.with_name("lmcache")), "server", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--http-port", str(http_port)]
     command += ["--l1-size-gb", size_gb, "--chunk-size", "256"]
     command += ["--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
@@ -166,13 +172,15 @@ def measure(way: str, options: argparse.Namespace, target: str, log: Path, expec
     first_ms: list[list[float]] = []
     prompt_count = reused_count = 0
     is_equal = True
+    is_named = not way.startswith("by prefix")
     with engine_for(way, options, target, log) as engine:
         began_s = time.perf_counter()
         for turn in range(options.turns):
             took_ms = []
             for number, prompt in prompts.items():
                 prompt.extend(questions[turn, number])
-                reply = engine.turn(prompt, f"conversation-{number}", options.answer)
+                name = f"conversation-{number}" if is_named else None
+                reply = engine.turn(prompt, name, options.answer)
                 if is_first:
                     expected[turn, number] = reply.token_ids
                 is_equal = is_equal and reply.token_ids == expected[turn, number]
@@ -250,14 +258,18 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="ctxcache-turns-") as directory:
         place = Path(directory)
-        with serving(place / "data", arena_bytes=1 << 30, ssd_bytes=8 << 30) as server:
-            for way in dict.fromkeys(["nothing", *ways]):
-                log = place / f"{way.replace(' ', '-')}.log"
-                rows.append(measure(way, options, server.target("tcp"), log, expected))
-                if options.json:
-                    print(json.dumps(asdict(rows[-1])), flush=True)
-                else:
-                    sys.stderr.write(f"{way}: done\n")
+        asked = dict.fromkeys(["nothing", *ways])
+        for kind, alike in groupby(asked, lambda way: way.removesuffix(AGAIN)):
+            # Each has a store of its own: what one saved, another would find by its prefix.
+            data = place / "data" / kind.replace(" ", "-")
+            with serving(data, arena_bytes=1 << 30, ssd_bytes=8 << 30) as server:
+                for way in alike:
+                    log = place / f"{way.replace(' ', '-')}.log"
+                    rows.append(measure(way, options, server.target("tcp"), log, expected))
+                    if options.json:
+                        print(json.dumps(asdict(rows[-1])), flush=True)
+                    else:
+                        sys.stderr.write(f"{way}: done\n")
     tables = {"turns": table_of(rows), "ratios": ratios_of(rows)}
     if not options.json:
         print("\n\n".join("\n".join(lines) for lines in tables.values()))
