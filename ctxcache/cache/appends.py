@@ -72,7 +72,8 @@ class Reservation:
 
     Those below `marked` will not change any more. `promised_bytes`: of slots for what is being made room.
     `runs` in token order, one per segment, each segment held once; those committed in full are let go.
-    `client` is whose share of the arena they are counted in. `tally`: of rows that came over a wire.
+    `client` is whose share of the arena they are counted in. `tally`: of rows that came over a wire,
+    once some came.
     `coming_end`: one past the last token that its writer is known to append. Tokens that fill a long segment
     are put into one, as long as its slot takes no more than `longest_bytes`. `contents`: digests of the
     content behind the tokens.
@@ -87,7 +88,7 @@ class Reservation:
     marked: int = 0
     promised_bytes: int = 0
     runs: list[Run] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
+    tally: Tally | None = None
     coming_end: int = 0
     longest_bytes: int = 0
     contents: Sequence[Content] = ()
@@ -134,6 +135,12 @@ class Reservation:
             (run.segment, Sums(run.row_of(token), run.row_of(token) + 1, (value,)))
             for (run, token), value in zip(rows, given, strict=True)
         ]
+
+    def tallied(self) -> Tally:
+        """Its tally, begun now if need be."""
+        if self.tally is None:
+            self.tally = Tally()
+        return self.tally
 
     def mark(self, token_count: int) -> list[Segment]:
         """Tokens below `token_count` will not change any more; returns segments that are full with them."""
@@ -185,8 +192,9 @@ class Reservation:
         missing_count = token_count - free_count
         coming_count = max(missing_count, self.coming_end - self.end - free_count)
         found: list[SegmentLayout] = []
+        plain = self.session.layout
         while missing_count > 0:
-            layout = self.session.layout.filled_by(coming_count, self.longest_bytes)
+            layout = plain.filled_by(coming_count, self.longest_bytes) if self.longest_bytes else plain
             found.append(layout)
             missing_count -= layout.segment_tokens
             coming_count -= layout.segment_tokens
@@ -346,21 +354,20 @@ class Appends:
         # Not open yet: what it needs is looked at before anything is changed.
         reservation = self._made(session, write_offset, coming_count, contents, client)
         try:
-            slots = self._slots_at_once(reservation, token_count)
+            room = self._room_at_once(reservation, token_count)
         except CacheError as error:
             self._state.journal.write_failed(session, error)
             raise
-        if slots is None:
+        if room is None:
             return None
+        last, row, slots = room
         self._begin(reservation, now_ns)
         end = write_offset + token_count
-        segment, row = reservation.last() if token_count else (None, 0)
-        if segment is not None:
-            self._add_run(reservation, segment, row, end)
+        if last is not None:
+            self._add_run(reservation, last, row, end)
         for layout, slot in slots:
             position = self._next_position(reservation)
-            segment = self._ledger.blank(session, self._ledger.new_segment_id(), position, layout)
-            self._ledger.reserved(segment, slot)
+            segment = self._ledger.reserved(session, self._ledger.new_segment_id(), position, layout, slot)
             self._add_run(reservation, segment, 0, end)
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.RESERVE, session, tokens=token_count)
@@ -408,36 +415,30 @@ class Appends:
             )
         return session, now_ns
 
-    def _slots_at_once(
+    def _room_at_once(
         self, reservation: Reservation, token_count: int
-    ) -> list[tuple[SegmentLayout, Slot]] | None:
-        """Slots for the segments that so many more tokens need, each with how it is laid out.
+    ) -> tuple[Segment | None, int, list[tuple[SegmentLayout, Slot]]] | None:
+        """Room for so many more tokens: the segment that goes on and its next row, and slots for new ones.
 
-        None where any bound, or a slot, is to be waited for.
+        Each slot comes with its segment's layout. None where any bound, or a slot, is to be waited for.
         """
         if not token_count:
-            return []
+            return None, 0, []
         session, (last, row) = reservation.session, reservation.last()
         layouts = reservation.new_layouts(token_count, last, row)
-        needed = reservation.held_with(last, layouts)
+        needed, own_bytes = reservation.held_with(last, layouts), reservation.size_bytes
         sizes_bytes = [layout.size_bytes for layout in layouts]
         new_bytes = sum(sizes_bytes)
-        if self._ledger.quotas.is_limited(session.tenant):
-            # A tenant's limit on SSD may make sessions of it leave.
-            return None
-        if not self.pins.has_room(reservation.client, needed):
+        # A tenant's limit on SSD may make sessions of it leave.
+        is_limited = self._ledger.quotas.is_limited(session.tenant)
+        if is_limited or not self.pins.has_room(reservation.client, needed):
             return None
         if last is not None:
             new_bytes += self._ledger.claim_bytes(last)
-        if new_bytes and not self._dirty_bound.admits_at_once(new_bytes, reservation.size_bytes):
+        if new_bytes and not self._dirty_bound.admits_at_once(new_bytes, own_bytes):
             return None
-        slots = self._memory_room.take_all(sizes_bytes, session.layout.size_bytes, session.tenant)
-        # Room may have been made of the very segment that was to be continued.
-        if slots is not None and reservation.last()[0] is not last:
-            for slot in slots:
-                self._ledger.memory.give(slot)
-            return None
-        return None if slots is None else list(zip(layouts, slots, strict=True))
+        slots = self._memory_room.take_all(session, sizes_bytes)
+        return None if slots is None else (last, row, list(zip(layouts, slots, strict=True)))
 
     def _next_position(self, reservation: Reservation) -> int:
         """The position of the first token behind the reservation's end."""
@@ -571,7 +572,6 @@ class Appends:
         now_ns = self._state.clock.monotonic_ns()
         for run in reservation.runs:
             segment = run.segment
-            self._ledger.unclaimed(segment)
             # Rows that were marked and never committed leave their checksums.
             if segment.sums and segment.sums[-1].row_begin >= segment.row_count:
                 segment.forget_sums(segment.row_count)
@@ -586,6 +586,7 @@ class Appends:
                 self._ledger.closed([segment])
             # The writer may be alive and still write: for a while no other session may have the slot.
             if is_abandoned:
+                self._ledger.unclaimed(segment)
                 self._ledger.closed([segment])
                 self._quarantine.append((now_ns + GRACE_NS, segment, client))
             else:
@@ -613,7 +614,7 @@ class Appends:
         token_end = token_begin + len(data) // row_bytes
         for run, first, last in reservation.cuts(token_begin, token_end):
             source = data[(first - token_begin) * row_bytes : (last - token_begin) * row_bytes]
-            reservation.tally.grow(stream, first, last, is_first=first == run.token_begin).update(source)
+            reservation.tallied().grow(stream, first, last, is_first=first == run.token_begin).update(source)
             target = self._rows(run, stream, first, last)
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
@@ -635,7 +636,7 @@ class Appends:
             self._ledger.held(run.segment)
         try:
             views = tuple((run, self._io.view(run.segment)) for run in runs)
-            yield Room(views, reservation.tally)
+            yield Room(views, reservation.tallied())
         finally:
             for run in runs:
                 self._ledger.released(run.segment)
@@ -664,10 +665,10 @@ class Appends:
             return reservation.joint_sums(cuts, checksums or ())
         if checksums is not None:
             return reservation.sums(cuts, checksums)
-        said = []
+        said, tally = [], reservation.tallied()
         for run, begin, end in cuts:
             values = tuple(
-                reservation.tally.value(spec.stream, begin, end, partial(self._rows, run, spec.stream))
+                tally.value(spec.stream, begin, end, partial(self._rows, run, spec.stream))
                 for spec in run.segment.layout.specs
             )
             said.append((run.segment, Sums(run.row_of(begin), run.row_of(end), values)))
@@ -753,6 +754,7 @@ class Appends:
             self.pins.unpin(reservation.client, sizes_bytes)
 
     def _release(self, segment: Segment, client: Pinner) -> None:
+        self._ledger.unclaimed(segment)
         self._ledger.released(segment)
         self.pins.unpin(client, {segment.segment_id: segment.layout.size_bytes})
 
@@ -761,7 +763,6 @@ class Appends:
     ) -> Segment | None:
         """A segment with a slot; None where there is none in one piece for a long one."""
         session, size_bytes = reservation.session, layout.size_bytes
-        segment = self._ledger.blank(session, segment_id, self._next_position(reservation), layout)
         if layout is session.layout:
             slot = await self._memory_room.place(size_bytes, session.tenant)
         elif (found := self._memory_room.take_long(size_bytes, session.tenant)) is None:
@@ -776,8 +777,7 @@ class Appends:
             # It was taken and never reserved: nobody else gives it back.
             self._ledger.memory.give(slot)
             raise
-        self._ledger.reserved(segment, slot)
-        return segment
+        return self._ledger.reserved(session, segment_id, self._next_position(reservation), layout, slot)
 
     def _check_open(self, reservation: Reservation) -> None:
         if reservation.reservation_id not in self._open:
@@ -790,8 +790,8 @@ class Appends:
             reservation.runs[-1] = replace(last, row_end=row_end)
         else:
             self._ledger.held(segment)
-            self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
             taken_bytes = self._ledger.claimed(segment)
+            self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
             if reservation.promised_bytes:
                 # The promised bytes are taken.
                 self._ledger.promised(reservation.session.tenant, -taken_bytes)
@@ -811,7 +811,8 @@ class Appends:
         if reservation.committed // BLOCK_TOKENS < token_count // BLOCK_TOKENS:
             self._ledger.keyed.appended(session, reservation.committed, self._token_ids)
         reservation.committed = token_count
-        reservation.tally.forget(token_count)
+        if reservation.tally is not None:
+            reservation.tally.forget(token_count)
         if len(reservation.runs) > 1:
             self._let_go(reservation)
         self._state.counters.appended_token_count += added
@@ -828,6 +829,5 @@ class Appends:
         """End the holds on segments that are written in full; the last one may be continued."""
         done = bisect_right(reservation.runs[:-1], reservation.committed, key=TOKEN_END)
         for run in reservation.runs[:done]:
-            self._ledger.unclaimed(run.segment)
             self._release(run.segment, reservation.client)
         del reservation.runs[:done]

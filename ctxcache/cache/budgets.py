@@ -162,16 +162,17 @@ class MemoryRoom:
             )
         return slot
 
-    def take_all(self, sizes_bytes: Sequence[int], plain_bytes: int, tenant: str) -> list[Slot] | None:
-        """Slots of these sizes that are free, or that something clean gave back.
+    def take_all(self, session: Session, sizes_bytes: Sequence[int]) -> list[Slot] | None:
+        """Slots of these sizes for the session that are free, or that something clean gave back.
 
-        None, and none is taken, where there are fewer. Slots above `plain_bytes` are long ones: see
-        `take_long`.
+        Nothing of the session itself leaves for them: it rests, and may be the coldest. None, and none is
+        taken, where there are fewer. Slots of long segments are taken as `take_long` does.
         """
+        plain_bytes, tenant, is_other = session.layout.size_bytes, session.tenant, session.uid.__ne__
         slots: list[Slot] = []
         for size_bytes in sizes_bytes:
             take = self._take if size_bytes <= plain_bytes else self.take_long
-            slot = take(size_bytes, tenant)
+            slot = take(size_bytes, tenant, is_other)
             if slot is None:
                 # All or none: two writers that each kept a part would wait for one another.
                 for taken in slots:
@@ -180,14 +181,16 @@ class MemoryRoom:
             slots.append(slot)
         return slots
 
-    def take_long(self, size_bytes: int, tenant: str) -> Slot | None:
+    def take_long(
+        self, size_bytes: int, tenant: str, may_give: Callable[[bytes], bool] = lambda _: True
+    ) -> Slot | None:
         """A slot that is free in one piece, or is once as many bytes of what is clean have left.
 
         None otherwise: shorter segments then take what is free in several pieces.
         """
         memory = self._ledger.memory
         slot = memory.take(size_bytes)
-        if slot is None and self._drop_clean(size_bytes, tenant):
+        if slot is None and self._drop_clean(size_bytes, tenant, may_give):
             slot = memory.take(size_bytes)
         if self._ledger.watermarks.is_low(memory.free_bytes, memory.capacity_bytes):
             self.is_short.set()
@@ -232,10 +235,12 @@ class MemoryRoom:
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _take(self, size_bytes: int, tenant: str) -> Slot | None:
+    def _take(
+        self, size_bytes: int, tenant: str, may_give: Callable[[bytes], bool] = lambda _: True
+    ) -> Slot | None:
         """A slot that is free, or that something clean gave back; None where there is neither."""
         memory = self._ledger.memory
-        while (slot := memory.take(size_bytes)) is None and self._drop_clean(size_bytes, tenant):
+        while (slot := memory.take(size_bytes)) is None and self._drop_clean(size_bytes, tenant, may_give):
             continue
         if self._ledger.watermarks.is_low(memory.free_bytes, memory.capacity_bytes):
             self.is_short.set()
@@ -280,10 +285,12 @@ class MemoryRoom:
             if error.facts.get("tier") != "SSD" or not await self._ssd_room.evict(choose):
                 raise
 
-    def _drop_clean(self, size_bytes: int, tenant: str | None) -> bool:
+    def _drop_clean(
+        self, size_bytes: int, tenant: str | None, may_give: Callable[[bytes], bool] = lambda _: True
+    ) -> bool:
         """Drop copies that SSD has too, and spared sessions, until `size_bytes` went; whether anything did.
 
-        `tenant`: which one needs the room; None: it is to be kept free.
+        `tenant`: which one needs the room; None: it is to be kept free. `may_give`: see Resident.
         """
         dropped_bytes = dropped_count = look_count = 0
         among: Sequence[str] | None = None
@@ -292,7 +299,7 @@ class MemoryRoom:
             if look_count % DROPS_PER_LOOK == 0:
                 among = self._ledger.quotas.in_memory(tenant, size_bytes)
             look_count += 1
-            dropped = self._drop_one(among)
+            dropped = self._drop_one(among, may_give)
             if dropped is None:
                 break
             dropped_count += dropped[0]

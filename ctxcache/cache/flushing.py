@@ -207,7 +207,9 @@ class Staging:
     # -- parts -------------------------------------------------------------------------------------
 
     async def _put(self, session: Session, staged: Staged, before: Staged | None) -> None:
-        turns = self._windows.setdefault(session.uid, asyncio.Semaphore(window(staged.segment.size_bytes)))
+        turns = self._windows.setdefault(
+            session.uid, asyncio.Semaphore(window(staged.segment.layout.size_bytes))
+        )
         try:
             if before is not None:
                 # That write is of rows that were given up; its header must not land over this one's.
@@ -234,7 +236,7 @@ class Staging:
             self._ledger.released(staged.segment)
 
     async def _slot(self, session: Session, staged: Staged) -> Slot | None:
-        size_bytes = staged.segment.size_bytes
+        size_bytes = staged.segment.layout.size_bytes
         if staged.is_urgent:
             return await self._ssd_room.place(size_bytes, session)
         # An unasked write evicts nothing: it takes only a slot that is free.
@@ -486,7 +488,7 @@ class Flushing:
             raise
         self._ledger.recorded(session, end, begun_ns)
         self._state.counters.flushed_segment_count += len(kept)
-        single = [item for item in kept if item.segment.copies > len(item.places)]
+        single = [item for item in kept if item.segment.copies > 1 and item.copy is None]
         self._state.counters.uncopied_segment_count += len(single)
         for slot in replaced:
             # Only now: before the commit a restart would still read the old slots.

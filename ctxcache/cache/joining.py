@@ -83,8 +83,7 @@ class Joining:
             if slot is None:
                 return False
             segment_id = self._ledger.new_segment_id()
-            whole = self._ledger.blank(session, segment_id, parts[0].begin, longest)
-            self._ledger.reserved(whole, slot)
+            whole = self._ledger.reserved(session, segment_id, parts[0].begin, longest, slot)
             self._ledger.held(whole)
             try:
                 return await self._join(session, parts, whole)

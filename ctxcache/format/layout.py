@@ -91,7 +91,8 @@ class SegmentLayout:
     size_bytes: int = field(init=False)
     offsets: tuple[int, ...] = field(init=False)
     index: dict[Stream, int] = field(init=False, compare=False, repr=False)
-    _outline: Outline | None = field(init=False, compare=False, repr=False, default=None)
+    outline: Outline = field(init=False, compare=False, repr=False)
+    """The layout in short."""
     _longer: dict[int, "SegmentLayout"] = field(init=False, compare=False, repr=False, default_factory=dict)
     _most_tokens: int = field(init=False, compare=False, repr=False)
     """Rows of the longest segment whose chunks are not too large."""
@@ -108,6 +109,10 @@ class SegmentLayout:
             self, "_most_tokens", min(LONGEST_SEGMENT_TOKENS, LONG_CHUNK_BYTES // widest_bytes)
         )
         object.__setattr__(self, "index", {spec.stream: i for i, spec in enumerate(self.specs)})
+        kind_bytes: dict[StateKind, int] = {}
+        for stream, row_bytes, _ in self.specs:
+            kind_bytes[stream.kind] = kind_bytes.get(stream.kind, 0) + row_bytes
+        object.__setattr__(self, "outline", Outline(tuple(ranges_of(self.index)), kind_bytes))
 
     @property
     def is_block(self) -> bool:
@@ -118,16 +123,6 @@ class SegmentLayout:
     def token_bytes(self) -> int:
         """Bytes one token takes over all streams, padding not counted."""
         return sum(spec.row_bytes for spec in self.specs)
-
-    @property
-    def outline(self) -> Outline:
-        """The layout in short, made when first needed."""
-        if self._outline is None:
-            kind_bytes: dict[StateKind, int] = {}
-            for stream, row_bytes, _ in self.specs:
-                kind_bytes[stream.kind] = kind_bytes.get(stream.kind, 0) + row_bytes
-            object.__setattr__(self, "_outline", Outline(tuple(ranges_of(self.index)), kind_bytes))
-        return self._outline  # type: ignore[return-value]  # it was just made
 
     def of(self, segment_tokens: int) -> "SegmentLayout":
         """The layout of a slot with the same streams and so many rows: one object for each number.

@@ -16,11 +16,8 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import ExitStack
-from typing import TypeVar
-
-from google.protobuf.message import DecodeError, Message
 
 from ctxcache.cache import Cache
 from ctxcache.errors import AddressUnusable, CacheError, Draining, InvalidArgument
@@ -29,7 +26,7 @@ from ctxcache.service.admission import Admission
 from ctxcache.service.callers import Caller, Identification
 from ctxcache.service.edge import known_error
 from ctxcache.service.fairness import LoopSlice, Turns
-from ctxcache.service.local_client import LOOK_INTERVAL_S, LocalClient
+from ctxcache.service.local_client import LOOK_INTERVAL_S, LocalClient, parsed
 from ctxcache.v1 import arena_pb2
 from ctxcache.wire.frames import (
     MESSAGE_LIMIT_BYTES,
@@ -50,7 +47,6 @@ UNSENT_LIMIT_BYTES = 1 << 18
 """Answers that a client leaves unread beyond this stop its operations; one batch's may come on top."""
 UNREAD_LIMIT_BYTES = MESSAGE_LIMIT_BYTES + (1 << 16)
 """Requests waiting behind a batch beyond this stay in the socket: room for one of the largest."""
-M = TypeVar("M", bound=Message)
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -172,8 +168,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._frames.feed(data)
-        self.go_on()
+        self.go_on(data)
 
     def eof_received(self) -> bool:
         """See asyncio.Protocol.
@@ -236,22 +231,22 @@ class _Connection(asyncio.Protocol):
 
     # -- frames --------------------------------------------------------------------------------
 
-    def go_on(self) -> None:
-        """Deal with what has come, up to where something must be waited for, or others have their turn.
+    def go_on(self, data: bytes = b"") -> None:
+        """Deal with what has come and `data`, up to where something is waited for or others have their turn.
 
         In a drain, end the connection if its client holds nothing.
         """
-        frames, part = self._frames, None
+        frames, part, is_ready = self._frames, None, self._is_ready()
+        if data:
+            frames.feed(data)
         try:
-            while frames.held_bytes and self._is_ready():
-                frame = frames.next()
-                if frame is None:
-                    break
+            while is_ready and frames.held_bytes and (frame := frames.next()) is not None:
                 self._take(frame)
                 if frames.held_bytes:
                     part = part or LoopSlice(self._control.turns)
                     if part.is_over and self._is_ready():
                         self._finish_later(part.rest())
+                    is_ready = self._is_ready()
             if self._control.admission.is_draining and self._is_ready():
                 self._check_empty()
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
@@ -279,18 +274,15 @@ class _Connection(asyncio.Protocol):
         if client is None or caller is None:
             if frame.kind != FrameKind.HELLO:
                 raise _bad("frame", f"of kind {frame.kind} cannot come here")
-            self._greet(_read(arena_pb2.ControlHello.FromString, frame.message))
+            self._greet(parsed(arena_pb2.ControlHello.FromString, frame.message))
         elif frame.kind == FrameKind.ACCESS:
             if caller.is_revoked:
                 caller.check()
-            response = client.answer_again(frame.message)
-            if response is None:
-                request = _read(arena_pb2.AccessRequest.FromString, frame.message)
-                response = client.carry_out_at_once(request, frame.message)
-                if response is None:
-                    self._finish_later(client.carry_out(request, is_tried=True))
-                    return
-            self._answer(response)
+            answer = client.answer_at_once(frame.message)
+            if isinstance(answer, bytes):
+                self._answer(answer)
+            else:
+                self._finish_later(client.carry_out(answer, is_tried=True))
         elif frame.kind == FrameKind.END:
             self._end(None)
         else:
@@ -360,13 +352,6 @@ class _Connection(asyncio.Protocol):
     def _answer(self, response: bytes) -> None:
         assert self._transport is not None  # noqa: S101  # frames come after it was made
         self._transport.write(encode_frame(FrameKind.ACCESS, response))
-
-
-def _read(parse: Callable[[bytes], M], message: bytes) -> M:
-    try:
-        return parse(message)
-    except DecodeError as error:
-        raise _bad("request", "is not a message of this rpc") from error
 
 
 def _bad(field: str, problem: str) -> InvalidArgument:

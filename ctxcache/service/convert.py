@@ -429,15 +429,15 @@ def fill_reservation(
     message.layout.MergeFrom(_in_slot(reservation.session.layout).layout)
     message.session_uid = reservation.session.uid.hex()
     message.reservation_id = reservation.reservation_id
-    expire_time_ns = clock.wall_ns() + reservation.deadline_ns - clock.monotonic_ns()
-    message.expire_time.seconds, message.expire_time.nanos = divmod(expire_time_ns, SECOND_NS)
     if is_brief:
         _fill_runs(message.runs, reservation.runs)
-        return
-    for run in reservation.runs:
-        location = message.segments.add()
-        _fill_identity(location, run.segment, _offset_bytes(run.segment), run.segment.row_count)
-        location.rows.add(row_begin=run.row_begin, row_end=run.row_end, token_begin=run.token_begin)
+    else:
+        for run in reservation.runs:
+            location = message.segments.add()
+            _fill_identity(location, run.segment, _offset_bytes(run.segment), run.segment.row_count)
+            location.rows.add(row_begin=run.row_begin, row_end=run.row_end, token_begin=run.token_begin)
+    expire_time_ns = clock.wall_ns() + reservation.deadline_ns - clock.monotonic_ns()
+    message.expire_time.seconds, message.expire_time.nanos = divmod(expire_time_ns, SECOND_NS)
 
 
 def _fill_runs(message: arena_pb2.Runs, pieces: Sequence[Piece | Run]) -> None:

@@ -18,10 +18,13 @@ Owned by the event loop.
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from ctxcache.cache import Cache
 from ctxcache.cache.appends import Reservation
@@ -43,8 +46,10 @@ from ctxcache.service.admission import OK, Admission
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer
 from ctxcache.service.fairness import TENANT, LoopSlice, Turns
-from ctxcache.v1 import arena_pb2, arena_pb2_grpc
+from ctxcache.v1 import arena_pb2, arena_pb2_grpc, session_pb2
 
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 OPERATIONS_LIMIT = 1024
 RESERVE_LIMIT = 1 << 20
 COMMITS_LIMIT = 1 << 16
@@ -64,6 +69,7 @@ _AT_ONCE = frozenset(
     {
         "acquire_lease",
         "release_lease",
+        "reserve",
         "release_reservation",
         "lookup_blocks",
         "release_blocks",
@@ -142,13 +148,47 @@ class LocalClient:
         self._lingering: dict[bytes, Repeatable] = {}
         """Leases that linger, by the request that they answer."""
 
-    def answer_again(self, message: bytes) -> bytes | None:
+    def answer_at_once(self, message: bytes) -> bytes | arena_pb2.AccessRequest:
+        """Answer an encoded request of one operation that needs not wait.
+
+        The request, and nothing is done, where it may have to: that is for `carry_out`, whose answers and
+        errors are the same. Raises InvalidArgument.
+        """
+        if self._lingering or self._repeatable:
+            answer = self._answer_again(message)
+            if answer is not None:
+                return answer
+        request = parsed(arena_pb2.AccessRequest.FromString, message)
+        # A span needs a context of its own, which is a task's.
+        if len(request.operations) != 1 or self._cache.state.spans.is_on:
+            return request
+        operation = request.operations[0]
+        kind = operation.WhichOneof("operation")
+        if kind not in _AT_ONCE:
+            return request
+        # The connection's trace parent belongs to an earlier request.
+        TRACE_PARENT.set(request.trace_parent)
+        response = arena_pb2.AccessResponse(request_id=request.request_id)
+        result, end = response.results.add(), OK
+        try:
+            if kind == "acquire_lease":
+                is_done = self._acquire_at_once(operation.acquire_lease, result, message)
+            else:
+                is_done = self._do_at_once(kind, operation, result)
+        except CacheError as error:
+            is_done, end = True, _refuse(result, error)
+        if not is_done:
+            return request
+        self._cache.state.seen.operations[kind, end] += 1
+        return response.SerializeToString()
+
+    def _answer_again(self, message: bytes) -> bytes | None:
         """Answer an encoded request that came before, but for its number, with the lease that it got then.
 
         None, and nothing is done, where that lease does not linger. The request is not looked into: the same
         bytes from the same client ask for the same, and `Leases.take_up` says whether it still is the same.
         """
-        if len(message) > REPEATED_LIMIT_BYTES or not (self._lingering or self._repeatable):
+        if len(message) > REPEATED_LIMIT_BYTES:
             return None
         number_end, state = _number_end(message), self._cache.state
         asked = message[number_end:]
@@ -179,39 +219,10 @@ class LocalClient:
         self._cache.state.seen.operations["release_lease", OK] += 1
         return message[:number_end] + _RELEASED
 
-    def carry_out_at_once(self, request: arena_pb2.AccessRequest, message: bytes = b"") -> bytes | None:
-        """Do a batch of one operation that needs not wait. None, and nothing is done, where it may have to.
-
-        The answer and the errors are those of `carry_out`. `message`: the encoded request, where the same may
-        come again.
-        """
-        # A span needs a context of its own, which is a task's.
-        if len(request.operations) != 1 or self._cache.state.spans.is_on:
-            return None
-        operation = request.operations[0]
-        kind = operation.WhichOneof("operation")
-        if kind not in _AT_ONCE:
-            return None
-        # The connection's trace parent belongs to an earlier request.
-        TRACE_PARENT.set(request.trace_parent)
-        response = arena_pb2.AccessResponse(request_id=request.request_id)
-        result, end = response.results.add(), OK
-        try:
-            if kind == "acquire_lease":
-                is_done = self._acquire_at_once(operation.acquire_lease, result, message)
-            else:
-                is_done = self._do_at_once(kind, operation, result)
-        except CacheError as error:
-            is_done, end = True, _refuse(result, error)
-        if not is_done:
-            return None
-        self._cache.state.seen.operations[kind, end] += 1
-        return response.SerializeToString()
-
     async def carry_out(self, request: arena_pb2.AccessRequest, *, is_tried: bool = False) -> bytes:
         """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch.
 
-        `is_tried`: `carry_out_at_once` has given up just now. Returns an encoded AccessResponse.
+        `is_tried`: `answer_at_once` has given up just now. Returns an encoded AccessResponse.
         """
         TENANT.set(self._tenant)
         TRACE_PARENT.set(request.trace_parent)
@@ -258,8 +269,9 @@ class LocalClient:
                     await self._recheck(operation.recheck_lease.lease_id)
                     result.rechecked.SetInParent()
                 case "reserve":
-                    await self._reserve(operation.reserve, result.reservation)
-                case "commit" if validate.is_durable(operation.commit.durability):
+                    reserved = await self._reserved(operation.reserve, self._cache.appends.reserve)
+                    self._fill_reserved(operation.reserve, reserved, result.reservation)
+                case "commit" if operation.commit.durability == session_pb2.DURABILITY_DISK:
                     reservation = self._commit_in_memory(operation.commit)
                     await self._cache.appends.flush(reservation)
                     self._fill_committed(result, reservation)
@@ -372,12 +384,18 @@ class LocalClient:
             case "release_reservation":
                 self._release_reservation(operation.release_reservation.reservation_id)
                 result.released.SetInParent()
+            case "reserve":
+                reserved = self._reserved(operation.reserve, self._cache.appends.reserve_at_once)
+                if reserved is None:
+                    return False
+                self._fill_reserved(operation.reserve, reserved, result.reservation)
             case "mark_written":
                 mark = operation.mark_written
                 reservation = self._own(mark.reservation_id)
                 self._cache.appends.mark_written(reservation, mark.token_count, mark.checksums)
                 result.marked.SetInParent()
-            case "commit" if not validate.is_durable(operation.commit.durability):
+            case "commit" if operation.commit.durability != session_pb2.DURABILITY_DISK:
+                validate.is_durable(operation.commit.durability)
                 self._fill_committed(result, self._commit_in_memory(operation.commit))
             case _:
                 return False
@@ -431,7 +449,7 @@ class LocalClient:
             return False
         if not request.is_brief:
             convert.fill_segments(result.lease, lease, 0, len(lease.pieces))
-        if message and len(message) <= REPEATED_LIMIT_BYTES and len(lease.pieces) <= PIECES_PER_PAUSE:
+        if len(message) <= REPEATED_LIMIT_BYTES and len(lease.pieces) <= PIECES_PER_PAUSE:
             asked = message[_number_end(message) :]
             self._repeatable[lease.lease_id] = Repeatable(lease, asked, is_brief=request.is_brief)
         return True
@@ -507,12 +525,13 @@ class LocalClient:
             raise LeaseNotFound(lease_id=lease_id)
         await self._cache.leases.recheck(lease_id)
 
-    async def _reserve(self, request: arena_pb2.Reserve, message: arena_pb2.Reservation) -> None:
+    def _reserved(self, request: arena_pb2.Reserve, reserve: Callable[..., T]) -> T:
+        """Room for a writer, by one of the two ways that `Appends` has to reserve it."""
         if self._admission.is_draining:
             raise Draining
         if not self._may_write:
             raise self._read_only()
-        reservation = await self._cache.appends.reserve(
+        return reserve(
             self._tenant,
             validate.session_id(request.session, "session"),
             fingerprint=validate.fingerprint(request.model_fingerprint),
@@ -525,6 +544,11 @@ class LocalClient:
             else (),
             client=self.client,
         )
+
+    def _fill_reserved(
+        self, request: arena_pb2.Reserve, reservation: Reservation, message: arena_pb2.Reservation
+    ) -> None:
+        """Own a reservation and answer with it."""
         self._reservations.add(reservation.reservation_id)
         self._prune_if_many()
         convert.fill_reservation(message, reservation, self._cache.state.clock, is_brief=request.is_brief)
@@ -631,6 +655,14 @@ class Repeatable:
             self.answer = convert.LeaseAnswer(self.lease, session, clock, is_brief=self.is_brief)
             encoded = self.answer.encoded(self.lease, session, clock)
         return encoded
+
+
+def parsed(parse: Callable[[bytes], M], message: bytes) -> M:
+    """A message from its bytes. Raises InvalidArgument."""
+    try:
+        return parse(message)
+    except DecodeError as error:
+        raise InvalidArgument(field="request", problem="is not a message of this rpc") from error
 
 
 def _number_end(message: bytes) -> int:

@@ -445,3 +445,17 @@ async def test_flushes_beside_admission_race_to_one_end(house: House) -> None:
     assert there
     for name in there:
         await house.check(name)
+
+
+async def test_a_session_does_not_leave_for_its_own_rows(house: House) -> None:
+    """The coldest session, which memory alone has, appends more than is free: the next one leaves for it."""
+    await house.write("once-0", 3)
+    for number, count in enumerate((3, 3, 3, 2)):
+        await house.write(f"more{number}-1", count)
+    assert house.rig.cache.ledger.memory.free_bytes == 2 * SLOT_BYTES
+    more = house.writer.make(3 * SEGMENT_TOKENS)
+    await house.rig.append("once-0", more)
+    house.tokens["once-0"] += more
+
+    await house.check("once-0")
+    assert house.unadmitted_count == 1

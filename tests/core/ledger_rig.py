@@ -211,13 +211,8 @@ class LedgerRig:
                 if slot is None:
                     return False
                 begin = writer.runs[-1][0].begin + ROWS if writer.runs else writer.session.log_end
-                segment, row = (
-                    self.ledger.blank(
-                        writer.session, self.ledger.new_segment_id(), begin, writer.session.layout
-                    ),
-                    0,
-                )
-                self.ledger.reserved(segment, slot)
+                segment_id, layout = self.ledger.new_segment_id(), writer.session.layout
+                segment, row = self.ledger.reserved(writer.session, segment_id, begin, layout, slot), 0
             added = min(token_count, ROWS - row)
             if writer.runs and writer.runs[-1][0] is segment:
                 writer.runs[-1] = segment, row + added

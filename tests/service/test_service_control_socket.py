@@ -443,15 +443,15 @@ async def test_many_requests_at_once_leave_turns_to_others(
     """Another client's operation comes between them; all are answered, in order."""
     monkeypatch.setattr(fairness, "SLICE_NS", 0)
     nothing = arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=0))
-    carry_out, order = LocalClient.carry_out_at_once, list[LocalClient]()
+    answer, order = LocalClient.answer_at_once, list[LocalClient]()
 
-    def noted(self: LocalClient, request: arena_pb2.AccessRequest, message: bytes) -> bytes | None:
+    def noted(self: LocalClient, message: bytes) -> bytes | arena_pb2.AccessRequest:
         order.append(self)
-        return carry_out(self, request, message)
+        return answer(self, message)
 
     other = await SocketWay.open(path)
     await other.send(nothing)
-    monkeypatch.setattr(LocalClient, "carry_out_at_once", noted)
+    monkeypatch.setattr(LocalClient, "answer_at_once", noted)
     way.writer.write(b"".join(batch(number, nothing) for number in range(1000)))
     await other.send(nothing)
     answers = [await way.read() for _ in range(1000)]

@@ -20,6 +20,7 @@ from ctxcache.core.observations import Observations
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Facts, Level, Ranked
 
+SECOND_NS = 10**9
 LOOKS = 1 << 10
 """Ranks that are looked up anew between two calls of `passed` though nothing happened to the sessions."""
 GHOSTS = 1 << 17
@@ -147,20 +148,20 @@ class Feed:
     def __init__(
         self,
         policy: Ranked,
-        now_s: Callable[[], float],
+        monotonic_ns: Callable[[], int],
         sessions: Mapping[bytes, Session],
-        fallen: Callable[[Session], None],
+        fallen: Callable[[Session, Key | None, Key | None], None],
         retaining: Retaining,
         seen: Observations,
         wanted: Callable[[], None],
     ) -> None:
         """`wanted` is called when a session may have come to be worth promoting ahead of need.
 
-        `fallen` hears of sessions whose ranks may be lower than they were.
+        `fallen` hears of sessions whose ranks may be lower than they were, and of their two ranks.
         """
         self.policy = policy
         self.retaining = retaining
-        self._now_s = now_s
+        self._monotonic_ns = monotonic_ns
         self._sessions = sessions
         self._fallen = fallen
         self._seen = seen
@@ -178,7 +179,7 @@ class Feed:
         self._heard_count = 0
         """Events that the policy was told of: as long as it hears of none, no rank changes."""
         policy.watch(self._fell_by_name)
-        policy.passed(now_s())
+        policy.passed(self._now_s())
 
     # -- ranks -------------------------------------------------------------------------------------
 
@@ -211,6 +212,10 @@ class Feed:
             (retaining.store_level(uid), *rank),
             (retaining.memory_level(uid), not standing.is_leaving, *rank),
         )
+
+    def fell(self, session: Session) -> None:
+        """A session's rank may be lower than it was."""
+        self._fallen(session, *self.ranks(session.uid))
 
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
         """Whether nothing of the session may leave memory for `fetched` to be promoted ahead of need."""
@@ -297,7 +302,7 @@ class Feed:
         standing = self._standings[session.uid]
         if standing.has_fallen:
             standing.has_fallen = False
-            self._fallen(session)
+            self.fell(session)
         if self.policy.prefetch(self._may_come) is not None:
             self._wanted()
 
@@ -438,7 +443,7 @@ class Feed:
             standing.coming_count -= 1
             standing.is_set_aside = is_set_aside
             self.settled(session)
-            self._fallen(session)
+            self.fell(session)
 
     def promoting(self, segment: Segment) -> None:
         """The segment is being promoted ahead of need."""
@@ -465,6 +470,9 @@ class Feed:
         return standing is not None and standing.tier is Level.MEMORY
 
     # -- parts -------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return self._monotonic_ns() / SECOND_NS
 
     def _appear(self, session: Session) -> Standing:
         name = f"{session.tenant}\0{session.session_id}".encode()
@@ -522,7 +530,7 @@ class Feed:
         standing = self._standings.get(uid)
         if standing is not None and not standing.is_leaving:
             standing.is_leaving = True
-            self._fallen(standing.session)
+            self.fell(standing.session)
 
     def _may_come(self, name: bytes) -> bool:
         uid = self._uids.get(name)
@@ -538,7 +546,7 @@ class Feed:
             if standing.is_in_use:
                 standing.has_fallen = True
             else:
-                self._fallen(session)
+                self.fell(session)
 
     def _forget(self, standing: Standing) -> Sequence[Watcher]:
         """Forget a session; returns the watchers that are to hear of it for the last time."""

@@ -27,6 +27,7 @@ from ctxcache.core.ledger.segment import Copies, Kin, Quotas, Residence, Segment
 from ctxcache.core.ledger.session import BEGIN, ExpiryQueue, Piece, Session, lies_on
 from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
+from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import EVERYONE, Shares
 from ctxcache.core.prefix.keys import BLOCK_TOKENS, Scope
@@ -190,9 +191,9 @@ class Ledger:
         self._exposed: dict[bytes, Session] = {}
         """Sessions of which memory has what lies on a lost path."""
         capacities = Capacities(memory.capacity_bytes, below.capacity_bytes)
-        retaining = Retaining(self._now_s, self._by_uid, capacities, limits, shares, self._fell)
+        retaining = Retaining(self._now_s, self._by_uid, capacities, limits, shares, self._reclassed)
         self._feed = Feed(
-            policy, self._now_s, self._by_uid, self._fell, retaining, seen, wishes.prefetch_wanted
+            policy, clock.monotonic_ns, self._by_uid, self._fell, retaining, seen, wishes.prefetch_wanted
         )
         account = self._account if shares else None
         self._resident = Resident(self._feed.memory_rank, self._by_uid, account)
@@ -551,9 +552,11 @@ class Ledger:
         least_bytes = min(self.memory.capacity_bytes, self.below.smallest_path_bytes)
         return min(int(self.watermarks.longest * least_bytes), LONG_SLOT_BYTES)
 
-    def blank(self, session: Session, segment_id: int, begin: int, layout: SegmentLayout) -> Segment:
-        """A segment for rows of the session from position `begin` on; it has no slot yet."""
-        return Segment(
+    def reserved(
+        self, session: Session, segment_id: int, begin: int, layout: SegmentLayout, slot: Slot
+    ) -> Segment:
+        """A writer got room for rows of the session from position `begin` on; returns their segment."""
+        segment = Segment(
             segment_id=segment_id,
             tenant=session.tenant,
             writer_uid=session.uid,
@@ -564,6 +567,8 @@ class Ledger:
             use=self.usage.of(session.tenant),
             copies=session.copies,
         )
+        segment.reserved(slot)
+        return segment
 
     def recorded_segment(self, segment: Segment) -> None:
         """A record names this segment, as the store is opened."""
@@ -574,10 +579,6 @@ class Ledger:
         del self._segments[segment.segment_id]
         self.keyed.gone(segment)
         segment.placed(())
-
-    def reserved(self, segment: Segment, slot: Slot) -> None:
-        """A writer got room for the segment's rows."""
-        segment.reserved(slot)
 
     def abandoned(self, segment: Segment) -> None:
         """The segment's writer ended, and none of its rows was committed."""
@@ -629,11 +630,10 @@ class Ledger:
 
         Returns the slots that they take the place of.
         """
-        # Before `_adopt`, which puts the new places there.
-        replaced = {slot for item in written for slot in item.segment.places}
+        replaced: set[Slot] = set()
         for item in written:
             is_outgrown = item.row_count < item.segment.row_count
-            self._adopt(item, SegmentEvent.OUTGROWN if is_outgrown else SegmentEvent.FLUSHED)
+            replaced.update(self._adopt(item, SegmentEvent.OUTGROWN if is_outgrown else SegmentEvent.FLUSHED))
         self._evictable.add(session.uid)
         self._unwritten.settled(session, [item.segment for item in written], begun_ns)
         if len(session.segments) > self.many_segments and any(item.segment.is_full for item in written):
@@ -649,10 +649,7 @@ class Ledger:
 
     def moved(self, written: Sequence[Flushed]) -> set[Slot]:
         """These lie in other slots below; returns the slots that they take the place of."""
-        replaced = {slot for item in written for slot in item.segment.places}
-        for item in written:
-            self._adopt(item, SegmentEvent.MOVED)
-        return replaced
+        return {slot for item in written for slot in self._adopt(item, SegmentEvent.MOVED)}
 
     def copied(self, segment: Segment, slot: Slot) -> tuple[Slot, ...]:
         """The slot, which was taken for it, has what the segment has below.
@@ -738,7 +735,8 @@ class Ledger:
             self._empty(segment)
             return
         is_clean = self.is_clean(segment)
-        home = segment.home
+        # A kin's uid is no session's.
+        home = segment.counted_with
         session = self._by_uid.get(home.uid) if home is not None else None
         is_spared = session is not None and session.backlog is Backlog.SPARED
         if is_clean or is_spared or (self.lost and self.is_on_lost_path(segment)):
@@ -1164,13 +1162,13 @@ class Ledger:
         self._unwritten.tail_changed(session)
         return dead
 
-    def _adopt(self, item: Flushed, event: SegmentEvent) -> None:
-        """The slot that was taken for the rows becomes the segment's place."""
-        segment, places = item.segment, item.places
-        segment.flushed(event, places, item.row_count, item.header_checksum, item.values)
-        segment.stage(-segment.durable_bytes)
+    def _adopt(self, item: Flushed, event: SegmentEvent) -> tuple[Slot, ...]:
+        """The slot that was taken for the rows becomes the segment's place; returns its places before."""
+        segment = item.segment
+        before = segment.flushed(event, item.places, item.row_count, item.header_checksum, item.values)
         if segment.copies > 1 or item.copy:
             self._count_copies(segment)
+        return before
 
     def _want_copies(self, session: Session) -> None:
         """The session has come to list segments that may have fewer copies than its own shall have."""
@@ -1230,7 +1228,7 @@ class Ledger:
         return may_leave
 
     def _is_spared(self, segment: Segment) -> bool:
-        home = segment.home
+        home = segment.counted_with
         session = self._by_uid.get(home.uid) if home else None
         return session is not None and session.backlog is Backlog.SPARED
 
@@ -1248,9 +1246,12 @@ class Ledger:
         session = self._by_uid.get(uid)
         return session.tenant if session else EVERYONE
 
-    def _fell(self, session: Session) -> None:
-        """A session's rank may be lower than it was."""
-        rank, memory_rank = self._feed.ranks(session.uid)
+    def _reclassed(self, session: Session) -> None:
+        """A grant of the session came or went."""
+        self._feed.fell(session)
+
+    def _fell(self, session: Session, rank: Key | None, memory_rank: Key | None) -> None:
+        """A session's ranks, which are these now, may be lower than they were."""
         self._resident.fell(session, memory_rank)
         self._evictable.fell(session.uid, rank)
         self._unwritten.fell(session.uid, rank)

@@ -282,8 +282,9 @@ class Resident:
 
     def add(self, segment: Segment) -> None:
         """The segment may leave."""
-        home = segment.home
+        home = segment.counted_with
         if isinstance(home, Kin):
+            home = home.root()
             self._kin[home.uid] = home
             self._shared.setdefault(home.uid, {})[segment] = None
             self._ranking.add(home.uid)
@@ -508,7 +509,6 @@ class Unwritten:
         uid = session.uid
         if session.backlog is Backlog.SPARED:
             self.recall(session)
-        session.owed(BacklogEvent.COMMITTED)
         segments = self._segments.get(uid)
         if segments is None:
             segments = self._segments[uid] = {}
@@ -523,6 +523,7 @@ class Unwritten:
                 self._dirty.add(segment)
             else:
                 self._count(segment, 1, self._dirty)
+        session.owed(BacklogEvent.COMMITTED)
 
     def settled(self, session: Session, written: Iterable[Segment], begun_ns: int) -> None:
         """These were written as they were at `begun_ns`; the session's record may be durable too."""
@@ -533,13 +534,13 @@ class Unwritten:
         if session.backlog is Backlog.SPARED:
             self.recall(session)
         for segment in written:
-            if not segment.is_unwritten:
+            if segment.durable_row_count >= segment.row_count:
                 self._remove(segments, segment)
             elif segment in segments:
                 segments[segment] = begun_ns
         if not segments and session.durable_end >= session.log_end:
-            session.owed(BacklogEvent.SETTLED)
             self._forget(session)
+            session.owed(BacklogEvent.SETTLED)
         elif segments:
             session.owed(BacklogEvent.PUT_BACK)
             self._age(uid, next(iter(segments.values())))
@@ -687,7 +688,7 @@ class Unwritten:
     def _remove(self, segments: dict[Segment, int], segment: Segment) -> None:
         if segments.pop(segment, None) is not None:
             self._count(segment, -1, self._dirty)
-            self.dirty_bytes -= segment.size_bytes
+            self.dirty_bytes -= segment.layout.size_bytes
 
     def _count(self, segment: Segment, change: int, among: set[Segment]) -> None:
         """The segment comes to be among the unwritten or the reserved segments, or is no more."""

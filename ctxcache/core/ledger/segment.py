@@ -201,14 +201,15 @@ class Counted(Protocol):
 class Kin:
     """A session, its forks and theirs: the sessions that may share segments. Owned by the ledger.
 
-    `uid` is no session's. `uids` are the sessions', in the order of their last accesses.
+    `uid` is no session's. `uids` are the sessions', in the order of their last accesses, each with its
+    residence.
     """
 
     __slots__ = ("change_count", "into", "uid", "uids")
 
-    def __init__(self, uid: bytes) -> None:
-        self.uid = uid + b"+"
-        self.uids = OrderedDict({uid: None})
+    def __init__(self, first: "Residence") -> None:
+        self.uid = first.uid + b"+"
+        self.uids = OrderedDict({first.uid: first})
         self.change_count = 0
         self.into: Kin | None = None
         """The kin that it has become a part of."""
@@ -238,6 +239,8 @@ class Kin:
         smaller, larger = sorted((self, other), key=lambda kin: len(kin.uids))
         if smaller is not larger:
             smaller.into = larger
+            for residence in smaller.uids.values():
+                residence.kin = larger
             larger.uids.update(smaller.uids)
             larger.change_count += smaller.change_count + 1
         return larger
@@ -276,25 +279,21 @@ class Residence:
     __slots__ = (
         "_counted",
         "_durable_bytes",
-        "_kin",
         "_memory_bytes",
         "_memory_count",
         "_shared",
+        "kin",
         "uid",
     )
 
     def __init__(self, uid: bytes) -> None:
         self.uid = uid
-        self._kin: Kin | None = None
+        self.kin: Kin | None = None
+        """The sessions that may share segments with this one; None before its first fork."""
         self._memory_count = self._memory_bytes = self._durable_bytes = 0
         self._shared = Amounts()
         self._counted = -1
         """The number of the kin's changes at which the shared segments were counted."""
-
-    @property
-    def kin(self) -> Kin | None:
-        """The sessions that may share segments with this one; None before its first fork."""
-        return self._kin and self._kin.root()
 
     def add(self, memory_count: int, memory_bytes: int, durable_bytes: int) -> None:
         """Count what a segment takes that no other session lists; negative when it leaves there."""
@@ -304,12 +303,8 @@ class Residence:
 
     def found_kin(self) -> None:
         """Let there be kin for its forks to join."""
-        if self._kin is None:
-            self._kin = Kin(self.uid)
-
-    def is_kin(self, home: "Residence | Kin | None") -> bool:
-        """Whether what is counted there is counted with the session's kin."""
-        return self._kin is not None and home is self._kin and self._kin.into is None
+        if self.kin is None:
+            self.kin = Kin(self)
 
     def count_anew(self) -> None:
         """The session lists other shared segments than before."""
@@ -321,9 +316,8 @@ class Residence:
 
     def share_with(self, home: "Residence | Kin") -> Kin:
         """Become kin to the sessions that list a segment; returns the kin of all."""
-        theirs = home.root() if isinstance(home, Kin) else home.kin or self.kin or Kin(home.uid)
-        mine = self.kin
-        kin = theirs if mine is None else mine.merge(theirs)
+        theirs = home.root() if isinstance(home, Kin) else home.kin or self.kin or Kin(home)
+        kin = theirs if self.kin is None else self.kin.merge(theirs)
         self.join(kin)
         if isinstance(home, Residence):
             home.join(kin)
@@ -331,21 +325,20 @@ class Residence:
 
     def join(self, kin: Kin) -> None:
         """Become one of the sessions that may share segments."""
-        self._kin = kin
-        kin.uids[self.uid] = None
+        self.kin = kin
+        kin.uids[self.uid] = self
 
     def memory_count(self, segments: Iterable[Counted]) -> int:
         """How many of the session's segments, which these are, are in memory."""
-        return self._memory_count if self._kin is None else self.amounts(segments).memory_count
+        return self._memory_count if self.kin is None else self.amounts(segments).memory_count
 
     def amounts(self, segments: Iterable[Counted]) -> Amounts:
         """How much of the session, whose segments these are, lies where."""
         own = Amounts(self._memory_count, self._memory_bytes, self._durable_bytes)
-        if self._kin is None:
+        if self.kin is None:
             return own
-        kin = self._kin.root()
-        if self._counted != kin.change_count:
-            counted = Count(kin, self)
+        if self._counted != self.kin.change_count:
+            counted = Count(self.kin, self)
             counted.add(segments)
             self.take_count(counted)
         return Amounts(*(a + b for a, b in zip(own, self._shared, strict=True)))
@@ -369,12 +362,12 @@ class Segment:
     """
 
     __slots__ = (
-        "_home",
         "_use",
         "begin",
         "bound_checksums",
         "copies",
         "copy",
+        "counted_with",
         "durable",
         "durable_row_count",
         "generation",
@@ -425,7 +418,8 @@ class Segment:
         self.sums: list[Sums] = []
         self.reference_count = 0
         self.hold_count = self.past_hold_count = 0
-        self._home: Residence | Kin | None = None
+        self.counted_with: Residence | Kin | None = None
+        """As `home`, but for a kin that has become a part of another."""
         self.memory: Slot | None = None
         self.durable: Slot | None = None
         self.copy: Slot | None = None
@@ -440,7 +434,7 @@ class Segment:
 
         With the one session that lists it or, once forks shared it, with their kin.
         """
-        return self._home.root() if isinstance(self._home, Kin) else self._home
+        return self.counted_with.root() if isinstance(self.counted_with, Kin) else self.counted_with
 
     @property
     def size_bytes(self) -> int:
@@ -548,13 +542,19 @@ class Segment:
         row_count: int,
         header_checksum: int,
         values: tuple[int, ...],
-    ) -> None:
-        """Its first rows lie in these slots below, whose record is about to be written."""
+    ) -> tuple[Slot, ...]:
+        """Its first rows lie in these slots below, which were staged; their record is about to be written.
+
+        Returns the slots that it had below before.
+        """
+        before = self.places
         self.happened(event)
         self._move(self.memory, *_two(places))
         self.durable_row_count = row_count
         self.bound_checksums, self.header_checksum = (), header_checksum
         self.settle(row_count, values)
+        self.stage(-self.durable_bytes)
+        return before
 
     def promoted(self, slot: Slot) -> None:
         """Memory has it again."""
@@ -595,23 +595,23 @@ class Segment:
 
     def share(self) -> None:
         """Count it with the kin of the session that lists it, which there must be."""
-        if isinstance(self._home, Residence) and self._home.kin:
+        if isinstance(self.counted_with, Residence) and self.counted_with.kin is not None:
             self._count(-1)
-            self._home = self._home.kin
+            self.counted_with = self.counted_with.kin
             self._count(1)
 
     def list_in(self, residence: Residence) -> None:
         """A session lists it."""
         self.reference_count += 1
-        if residence.is_kin(self._home):
+        if self.counted_with is not None and self.counted_with is residence.kin:
             return
         home = self.home
         if isinstance(home, Kin):
             # How much of it lies where was counted there before.
-            self._home = residence.share_with(home)
+            self.counted_with = residence.share_with(home)
             return
         self._count(-1)
-        self._home = residence if home is None else residence.share_with(home)
+        self.counted_with = residence if home is None else residence.share_with(home)
         self._count(1)
 
     def unlist(self) -> None:
@@ -622,7 +622,7 @@ class Segment:
         self.reference_count -= 1
         if not self.reference_count:
             self._count(-1)
-            self._home = None
+            self.counted_with = None
             self.happened(SegmentEvent.UNLISTED)
 
     def stage(self, size_bytes: int) -> None:
@@ -646,15 +646,15 @@ class Segment:
             memory_bytes, memory_count = memory_bytes + memory.size_bytes, memory_count + 1
         self.memory, self.durable, self.copy = memory, durable, copy
         durable_bytes += self.durable_bytes
-        if self._home is not None:
-            self._home.add(memory_count, memory_bytes, durable_bytes)
+        if self.counted_with is not None:
+            self.counted_with.add(memory_count, memory_bytes, durable_bytes)
         kept_bytes = (is_kept - was_kept) * self.copies * self.layout.size_bytes
         self._use.add(memory_bytes, durable_bytes, kept_bytes)
 
     def _count(self, sign: int) -> None:
-        if self._home is not None:
+        if self.counted_with is not None:
             memory_bytes = self.memory.size_bytes if self.memory else 0
-            self._home.add(sign * bool(self.memory), sign * memory_bytes, sign * self.durable_bytes)
+            self.counted_with.add(sign * bool(self.memory), sign * memory_bytes, sign * self.durable_bytes)
 
 
 def _two(places: tuple[Slot, ...]) -> tuple[Slot | None, Slot | None]:

@@ -477,7 +477,7 @@ class Session:
 
     def view(self) -> "SessionView":
         """The session's facts as they are now."""
-        amounts = self.amounts()
+        durable_token_count, amounts = self.durable_token_count, self.amounts()
         return SessionView(
             name=self.name,
             uid=self.uid,
@@ -487,7 +487,7 @@ class Session:
             layout=self.layout,
             generation=self.generation,
             token_count=self.token_count,
-            durable_token_count=self.durable_token_count,
+            durable_token_count=durable_token_count,
             create_time_ns=self.create_time_ns,
             access_time_ns=self.access_time_ns,
             expire_time_ns=self.expire_time_ns,

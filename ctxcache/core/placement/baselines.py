@@ -393,7 +393,7 @@ class GreedyDualSizeFrequency(LeastFrequentlyUsed):
 
     def evicted(self, uid: bytes) -> None:
         """See Policy."""
-        key = self._order.key(uid)
+        key = self._order.keys.get(uid)
         if key is not None:
             self._clock = max(self._clock, key[0])
         super().evicted(uid)

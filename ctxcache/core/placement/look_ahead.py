@@ -164,7 +164,7 @@ class Windowed(Ranked):
 
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
-        found = self._fetchable.first(accepts) if self._fetchable and self.follows_order else None
+        found = self._fetchable.first(accepts) if self._fetchable.keys and self.follows_order else None
         return self._returning(accepts) if found is None and self._expected else found
 
     def _returning(self, accepts: Accepts) -> bytes | None:  # noqa: ARG002  not every policy listens
@@ -181,7 +181,7 @@ class Windowed(Ranked):
         """See Ranked."""
         if uid in self._held:
             self._lift(uid)
-            return self._all.key(uid)
+            return self._all.keys.get(uid)
         return self._key(uid) if uid in self._sizes else None
 
     def _key(self, uid: bytes) -> Key:
@@ -234,7 +234,7 @@ class Windowed(Ranked):
 
     def _lift(self, uid: bytes) -> bool:
         """Whether a session that is held has risen; its new rank is known from then on."""
-        before, key = self._all.key(uid), self._key(uid)
+        before, key = self._all.keys.get(uid), self._key(uid)
         if before is None or key <= before:
             return False
         self._all.put(uid, key)
@@ -245,7 +245,7 @@ class Windowed(Ranked):
     def _rank_fetch(self, uid: bytes) -> None:
         if uid in self._fetched and self._held.get(uid) is Level.BELOW:
             self._fetchable.put(uid, (self._fetched.order(uid),))
-        else:
+        elif uid in self._fetchable.keys:
             self._fetchable.discard(uid)
 
 

@@ -19,35 +19,32 @@ class Keyed:
     """
 
     def __init__(self) -> None:
-        self._keys: dict[bytes, Key] = {}
+        self.keys: dict[bytes, Key] = {}
+        """The key of each session in here. To be looked at, not changed."""
         self._heap: list[tuple[Key, bytes]] | None = None
         self._aside: list[tuple[Key, bytes]] | None = None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     def __contains__(self, uid: bytes) -> bool:
-        return uid in self._keys
-
-    def key(self, uid: bytes) -> Key | None:
-        """The session's key; None for one that is not in here."""
-        return self._keys.get(uid)
+        return uid in self.keys
 
     def put(self, uid: bytes, key: Key) -> Key | None:
         """Add the session, or give it another key; returns the key that it had."""
-        before = self._keys.get(uid)
+        before = self.keys.get(uid)
         if before != key:
-            self._keys[uid] = key
+            self.keys[uid] = key
             if self._heap is not None:
                 heappush(self._heap, (key, uid))
-                if len(self._heap) > 2 * len(self._keys) + SLACK:
+                if len(self._heap) > 2 * len(self.keys) + SLACK:
                     self._in_order()
         return before
 
     def discard(self, uid: bytes) -> None:
         """Take the entry out: it is in the line no more."""
-        known = self._keys.pop(uid, None)
-        if known is not None and self._heap is not None and len(self._heap) > 2 * len(self._keys) + SLACK:
+        known = self.keys.pop(uid, None)
+        if known is not None and self._heap is not None and len(self._heap) > 2 * len(self.keys) + SLACK:
             self._in_order()
 
     def first(self, accepts: Accepts = lambda _: True) -> bytes | None:
@@ -59,7 +56,7 @@ class Keyed:
         while heap and found is None:
             entry = heappop(heap)
             key, uid = entry
-            if self._keys.get(uid) != key:
+            if self.keys.get(uid) != key:
                 continue
             found = uid if accepts(uid) else None
             (passed if found else refused).append(entry)
@@ -79,7 +76,7 @@ class Keyed:
                 heappush(self._heap, entry)
 
     def _in_order(self) -> list[tuple[Key, bytes]]:
-        self._heap = [(key, uid) for uid, key in self._keys.items()]
+        self._heap = [(key, uid) for uid, key in self.keys.items()]
         heapify(self._heap)
         return self._heap
 

@@ -150,7 +150,7 @@ class Schedule:
         """When the session's first job starts; None when none waits."""
         keyed = self._orders.get(uid)
         first = None if keyed is None else keyed.first()
-        key = keyed.key(first) if keyed is not None and first is not None else None
+        key = keyed.keys.get(first) if keyed is not None and first is not None else None
         return None if key is None else key[0]
 
     def job(self, engine: str, job_id: str) -> Job | None:
@@ -296,7 +296,7 @@ class Schedule:
 def _overdue(queue: _Queue, now_s: float) -> bytes | None:
     """The job that is to be looked at next, if it is time."""
     name = queue.looks.first()
-    key = None if name is None else queue.looks.key(name)
+    key = None if name is None else queue.looks.keys.get(name)
     return name if key is not None and key[0] <= now_s else None
 
 

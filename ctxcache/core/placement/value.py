@@ -386,7 +386,7 @@ class ReturnValue(Windowed):
         return is_near and not is_late and (other is None or return_s <= other[1])
 
     def _is_due(self, uid: bytes) -> bool:
-        key = self._due.key(uid)
+        key = self._due.keys.get(uid)
         return key is not None and key[0] <= self._returns.now_s
 
     def _is_void(self, uid: bytes) -> bool:
