@@ -119,7 +119,11 @@ class HostCopies:
 
     def copy(self, target: Tensor, rows: Tensor) -> None:
         """See Copies."""
-        target.copy_(rows)
+        if target.dtype is torch.uint8:
+            # An engine's blocks, large and copied beside its passes: torch would start threads for them.
+            np.copyto(target.numpy(), rows.numpy())
+        else:
+            target.copy_(rows)
 
     def mark(self) -> Mark:
         """See Copies."""

@@ -31,6 +31,16 @@ from tests.server_process import ServerProcess
 BLOCK_TOKENS = 32
 COUNT = 24
 QUESTION = 20
+SLOW_COPIES = """
+import sys, time
+from gpu_worker.saving import staging
+copy = staging.HostCopies.copy
+def slowly(self, target, rows):
+    time.sleep(0.03)
+    copy(self, target, rows)
+    sys.stderr.write("copied slowly\\n")
+staging.HostCopies.copy = slowly
+"""
 _MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
@@ -295,6 +305,27 @@ def test_a_request_that_is_preempted_goes_on(
             for (name, prompt), reply in zip(prompts.items(), engine.ask(*requests), strict=True):
                 assert reply.token_ids == plain.turn(prompt, None, 60).token_ids
                 prompts[name] = [*prompt, *reply.token_ids, *asked(turn)[:5]]
+
+
+def test_blocks_are_saved_before_the_engine_writes_to_them_again(
+    model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
+) -> None:
+    """Of four prompts in one step, the last loses its blocks to the others in the next but one.
+
+    A copy takes longer than a step.
+    """
+    (tmp_path / "sitecustomize.py").write_text(SLOW_COPIES)
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    options: dict[str, Any] = {"num_gpu_blocks_override": 17, "max_model_len": 256}
+    with VllmEngine(model, store.target, tmp_path / "log", environment=environment, **options) as engine:
+        prompts = {f"user-{number}": [*opening(number), *opening(number)[:30]] for number in range(4)}
+        for is_restored in (False, True):
+            requests = [{"prompt": p, "session": name, "count": 30} for name, p in prompts.items()]
+            for (name, prompt), reply in zip(prompts.items(), engine.ask(*requests), strict=True):
+                assert reply.token_ids == plain.turn(prompt, None, 30).token_ids, name
+                assert (reply.cached_count >= 3 * BLOCK_TOKENS) is is_restored, engine.log
+                prompts[name] = [*prompt, *reply.token_ids, *asked(0)[:5]]
+        assert "copied slowly" in engine.log
 
 
 def test_a_store_that_is_killed_costs_a_computed_prompt(

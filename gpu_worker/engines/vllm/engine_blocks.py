@@ -71,34 +71,38 @@ class EngineBlocks:
         """Put whole blocks where the request has its own."""
         begin, end = item.begin // self._block_tokens, item.end // self._block_tokens
         ids = item.block_ids[begin:end]
-        run, indices = _run_of(ids), torch.tensor(ids, device=self.device)
         for pages, stream in zip(self._pages, streams, strict=True):
-            blocks = torch.from_numpy(rows.array(stream)).view(len(ids), -1)
-            if run is not None:
-                pages[run].copy_(blocks)
+            blocks = rows.array(stream).reshape(len(ids), -1)
+            if self.device.type == "cpu":
+                # Torch would start threads for it, beside those that compute.
+                pages.numpy()[_chosen(ids)] = blocks
             else:
-                pages.index_copy_(0, indices, blocks.to(self.device))
+                pages.index_copy_(
+                    0, torch.tensor(ids, device=self.device), torch.from_numpy(blocks).to(self.device)
+                )
 
+    @torch.inference_mode()
     def save(self, saves: Iterable[BlockSave]) -> None:
         """Copy the blocks that a step filled."""
         for item in saves:
             if self._saver is None or item.session_name not in self._sessions:
                 continue
-            # A device's copy may still be under way when the engine writes to these blocks again: of a copy.
-            run = _run_of(item.block_ids) if self.device.type == "cpu" else None
-            indices = torch.tensor(item.block_ids, device=self.device)
             count = len(item.token_ids)
             with self._saver.passing([Slice(item.session_name, item.begin, count)], item.token_ids):
                 for layer, pages in enumerate(self._pages):
-                    blocks = pages[run] if run is not None else pages.index_select(0, indices)
+                    if self.device.type == "cpu":
+                        blocks = torch.from_numpy(pages.numpy()[_chosen(item.block_ids)])
+                    else:
+                        # Copied: a copy of the saver's may end behind the engine's next write to them.
+                        blocks = pages.index_select(0, torch.tensor(item.block_ids, device=self.device))
                     self._saver.put(layer, StateKind.ENGINE_BLOCK, blocks.reshape(count, -1))
 
 
-def _run_of(block_ids: Sequence[int]) -> slice | None:
-    """Blocks that lie one behind the other, which are copied once; None where they do not."""
+def _chosen(block_ids: Sequence[int]) -> slice | list[int]:
+    """The index of blocks: a slice where they lie one behind the other, which are copied once."""
     first = block_ids[0]
     is_run = all(block == first + i for i, block in enumerate(block_ids))
-    return slice(first, first + len(block_ids)) if is_run else None
+    return slice(first, first + len(block_ids)) if is_run else list(block_ids)
 
 
 def _pages(cache: Tensor, block_count: int, page_bytes: int) -> Tensor:

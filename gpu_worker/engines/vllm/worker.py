@@ -42,7 +42,8 @@ LOAD_THREADS = 2
 class EngineState(Protocol):
     """One kind of an engine's state: saved, and put back.
 
-    Used by vLLM's worker thread, within steps; `load` by others, with blocks that no step uses.
+    Used by vLLM's worker thread, within steps; `load` by others, with blocks that no step uses, and on a CPU
+    `save` by another, which has ended when the next step begins.
     """
 
     @property
@@ -94,6 +95,9 @@ class WorkerSide:
         self._not_saved: set[str] = set()
         self._open_names: set[str] = set()
         self._loaders = ThreadPoolExecutor(LOAD_THREADS, "ctxcache-load")
+        self._copier = ThreadPoolExecutor(1, "ctxcache-copy")
+        self._copying: list[Future[None]] = []
+        """Copies out of blocks that no step may write to before they have ended. Owned by `_lock`."""
         self._loading: dict[str, Future[bool]] = {}
         """By request. Used by vLLM's worker thread."""
         self._lock = threading.RLock()
@@ -115,9 +119,10 @@ class WorkerSide:
     def begin_step(self, plan: StepPlan) -> None:
         """Take over what the scheduler has planned."""
         with self._lock:
+            state = self._state
+            self._settle()
             for name, hints in plan.finished:
                 self.finish(name, hints)
-            state = self._state
             if state is None:
                 return
             for name in plan.lost_blocks:
@@ -159,9 +164,16 @@ class WorkerSide:
         return ended, failed
 
     def save(self, saves: Iterable[BlockSave]) -> None:
-        """Save what the step has computed."""
-        if self._state is not None:
-            self._state.save(item._replace(session_name=self._own(item.session_name)) for item in saves)
+        """Save what the step has computed: on a CPU beside what follows, until the next step begins."""
+        with self._lock:
+            items = [item._replace(session_name=self._own(item.session_name)) for item in saves]
+            state = self._state
+            if state is None or not items:
+                return
+            if state.device.type == "cpu":
+                self._copying.append(self._copier.submit(state.save, items))
+            else:
+                state.save(items)
 
     def take_saved(self) -> set[str]:
         """Sessions whose saves ended since the last call."""
@@ -178,6 +190,9 @@ class WorkerSide:
     def close(self) -> None:
         """Save what is still in staging, then end the threads and the connection."""
         self._loaders.shutdown(cancel_futures=True)
+        with self._lock:
+            self._settle()
+        self._copier.shutdown()
         if self._saver is not None:
             self._saver.close()
         self._waiters.shutdown()
@@ -268,9 +283,16 @@ class WorkerSide:
             return
         self._open_names.remove(name)
         own = self._own(name)
+        self._settle()
         self._state.closed(own)
         self._saver.finish(own, durability=self._durability)
         self._endings[name] = self._waiters.submit(self._wait_for, self._saver, own)
+
+    def _settle(self) -> None:
+        """Wait for copies, with the lock held: the engine may write to its blocks again."""
+        for copy in self._copying:
+            copy.result()
+        self._copying.clear()
 
     @staticmethod
     def _wait_for(saver: Saver, name: str) -> CacheError | None:
