@@ -37,6 +37,7 @@ from transformers import DynamicCache
 from ctxcache.client import CallerModel, Client, SessionHandle
 from ctxcache.client.arena import Bytes
 from ctxcache.client.types import SessionInfo
+from ctxcache.core.placement.returns import ReturnShare
 from ctxcache.errors import CacheError, GenerationMismatch, InvalidArgument, SessionNotFound, Unavailable
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS, unpacked
 from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
@@ -87,6 +88,20 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionLook:
+    """A session as it is kept: `due` is the form that it is to have, None where it has that one already.
+
+    `back_s` of a form is from SSD. `rent_s_per_hour`: seconds of the machine that its bytes are worth.
+    """
+
+    session: SessionInfo
+    idle_s: float
+    form: Form
+    due: Form | None
+    rent_s_per_hour: float
+
+
+@dataclass(frozen=True, slots=True)
 class Aged:
     """The outcome for one session. `reason`: why it was left alone; empty where it has the new form."""
 
@@ -125,22 +140,24 @@ class Aging:
         *,
         rent_s_per_gb_hour: float = RENT_S_PER_GB_HOUR,
         thaw_s: float = THAW_S,
-        returning: float = 1.0,
+        returning: float | None = None,
     ) -> None:
         """`hot`: the layout of sessions in use. Packed kinds are used where `model` lists them.
 
         `rent_s_per_gb_hour`: seconds of this machine that a GB kept for an hour is worth. `returning`: the
-        share of idle sessions that are known to come back; at 1 the sum is bounded whatever they do. Raises
+        share of idle sessions that are known to come back; at 1 the sum is bounded whatever they do. None: it
+        is learned from sweep to sweep, and is 1 at first. Raises
         InvalidArgument(field="rent" | "thaw" | "returning").
         """
         if not 0 < rent_s_per_gb_hour < NO_LIMIT:
             raise InvalidArgument(field="rent", problem=f"{rent_s_per_gb_hour} s per GB and hour is none")
         if not 0 <= thaw_s < NO_LIMIT:
             raise InvalidArgument(field="thaw", problem=f"{thaw_s} s is no time")
-        if not 0 < returning <= 1:
+        if returning is not None and not 0 < returning <= 1:
             raise InvalidArgument(field="returning", problem=f"{returning} is no share of sessions")
         self._adapter, self._client, self._model = adapter, client, model
-        self._rent, self._thaw_s, self._returning = rent_s_per_gb_hour, thaw_s, returning
+        self._rent, self._thaw_s, self._fixed = rent_s_per_gb_hour, thaw_s, returning
+        self._watch = _Watching()
         self._shape = model_shape(adapter, adapter.architecture)
         self._profile, self._roundings = profile, Roundings(adapter)
         self._allowed = frozenset(spec.stream.kind for spec in model.spec.streams)
@@ -153,17 +170,32 @@ class Aging:
 
     # -- which form ----------------------------------------------------------------------------------
 
+    @property
+    def returning(self) -> float:
+        """How likely a session is taken to return."""
+        return self._watch.returns.share if self._fixed is None else self._fixed
+
     def due(self, session: SessionInfo, idle_s: float) -> Form | None:
         """The form that a session is to have which has been idle for so long; None for the one it has."""
+        found = self.look(session, idle_s)
+        return None if found is None else found.due
+
+    def look(self, session: SessionInfo, idle_s: float) -> SessionLook | None:
+        """A session that has been idle for so long; None for one without tokens, or with several kinds."""
         held = _by_layer(session.streams(), len(self._shape.layers))
         if held is None or not session.token_count:
             return None
-        count = session.token_count
-        current = self._form(held, count, held)
+        current = self._form(held, session.token_count, held)
+        due = self._due(current, session.token_count, idle_s)
+        return SessionLook(session, idle_s, current, due, self._rent * current.size_bytes / 1e9)
+
+    def _due(self, current: Form, count: int, idle_s: float) -> Form | None:
         if idle_s < self._thaw_s:
-            return self._form(self._hot, count, held) if current.again_s else None
-        smaller = [each for each in self._forms(held, count) if each.size_bytes < current.size_bytes]
-        best = min((current, *smaller), key=lambda each: each.cost_s(idle_s, self._rent, self._returning))
+            return self._form(self._hot, count, current.kinds) if current.again_s else None
+        forms = self._forms(current.kinds, count)
+        smaller = [each for each in forms if each.size_bytes < current.size_bytes]
+        returning = self.returning
+        best = min((current, *smaller), key=lambda each: each.cost_s(idle_s, self._rent, returning))
         return None if best is current else best
 
     def _forms(self, held: Kinds, count: int) -> Iterator[Form]:
@@ -205,38 +237,55 @@ class Aging:
 
     # -- all sessions --------------------------------------------------------------------------------
 
+    def looks(self, *, now_s: float | None = None) -> Iterator[SessionLook]:
+        """Look at every session of the model that may change its form, and change nothing.
+
+        `now_s`: Unix time. Raises Unavailable, DeadlineExceeded.
+        """
+        for listed in self._watch.seen(self._listed()):
+            at_s = time.time() if now_s is None else now_s
+            idle_s = at_s - (listed.access_time_ns or 0) / 1e9
+            found = None if listed.is_pinned else self.look(listed, idle_s)
+            if found is not None:
+                yield found
+
+    def _listed(self) -> Iterator[SessionInfo]:
+        for listed in self._client.sessions.list(self._model.name):
+            is_own = listed.model_fingerprint == self._model.fingerprint
+            if is_own and not listed.name.startswith(f"sessions/{STAGED}"):
+                yield listed
+
     def sweep(self, *, now_s: float | None = None) -> Iterator[Aged]:
         """Look at every session of the model once; each that has, or should have, another form is told.
 
         `now_s`: Unix time. Raises Unavailable, DeadlineExceeded.
         """
-        for listed in self._client.sessions.list(self._model.name):
-            is_other = listed.model_fingerprint != self._model.fingerprint
-            if is_other or listed.is_pinned or listed.name.startswith(f"sessions/{STAGED}"):
-                continue
-            at_s = time.time() if now_s is None else now_s
-            form = self.due(listed, at_s - (listed.access_time_ns or 0) / 1e9)
-            if form is None:
-                continue
-            held = _by_layer(listed.streams(), len(self._shape.layers)) or ()
-            before = self._form(held, listed.token_count, held)
-            reason = ""
-            try:
-                self.reencode(listed, form.kinds)
-            except Unavailable:
-                raise
-            except CacheError as error:
-                reason = error.reason
-                log.info("session_not_aged session=%s reason=%s error=%s", listed.name, reason, error)
-            yield Aged(
-                listed.name,
-                listed.token_count,
-                kinds_text(held),
-                kinds_text(form.kinds),
-                before.size_bytes,
-                form.size_bytes,
-                reason,
-            )
+        for look in self.looks(now_s=now_s):
+            aged = self.aged(look)
+            if aged is not None:
+                yield aged
+
+    def aged(self, look: SessionLook) -> Aged | None:
+        """Give a session the form that it is due; None where it has that. Raises Unavailable."""
+        if look.due is None:
+            return None
+        session, reason = look.session, ""
+        try:
+            self.reencode(session, look.due.kinds)
+        except Unavailable:
+            raise
+        except CacheError as error:
+            reason = error.reason
+            log.info("session_not_aged session=%s reason=%s error=%s", session.name, reason, error)
+        return Aged(
+            session.name,
+            session.token_count,
+            kinds_text(look.form.kinds),
+            kinds_text(look.due.kinds),
+            look.form.size_bytes,
+            look.due.size_bytes,
+            reason,
+        )
 
     # -- one session ---------------------------------------------------------------------------------
 
@@ -359,6 +408,49 @@ class Aging:
                 prefill(adapter.model, cache, piece, is_stepwise=adapter.is_stepwise)
                 yield piece, {stream: torch.cat(parts) for stream, parts in found.items()}
                 found.clear()
+
+
+class _Watching:
+    """Learns from one sweep to the next how many sessions return. An entry for each session.
+
+    The time that a session was idle when the watch began counts once it has ended: with a turn, or with the
+    session.
+    """
+
+    def __init__(self) -> None:
+        self.returns = ReturnShare()
+        self._access_ns: dict[str, int] = {}
+        self._early: set[str] = set()
+        """Sessions of the first sweep that have had no turn since."""
+        self._is_first = True
+
+    def seen(self, sessions: Iterable[SessionInfo]) -> Iterator[SessionInfo]:
+        """Pass on all sessions that there are."""
+        there: set[str] = set()
+        for session in sessions:
+            there.add(session.name)
+            self._see(session.name, session.access_time_ns or 0)
+            yield session
+        for name in self._access_ns.keys() - there:
+            del self._access_ns[name]
+            self._enter(name)
+        self._is_first = False
+
+    def _see(self, name: str, access_ns: int) -> None:
+        known_ns = self._access_ns.get(name)
+        if known_ns is None and self._is_first:
+            self._early.add(name)
+        elif known_ns is None:
+            self.returns.turn(is_first=True)
+        elif access_ns > known_ns:
+            self._enter(name)
+            self.returns.turn(is_first=False)
+        self._access_ns[name] = access_ns
+
+    def _enter(self, name: str) -> None:
+        if name in self._early:
+            self._early.discard(name)
+            self.returns.turn(is_first=True)
 
 
 _FROM_INPUTS = (StateKind.HIDDEN, StateKind.HIDDEN_INT8, StateKind.HIDDEN_INT4, *DELTAS)

@@ -20,6 +20,7 @@ from dashboard_table import STORE, WORKER  # noqa: E402
 from site_hooks import rows  # noqa: E402
 
 from gpu_worker.sidecar.metrics import TABLE as WORKERS  # noqa: E402
+from gpu_worker.sidecar.metrics import UPKEEP  # noqa: E402
 
 OBSERVABILITY = ROOT / "observability"
 WORKERS_HEAD = """<!-- Made by scripts/generate_observability.py from gpu_worker/sidecar/metrics.py. -->
@@ -27,6 +28,7 @@ WORKERS_HEAD = """<!-- Made by scripts/generate_observability.py from gpu_worker
 
 `ctxcache worker serve --metrics-listen 127.0.0.1:7422` shows these to Prometheus.
 """
+UPKEEP_HEAD = "`ctxcache worker age --every 600 --metrics-listen 127.0.0.1:7424` shows these."
 
 
 def main() -> None:
@@ -36,7 +38,8 @@ def main() -> None:
         OBSERVABILITY / "alerts_test.yaml": rule_tests("alerts.yaml"),
         OBSERVABILITY / "dashboard.json": dashboard(STORE),
         OBSERVABILITY / "worker_dashboard.json": dashboard(WORKER),
-        OBSERVABILITY / "worker_metrics.md": f"{WORKERS_HEAD}\n{rows(WORKERS)}\n",
+        OBSERVABILITY
+        / "worker_metrics.md": f"{WORKERS_HEAD}\n{rows(WORKERS)}\n\n{UPKEEP_HEAD}\n\n{rows(UPKEEP)}\n",
     }
     differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv[1:]:

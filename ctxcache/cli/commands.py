@@ -99,7 +99,7 @@ DESCRIPTIONS = {
     "bench": "Measure each path beside the machine's limit and beside a peer.",
     "demo": "Show on a small real model what the cache saves.",
     "trace.replay": "Ask another store what was recorded, and compare.",
-    "worker": "Serve engines, plan restorations, and measure what plans are made from.",
+    "worker": "Serve engines, plan restorations, measure what plans are made from, and age idle sessions.",
 }
 
 

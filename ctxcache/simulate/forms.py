@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from ctxcache.core.placement.returns import ReturnShare
 from ctxcache.errors import InvalidArgument
 from ctxcache.simulate.load import GB, HOUR_S, Load
 from ctxcache.simulate.replay import dropped_tokens
@@ -212,17 +213,19 @@ def keep(
     keeper = Keeper(forms, load)
     kept = [Kept(form.name) for form in forms] + [Kept(name) for name in (MIXED, LEARNED, KNOWS)]
     sessions: dict[bytes, _Session] = {}
+    returning = ReturnShare()
     first_s, last_s, index = math.inf, 0.0, 0
     for index, turn in enumerate(turns, 1):
         first_s, last_s = min(first_s, turn.arrival_s), turn.arrival_s
         session = sessions.get(turn.session)
+        returning.turn(is_first=session is None)
         if session is None:
             session = sessions[turn.session] = _Session()
         else:
             _rest(keeper, kept, session, turn.arrival_s - session.rested_s, load, returns=True)
         _grow(session, turn, load)
         session.rested_s = turn.arrival_s
-        session.returning = (index - len(sessions) + 1) / (index + 1)
+        session.returning = returning.share
         if index % 1024 == 0:
             step(index)
     for session in sessions.values():

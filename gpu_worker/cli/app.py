@@ -3,6 +3,7 @@
 import typer
 
 from ctxcache.cli.documents import examples
+from gpu_worker.cli.age import age, cost
 from gpu_worker.cli.llamacpp import llamacpp
 from gpu_worker.cli.plan import layout, plan, profile
 from gpu_worker.cli.serve import serve, stats
@@ -12,7 +13,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Serve engines, plan restorations, and measure what plans are made from.",
+    help="Serve engines, plan restorations, measure what plans are made from, and age idle sessions.",
 )
 app.command(
     "plan",
@@ -33,6 +34,14 @@ app.command(
         "ctxcache worker stats", "ctxcache worker stats --listen /run/ctxcache/worker.sock --json"
     ),
 )(stats)
+app.command(
+    "age",
+    epilog=examples(
+        "ctxcache worker age /models/smollm2 --dry-run",
+        "ctxcache worker age /models/smollm2 --every 600 --metrics-listen 127.0.0.1:7424",
+    ),
+)(age)
+app.command("cost", epilog=examples("ctxcache worker cost /models/smollm2 chat-17 --json"))(cost)
 app.command(
     "llamacpp",
     epilog=examples(

@@ -129,6 +129,23 @@ def place(name: PlaceName) -> StatePlace:
     return StatePlace(name.value)
 
 
+def returns(text: str) -> list[tuple[int, float]]:
+    """Read `1024x3,16384`: tokens, and how often. Raises InvalidArgument(field="--returns")."""
+    try:
+        parts = [part.partition("x") for part in text.split(",") if part]
+        found = [(int(tokens), float(count or 1)) for tokens, _, count in parts]
+    except ValueError:
+        found = [(-1, 0.0)]
+    if any(tokens < 0 or not 0 <= count < float("inf") for tokens, count in found):
+        raise InvalidArgument(field="--returns", problem=f"{text!r} is not a list such as 1024x3,16384")
+    return found
+
+
+def datasheet(name: str) -> Profile:
+    """A machine by its datasheet. Raises InvalidArgument(field="--hardware")."""
+    return _named_profile(name, 1, None)
+
+
 def _measured(model: str, profile_file: Path | None, directory: Path | None) -> Measured | None:
     if profile_file is not None:
         if not profile_file.is_file():

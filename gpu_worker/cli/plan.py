@@ -196,7 +196,7 @@ def layout(
     chosen = choose_layout(
         shape,
         machine,
-        [Return(tokens, new, given.place(place), count) for tokens, count in _returns(returns)],
+        [Return(tokens, new, given.place(place), count) for tokens, count in given.returns(returns)],
         engine=given.engine(no_recompute=no_recompute, by_layer=by_layer, split=False, allow_loss=allow_loss),
         byte_price_s=byte_price,
     )
@@ -229,17 +229,6 @@ def _spans(names: list[str]) -> str:
         parts.append(f"{name}:{begin}-{end - 1}" if end > begin + 1 else f"{name}:{begin}")
         begin = end
     return ",".join(parts)
-
-
-def _returns(text: str) -> list[tuple[int, float]]:
-    try:
-        parts = [part.partition("x") for part in text.split(",") if part]
-        found = [(int(tokens), float(count or 1)) for tokens, _, count in parts]
-    except ValueError:
-        found = [(-1, 0.0)]
-    if any(tokens < 0 or not 0 <= count < float("inf") for tokens, count in found):
-        raise InvalidArgument(field="--returns", problem=f"{text!r} is not a list such as 1024x3,16384")
-    return found
 
 
 def profile(

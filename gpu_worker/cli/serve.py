@@ -17,6 +17,7 @@ from google.protobuf.json_format import MessageToDict, MessageToJson
 
 from gpu_worker.cli import options as given
 from gpu_worker.direct import Wanted
+from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.settings import MIB, WorkerSettings
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -175,8 +176,6 @@ def stats(
     as_json: given.AsJson = False,
 ) -> None:
     """Show what a worker has attached, and what it did since it started. Fails where none answers."""
-    from gpu_worker.sidecar.client import WorkerClient  # noqa: PLC0415  --help needs none of it
-
     with WorkerClient(WorkerSettings(listen=listen).socket, timeout_s=TIMEOUT_S) as client:
         found = client.stats()
     if as_json:

@@ -601,7 +601,7 @@ class TransformersEngine(Closing):
         *,
         rent_s_per_gb_hour: float = RENT_S_PER_GB_HOUR,
         thaw_s: float = THAW_S,
-        returning: float = 1.0,
+        returning: float | None = None,
     ) -> Aging:
         """Make what keeps the model's idle sessions in smaller forms. Use it between turns, in their thread.
 

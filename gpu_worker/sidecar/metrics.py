@@ -162,6 +162,36 @@ TABLE = Group(
     ),
 )
 METRICS = {metric.name: metric for metric in TABLE.metrics}
+UPKEEP = Group(
+    "Upkeep of idle sessions",
+    (
+        counter(
+            "upkeep_sweeps",
+            "sweeps",
+            "Sweeps of `ctxcache worker age` that ended: `whole` or `failed`.",
+            "`whole` stands still for longer than `--every`: see its log.",
+            "result",
+        ),
+        counter(
+            "upkeep_sessions",
+            "sessions",
+            "Sessions that sweeps looked at: `kept` as they were, `changed` to another form, or `left` "
+            "though they were due, and why.",
+            "`left` grows by one reason each sweep: the same sessions are looked at in vain.",
+            "result",
+            "reason",
+        ),
+        counter(
+            "upkeep_freed_bytes", "bytes", "Bytes that smaller forms take less on SSD.", "For scale only."
+        ),
+        gauge(
+            "upkeep_returning",
+            "share",
+            "How likely a session is taken to return, as learned or as `--returning` says.",
+            "Near 0 while sessions do return: they are kept too small; set `--returning`.",
+        ),
+    ),
+)
 
 
 if TYPE_CHECKING:
@@ -207,16 +237,7 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Every metric, as it is now."""
-        families = {
-            metric.name: (CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily)(
-                metric.name, metric.meaning, labels=metric.labels
-            )
-            for metric in TABLE.metrics
-        }
-        for value in (*self._done(), *self._from_files(), *self._under_way()):
-            name = f"ctxcache_worker_{value.name}"
-            families[name if name in METRICS else f"{name}_total"].add_metric(value.labels, value.value)
-        return families.values()
+        return _families(TABLE, "worker", (*self._done(), *self._from_files(), *self._under_way()))
 
     def _done(self) -> Iterator[_Value]:
         counts = self._counts
@@ -252,6 +273,43 @@ class WorkerCollector(Collector):
         attached = self._attached()
         yield _Value("attached_bytes", attached.mapped_bytes)
         yield _Value("longest_idle_seconds", attached.longest_idle_s)
+
+
+def _families(table: Group, who: str, values: Iterable[_Value]) -> Iterable[Metric]:
+    families = {
+        metric.name: (CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily)(
+            metric.name, metric.meaning, labels=metric.labels
+        )
+        for metric in table.metrics
+    }
+    for value in values:
+        name = f"ctxcache_{who}_{value.name}"
+        families[name if name in families else f"{name}_total"].add_metric(value.labels, value.value)
+    return families.values()
+
+
+@dataclass(slots=True, eq=False)
+class UpkeepCounts(Collector):
+    """All sweeps so far, and their metrics."""
+
+    kept: int = 0
+    changed: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    freed_bytes: float = 0.0
+    sweeps: Counter[str] = field(default_factory=lambda: Counter({"whole": 0, "failed": 0}))
+    returning: float = 1.0
+
+    def collect(self) -> Iterable[Metric]:
+        """Every metric, as it is now."""
+        values = [_Value("sweeps", count, (result,)) for result, count in dict(self.sweeps).items()]
+        values += [
+            _Value("sessions", self.kept, ("kept", "")),
+            _Value("sessions", self.changed, ("changed", "")),
+        ]
+        values += [_Value("sessions", count, ("left", reason)) for reason, count in dict(self.left).items()]
+        values += [_Value("freed_bytes", self.freed_bytes), _Value("returning", self.returning)]
+        return _families(UPKEEP, "upkeep", values)
 
 
 @dataclass(frozen=True, slots=True)

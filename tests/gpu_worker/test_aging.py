@@ -89,7 +89,7 @@ def _aging(
     *,
     is_lossy: bool = True,
     thaw_s: float = 0.0,
-    returning: float = 1.0,
+    returning: float | None = 1.0,
 ) -> Aging:
     model = client.models.register(_spec(is_lossy=is_lossy))
     hot = [Stream(layer, StateKind.KV) for layer in range(LAYERS)]
@@ -223,6 +223,33 @@ def test_a_sweep_ages_what_is_idle_and_warms_what_is_used(client: Client, sessio
     with _engine(client, is_lossy=False) as engine:
         turn = _turn(engine, session_id, 2)
     assert (turn.token_ids, turn.miss_reason) == (_never_dropped()[2], "")
+
+
+def test_sweeps_learn_how_many_sessions_return(client: Client, session_id: str) -> None:
+    """As `simulate` counts turns; what was there before counts once it returned, or is gone."""
+    for session in client.sessions.list():
+        client.sessions.delete(session.name)
+    aging = _aging(client, 1e-9, returning=None)
+
+    def learned() -> float:
+        assert list(aging.sweep()) == []
+        return aging.returning
+
+    for number in range(3):
+        _saved(client, f"{session_id}-{number}")
+    found = [learned(), learned()]
+    client.sessions.update(f"sessions/{session_id}-0")
+    found.append(learned())
+    _saved(client, f"{session_id}-3")
+    found.append(learned())
+    client.sessions.delete(f"sessions/{session_id}-1")
+    client.sessions.delete(f"sessions/{session_id}-3")
+    found.append(learned())
+
+    # Turns and first turns: none; 2 and 1; 3 and 2; 4 and 3.
+    assert found == pytest.approx([1.0, 1.0, 2 / 3, 2 / 4, 2 / 5])
+    fixed = _aging(client, returning=0.25)
+    assert fixed.returning == 0.25
 
 
 def test_what_is_used_is_left_alone(client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch) -> None:

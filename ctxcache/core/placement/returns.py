@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
@@ -54,6 +55,27 @@ DEEPEST = 5
 """Parts of a name: root, turn count, time away before the last turn, magnitudes of answer and input."""
 GAPS_S = (2, 10)
 """Where that time passes into the next class; it is 0 where there was none."""
+
+
+@dataclass(slots=True)
+class ReturnShare:
+    """How likely a session is to return at all: the share of turns so far that another turn followed.
+
+    Begins at 1, by which nothing is lost whatever sessions do. For those that keep idle sessions in forms.
+    """
+
+    turn_count: int = 0
+    session_count: int = 0
+
+    def turn(self, *, is_first: bool) -> None:
+        """A session had a turn, which is its first, or follows another one."""
+        self.turn_count += 1
+        self.session_count += is_first
+
+    @property
+    def share(self) -> float:
+        """Within (0, 1]."""
+        return (self.turn_count - self.session_count + 1) / (self.turn_count + 1)
 
 
 class ReturnClass:

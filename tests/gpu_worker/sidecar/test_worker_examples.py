@@ -19,8 +19,9 @@ from ctxcache.cli.failures import ExitCode
 from gpu_worker.cli.app import app
 
 COMMANDS = [str(command.name) for command in app.registered_commands]
-EXAMPLES = [line for name in COMMANDS if name not in {"serve", "llamacpp"} for line in examples_of(name)]
-"""That of `serve` is what test_worker_metrics.py starts its worker by; `make engines` runs `llamacpp`."""
+ELSEWHERE = {"serve", "age", "cost", "llamacpp"}
+"""Run by test_worker_metrics.py, test_upkeep.py and `make engines`."""
+EXAMPLES = [line for name in COMMANDS if name not in ELSEWHERE for line in examples_of(name)]
 
 
 @pytest.mark.parametrize("line", EXAMPLES)

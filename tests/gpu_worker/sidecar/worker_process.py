@@ -15,13 +15,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from ctxcache.cli.documents import TITLE
+from ctxcache.cli.main import main
 from gpu_worker.cli.app import app
 from tests.nursery import Entry, Forked, Nursery
 
 TIMEOUT_S = 180
 """How long a start may take where torch is imported on a busy machine; nothing is promised about it."""
 WORKER = Entry("gpu_worker.cli.app:app", ("serve",))
+ON_ONE_THREAD = Entry("tests.gpu_worker.sidecar.worker_process:run_on_one_thread", ("worker",))
+"""Commands of the worker's that compute a little: on a busy machine threads wait for each other."""
+
+
+def run_on_one_thread() -> None:
+    """Run `ctxcache`."""
+    torch.set_num_threads(1)
+    main()
 
 
 def examples_of(name: str) -> list[str]:
@@ -47,7 +58,7 @@ def mortal_engine(worker: Path, hello: Path, session: str, token_count: int) -> 
 @functools.cache
 def nursery() -> Nursery:
     """The nursery of this test process for programs that need torch, whose import takes seconds."""
-    made = Nursery(("gpu_worker.cli", "gpu_worker.sidecar", "gpu_worker.model_spec"))
+    made = Nursery(("gpu_worker.cli", "gpu_worker.sidecar", "gpu_worker.upkeep"))
     atexit.register(made.close)
     return made
 
