@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from ctxcache.core.ledger.ledger import Ledger
-from ctxcache.core.ledger.session import Session, block_key, space_prefix
+from ctxcache.core.ledger.session import PREFIX_LENGTH, Session, block_key, space_prefix
 
 
 class BlockNews:
@@ -102,7 +102,7 @@ class Subscriptions:
     def came(self, block: Session) -> None:
         """A block is there."""
         if self._by_space:
-            prefix = block.session_id[: len(space_prefix(bytes(32)))]
+            prefix = block.session_id[:PREFIX_LENGTH]
             for news in self._by_space.get((block.tenant, prefix), ()):
                 news.follow(block, self._ledger)
 

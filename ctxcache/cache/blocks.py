@@ -30,7 +30,7 @@ from ctxcache.cache.scrubbing import TRIES
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import STEP_BY_STEP, Pace, State
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.session import Expiration, Session, block_id, block_key, space_prefix
+from ctxcache.core.ledger.session import Expiration, Session, block_id, block_key
 from ctxcache.core.limits import Pinner
 from ctxcache.errors import (
     CorruptSegment,
@@ -143,12 +143,12 @@ class Blocks:
 
     def look_up(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[FoundBlock]:
         """The blocks under these keys, in their order. Counts as no access."""
-        now_ns, prefix = self._state.clock.now_ns(), space_prefix(space)
+        now_ns = self._state.clock.now_ns()
         # Blocks put by one engine share a layout, and so an answer; mostly that of the block before.
         hits: dict[tuple[int, bool], FoundBlock] = {}
         layout, is_in_memory, hit = None, False, ABSENT
         found = []
-        for block in self._ledger.blocks_named(tenant, [f"{prefix}{key.hex()}" for key in keys]):
+        for block in self._ledger.blocks_under(tenant, space, keys):
             if block is None or block.expire_time_ns <= now_ns:
                 found.append(ABSENT)
             elif block.token_count:

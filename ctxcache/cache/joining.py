@@ -7,8 +7,11 @@
 A session that grows token by token lies in segments of 64 tokens; many short appends make segments of a few
 hundred. A lease, a fork and a record take a step for each. Only sessions of many segments are joined: the
 others cost little, and a row of a joined segment is written twice, within the bound of all that is written
-unasked. Readers keep what they hold. Where memory or SSD has no room in one piece, and where other sessions
-list a segment, all stays as it is.
+unasked. Readers keep what they hold. Where memory or SSD has no room in one piece all stays as it is.
+
+Segments that several sessions list are joined for all of them, in the same record: so for a session and its
+forks, not for a prompt of hundreds, whose records would hold the event loop up. Nor where one of them shows a
+part of the rows.
 """
 
 import asyncio
@@ -22,12 +25,17 @@ from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import Background, State
 from ctxcache.core import ranges
 from ctxcache.core.ledger.places import Place
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Kin, Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import TierFailure
 from ctxcache.format.layout import LONGEST_SEGMENT_TOKENS
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 
+LISTINGS_LIMIT = 3072
+"""Segments of all the sessions whose records are written at once because they list what is joined, when they
+are several: less than a millisecond of the event loop."""
+KIN_LIMIT = 1024
+"""Sessions among which those that list a segment are looked for."""
 LOOKED_AT = 1024
 """Segments at a session's end among which those to be joined are looked for, at a time."""
 
@@ -118,12 +126,13 @@ class Joining:
             self._staging.give_back(written)
             raise
         # A cut, a fork or a deletion may have come during the write; from here to the commit nothing awaits.
-        if not self._are_whole(session, parts):
+        sessions = self._sessions_of(session, parts)
+        if not sessions:
             self._staging.give_back(written)
             return False
-        dead = self._ledger.joined(session, parts, written.flushed)
+        dead = self._ledger.joined(sessions, parts, written.flushed)
         changes = Changes(
-            sessions=[record_of(session)],
+            sessions=list(map(record_of, sessions)),
             segments=[segment_record_of(self._ledger, whole)],
             deleted_segment_ids=[part.segment_id for part in dead],
         )
@@ -147,7 +156,7 @@ class Joining:
         run: deque[Segment] = deque()
         run_count = 0
         for segment in session.segments[-LOOKED_AT:]:
-            if run and run[-1].end != segment.begin:
+            if run and (run[-1].end != segment.begin or run[-1].reference_count != segment.reference_count):
                 run.clear()
                 run_count = 0
             is_short = segment.place is Place.BOTH and segment.row_count < token_count
@@ -162,24 +171,43 @@ class Joining:
                 run_count -= run.popleft().row_count
             if run_count == token_count:
                 found = list(run)
-                if self._are_whole(session, found):
+                if self._sessions_of(session, found):
                     return found
+                if segment.reference_count > 1:
+                    # The same sessions list the next ones: it is not looked among all of them for each.
+                    run.clear()
+                    run_count = 0
         return []
 
-    def _are_whole(self, session: Session, parts: Sequence[Segment]) -> bool:
-        """Whether the session, and it alone, lists these one behind the other, and has every row of them."""
-        begin, end = parts[0].begin, parts[-1].end
+    def _sessions_of(self, session: Session, parts: Sequence[Segment]) -> list[Session]:
+        """The sessions that list these, of which this is one.
+
+        Empty unless each of them lists them one behind the other and shows every row of them.
+        """
+        home = parts[0].home
         # While a path is lost sessions withhold tokens, and a part may be unreadable.
-        if session.is_gone or session.is_block or session.withheld or self._ledger.lost:
-            return False
-        if ranges.clip(session.live, begin, end) != ((begin, end),):
-            return False
-        if session.segments_of(((begin, end),)) != parts:
-            return False
-        return all(map(_is_whole, parts))
+        if session.is_gone or self._ledger.lost:
+            return []
+        if isinstance(home, Kin) and len(home.uids) > KIN_LIMIT:
+            return []
+        sessions = self._ledger.listers(parts[0])
+        if len(sessions) > 1 and sum(len(one.segments) for one in sessions) > LISTINGS_LIMIT:
+            return []
+        if session not in sessions or any(part.reference_count != len(sessions) for part in parts):
+            return []
+        is_same = all(map(_is_whole, parts)) and all(_shows(one, parts, session.copies) for one in sessions)
+        return sessions if is_same else []
+
+
+def _shows(session: Session, parts: Sequence[Segment], copies: int) -> bool:
+    """Whether the session lists these in a row, shows all their rows, and wants so many copies."""
+    begin, end = parts[0].begin, parts[-1].end
+    if session.is_block or session.withheld or session.copies != copies:
+        return False
+    is_shown = ranges.clip(session.live, begin, end) == ((begin, end),)
+    return is_shown and session.segments_of(((begin, end),)) == parts
 
 
 def _is_whole(part: Segment) -> bool:
-    """Whether all its rows are below, known by one sum for each stream, and listed by one session."""
-    is_below = part.is_full and not part.is_unwritten
-    return is_below and part.reference_count == 1 and part.is_settled(part.row_count)
+    """Whether all its rows are below, known by one sum for each stream."""
+    return part.is_full and not part.is_unwritten and part.is_settled(part.row_count)

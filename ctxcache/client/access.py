@@ -48,7 +48,16 @@ from ctxcache.v1.arena_pb2 import (
     ReleaseReservation,
 )
 from ctxcache.v1.block_pb2 import ReleaseBlocksRequest
-from ctxcache.wire.frames import PROTOCOL_VERSION, Frame, FrameKind, FrameReader, encode_frame
+from ctxcache.wire.frames import (
+    LENGTH_DELIMITED,
+    NUMBER,
+    PROTOCOL_VERSION,
+    Frame,
+    FrameKind,
+    FrameReader,
+    encode_frame,
+    varint,
+)
 from ctxcache.wire.status import from_parts, from_rpc_error, from_status
 
 # Ends a lease that never exists: an operation that changes nothing, and whose answer proves the way.
@@ -66,6 +75,11 @@ class AccessStream(ABC):
     @abstractmethod
     def is_broken(self) -> bool:
         """Whether the way has ended, and with it everything acquired on it."""
+
+    @property
+    def is_worth_a_try(self) -> bool:
+        """Whether it lives, or did a moment ago: what has happened since is told by the next call."""
+        return not self.is_broken
 
     @property
     @abstractmethod
@@ -102,6 +116,16 @@ class AccessStream(ABC):
         if result.HasField("error"):
             raise self.error_of(result.error)
         return result
+
+    def ask(self, operation: bytes) -> bytes:
+        """Carry out one encoded operation; returns an encoded AccessResponse without its number.
+
+        Callers of many small operations know answers again that they have read before. Raises
+        DeadlineExceeded, Unavailable; the operation's own error is in the answer.
+        """
+        response = self.exchange([Operation.FromString(operation)])
+        response.request_id = 0
+        return response.SerializeToString()
 
     def error_of(self, failed: OperationError) -> CacheError:
         """Rebuild the error that the server raised."""
@@ -337,10 +361,19 @@ class GrpcAccess(AccessStream):
 
 # -- over the control socket -------------------------------------------------------------------------
 
+_ONE_OPERATION = bytes((AccessRequest.OPERATIONS_FIELD_NUMBER << 3 | LENGTH_DELIMITED,))
+"""The beginning of an encoded operation in a request, before its length."""
+LIVES_FOR_S = 0.01
+"""How long a server that answered is taken to be there without a look at the socket."""
+SOON_S = 0.001
+"""How long the kernel waits for an answer by itself. A longer wait is a poll, which knows its deadline."""
 UNREAD_LIMIT = 64
 """Answers that nobody waits for, at a time: then one is waited for, which brings those before it."""
 _READ_BYTES = 1 << 16
 _FOREVER_S = 3600.0
+_NUMBER_END = 11
+"""Where the longest number of an answer ends."""
+_TIMEVAL = struct.Struct("@ll")
 _GONE = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 
 
@@ -357,8 +390,9 @@ class SocketAccess(AccessStream):
 
     def __init__(self, connection: socket.socket, reader: FrameReader, target: str, timeout_s: float) -> None:
         super().__init__(target, timeout_s)
-        # No call blocks: every wait is a poll that ends at its caller's deadline.
-        connection.settimeout(0)
+        # One call receives most answers: it blocks for a moment. A longer wait is a poll.
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(SOON_S * 1e6)))
         self._socket = connection
         self._reader = reader
         self._sending = threading.Lock()
@@ -368,7 +402,8 @@ class SocketAccess(AccessStream):
         self._awaited: set[int] = set()
         self._overdue: set[int] = set()
         """Requests whose callers gave up: what their late answers hold is given back."""
-        self._answers: dict[int, AccessResponse] = {}
+        self._answers: dict[int, bytes] = {}
+        self._heard_s = -LIVES_FOR_S
         self._unread_count = 0
         self._drainer: threading.Thread | None = None
         self._failure: CacheError | None = None
@@ -382,6 +417,12 @@ class SocketAccess(AccessStream):
         return self._failure is not None
 
     @property
+    def is_worth_a_try(self) -> bool:
+        """See AccessStream. Spares a small operation one of its three calls of the kernel."""
+        is_lately = time.monotonic() - self._heard_s < LIVES_FOR_S
+        return self._failure is None if is_lately else not self.is_broken
+
+    @property
     def is_in_doubt(self) -> bool:
         """See AccessStream. The server lets go of nothing while the socket is open, whatever is heard."""
         return self._failure is not None
@@ -392,13 +433,16 @@ class SocketAccess(AccessStream):
 
     def exchange(self, batch: list[Operation]) -> AccessResponse:
         """See AccessStream."""
-        deadline_s = time.monotonic() + self.timeout_s
-        request_id = self._submit(batch, deadline_s, is_awaited=True)
-        try:
-            return self._wait(request_id, deadline_s)
-        except BaseException:
-            self._abandon(request_id)
-            raise
+        request = AccessRequest(operations=batch, trace_parent=trace_parent())
+        return self._read_answer(self._exchange(request.SerializeToString()))
+
+    def ask(self, operation: bytes) -> bytes:
+        """See AccessStream. Neither the request nor the answer is made into a message here."""
+        request = _ONE_OPERATION + varint(len(operation)) + operation
+        if parent := trace_parent():
+            request += AccessRequest(trace_parent=parent).SerializeToString()
+        answer = self._exchange(request)
+        return answer[_numbered(answer)[1] :]
 
     def send(self, operations: Iterable[Operation]) -> None:
         """See AccessStream."""
@@ -409,7 +453,7 @@ class SocketAccess(AccessStream):
             if self._unread_count >= UNREAD_LIMIT:
                 self.exchange(batch)
             else:
-                self._submit(batch, time.monotonic() + self.timeout_s, is_awaited=False)
+                self._send(batch)
         except CacheError:
             # Broken: what was to be given back is gone with the connection.
             return
@@ -420,14 +464,28 @@ class SocketAccess(AccessStream):
 
     # -- sending -------------------------------------------------------------------------------
 
-    def _submit(self, batch: list[Operation], deadline_s: float, *, is_awaited: bool) -> int:
+    def _exchange(self, request: bytes) -> bytes:
+        """Send an encoded request without its number; returns the encoded answer."""
+        deadline_s = time.monotonic() + self.timeout_s
+        request_id = self._submit(request, deadline_s, is_awaited=True)
+        try:
+            return self._wait(request_id, deadline_s)
+        except BaseException:
+            self._abandon(request_id)
+            raise
+
+    def _send(self, batch: list[Operation]) -> None:
+        """Send a batch for whose answer nobody waits."""
+        request = AccessRequest(operations=batch, trace_parent=trace_parent())
+        self._submit(request.SerializeToString(), time.monotonic() + self.timeout_s, is_awaited=False)
+
+    def _submit(self, request: bytes, deadline_s: float, *, is_awaited: bool) -> int:
         if not self._sending.acquire(timeout=max(deadline_s - time.monotonic(), 0)):
             raise self._too_late()
         try:
             if self._failure is not None:
                 raise again(self._failure)
             self._last_id += 1
-            request = AccessRequest(request_id=self._last_id, operations=batch, trace_parent=trace_parent())
             # Before it is sent: another thread may read the answer at once.
             with self._changed:
                 if is_awaited:
@@ -435,7 +493,8 @@ class SocketAccess(AccessStream):
                 else:
                     self._unread_count += 1
             try:
-                self._send_all(encode_frame(FrameKind.ACCESS, request.SerializeToString()), deadline_s)
+                message = NUMBER + varint(self._last_id) + request
+                self._send_all(encode_frame(FrameKind.ACCESS, message), deadline_s)
             except BaseException:
                 # Any error, a signal's too: half a frame may be out.
                 self._break(Unavailable(target=self.target, problem="a request was interrupted"))
@@ -448,7 +507,7 @@ class SocketAccess(AccessStream):
         rest = memoryview(data)
         while rest:
             try:
-                rest = rest[self._socket.send(rest) :]
+                rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 if not self._has_event(select.POLLOUT, deadline_s - time.monotonic()):
                     # Half a frame may be out: nothing can follow it.
@@ -460,7 +519,15 @@ class SocketAccess(AccessStream):
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def _wait(self, request_id: int, deadline_s: float) -> AccessResponse:
+    def _read_answer(self, answer: bytes) -> AccessResponse:
+        """Raises Unavailable: what cannot be read may hold what nobody gives back."""
+        try:
+            return AccessResponse.FromString(answer)
+        except DecodeError as error:
+            self._break(self._gone(error))
+            raise again(self._gone(error)) from error
+
+    def _wait(self, request_id: int, deadline_s: float) -> bytes:
         while True:
             with self._changed:
                 if request_id in self._answers:
@@ -481,8 +548,9 @@ class SocketAccess(AccessStream):
         late = None
         try:
             while (frame := self._reader.next()) is None:
-                self._wait_for_bytes(deadline_s)
-                self._receive()
+                if not self._receive():
+                    self._wait_for_bytes(deadline_s)
+            self._heard_s = time.monotonic()
             late = self._take(frame)
         except (OSError, InvalidArgument, DecodeError) as error:
             self._break(self._gone(error))
@@ -498,40 +566,45 @@ class SocketAccess(AccessStream):
         if not self._has_event(select.POLLIN, deadline_s - time.monotonic()):
             raise self._too_late()
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Take what has come, or comes within a moment; whether anything did."""
         try:
             data = self._socket.recv(_READ_BYTES)
             self._reader.feed(data)
+        except BlockingIOError:
+            return False
         except BaseException as error:
             # Any error, a signal's too: bytes may be lost, and nothing could be read behind them.
             self._break(self._gone(error))
             raise
         if not data:
             raise ConnectionResetError("the server closed the control socket")
+        return True
 
-    def _take(self, frame: Frame) -> AccessResponse | None:
+    def _take(self, frame: Frame) -> bytes | None:
         """Hand an answer to whom it is for; returns one that came too late."""
+        answer = frame.message
         if frame.kind != FrameKind.ACCESS:
             self._break(_why_ended(frame, self.target))
             return None
-        response = AccessResponse.FromString(frame.message)
+        request_id, _ = _numbered(answer)
         with self._changed:
-            is_overdue = response.request_id in self._overdue
-            if response.request_id in self._awaited:
-                self._awaited.discard(response.request_id)
-                self._answers[response.request_id] = response
+            is_overdue = request_id in self._overdue
+            if request_id in self._awaited:
+                self._awaited.discard(request_id)
+                self._answers[request_id] = answer
             elif is_overdue:
-                self._overdue.discard(response.request_id)
+                self._overdue.discard(request_id)
             else:
                 self._unread_count -= 1
-        return response if is_overdue else None
+        return answer if is_overdue else None
 
-    def _give_back(self, response: AccessResponse) -> None:
+    def _give_back(self, answer: bytes) -> None:
         """Release what nobody waited for. Waits for no answer: whoever is here may be needed to read them."""
-        batch = list(releases(response))
-        if batch:
-            with suppress(CacheError):
-                self._submit(batch, time.monotonic() + self.timeout_s, is_awaited=False)
+        with suppress(CacheError):
+            batch = list(releases(self._read_answer(answer)))
+            if batch:
+                self._send(batch)
 
     def _abandon(self, request_id: int) -> None:
         """See that what a late answer holds is given back, by a thread that waits for it."""
@@ -591,6 +664,21 @@ class SocketAccess(AccessStream):
 
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(target=self.target, timeout_s=f"{self.timeout_s:g}")
+
+
+def _numbered(answer: bytes) -> tuple[int, int]:
+    """The number that an encoded answer begins with, and where it ends.
+
+    Raises InvalidArgument where it has none.
+    """
+    number = shift = 0
+    if answer[:1] == NUMBER:
+        for end, byte in enumerate(answer[1:_NUMBER_END], 2):
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return number, end
+    raise InvalidArgument(field="frame", problem="is an answer without a number")
 
 
 def _why_ended(frame: Frame, target: str) -> CacheError:

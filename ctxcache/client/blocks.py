@@ -31,7 +31,8 @@ from ctxcache.client.wire import Wire, trace_metadata
 from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, LeaseNotFound
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.v1 import block_pb2
-from ctxcache.v1.arena_pb2 import Operation, ReleaseReservation
+from ctxcache.v1.arena_pb2 import AccessResponse, Operation, OperationError, ReleaseReservation
+from ctxcache.wire.frames import LENGTH_DELIMITED, varint
 
 KEYS_PER_CALL = 4096
 PARTS_PER_CALL = 4096
@@ -43,8 +44,14 @@ MESSAGE_BYTES = 1 << 20
 _NS_PER_S = 10**9
 SPACES_KEPT = 64
 """Spaces whose messages are not made anew each time."""
-FOUND_KEPT = 256
-"""Answers that are not made anew each time: an engine's blocks have one or two sizes."""
+ANSWERS_KEPT, REMEMBERED_BYTES = 256, 512
+"""Answers that are not read anew each time, and the longest such one: blocks of an engine have few sizes,
+and of a prompt the first ones are there."""
+KEY_BYTES = 32
+_LOOKUP = bytes((Operation.LOOKUP_BLOCKS_FIELD_NUMBER << 3 | LENGTH_DELIMITED,))
+"""The beginning of a look-up as an operation, before its length."""
+_KEY = bytes((block_pb2.LookupBlocksRequest.KEYS_FIELD_NUMBER << 3 | LENGTH_DELIMITED, KEY_BYTES))
+"""The bytes in front of each key of a message."""
 _STATES: dict[int, LookupState] = {state.value: state for state in LookupState}
 
 
@@ -67,15 +74,18 @@ class BlockCalls:
         """The block under each key. Counts as no access. Raises InvalidArgument."""
         found: list[FoundBlock] = []
         for some in _batches(keys, KEYS_PER_CALL):
-            operation = Operation()
-            operation.lookup_blocks.space.CopyFrom(_space(space))
-            operation.lookup_blocks.keys.extend(some)
+            request = _lookup(space, some)
             attachment = self._routes.attach()
             if attachment is None:
-                answer = self._wire.call(self._wire.blocks.LookupBlocks, operation.lookup_blocks)
-            else:
-                answer = attachment.stream.carry_out(operation).found_blocks
-            found += map(_found, answer.states, answer.size_bytes, answer.are_in_dram)
+                asked = block_pb2.LookupBlocksRequest.FromString(request)
+                found += _found(self._wire.call(self._wire.blocks.LookupBlocks, asked))
+                continue
+            encoded = attachment.stream.ask(_LOOKUP + varint(len(request)) + request)
+            read = _answer if len(encoded) <= REMEMBERED_BYTES else _answer.__wrapped__
+            answer = read(encoded)
+            if isinstance(answer, OperationError):
+                raise attachment.stream.error_of(answer)
+            found += answer
         return found
 
     def put(
@@ -585,9 +595,18 @@ def _news(message: block_pb2.BlockNews) -> BlockNews:
     return BlockNews(tuple(starmap(BlockChange, facts)), message.is_current)
 
 
-@lru_cache(FOUND_KEPT)
-def _found(state: int, size_bytes: int, is_in_dram: bool) -> FoundBlock:  # noqa: FBT001  as lists have them
-    return FoundBlock(_STATES[state], size_bytes, is_in_dram)
+def _found(answer: block_pb2.LookupBlocksResponse) -> list[FoundBlock]:
+    facts = zip(answer.states, answer.size_bytes, answer.are_in_dram, strict=True)
+    # Most of them are alike.
+    made = {one: FoundBlock(_STATES[one[0]], *one[1:]) for one in {*facts}}
+    return list(map(made.__getitem__, zip(answer.states, answer.size_bytes, answer.are_in_dram, strict=True)))
+
+
+@lru_cache(ANSWERS_KEPT)
+def _answer(encoded: bytes) -> list[FoundBlock] | OperationError:
+    """What an encoded answer to a look-up says. Not to be changed: others get the same one."""
+    [result] = AccessResponse.FromString(encoded).results
+    return result.error if result.HasField("error") else _found(result.found_blocks)
 
 
 @lru_cache(SPACES_KEPT)
@@ -595,3 +614,15 @@ def _space(space: BlockSpace) -> block_pb2.BlockSpace:
     message = to_wire(space)
     assert isinstance(message, block_pb2.BlockSpace)  # noqa: S101  # by its type
     return message
+
+
+@lru_cache(SPACES_KEPT)
+def _lookup_head(space: BlockSpace) -> bytes:
+    return block_pb2.LookupBlocksRequest(space=_space(space)).SerializeToString()
+
+
+def _lookup(space: BlockSpace, keys: Sequence[bytes]) -> bytes:
+    """An encoded LookupBlocksRequest, as protobuf would make it."""
+    if {*map(len, keys)} == {KEY_BYTES}:
+        return _lookup_head(space) + _KEY.join((b"", *keys))
+    return block_pb2.LookupBlocksRequest(space=_space(space), keys=keys).SerializeToString()

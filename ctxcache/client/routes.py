@@ -64,7 +64,7 @@ class LocalAccess:
         try:
             if self._is_remote:
                 return None
-            if self._attachment is None or self._attachment.stream.is_broken:
+            if self._attachment is None or not self._attachment.stream.is_worth_a_try:
                 self._attachment = self._connect()
                 self._is_remote = self._attachment is None
             return self._attachment

@@ -481,8 +481,8 @@ def _space_of(encoded: bytes) -> Space:
 def _keys(keys: Sequence[bytes]) -> list[bytes]:
     validate.within(len(keys), 1, KEYS_LIMIT, "keys")
     found = list(keys)
-    for i, key in enumerate(found):
-        if len(key) != KEY_BYTES:
+    if {*map(len, found)} != {KEY_BYTES}:
+        for i, key in enumerate(found):
             check_key(key, f"keys[{i}]")
     return found
 

@@ -2,8 +2,8 @@
 
     | length of the message, u32 little endian | kind, u8 | message |
 
-Knows kinds and lengths, not messages. Worst case: a frame whose length is out of bounds raises
-InvalidArgument when its first five bytes are there.
+Knows kinds, lengths and the number that a request and its answer begin with, nothing else of messages. Worst
+case: a frame whose length is out of bounds raises InvalidArgument when its first five bytes are there.
 """
 
 import struct
@@ -15,6 +15,10 @@ from ctxcache.errors import InvalidArgument
 PROTOCOL_VERSION = 1
 MESSAGE_LIMIT_BYTES = 4 << 20
 """Largest message taken, as of the gRPC services."""
+NUMBER = b"\x08"
+"""The beginning of a request and of an answer: the field of its number."""
+LENGTH_DELIMITED = 2
+"""How protobuf says that a field has its length before it."""
 _HEAD = struct.Struct("<IB")
 
 
@@ -40,6 +44,20 @@ class Frame(NamedTuple):
 def encode_frame(kind: FrameKind, message: bytes) -> bytes:
     """Put a message into a frame."""
     return _HEAD.pack(len(message), kind) + message
+
+
+def varint(value: int) -> bytes:
+    """A number as protobuf writes it."""
+    if value < 0x80:
+        return bytes((value,))
+    if value < 0x4000:
+        return bytes((value & 0x7F | 0x80, value >> 7))
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
 class FrameReader:

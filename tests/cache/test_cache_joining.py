@@ -9,6 +9,7 @@ import pytest
 from cache_rig import KV, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Rig, Token, Writer, expected
 from fakes import Operation
 
+from ctxcache.cache import joining
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.limits import DEFAULT_WATERMARKS
 from ctxcache.errors import TierFailure
@@ -120,8 +121,64 @@ async def test_appends_of_every_length_are_joined(rig: DiskRig, writer: Writer) 
     assert await rig.read("a") == expected(tokens)
 
 
-async def test_what_others_list_or_what_was_cut_stays(rig: DiskRig, writer: Writer) -> None:
-    """A fork lists the same segments; of a cut segment not every row is there."""
+async def test_a_session_and_its_forks_are_joined_together(rig: DiskRig, writer: Writer) -> None:
+    """All list the long segment, which takes its bytes once, and part behind it; a restart finds the same."""
+    tokens = await grow(rig, "a", writer, LONGEST + 128)
+    await rig.fork("a", "b", LONGEST + 128)
+    await rig.fork("b", "c", LONGEST)
+    await rig.cache.joining.join(rig.cache.ledger.find(TENANT, "b"))
+    assert lengths_of(rig, "a") == lengths_of(rig, "b") == [LONGEST, 64, 64]
+    assert lengths_of(rig, "c") == [LONGEST]
+    assert len({segments_of(rig, name)[0] for name in "abc"}) == 1
+    more = writer.make(40)
+    await rig.append("b", more, is_durable=True)
+    for begun_anew in (False, True):
+        if begun_anew:
+            await rig.crash()
+        assert await rig.read("a") == expected(tokens)
+        assert await rig.read("b") == expected([*tokens, *more])
+        assert await rig.read("c") == expected(tokens[:LONGEST])
+        assert (await rig.match(tokens)).token_count == LONGEST + 128
+        assert len({segments_of(rig, name)[0] for name in "abc"}) == 1
+        await rig.check()
+    await rig.delete("b")
+    await rig.truncate("a", (1000, 1010))
+    await rig.crash()
+    assert await rig.read("a") == expected([*tokens[:1000], *tokens[1010:]])
+    assert await rig.read("c") == expected(tokens[:LONGEST])
+
+
+async def test_what_more_sessions_list_than_one_record_takes_stays(
+    rig: DiskRig, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their records are written at once, and others wait for the event loop meanwhile."""
+    await grow(rig, "a", writer, LONGEST)
+    await rig.fork("a", "b", LONGEST)
+    session = rig.cache.ledger.find(TENANT, "a")
+    with monkeypatch.context() as patched:
+        patched.setattr(joining, "LISTINGS_LIMIT", 2 * LONGEST // 64 - 1)
+        await rig.cache.joining.join(session)
+        assert len(lengths_of(rig, "a")) == LONGEST // 64
+    with monkeypatch.context() as patched:
+        patched.setattr(joining, "KIN_LIMIT", 1)
+        await rig.cache.joining.join(session)
+        assert len(lengths_of(rig, "a")) == LONGEST // 64
+    await rig.cache.joining.join(session)
+    assert lengths_of(rig, "a") == lengths_of(rig, "b") == [LONGEST]
+
+
+async def test_sessions_that_want_other_copies_are_not_joined(rig: DiskRig, writer: Writer) -> None:
+    """The long segment would have too few for one of them."""
+    await grow(rig, "a", writer, LONGEST)
+    await rig.fork("a", "b", LONGEST)
+    rig.cache.ledger.find(TENANT, "b").copies = 2
+    await rig.cache.joining.join(rig.cache.ledger.find(TENANT, "a"))
+    assert len(lengths_of(rig, "a")) == LONGEST // 64
+    rig.cache.ledger.find(TENANT, "b").copies = 1
+
+
+async def test_what_others_show_in_part_or_what_was_cut_stays(rig: DiskRig, writer: Writer) -> None:
+    """A fork shows some rows of the same segments; of a cut segment not every row is there."""
     tokens = await grow(rig, "a", writer, LONGEST + 64)
     await rig.fork("a", "b", 500)
     await rig.cache.joining.turn()
@@ -141,11 +198,11 @@ async def test_a_reader_keeps_what_it_holds(slow: MemoryRig, writer: Writer) -> 
     tokens = await grow(slow, "a", writer, LONGEST + 300)
     written_count = slow.ssd.counts[Operation.WRITE]
     gate = slow.ssd.hold(Operation.WRITE)
-    joining = asyncio.ensure_future(slow.cache.joining.turn())
+    under_way = asyncio.ensure_future(slow.cache.joining.turn())
     await slow.reached(Operation.WRITE, written_count + 1)
     lease = await slow.acquire("a")
     gate.set()
-    await joining
+    await under_way
     assert lengths_of(slow, "a")[0] == LONGEST
     assert slow.leased(lease) == expected(tokens)
     slow.cache.leases.release(lease.lease_id)
@@ -156,37 +213,42 @@ async def test_a_reader_keeps_what_it_holds(slow: MemoryRig, writer: Writer) -> 
     assert await slow.read("a") == expected(tokens)
 
 
-@pytest.mark.parametrize("change", ["cut", "fork", "delete", "more"])
+@pytest.mark.parametrize("change", ["cut", "fork", "whole fork", "delete", "more"])
 async def test_what_changes_meanwhile_decides(slow: MemoryRig, writer: Writer, change: str) -> None:
-    """A session that was cut, shared or deleted is not joined, and nothing is left of the copy."""
+    """A session that was cut, shared in part or deleted is not joined, and nothing is left of the copy."""
     tokens = await grow(slow, "a", writer, LONGEST + 300)
     written_count = slow.ssd.counts[Operation.WRITE]
     gate = slow.ssd.hold(Operation.WRITE)
-    joining = asyncio.ensure_future(slow.cache.joining.turn())
+    under_way = asyncio.ensure_future(slow.cache.joining.turn())
     await slow.reached(Operation.WRITE, written_count + 1)
     if change == "cut":
         await slow.truncate("a", (10, 20))
         tokens = [*tokens[:10], *tokens[20:]]
     elif change == "fork":
         await slow.fork("a", "b", 700)
+    elif change == "whole fork":
+        await slow.fork("a", "b", LONGEST + 200)
     elif change == "delete":
         await slow.delete("a")
     else:
         tokens += (more := writer.make(40))
         await slow.append("a", more)
     gate.set()
-    await joining
+    await under_way
     await slow.check()
     if change == "delete":
         assert not slow.names()
         return
-    assert (lengths_of(slow, "a")[0] == LONGEST) == (change == "more")
-    assert await slow.read("a") == expected(tokens)
-    if change == "fork":
-        assert await slow.read("b") == expected(tokens[:700])
-    if change != "more":
-        await slow.crash()
+    assert (lengths_of(slow, "a")[0] == LONGEST) == (change in ("more", "whole fork"))
+    fork = {"fork": tokens[:700], "whole fork": tokens[: LONGEST + 200]}.get(change)
+    for begun_anew in (False, True):
+        if begun_anew and change == "more":
+            break
+        if begun_anew:
+            await slow.crash()
         assert await slow.read("a") == expected(tokens)
+        if fork is not None:
+            assert await slow.read("b") == expected(fork)
 
 
 @pytest.mark.parametrize("operation", [Operation.WRITE, Operation.SYNC])
@@ -209,11 +271,11 @@ async def test_a_crash_leaves_the_short_or_the_long_ones(slow: MemoryRig, writer
     tokens = await grow(slow, "a", writer, LONGEST + 300)
     written_count = slow.ssd.counts[Operation.WRITE]
     gate = slow.ssd.hold(Operation.WRITE)
-    joining = asyncio.ensure_future(slow.cache.joining.turn())
+    under_way = asyncio.ensure_future(slow.cache.joining.turn())
     await slow.reached(Operation.WRITE, written_count + 1)
     crashed = slow.ssd.crash(), slow.metadata.crash()
     gate.set()
-    await joining
+    await under_way
     assert lengths_of(slow, "a")[0] == LONGEST
     assert await slow.read("a") == expected(tokens)
     await slow.cache.drain()

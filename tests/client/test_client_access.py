@@ -279,6 +279,30 @@ def test_a_caller_interrupted_in_the_middle_of_an_answer_breaks_the_way(
     theirs.close()
 
 
+@pytest.mark.parametrize("answer", [b"", b"\x12\x00", b"\x08", b"\x08" + b"\x80" * 10 + b"\x01"])
+def test_an_answer_to_no_request_breaks_the_way(answer: bytes) -> None:
+    """What it holds could be given back by nobody."""
+    ours, theirs = socket.socketpair()
+    access = SocketAccess(ours, FrameReader(), "unix:here", timeout_s=30)
+    theirs.sendall(encode_frame(FrameKind.ACCESS, answer))
+    with pytest.raises(Unavailable, match="without a number"):
+        access.exchange([PROBE])
+    assert access.is_broken
+    assert not access.is_worth_a_try
+    theirs.close()
+
+
+def test_an_answer_that_cannot_be_read_breaks_the_way() -> None:
+    """Its number alone is right."""
+    ours, theirs = socket.socketpair()
+    access = SocketAccess(ours, FrameReader(), "unix:here", timeout_s=30)
+    theirs.sendall(encode_frame(FrameKind.ACCESS, b"\x08\x01\xff"))
+    with pytest.raises(Unavailable):
+        access.exchange([PROBE])
+    assert access.is_broken
+    theirs.close()
+
+
 def test_a_late_answer_holds_nobody_up() -> None:
     """The next reader gives the late lease back, and does not wait for an answer to that."""
     ours, theirs = socket.socketpair()

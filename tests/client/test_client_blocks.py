@@ -87,6 +87,27 @@ def test_many_blocks_are_put_found_loaded_and_deleted(client: Client) -> None:
     assert client.blocks.load(WHOLE, keys[:2]) == [None, None]
 
 
+@pytest.mark.parametrize("length", [0, 31, 33])
+def test_a_key_of_another_length_is_named(client: Client, length: int) -> None:
+    """Also behind keys that are right, whichever way the look-up goes."""
+    with pytest.raises(InvalidArgument, match=r"keys\[1\]: 32 bytes expected") as refused:
+        client.blocks.look_up(WHOLE, [key_of(1), bytes(length), key_of(2)])
+    assert refused.value.field == "keys[1]"
+
+
+def test_answers_to_many_keys_are_those_of_each(client: Client) -> None:
+    """In any order and of any number: an answer that was read before is the same only if it says the same."""
+    sizes = {key_of(i): 1000 + i % 3 for i in range(40)}
+    client.blocks.put(WHOLE, {key: data_of(1, size) for key, size in sizes.items()})
+    for count in (1, 2, 16, 40, 400):
+        for first in (0, 7, 39):
+            keys = [key_of((first + i) % 50) for i in range(count)]
+            found = client.blocks.look_up(WHOLE, keys)
+            assert [one.size_bytes for one in found] == [sizes.get(key, 0) for key in keys]
+            found.clear()
+            assert len(client.blocks.look_up(WHOLE, keys)) == count
+
+
 def test_large_blocks_take_several_messages(client: Client) -> None:
     """Any size, also more than a message has."""
     data = data_of(1, (2 << 20) + 4321)

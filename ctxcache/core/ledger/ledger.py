@@ -24,7 +24,7 @@ from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEv
 from ctxcache.core.ledger.rankings import Evictable, Resident, Unwritten
 from ctxcache.core.ledger.retaining import Retaining
 from ctxcache.core.ledger.segment import Copies, Kin, Quotas, Residence, Segment, Shelf, Usage
-from ctxcache.core.ledger.session import BEGIN, ExpiryQueue, Piece, Session, lies_on
+from ctxcache.core.ledger.session import BEGIN, BLOCKS, BlockIndex, ExpiryQueue, Piece, Session, lies_on
 from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
 from ctxcache.core.placement.order import Key
@@ -159,8 +159,7 @@ class Ledger:
         self._by_uid: dict[bytes, Session] = {}
         self._names: dict[str, list[str]] = {}
         """Session ids of each tenant, in order."""
-        self._blocks: dict[tuple[str, str], Session] = {}
-        """Blocks by tenant and id."""
+        self._blocks = BlockIndex()
         self._children: dict[tuple[str, str], dict[bytes, Session]] = {}
         """Blocks by tenant and the id of the block that they continue, which may be gone."""
         self._model_sessions: Counter[tuple[str, str]] = Counter()
@@ -222,7 +221,9 @@ class Ledger:
     def find_at(self, tenant: str, session_id: str, now_ns: int) -> Session:
         """As `find`, for a caller that has looked at the clock: `now_ns` in the store's time."""
         name = tenant, session_id
-        session = self._sessions.get(name) or self._blocks.get(name)
+        session = self._sessions.get(name)
+        if session is None and session_id.startswith(BLOCKS):
+            session = self._blocks.named(tenant, session_id)
         if session is None or session.expire_time_ns <= now_ns:
             raise SessionNotFound(session=f"sessions/{session_id}")
         # Paths were lost or came back: sessions pay for that when they are looked up, not all at once.
@@ -241,12 +242,13 @@ class Ledger:
 
     def named(self, tenant: str, session_id: str) -> Session | None:
         """A tenant's session or block, expired or not."""
-        name = tenant, session_id
-        return self._sessions.get(name) or self._blocks.get(name)
+        if session_id.startswith(BLOCKS):
+            return self._blocks.named(tenant, session_id)
+        return self._sessions.get((tenant, session_id))
 
-    def blocks_named(self, tenant: str, block_ids: Iterable[str]) -> list[Session | None]:
-        """A tenant's blocks under these ids, expired or not, as they can be had now; None for the others."""
-        found = [self._blocks.get((tenant, block_id)) for block_id in block_ids]
+    def blocks_under(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[Session | None]:
+        """A tenant's blocks under these keys, expired or not, as they can be had now; None for the others."""
+        found = self._blocks.under(tenant, space, keys)
         for block in found:
             if block is not None and block.reckoned != self._reckoning:
                 self.reckon(block)
@@ -262,7 +264,7 @@ class Ledger:
 
     def blocks(self) -> Collection[Session]:
         """Every block."""
-        return self._blocks.values()
+        return self._blocks
 
     def listing(self) -> Collection[Session]:
         """Every session and every block: all that list segments."""
@@ -689,24 +691,26 @@ class Ledger:
         found, self._lengthened = self._lengthened, {}
         return list(found.values())
 
-    def joined(self, session: Session, parts: Sequence[Segment], whole: Flushed) -> list[Segment]:
+    def joined(self, sessions: Sequence[Session], parts: Sequence[Segment], whole: Flushed) -> list[Segment]:
         """One segment, which is below and synced, takes the place of these, whose rows it has; see `flushed`.
 
-        They are the session's alone, follow one another, and are returned: no session lists them any more.
+        They follow one another, all of these sessions list all of them, and no other does. Returns them: no
+        session lists them any more.
         """
         segment = whole.segment
         segment.happened(SegmentEvent.COMMITTED)
         segment.row_count, segment.is_growing = whole.row_count, False
         self._segments[segment.segment_id] = segment
         self._adopt(whole, SegmentEvent.FLUSHED)
-        first = bisect_left(session.segments, segment.begin, key=BEGIN)
-        session.segments[first : first + len(parts)] = [segment]
-        segment.list_in(session.residence)
-        if session.residence.kin is not None:
-            # A fork may be about to list it, which it was made ready for before.
-            self.shared(session, [segment])
+        for session in sessions:
+            first = bisect_left(session.segments, segment.begin, key=BEGIN)
+            session.segments[first : first + len(parts)] = [segment]
+            segment.list_in(session.residence)
+            if session.residence.kin is not None:
+                # A fork may be about to list it, which it was made ready for before.
+                self.shared(session, [segment])
         self.keyed.joined(parts, segment)
-        return self._unlist(session, parts)
+        return [part for session in sessions for part in self._unlist(session, parts)]
 
     def shortened(self, segment: Segment, durable: Sums) -> list[Session]:
         """Only the rows that a tier below has are left of the segment; returns the sessions that list it."""
@@ -1076,7 +1080,7 @@ class Ledger:
         self._by_uid[session.uid] = session
         name = session.tenant, session.session_id
         if session.is_block:
-            self._blocks[name] = session
+            self._blocks.put(session)
             if session.parent_id:
                 self._children.setdefault((session.tenant, session.parent_id), {})[session.uid] = session
         else:
@@ -1095,7 +1099,7 @@ class Ledger:
             names = self._names[session.tenant]
             del names[bisect_left(names, session.session_id)]
             return
-        del self._blocks[name]
+        self._blocks.drop(session)
         if session.parent_id:
             parent = session.tenant, session.parent_id
             del self._children[parent][session.uid]
@@ -1263,7 +1267,7 @@ class Ledger:
 
     def faults(self) -> Iterator[str]:
         """Contradictions in the indices, one sentence each. Looks at everything."""
-        if {*self._sessions.values(), *self._blocks.values()} != set(self._by_uid.values()):
+        if {*self._sessions.values(), *self._blocks} != set(self._by_uid.values()):
             yield "sessions and blocks by name and by uid differ"
         yield from self._faults_of_blocks()
         yield from self._faults_of_copies()
@@ -1291,7 +1295,7 @@ class Ledger:
         if any(session.is_block for session in self._sessions.values()):
             yield "a block is listed as a session"
         children = {(name, uid) for name, found in self._children.items() for uid in found}
-        named = {((s.tenant, s.parent_id), s.uid) for s in self._blocks.values() if s.parent_id}
+        named = {((s.tenant, s.parent_id), s.uid) for s in self._blocks if s.parent_id}
         if children != named:
             yield "blocks, and what is known of which continues which, differ"
 

@@ -16,8 +16,9 @@ comes up. An access costs nothing, and a due session is found within the resolut
 import heapq
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 
 from ctxcache.core import ranges
@@ -126,6 +127,9 @@ def block_id(space: bytes, key: bytes) -> str:
 def space_prefix(space: bytes) -> str:
     """How the ids of a space's blocks begin, all of one length."""
     return f"{BLOCKS}{space.hex()}/"
+
+
+PREFIX_LENGTH = len(space_prefix(bytes(32)))
 
 
 def block_key(session_id: str) -> bytes:
@@ -531,3 +535,50 @@ class SessionView:
     def whole_token_count(self) -> int:
         """How many of its first tokens were computed with all tokens before them, and are shown."""
         return ranges.whole_count(self.live)
+
+
+class BlockIndex(Collection[Session]):
+    """Blocks by tenant, space and key: a look-up of many keys makes no id. Owned by the ledger."""
+
+    def __init__(self) -> None:
+        self._spaces: dict[tuple[str, str], dict[bytes, Session]] = {}
+        """By tenant and how a space's ids begin, then by key. No space is empty."""
+
+    def put(self, block: Session) -> None:
+        """Find it from here on."""
+        self._spaces.setdefault(_space_of(block), {})[block_key(block.session_id)] = block
+
+    def drop(self, block: Session) -> None:
+        """Find it no more."""
+        place = _space_of(block)
+        del self._spaces[place][block_key(block.session_id)]
+        if not self._spaces[place]:
+            del self._spaces[place]
+
+    def named(self, tenant: str, session_id: str) -> Session | None:
+        """The block of that id."""
+        found = self._spaces.get((tenant, session_id[:PREFIX_LENGTH]))
+        return None if found is None else found.get(block_key(session_id))
+
+    def under(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[Session | None]:
+        """The blocks of a space under these keys, in their order."""
+        return list(map(self._spaces.get((tenant, space_prefix(space)), _NO_BLOCKS).get, keys))
+
+    def __iter__(self) -> Iterator[Session]:
+        """Every block."""
+        return chain.from_iterable(found.values() for found in self._spaces.values())
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return sum(map(len, self._spaces.values()))
+
+    def __contains__(self, block: object) -> bool:
+        """Whether it is there."""
+        return isinstance(block, Session) and self.named(block.tenant, block.session_id) is block
+
+
+_NO_BLOCKS: dict[bytes, Session] = {}
+
+
+def _space_of(block: Session) -> tuple[str, str]:
+    return block.tenant, block.session_id[:PREFIX_LENGTH]
