@@ -152,8 +152,10 @@ class Blocks:
             if block is None or block.expire_time_ns <= now_ns:
                 found.append(ABSENT)
             elif block.token_count:
-                if block.layout is not layout or block.is_in_memory is not is_in_memory:
-                    layout, is_in_memory = block.layout, block.is_in_memory
+                # A block that is there and not withheld shows its one segment.
+                is_there = block.is_in_memory if block.withheld else block.segments[0].memory is not None
+                if block.layout is not layout or is_there is not is_in_memory:
+                    layout, is_in_memory = block.layout, is_there
                     kind = id(layout), is_in_memory
                     if kind not in hits:
                         hits[kind] = FoundBlock(BlockState.HIT, _sizes(block), is_in_memory)

@@ -402,7 +402,7 @@ class SocketAccess(AccessStream):
         self._awaited: set[int] = set()
         self._overdue: set[int] = set()
         """Requests whose callers gave up: what their late answers hold is given back."""
-        self._answers: dict[int, bytes] = {}
+        self._answers: dict[int, _Answer] = {}
         self._heard_s = -LIVES_FOR_S
         self._unread_count = 0
         self._drainer: threading.Thread | None = None
@@ -434,7 +434,7 @@ class SocketAccess(AccessStream):
     def exchange(self, batch: list[Operation]) -> AccessResponse:
         """See AccessStream."""
         request = AccessRequest(operations=batch, trace_parent=trace_parent())
-        return self._read_answer(self._exchange(request.SerializeToString()))
+        return self._read_answer(self._exchange(request.SerializeToString()).message)
 
     def ask(self, operation: bytes) -> bytes:
         """See AccessStream. Neither the request nor the answer is made into a message here."""
@@ -442,7 +442,7 @@ class SocketAccess(AccessStream):
         if parent := trace_parent():
             request += AccessRequest(trace_parent=parent).SerializeToString()
         answer = self._exchange(request)
-        return answer[_numbered(answer)[1] :]
+        return answer.message[answer.begin :]
 
     def send(self, operations: Iterable[Operation]) -> None:
         """See AccessStream."""
@@ -464,7 +464,7 @@ class SocketAccess(AccessStream):
 
     # -- sending -------------------------------------------------------------------------------
 
-    def _exchange(self, request: bytes) -> bytes:
+    def _exchange(self, request: bytes) -> "_Answer":
         """Send an encoded request without its number; returns the encoded answer."""
         deadline_s = time.monotonic() + self.timeout_s
         request_id = self._submit(request, deadline_s, is_awaited=True)
@@ -527,7 +527,7 @@ class SocketAccess(AccessStream):
             self._break(self._gone(error))
             raise again(self._gone(error)) from error
 
-    def _wait(self, request_id: int, deadline_s: float) -> bytes:
+    def _wait(self, request_id: int, deadline_s: float) -> "_Answer":
         while True:
             with self._changed:
                 if request_id in self._answers:
@@ -581,13 +581,13 @@ class SocketAccess(AccessStream):
             raise ConnectionResetError("the server closed the control socket")
         return True
 
-    def _take(self, frame: Frame) -> bytes | None:
+    def _take(self, frame: Frame) -> "_Answer | None":
         """Hand an answer to whom it is for; returns one that came too late."""
-        answer = frame.message
         if frame.kind != FrameKind.ACCESS:
             self._break(_why_ended(frame, self.target))
             return None
-        request_id, _ = _numbered(answer)
+        answer = _numbered(frame.message)
+        request_id = answer.request_id
         with self._changed:
             is_overdue = request_id in self._overdue
             if request_id in self._awaited:
@@ -599,10 +599,10 @@ class SocketAccess(AccessStream):
                 self._unread_count -= 1
         return answer if is_overdue else None
 
-    def _give_back(self, answer: bytes) -> None:
+    def _give_back(self, answer: "_Answer") -> None:
         """Release what nobody waited for. Waits for no answer: whoever is here may be needed to read them."""
         with suppress(CacheError):
-            batch = list(releases(self._read_answer(answer)))
+            batch = list(releases(self._read_answer(answer.message)))
             if batch:
                 self._send(batch)
 
@@ -666,18 +666,23 @@ class SocketAccess(AccessStream):
         return DeadlineExceeded(target=self.target, timeout_s=f"{self.timeout_s:g}")
 
 
-def _numbered(answer: bytes) -> tuple[int, int]:
-    """The number that an encoded answer begins with, and where it ends.
+class _Answer(NamedTuple):
+    """An encoded answer to the request of that number, of which the results begin at `begin`."""
 
-    Raises InvalidArgument where it has none.
-    """
+    request_id: int
+    message: bytes
+    begin: int
+
+
+def _numbered(answer: bytes) -> _Answer:
+    """Raises InvalidArgument where it begins with no number."""
     number = shift = 0
     if answer[:1] == NUMBER:
         for end, byte in enumerate(answer[1:_NUMBER_END], 2):
             number |= (byte & 0x7F) << shift
             shift += 7
             if byte < 0x80:
-                return number, end
+                return _Answer(number, answer, end)
     raise InvalidArgument(field="frame", problem="is an answer without a number")
 
 

@@ -73,8 +73,8 @@ class BlockCalls:
     def look_up(self, space: BlockSpace, keys: Sequence[bytes]) -> list[FoundBlock]:
         """The block under each key. Counts as no access. Raises InvalidArgument."""
         found: list[FoundBlock] = []
-        for some in _batches(keys, KEYS_PER_CALL):
-            request = _lookup(space, some)
+        for begin in range(0, len(keys), KEYS_PER_CALL):
+            request = _lookup(space, keys[begin : begin + KEYS_PER_CALL])
             attachment = self._routes.attach()
             if attachment is None:
                 asked = block_pb2.LookupBlocksRequest.FromString(request)

@@ -18,7 +18,7 @@ from xxhash import xxh3_64
 
 from ctxcache.cache import Cache
 from ctxcache.cache.block_news import BlockNews
-from ctxcache.cache.blocks import BlockState, Room, Wanted, WrittenPart
+from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, Wanted, WrittenPart
 from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Lease, TokenLease
 from ctxcache.cache.state import Pace
 from ctxcache.core.ledger.session import Expiration, Session
@@ -48,6 +48,8 @@ CHUNK_BYTES_LIMIT = 2 << 20
 MESSAGE_BYTES = 1 << 20
 SECOND_NS = 10**9
 DEFAULT_LEASE_NS = 60 * SECOND_NS
+ANSWERS_KEPT = 256
+"""Encoded answers that say the same of all keys: at most 3 KiB each."""
 SPACES_KEPT = 256
 """Spaces that are not made anew each time: an engine has one or two."""
 _WRITERS = itertools.count(-1, -1)
@@ -278,41 +280,41 @@ async def look_up(
     for begin in range(0, len(keys), KEYS_PER_LOOK):
         if begin and pace.is_over:
             await pace.rest()
-        _look_up(cache, tenant, space, keys[begin : begin + KEYS_PER_LOOK], response)
+        some = keys[begin : begin + KEYS_PER_LOOK]
+        _tell(cache.blocks.look_up(tenant, space.fingerprint, some), response)
     return response
 
 
-def look_up_at_once(
-    cache: Cache,
-    request: block_pb2.LookupBlocksRequest,
-    tenant: str,
-    response: block_pb2.LookupBlocksResponse,
-) -> bool:
-    """As `look_up`, into `response`; False, and nothing is done, for more keys than take a moment.
+def look_up_at_once(cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str) -> bytes | None:
+    """As `look_up`, the answer encoded; None, and nothing is done, for more keys than take a moment.
 
     Raises InvalidArgument.
     """
     if len(request.keys) > KEYS_PER_LOOK:
-        return False
-    _look_up(cache, tenant, _space(request.space), _keys(request.keys), response)
-    return True
-
-
-def _look_up(
-    cache: Cache,
-    tenant: str,
-    space: Space,
-    keys: Sequence[bytes],
-    response: block_pb2.LookupBlocksResponse,
-) -> None:
+        return None
+    space, keys = _space(request.space), list(request.keys)
     found = cache.blocks.look_up(tenant, space.fingerprint, keys)
+    if ABSENT in found or not found:
+        # A key of another length is none of a block: it is among those that are not there.
+        _keys(keys)
     if found.count(found[0]) == len(found):
         # Mostly one answer, and one object, for all: no key is looked at again.
-        state, part_bytes, is_in_memory = found[0]
-        response.states.extend([_STATES[state]] * len(found))
-        response.size_bytes.extend([sum(part_bytes)] * len(found))
-        response.are_in_dram.extend([is_in_memory] * len(found))
-        return
+        return _alike(found[0], len(found))
+    response = block_pb2.LookupBlocksResponse()
+    _tell(found, response)
+    return response.SerializeToString()
+
+
+@lru_cache(ANSWERS_KEPT)
+def _alike(one: FoundBlock, count: int) -> bytes:
+    """The encoded answer that says the same of so many keys."""
+    response = block_pb2.LookupBlocksResponse()
+    _tell([one] * count, response)
+    return response.SerializeToString()
+
+
+def _tell(found: Sequence[FoundBlock], response: block_pb2.LookupBlocksResponse) -> None:
+    """Put what was found behind what the answer says already."""
     sums = {sizes: sum(sizes) for sizes in {one.part_bytes for one in found}}
     response.states.extend([_STATES[one.state] for one in found])
     response.size_bytes.extend([sums[one.part_bytes] for one in found])

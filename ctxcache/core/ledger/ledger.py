@@ -249,8 +249,9 @@ class Ledger:
     def blocks_under(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[Session | None]:
         """A tenant's blocks under these keys, expired or not, as they can be had now; None for the others."""
         found = self._blocks.under(tenant, space, keys)
+        reckoning = self._reckoning
         for block in found:
-            if block is not None and block.reckoned != self._reckoning:
+            if block is not None and block.reckoned != reckoning:
                 self.reckon(block)
         return found
 
