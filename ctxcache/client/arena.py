@@ -268,8 +268,7 @@ class SlotRows:
     """Rows of tokens `[begin, end)` in the arena, as views of it."""
 
     def __init__(self, arena: Bytes, layout: SlotLayout, spans: Sequence[Span]) -> None:
-        self.layout = layout
-        self._arena = arena
+        self.layout, self.arena = layout, arena
         self._spans = spans
         for span in spans:
             last = span.offset_bytes + (span.run_count - 1) * span.stride_bytes
@@ -311,7 +310,7 @@ class SlotRows:
         return np.ndarray(
             (span.run_count, span.row_end - span.row_begin, row_bytes),
             np.uint8,
-            self._arena,
+            self.arena,
             span.offset_bytes + chunk.offset_bytes + span.row_begin * row_bytes,
             (span.stride_bytes, row_bytes, 1),
         )
@@ -384,6 +383,26 @@ def _spans(runs: Iterable[tuple[int, int, int, int]], begin: int, end: int) -> l
     return spans
 
 
+class PlacedChunk(NamedTuple):
+    """The whole chunk that rows in the arena are part of, and its writer's checksum."""
+
+    segment_id: int
+    token_begin: int
+    token_end: int
+    checksum: int
+
+
+class PlacedRows(NamedTuple):
+    """Consecutive rows where they lie in the arena, [n, row_bytes]; the first is token `token_begin`.
+
+    `chunk`: None where nothing is verified, or only some of a chunk's rows belong to the session.
+    """
+
+    token_begin: int
+    rows: Bytes
+    chunk: PlacedChunk | None
+
+
 class _Run(NamedTuple):
     """Rows `[row_begin, row_end)` of a segment in the arena, the first of them of token `token_begin`."""
 
@@ -437,7 +456,31 @@ class Verifier:
 
         Raises as `verify`.
         """
-        chunk, flat = self._layout.chunks[stream], into.reshape(-1)
+        row_bytes, flat = self._layout.row_bytes(stream), into.reshape(-1)
+        for token, row_begin, row_end, run in self._parts(begin, end):
+            at = (token - begin) * row_bytes
+            target = flat[at : at + (row_end - row_begin) * row_bytes]
+            self._copy(run.segment, stream, row_begin, row_end, target)
+
+    def placed(self, stream: Stream, begin: int, end: int) -> Iterator[PlacedRows]:
+        """Where rows of tokens [begin, end) lie, not verified: that is the caller's."""
+        chunk = self._layout.chunks[stream]
+        for token, row_begin, row_end, run in self._parts(begin, end):
+            rows = self._rows(run.segment, stream).reshape(-1, chunk.row_bytes)[row_begin:row_end]
+            whole = None
+            if (run.row_begin, run.row_end) == (0, run.segment.token_count):
+                tokens = run.token_begin, run.token_begin + run.row_end
+                whole = PlacedChunk(run.segment.segment_id, *tokens, run.segment.checksums[chunk.index])
+            yield PlacedRows(token, rows, whole)
+
+    def look_again(self, stream: Stream, segment_id: int) -> None:
+        """Compare a chunk where it lies: a copy of it differed. Raises as `verify`."""
+        for segment in self._segments:
+            if segment.segment_id == segment_id:
+                self._match(segment, stream, partial(self._rows, segment, stream))
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, _Run]]:
+        """The parts of runs that are tokens [begin, end): first token, rows, and the run."""
         first = bisect_right(self._runs, begin, key=_token_begin) - 1
         for run in self._runs[max(first, 0) :]:
             if run.token_begin >= end:
@@ -446,9 +489,7 @@ class Verifier:
             row_begin = run.row_begin + max(begin - run.token_begin, 0)
             row_end = min(run.row_end, run.row_begin + end - run.token_begin)
             if row_begin < row_end:
-                at = (max(run.token_begin, begin) - begin) * chunk.row_bytes
-                target = flat[at : at + (row_end - row_begin) * chunk.row_bytes]
-                self._copy(run.segment, stream, row_begin, row_end, target)
+                yield max(run.token_begin, begin), row_begin, row_end, run
 
     def _copy(
         self, segment: SegmentLocation, stream: Stream, row_begin: int, row_end: int, target: Bytes

@@ -18,6 +18,7 @@ import numpy as np
 from ctxcache.client.access import AccessStream, ArenaAttachment, Hold, acquire
 from ctxcache.client.arena import (
     Bytes,
+    PlacedRows,
     SlotLayout,
     SlotRows,
     Verifier,
@@ -281,6 +282,8 @@ class FileRun(NamedTuple):
     row_end: int
     token_begin: int
     row_capacity: int
+    is_of_whole: bool = False
+    """Whether all rows of its chunk on SSD are the session's."""
 
     @property
     def token_end(self) -> int:
@@ -435,9 +438,8 @@ class FiledRows(SessionRows):
                         segment_id=segment.segment_id, problem="has fewer rows than it should"
                     )
                 place = slot, segment.offset_bytes
-                runs.append(
-                    FileRun(*place, rows.row_begin, rows.row_end, rows.token_begin, segment.row_capacity)
-                )
+                run = FileRun(*place, rows.row_begin, rows.row_end, rows.token_begin, segment.row_capacity)
+                runs.append(run._replace(is_of_whole=run.is_whole))
         return runs
 
     def _view(self, stream: Stream, run: FileRun) -> Bytes:
@@ -529,6 +531,37 @@ class LeasedRows(SessionRows):
             raise InvalidArgument(field="verify", problem="this client verifies nothing")
         self._verifier.copy(stream, begin, end, into)
         self._hold.check_known()
+
+    @property
+    def arena(self) -> Bytes:
+        """The whole arena as it is mapped here, to be read."""
+        return self._slots.arena
+
+    def placed(self, stream: Stream, begin: int, end: int) -> list[PlacedRows]:
+        """Where rows of tokens [begin, end) lie in the arena, for a caller that copies and verifies itself.
+
+        Raises InvalidArgument for a stream that is not read, LeaseNotFound.
+        """
+        if stream not in self._chunks:
+            raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
+        self._hold.check_known()
+        if self._verifier is not None:
+            return list(self._verifier.placed(stream, begin, end))
+        found = []
+        for block in self._slots.blocks(stream, begin, end):
+            token = block.token_begin
+            for rows in block.rows:
+                found.append(PlacedRows(token, rows, None))
+                token += len(rows)
+        return found
+
+    def look_again(self, stream: Stream, segment_id: int) -> None:
+        """Look at a chunk whose copy differed from its checksum: the server mends what is wrong in memory.
+
+        Raises CorruptSegment where no tier has it, LeaseNotFound.
+        """
+        if self._verifier is not None:
+            self._verifier.look_again(stream, segment_id)
 
     def check(self) -> None:
         """Raise LeaseNotFound when the lease has ended."""

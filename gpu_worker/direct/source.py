@@ -4,27 +4,32 @@ Whole chunks land in memory of the device, and are verified there. Parts of chun
 come by way of the host and are verified there. The store's own reads take over where a file
 fails. This is the only module that imports kvikio, and only when it is first used.
 
-`fill` and `land` are the reading lane's; the check that `land` returns is the copying lane's. Worst case:
-rows that turn out wrong on the device are a miss, and the store looks at them next; or a device that does
-not answer, whose read never ends.
+`land` begins reads, of as many batches as the device has buffers for; the copying lane waits for them, and
+no other does. Worst case: rows that turn out wrong on the device are a miss, and the store looks at them
+next; or a device that does not answer, whose read never ends.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.client.rows import FiledRows, FileRun, StoredChunk
+from ctxcache.client.rows import FiledRows, FileRun, SsdSlot, StoredChunk
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.checksums import bound_checksum
 from ctxcache.format.streams import Stream
-from gpu_worker.kernels.chunk_checksum import reference
-from gpu_worker.pipeline.pipeline import LeasedSource, Verify
+from gpu_worker.kernels.chunk_checksum.reference import WORD_BYTES, Piece
+from gpu_worker.pipeline.sources import ChunkSums, Cuts, Expected, Landing, LeasedSource
 
-THREADS = 16
+THREADS = 32
+"""Reads of kvikio under way at a time: fewer leave an NVMe device idle between them."""
+TASK_BYTES = 1 << 20
+"""Longer reads are cut into tasks of so much, each a thread's: a buffer of 8 MiB is eight of them."""
 
 
 class DeviceRead(Protocol):
@@ -56,7 +61,14 @@ class KvikioFiles:
             # Never OFF: without GPUDirect Storage opening a file does not return then.
             mode = kvikio.CompatMode.AUTO if is_gds else kvikio.CompatMode.ON
             # The server writes around the page cache: what lies in it may be older.
-            kvikio.defaults.set({"compat_mode": mode, "num_threads": THREADS, "auto_direct_io_read": True})
+            kvikio.defaults.set(
+                {
+                    "compat_mode": mode,
+                    "num_threads": THREADS,
+                    "task_size": TASK_BYTES,
+                    "auto_direct_io_read": True,
+                }
+            )
             for path in self._paths:
                 self._files.append(kvikio.CuFile(path, "r"))
         except Exception as error:
@@ -72,96 +84,6 @@ class KvikioFiles:
             problem = f"kvikio: {type(error).__name__}: {error}"
             raise TierFailure(path=self._paths[path_index], problem=problem) from error
         return reading
-
-
-Checksums = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""See kernels/chunk_checksum/reference.py."""
-WORD_BYTES = 8
-
-
-class _Landing(NamedTuple):
-    """A chunk on its way to `offset_bytes` of the buffer."""
-
-    run: FileRun
-    chunk: StoredChunk
-    offset_bytes: int
-    reading: DeviceRead
-
-
-class Landed:
-    """Rows of one stream that lie on the device. `verify` is called once, on a lane of the device."""
-
-    def __init__(self, data: Tensor, stream: Stream, chunks: list[_Landing], checksums: Checksums) -> None:
-        self._data, self._stream, self._chunks, self._checksums = data, stream, chunks, checksums
-
-    def verify(self) -> None:
-        """Raise CorruptSegment, or LeaseNotFound, unless all chunks are what their headers say.
-
-        Waits for the device.
-        """
-        if not self._chunks:
-            return
-        rows = [(each.offset_bytes, each.chunk.size_bytes, 0) for each in self._chunks]
-        offsets, sizes, seeds = torch.tensor(rows, dtype=torch.int64, device=self._data.device).unbind(1)
-        found = self._checksums(self._data, offsets.contiguous(), sizes.contiguous(), seeds.contiguous())
-        for each, checksum in zip(self._chunks, found.tolist(), strict=True):
-            bound = bound_checksum(each.chunk.seed, self._stream, reference.unsigned(checksum))
-            if bound != each.chunk.checksum and each.run.slot is not None:
-                raise each.run.slot.differs(self._stream)
-
-
-def land(
-    rows: FiledRows,
-    files: DeviceFiles,
-    stream: Stream,
-    tokens: tuple[int, int],
-    into: Tensor,
-    checksums: Checksums,
-) -> Landed:
-    """Bring rows of tokens [begin, end) into [end - begin, row_bytes] on the device, and wait for them.
-
-    Not verified yet, but for what came by way of the host. Raises TierFailure, CorruptSegment, LeaseNotFound.
-    """
-    begun: list[_Landing] = []
-    failures: list[Exception] = []
-    try:
-        for run in rows.runs(*tokens):
-            place = into[run.token_begin - tokens[0] : run.token_end - tokens[0]]
-            offset_bytes = (run.token_begin - tokens[0]) * into.shape[1]
-            if run.slot is None or not run.is_whole or offset_bytes % WORD_BYTES:
-                _by_host(rows, stream, run, place)
-                continue
-            chunk = run.slot.chunk(stream)
-            reading = files.begin(chunk.path_index, chunk.offset_bytes, place.reshape(-1))
-            begun.append(_Landing(run, chunk, offset_bytes, reading))
-    finally:
-        # Also behind a failure: nothing may come into this memory later.
-        for each in begun:
-            failures += _failure(rows, each)
-    if failures:
-        raise failures[0]
-    return Landed(into.reshape(-1), stream, begun, checksums)
-
-
-def _failure(rows: FiledRows, landing: _Landing) -> list[Exception]:
-    path = rows.files.paths[landing.chunk.path_index]
-    try:
-        count = landing.reading.get()
-    except Exception as error:  # noqa: BLE001  # a driver's own, of whatever class
-        return [TierFailure(path=path, problem=f"kvikio: {type(error).__name__}: {error}")]
-    if count != landing.chunk.size_bytes:
-        problem = f"{count} of {landing.chunk.size_bytes} B at byte {landing.chunk.offset_bytes}"
-        return [TierFailure(path=path, problem=f"kvikio read {problem}")]
-    return []
-
-
-def _by_host(rows: FiledRows, stream: Stream, run: FileRun, place: Tensor) -> None:
-    host = torch.empty(place.shape, dtype=torch.uint8)
-    rows.copy(stream, run, host.numpy())
-    # Waits for the device: the memory is nobody else's then.
-    place.copy_(host)
-    if place.is_cuda:
-        torch.cuda.current_stream(place.device).synchronize()
 
 
 _FAILED = (TierFailure, CorruptSegment)
@@ -181,6 +103,8 @@ class DirectSource:
         `on_failure` hears why files were given up for this restore.
         """
         self._rows, self._again, self._on_failure = rows, again, on_failure
+        # The reading lane's, and the copying lane's where a read fails there.
+        self._lock = threading.Lock()
         self._instead: LeasedSource | None = None
         self._others: SessionRows | None = None
         self.read_bytes = 0
@@ -196,7 +120,7 @@ class DirectSource:
             else:
                 self._count(stream, begin, end)
                 return
-        self._by_store().fill(stream, begin, end, into)
+        self._by_store(stream, begin, end, into)
 
     def row_bytes(self, stream: Stream) -> int:
         """See Source."""
@@ -224,14 +148,68 @@ class DirectSource:
         self.read_bytes += sum(run.row_end - run.row_begin for run in runs) * self.row_bytes(stream)
 
     def _give_up(self, error: CacheError) -> None:
-        self._on_failure(error)
-        self._others = self._again()
-        self._instead = LeasedSource(self._others)
+        with self._lock:
+            self._on_failure(error)
+            if self._instead is None:
+                self._others = self._again()
+                self._instead = LeasedSource(self._others)
 
-    def _by_store(self) -> LeasedSource:
-        if self._instead is None:
-            raise RuntimeError("nothing was given up")
-        return self._instead
+    def _by_store(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        with self._lock:
+            if self._instead is None:
+                raise RuntimeError("nothing was given up")
+            self._instead.fill(stream, begin, end, into)
+
+
+class _Reading(NamedTuple):
+    """A piece of a chunk on its way."""
+
+    chunk: StoredChunk
+    size_bytes: int
+    reading: DeviceRead
+
+
+@dataclass(slots=True, kw_only=True)
+class FileLanding(Landing):
+    """A batch that comes, wholly or in part, from files. See Arrival."""
+
+    path_of: Callable[[int], str]
+    instead: Callable[[CacheError], Bytes]
+    """The batch's rows through the store, when a read failed."""
+    reads: list[_Reading] = field(default_factory=list)
+
+    def bring(self) -> None:
+        """See Arrival."""
+        failures = self._ended()
+        if failures:
+            rows = self.instead(failures[0])
+            if any(piece.begin or not piece.is_last for piece in self.pieces):
+                # The rest of the chunk is on the device already, and could not be verified any more.
+                raise failures[0]
+            for planned in (self.targets, self.sources, self.pieces, self.expected):
+                planned.clear()
+            self.copy(0, rows)
+        Landing.bring(self)
+
+    def settle(self) -> None:
+        """See Arrival."""
+        self._ended()
+
+    def _ended(self) -> list[CacheError]:
+        """Wait for all reads; what failed."""
+        reads, self.reads = self.reads, []
+        return [failure for each in reads if (failure := self._failure(each)) is not None]
+
+    def _failure(self, each: _Reading) -> TierFailure | None:
+        path = self.path_of(each.chunk.path_index)
+        try:
+            count = each.reading.get()
+        except Exception as error:  # noqa: BLE001  # a driver's own, of whatever class
+            return TierFailure(path=path, problem=f"kvikio: {type(error).__name__}: {error}")
+        if count != each.size_bytes:
+            problem = f"{count} of {each.size_bytes} B of the chunk at byte {each.chunk.offset_bytes}"
+            return TierFailure(path=path, problem=f"kvikio read {problem}")
+        return None
 
 
 class LandingSource(DirectSource):
@@ -241,37 +219,88 @@ class LandingSource(DirectSource):
         self,
         rows: FiledRows,
         files: DeviceFiles,
-        checksums: Checksums,
+        sums: ChunkSums,
         again: Callable[[], SessionRows],
         on_failure: Callable[[CacheError], None],
     ) -> None:
         super().__init__(rows, again, on_failure)
-        self._files, self._checksums = files, checksums
+        self._files, self._sums = files, sums
+        self._open: set[Stream] = set()
+        """Streams of which the last batch ended within a chunk that the device sums up."""
 
-    def land(self, stream: Stream, begin: int, end: int, into: Tensor) -> Verify:
+    def land(self, stream: Stream, begin: int, end: int, into: Tensor, cuts: Cuts) -> Landing:
         """See LandingRows."""
+        landing = FileLanding(
+            into,
+            self._sums,
+            path_of=self._rows.files.paths.__getitem__,
+            instead=lambda error: self._other_rows(error, stream, (begin, end), into.shape[1]),
+        )
+        is_open = stream in self._open
         if self._instead is None:
             try:
-                landed = land(self._rows, self._files, stream, (begin, end), into, self._checksums)
+                self._begin(landing, stream, (begin, end), cuts)
             except _FAILED as error:
+                # Nothing may come into this memory later.
+                landing.settle()
                 self._give_up(error)
             else:
                 self._count(stream, begin, end)
-                return lambda: self._verified(landed.verify)
-        host = torch.empty(into.shape, dtype=torch.uint8)
-        self._by_store().fill(stream, begin, end, host.numpy())
-        into.copy_(host)
-        if into.is_cuda:
-            torch.cuda.current_stream(into.device).synchronize()
-        return _nothing
+                return landing
+        if is_open:
+            problem = f"rows of {stream} from token {begin} on could not be read behind those of their chunk"
+            raise TierFailure(path=self._rows.files.paths[0], problem=problem)
+        instead = Landing(into, self._sums)
+        self._by_store(stream, begin, end, instead.host_room(0, end - begin))
+        return instead
 
-    def _verified(self, verify: Verify) -> None:
+    def _begin(self, landing: FileLanding, stream: Stream, tokens: tuple[int, int], cuts: Cuts) -> None:
+        row_bytes = landing.into.shape[1]
+        for run in self._rows.runs(*tokens):
+            first, count = run.token_begin - tokens[0], run.row_end - run.row_begin
+            if not self._read(landing, stream, run, first * row_bytes, cuts):
+                self._rows.copy(stream, run, landing.host_room(first, count))
+
+    def _read(self, landing: FileLanding, stream: Stream, run: FileRun, offset: int, cuts: Cuts) -> bool:
+        """Begin to read a piece of a chunk; False where the device cannot verify it."""
+        row_bytes = landing.into.shape[1]
+        chunk_begin = run.token_begin - run.row_begin
+        if run.slot is None or not run.is_of_whole or offset % WORD_BYTES:
+            return False
+        if not cuts.pieces(chunk_begin, chunk_begin + run.slot.token_count, row_bytes):
+            return False
+        slot, chunk = run.slot, run.slot.chunk(stream)
+        at, size = run.row_begin * row_bytes, (run.row_end - run.row_begin) * row_bytes
+        key = stream, chunk.path_index, chunk.offset_bytes
+        piece = Piece(key, offset, size, at, chunk.size_bytes)
+        place = landing.into.reshape(-1)[offset : offset + size]
+        reading = self._files.begin(chunk.path_index, chunk.offset_bytes + at, place)
+        landing.reads.append(_Reading(chunk, size, reading))
+        landing.pieces.append(piece)
+        self._open.add(stream)
+        if piece.is_last:
+            self._open.discard(stream)
+            landing.expected.append(
+                Expected(
+                    lambda found: bound_checksum(chunk.seed, stream, found) == chunk.checksum,
+                    lambda: self._differs(slot, stream),
+                )
+            )
+        return True
+
+    def _other_rows(
+        self, error: CacheError, stream: Stream, tokens: tuple[int, int], row_bytes: int
+    ) -> Bytes:
+        """A batch through the store, on the copying lane."""
+        self._give_up(error)
+        rows: Bytes = np.empty((tokens[1] - tokens[0], row_bytes), np.uint8)
+        self._by_store(stream, *tokens, rows)
+        return rows
+
+    def _differs(self, slot: SsdSlot, stream: Stream) -> CacheError:
         try:
-            verify()
-        except CorruptSegment as error:
-            self._on_failure(error)
-            raise
-
-
-def _nothing() -> None:
-    return
+            error: CacheError = slot.differs(stream)
+        except CacheError as ended:
+            return ended
+        self._on_failure(error)
+        return error

@@ -24,9 +24,8 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.streams import Stream
 from gpu_worker.direct import DirectPath, KvikioFound, Live, Wanted, choose
-from gpu_worker.direct.source import Checksums, DeviceFiles, DirectSource, KvikioFiles, LandingSource
-from gpu_worker.kernels.chunk_checksum import reference
-from gpu_worker.pipeline.pipeline import LeasedSource, RowSource
+from gpu_worker.direct.source import DeviceFiles, DirectSource, KvikioFiles, LandingSource
+from gpu_worker.pipeline.sources import ArenaPins, RowSource, chunk_sums
 
 PROBE_TIMEOUT_S = 60.0
 _PROGRAM = r"""
@@ -92,10 +91,11 @@ class DirectStorage:
     def __init__(self, client: Client, device: torch.device, wanted: Wanted = Wanted.AUTO) -> None:
         """Probe the machine, which takes seconds where there is a GPU."""
         self._client, self._device = client, device
+        self.pins = ArenaPins(device)
         self._lock = threading.Lock()
         self._machine = self._live = choose(wanted, None if wanted is Wanted.OFF else probe_kvikio(device))
         self._suspects: set[str] = set()
-        """Sessions whose files gave other rows.
+        """Sessions whose files gave other rows, or none.
 
         The store reads them next, and cuts them before the damage.
         """
@@ -144,7 +144,8 @@ class DirectStorage:
     def source(self, rows: SessionRows, model: CallerModel) -> Iterator[RowSource]:
         """The source of what `read` returned, for one restore, which is drained when it is left."""
         if not isinstance(rows, FiledRows):
-            yield LeasedSource(rows)
+            with self.pins.source(rows) as leased:
+                yield leased
             return
         source = self._direct(rows, model)
         try:
@@ -153,6 +154,10 @@ class DirectStorage:
             source.close()
             with self._lock:
                 self.read_bytes += source.read_bytes
+
+    def close(self) -> None:
+        """Let the arena go, behind the last restore."""
+        self.pins.close()
 
     def _direct(self, rows: FiledRows, model: CallerModel) -> DirectSource:
 
@@ -164,7 +169,7 @@ class DirectStorage:
 
         def failed(error: CacheError) -> None:
             self._failed(error)
-            if isinstance(error, CorruptSegment):
+            if isinstance(error, (CorruptSegment, TierFailure)):
                 if len(self._suspects) >= SUSPECTS_LIMIT:
                     self._suspects.clear()
                 self._suspects.add(rows.session.name)
@@ -172,7 +177,7 @@ class DirectStorage:
         files = self._device_files(rows.files)
         if files is None:
             return DirectSource(rows, again, failed)
-        return LandingSource(rows, files, self._checksums(), again, failed)
+        return LandingSource(rows, files, chunk_sums(self._device), again, failed)
 
     def _failed(self, error: CacheError) -> None:
         with self._lock:
@@ -212,10 +217,3 @@ class DirectStorage:
 
     def _open(self, files: SsdReader) -> DeviceFiles:
         return KvikioFiles(files.paths, is_gds=self._machine.path is DirectPath.GDS)
-
-    def _checksums(self) -> Checksums:
-        if self._device.type != "cuda":
-            return reference.chunk_checksum
-        from gpu_worker.kernels.chunk_checksum.fused import chunk_checksum  # noqa: PLC0415  needs Triton
-
-        return chunk_checksum

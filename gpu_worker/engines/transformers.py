@@ -48,8 +48,9 @@ from gpu_worker.generation import SINK_TOKENS, Capture, Stops, common_prefix, fi
 from gpu_worker.host_cache import HostCache, check_host
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
-from gpu_worker.pipeline.pipeline import LeasedSource, Pipeline, PipelineSettings, Restoration
+from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.planned import Choice, Chooser, ReturnCost, Wanted
+from gpu_worker.pipeline.sources import ArenaPins
 from gpu_worker.pipeline.target import CacheTarget, LayerRoom, Target
 from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
 from gpu_worker.planning.decoding import DecodeRates, searched_split
@@ -105,9 +106,11 @@ class Restoring:
         restoration: Restoration,
         choice: Choice,
         chooser: Chooser,
+        lent: ExitStack,
     ) -> None:
+        """`lent`: given back when no copy is under way."""
         self.cache, self.restoration, self.choice = cache, restoration, choice
-        self._rows, self._chooser = rows, chooser
+        self._rows, self._chooser, self._lent = rows, chooser, lent
         self._gate, self._is_over = LayerGate(adapter, restoration), False
         self.snapshot_tokens = choice.snapshot_tokens if choice.snapshot_layers else 0
         """Tokens behind which states were taken from a snapshot; 0: none was."""
@@ -163,6 +166,7 @@ class Restoring:
         try:
             self.restoration.cancel()
             self.restoration.drain()
+            self._lent.close()
             self._chooser.observe(self.choice, self.restoration)
         finally:
             self._rows.close()
@@ -206,6 +210,7 @@ class SessionRestorer:
         self._timeout_s, self._settings = timeout_s, settings
         self._weights = KernelWeights(adapter)
         self._pipeline: Pipeline | None = None
+        self._pins = ArenaPins(adapter.layers[0].device)
 
     def begin(
         self,
@@ -224,25 +229,32 @@ class SessionRestorer:
         adapter, count = self._adapter, len(token_ids)
         target = CacheTarget(adapter, count, snapshot=snapshot)
         compute = compute_for(adapter, self._weights, torch.arange(count), standing=target.standing)
-        restoration = self._usable().start(
-            choice.schedule(target),
-            LeasedSource(rows),
-            target,
-            _Apart(compute, self._recomputing),
-            deadline=Deadline.after_s(self._timeout_s * (1 + behind_count)),
-            token_ids=torch.tensor(token_ids),
-        )
-        return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser)
+        pipeline = self._usable()
+        with ExitStack() as lent:
+            restoration = pipeline.start(
+                choice.schedule(target),
+                lent.enter_context(self._pins.source(rows)),
+                target,
+                _Apart(compute, self._recomputing),
+                deadline=Deadline.after_s(self._timeout_s * (1 + behind_count)),
+                token_ids=torch.tensor(token_ids),
+            )
+            kept = lent.pop_all()
+        return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser, kept)
 
     def close(self) -> None:
         """End the lanes. Raises LaneStuck."""
+        self._replace()
+        self._pins.close()
+
+    def _replace(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             _end(pipeline)
 
     def _usable(self) -> Pipeline:
         if self._pipeline is None or self._pipeline.is_stuck:
-            self.close()
+            self._replace()
             self._pipeline = Pipeline(device_of(self._adapter.layers[0].device), self._settings)
         return self._pipeline
 

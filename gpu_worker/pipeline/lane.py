@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ctxcache.errors import CacheError
 from gpu_worker.errors import LaneStuck, RestoreFailed, RestoreTooLate
+from gpu_worker.rows import BATCH_TOKENS
 
 LONGEST_S = 86_400.0
 
@@ -233,6 +234,10 @@ class Device(ABC):
     device: torch.device
     is_unified: bool
     """Whether work on the device reads the host's buffers in place, so that nothing is copied onto it."""
+    batch_tokens: int = BATCH_TOKENS
+    """Most rows that are worked on at a time."""
+    slot_bytes: int = 8 << 20
+    """Bytes of a buffer for them."""
 
     @abstractmethod
     def lane(self, name: str) -> Lane:
@@ -359,6 +364,9 @@ class Cuda(Device):
     """One GPU."""
 
     is_unified = False
+    # So many rows fill it, and four buffers of so many bytes are 32 reads of a mebibyte and more.
+    batch_tokens = 2048
+    slot_bytes = 16 << 20
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,11 +1,11 @@
 """The pipeline: lanes and rings of one device, the rows that come in, and the restores that run on them.
 
 ```
-   thread      read               copy                compute                 announce
-               │ staging ring     │ landing ring      │ project, rotate,      │ layer usable,
-    store ───► │ [s][s][s][s] ──► │ [d][d][d][d]  ──► │ scatter into target ─►│ engine goes on
-               ▲                  ▲                   │
-               └── free again ────┴── free again ◄────┘   when the event of what consumed a buffer has passed
+   thread      read               copy              verify    compute                 announce
+               │ staging ring     │ landing ring    │         │ project, rotate,      │ layer usable,
+    store ───► │ [s][s][s][s] ──► │ [d][d][d][d] ──►│ sums ──►│ scatter into target ─►│ engine goes on
+               ▲                  ▲                           │
+               └── free again ────┴──────── free again ◄──────┘   when what consumed a buffer has passed
 ```
 
 The reading lane drives: it takes a buffer, fills it from the restore's source, and hands it to the lanes
@@ -29,120 +29,25 @@ what was copied is then not used.
 import enum
 import threading
 import time
-from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import NamedTuple, Self
 
-import numpy as np
 from torch import Tensor
 
-from ctxcache.client import SessionRows
-from ctxcache.client.arena import Bytes
-from ctxcache.client.rows import LeasedRows
 from ctxcache.client.wire import Closing
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.format.streams import Stream
-from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreTooLate, ShapeMismatch
+from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreTooLate
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.lane import Deadline, Device, Lane, LaneEvent, Work
+from gpu_worker.pipeline.sources import Arrival, Cuts, LandingRows, RowSource
 from gpu_worker.pipeline.target import Target
 from gpu_worker.plan import LayerPart, RestoreSchedule, Stage
-from gpu_worker.rows import BATCH_TOKENS
-
-# -- where rows come from ----------------------------------------------------------------------------
-
-
-class RowSource(Protocol):
-    """Rows of one session. Tokens are counted from the session's first one."""
-
-    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """Copy rows [begin, end) of a stream into [end - begin, row_bytes]. Raises what reading raises."""
-        ...
-
-    def row_bytes(self, stream: Stream) -> int:
-        """Bytes of one row. Raises KeyError."""
-        ...
-
-    def check(self) -> None:
-        """Raise LeaseNotFound unless all that was filled so far was the session's while it was copied."""
-        ...
-
-    def abort(self) -> None:
-        """Have a read that waits for the store end soon; from any thread."""
-        ...
-
-
-Verify = Callable[[], None]
-"""Raises unless what has landed is right; on a lane of the device, which it may wait for."""
-
-
-@runtime_checkable
-class LandingRows(RowSource, Protocol):
-    """A source whose rows need no memory of the host."""
-
-    def land(self, stream: Stream, begin: int, end: int, into: Tensor) -> Verify:
-        """Bring rows [begin, end) into [end - begin, row_bytes] on the device, to be verified there.
-
-        The rows are there when the call returns, and right when the returned check has not raised.
-        Raises what reading raises; then nothing comes into that memory any more.
-        """
-        ...
-
-
-class LeasedSource:
-    """Rows that the store's client reads: under a lease in place, or by stream as they arrive."""
-
-    def __init__(self, rows: SessionRows) -> None:
-        """`rows` begin at the session's first token, and belong to this source while it restores."""
-        self._rows = rows
-        self._stream: Stream | None = None
-        self._pieces: list[Bytes] = []
-        self._begins: list[int] = []
-
-    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """See RowSource. Rows that the client verifies again are verified as they are copied."""
-        if isinstance(self._rows, LeasedRows) and self._rows.is_verified:
-            _check_range(stream, begin, end, self._rows.token_count)
-            self._rows.copy_verified(stream, begin, end, into)
-            return
-        if stream != self._stream:
-            self._pieces = list(self._rows.pieces(stream))
-            self._begins = [0, *accumulate(map(len, self._pieces))]
-            self._stream = stream
-        _check_range(stream, begin, end, self._begins[-1])
-        at = begin
-        index = bisect_right(self._begins, begin) - 1
-        while at < end:
-            piece, piece_begin = self._pieces[index], self._begins[index]
-            until = min(end, self._begins[index + 1])
-            # Not by slice assignment of memoryviews, which would hold the GIL.
-            np.copyto(into[at - begin : until - begin], piece[at - piece_begin : until - piece_begin])
-            at, index = until, index + 1
-
-    def row_bytes(self, stream: Stream) -> int:
-        """See RowSource."""
-        return self._rows.row_bytes(stream)
-
-    def check(self) -> None:
-        """See RowSource."""
-        self._rows.check()
-
-    def abort(self) -> None:
-        """See RowSource. A lease is kept until the copies under it have ended: its owner gives it back."""
-        if not self._rows.is_local:
-            self._rows.close()
-
-
-def _check_range(stream: Stream, begin: int, end: int, count: int) -> None:
-    if not 0 <= begin <= end <= count:
-        raise ShapeMismatch(what=f"{stream} rows", expected=f"up to {count}", actual=f"[{begin}, {end})")
-
 
 # -- rings and restores ------------------------------------------------------------------------------
 
@@ -303,6 +208,7 @@ class Lanes(NamedTuple):
 
     read: Lane
     copy: Lane
+    verify: Lane
     compute: Lane
     announce: Lane
 
@@ -338,6 +244,8 @@ class Restoration:
         self._on_stuck, self._share = on_stuck, share
         self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
         self._events: list[tuple[Stage, LaneEvent]] = []
+        # What landed and was not compared yet, by layer; the reading lane adds, the announcing lane takes.
+        self._arrived: dict[int, list[Arrival]] = defaultdict(list)
         self._fill_s = 0.0
         self._begin_ns = time.perf_counter_ns()
         self._restored_ns = 0
@@ -387,6 +295,7 @@ class Restoration:
         # In this order: a lane submits only to those behind it.
         for lane in self._lanes:
             self._fence(lane, until)
+        self._look_at_rest()
         # On the reading lane, which owns the buffers: a fill that is under way is over by then.
         swept = self._lanes.read.submit(lambda: self._sweep(until), deadline=until)
         if not swept.settle_by(until) or swept.error is not None:
@@ -507,27 +416,51 @@ class Restoration:
         tokens: tuple[int, int],
         mine: tuple[int, int],
     ) -> None:
-        """Have rows come straight onto the device.
+        """Have rows come straight onto the device: no thread copies them, and nobody waits for them here.
 
-        The copying lane has nothing to copy, and verifies them.
+        As many reads are under way as the landing ring has buffers.
         """
         first, last = mine
+        # Of a share of each batch, no two pieces follow one another.
+        whole = first, last, last - first
+        if self._share is None:
+            whole = part.begin, part.end, self._batch(part)
         row_bytes = source.row_bytes(part.stream)
         place = landing.take(self.deadline)
+        arrival: Arrival | None = None
         try:
             rows = place[: (last - first) * row_bytes].view(last - first, row_bytes)
-            begin_ns = time.perf_counter_ns()
-            verify = source.land(part.stream, first, last, rows)
-            self._fill_s += (time.perf_counter_ns() - begin_ns) / 1e9
+            arrival = source.land(part.stream, first, last, rows, Cuts(*whole))
+            brought = self._submit_behind(self._lanes.copy, arrival)
+            summed = self._submit(self._lanes.verify, arrival.sum_up, brought)
             if self._share is not None:
-                source.check()
-            verified = self._submit(self._lanes.copy, verify)
-            # Verifying takes the place of the copy, and counts as it.
-            self._events.append((Stage.COPY, verified))
-            landing.bind(place, self._project(part, tokens, rows, verified))
+                # Others use these rows: they are right, and the session's, before they leave.
+                summed = self._submit(self._lanes.announce, partial(self._verify, arrival), summed)
+            else:
+                self._arrived[part.layer].append(arrival)
+            self._events.append((Stage.COPY, brought))
+            landing.bind(place, self._project(part, tokens, rows, summed))
         except BaseException:
+            if arrival is not None:
+                arrival.settle()
             landing.drop(place)
             raise
+
+    def _submit_behind(self, lane: Lane, arrival: Arrival) -> LaneEvent:
+        """Have rows come, or nothing any more: behind the event the buffer is another batch's."""
+
+        def bring() -> None:
+            try:
+                self._do(arrival.bring)
+            except BaseException:
+                arrival.settle()
+                raise
+
+        return lane.submit(bring, deadline=self.deadline, on_error=self._states.fail)
+
+    def _verify(self, arrival: Arrival) -> None:
+        arrival.check()
+        self._source.check()
 
     def _carry(self, part: LayerPart, tokens: tuple[int, int], slot: Tensor, rows: Tensor) -> None:
         landing = self._rings.landing
@@ -555,7 +488,8 @@ class Restoration:
 
     def _end_reading(self, layer: int) -> None:
         """Behind a layer's last read: its rows were the session's, or the layer never becomes usable."""
-        self._source.check()
+        if layer not in self._arrived:
+            self._source.check()
         self._close_layer(layer)
 
     def _close_layer(self, layer: int) -> None:
@@ -563,8 +497,24 @@ class Restoration:
         self._submit(self._lanes.announce, partial(self._announce, layer), finished)
 
     def _announce(self, layer: int) -> None:
+        if layer in self._arrived:
+            # It has passed on the device by now: its copies have ended, and its sums are there.
+            for arrival in self._arrived.pop(layer):
+                arrival.check()
+            self._source.check()
         self._restored_ns = time.perf_counter_ns()
         self._states.announce(layer)
+
+    def _look_at_rest(self) -> None:
+        """Compare what landed and was not announced: wrong rows may be why the restore failed.
+
+        Their source hears of them, so that the store looks at them next. The restore's error stays the first.
+        """
+        for arrivals in self._arrived.values():
+            for arrival in arrivals:
+                with suppress(CacheError):
+                    arrival.check()
+        self._arrived.clear()
 
     def _fence(self, lane: Lane, deadline: Deadline) -> None:
         try:
@@ -588,12 +538,13 @@ class PipelineSettings:
     """How much is under way at once.
 
     `slot_bytes` of each staging buffer, `slot_count` of them, and as many on a device with memory of its own;
-    `batch_tokens` at most in one; `is_poisoned`: free buffers are NaN, to see what reads them (costs a pass).
+    `batch_tokens` at most in one; None: as suits the device. `is_poisoned`: free buffers are NaN, to see what
+    reads them (costs a pass).
     """
 
-    slot_bytes: int = 8 << 20
+    slot_bytes: int | None = None
     slot_count: int = 4
-    batch_tokens: int = BATCH_TOKENS
+    batch_tokens: int | None = None
     is_poisoned: bool = False
 
 
@@ -607,7 +558,7 @@ class Pipeline(Closing):
         """Start the lanes and allocate the buffers. Raises InvalidArgument(field="slot_count")."""
         self.device, self.settings = device, settings or PipelineSettings()
         own = self.settings
-        sizes = [own.slot_bytes] * own.slot_count
+        sizes = [own.slot_bytes or device.slot_bytes] * own.slot_count
         staging = BufferRing([device.host_buffer(size) for size in sizes], is_poisoned=own.is_poisoned)
         landing = None
         if not device.is_unified:
@@ -616,6 +567,7 @@ class Pipeline(Closing):
         self.lanes = Lanes(
             read=device.host_lane("read"),
             copy=device.lane("copy"),
+            verify=device.lane("verify"),
             compute=device.lane("compute"),
             announce=device.host_lane("announce"),
         )
@@ -654,7 +606,7 @@ class Pipeline(Closing):
             token_ids=token_ids,
             lanes=self.lanes,
             rings=self.rings,
-            batch_tokens=self.settings.batch_tokens,
+            batch_tokens=self.settings.batch_tokens or self.device.batch_tokens,
             deadline=deadline,
             on_stuck=self._give_up,
             share=share,

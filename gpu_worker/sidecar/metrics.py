@@ -26,6 +26,7 @@ from ctxcache.observe.bearer import CHALLENGE, Bearer
 from ctxcache.observe.metric import Group, MetricKind, counter, gauge
 from ctxcache.runtime.files import check_secret, secret_refusal
 from gpu_worker.direct import DirectPath, Live
+from gpu_worker.pipeline.sources import ArenaPins
 from gpu_worker.sidecar.edge import AdmissionLimit
 
 LEFT, LOST = "left", "lost"
@@ -98,6 +99,12 @@ TABLE = Group(
             "It grows: of `TIER_FAILURE`, look at the disk and the driver; of "
             "`CORRUPT_SEGMENT`, `ctxcache verify`.",
             "reason",
+        ),
+        gauge(
+            "worker_arena_pinned_bytes",
+            "bytes",
+            "Bytes of the store's arena that are pinned, so that the GPU copies from it by itself.",
+            "0 beside a GPU: `ctxcache worker stats` says why.",
         ),
         counter(
             "worker_saves",
@@ -216,6 +223,7 @@ class Direct(Protocol):
 
     read_bytes: int
     failures: Counter[str]
+    pins: ArenaPins
 
     @property
     def live(self) -> Live:
@@ -260,6 +268,7 @@ class WorkerCollector(Collector):
         for path in DirectPath:
             yield _Value("direct_path", path is self._direct.live.path, (path.value,))
         yield _Value("direct_read_bytes", self._direct.read_bytes)
+        yield _Value("arena_pinned_bytes", self._direct.pins.pinned_bytes)
         failures = dict.fromkeys((TierFailure.reason, CorruptSegment.reason), 0) | dict(self._direct.failures)
         for reason, count in failures.items():
             yield _Value("direct_failures", count, (reason,))

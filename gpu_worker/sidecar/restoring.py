@@ -43,14 +43,11 @@ class Pipelines:
 
     def __init__(self, device: torch.device, ring_bytes: int) -> None:
         self.device = device
-        self._settings = PipelineSettings(slot_bytes=max(ring_bytes // RING_SLOTS, 1), slot_count=RING_SLOTS)
+        self.slot_bytes = max(ring_bytes // RING_SLOTS, 1)
+        """Bytes of one buffer of a ring."""
+        self._settings = PipelineSettings(slot_bytes=self.slot_bytes, slot_count=RING_SLOTS)
         self._lock = threading.Lock()
         self._free: list[Pipeline] = []
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one buffer of a ring."""
-        return self._settings.slot_bytes
 
     @contextmanager
     def lent(self) -> Iterator[Pipeline]:

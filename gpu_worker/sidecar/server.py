@@ -128,6 +128,7 @@ class Worker:
         await self._descriptors.close()
         self._service.close()
         self._pipelines.close()
+        self._direct.close()
         self._client.close()
         self._files.close()
         self._stop_metrics()

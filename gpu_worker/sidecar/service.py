@@ -335,6 +335,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             direct_reason=self._direct.live.reason,
             direct_read_bytes=self._direct.read_bytes,
             direct_failed_counts=self._direct.failures,
+            arena_pinned_bytes=self._direct.pins.pinned_bytes,
+            arena_reason=self._direct.pins.problem,
             attachments=[
                 worker_pb2.AttachmentStats(
                     attachment_id=each.attachment_id,

@@ -735,6 +735,8 @@ class Stats(_message.Message):
     DIRECT_REASON_FIELD_NUMBER: _builtins.int
     DIRECT_READ_BYTES_FIELD_NUMBER: _builtins.int
     DIRECT_FAILED_COUNTS_FIELD_NUMBER: _builtins.int
+    ARENA_PINNED_BYTES_FIELD_NUMBER: _builtins.int
+    ARENA_REASON_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the worker."""
     store: _builtins.str
@@ -757,6 +759,10 @@ class Stats(_message.Message):
     """Why that way, for people; may change."""
     direct_read_bytes: _builtins.int
     """Bytes of rows that restores took from the SSD tier's files."""
+    arena_pinned_bytes: _builtins.int
+    """Bytes of the store's arena that are pinned, so that the device copies from it by itself."""
+    arena_reason: _builtins.str
+    """Why rows in the arena are copied into staging memory first, for people; empty: they are not. May change."""
     @_builtins.property
     def attachments(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachmentStats]:
         """Engines that are attached."""
@@ -791,10 +797,12 @@ class Stats(_message.Message):
         direct_reason: _builtins.str = ...,
         direct_read_bytes: _builtins.int = ...,
         direct_failed_counts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        arena_pinned_bytes: _builtins.int = ...,
+        arena_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "device", b"device", "direct_failed_counts", b"direct_failed_counts", "direct_path", b"direct_path", "direct_read_bytes", b"direct_read_bytes", "direct_reason", b"direct_reason", "failed_save_counts", b"failed_save_counts", "missed_counts", b"missed_counts", "read_bytes", b"read_bytes", "restored_count", b"restored_count", "restored_token_count", b"restored_token_count", "saved_count", b"saved_count", "saved_token_count", b"saved_token_count", "store", b"store", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_pinned_bytes", b"arena_pinned_bytes", "arena_reason", b"arena_reason", "attachments", b"attachments", "device", b"device", "direct_failed_counts", b"direct_failed_counts", "direct_path", b"direct_path", "direct_read_bytes", b"direct_read_bytes", "direct_reason", b"direct_reason", "failed_save_counts", b"failed_save_counts", "missed_counts", b"missed_counts", "read_bytes", b"read_bytes", "restored_count", b"restored_count", "restored_token_count", b"restored_token_count", "saved_count", b"saved_count", "saved_token_count", b"saved_token_count", "store", b"store", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,8 @@ from ctxcache.format.streams import Stream
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline, device_of
-from gpu_worker.pipeline.pipeline import Pipeline, RowSource
+from gpu_worker.pipeline.pipeline import Pipeline
+from gpu_worker.pipeline.sources import RowSource
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import RestorePlan, RestoreSchedule
 

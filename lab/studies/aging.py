@@ -32,7 +32,7 @@ from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.families import Adapter
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.pipeline import LeasedSource
+from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.layout import Kinds, loss_nats
 from gpu_worker.planning.profile import Profile

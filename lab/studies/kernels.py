@@ -10,14 +10,18 @@ timed at all.
 """
 
 import json
+import mmap
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from torch import Tensor
@@ -25,6 +29,7 @@ from torch.nn import functional
 
 from gpu_worker.kernels.chunk_checksum import fused as checksum_fused
 from gpu_worker.kernels.chunk_checksum import reference as checksum_reference
+from gpu_worker.kernels.chunk_checksum.reference import Piece
 from gpu_worker.kernels.kv_projection import fused as projection_fused
 from gpu_worker.kernels.kv_projection import reference as projection_reference
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
@@ -32,6 +37,7 @@ from gpu_worker.kernels.operands import Norm, NormKind, Pages, ProjectionWeights
 from gpu_worker.kernels.quantization import quantize
 from gpu_worker.kernels.rope_scatter import fused as scatter_fused
 from gpu_worker.kernels.rope_scatter import reference as scatter_reference
+from gpu_worker.libcuda import Libcuda
 
 GIGA = 1e9
 PAGE_TOKENS = 16
@@ -174,6 +180,7 @@ def main(
             _scatter(bench, shape, token_count, limits)
             _restore(bench, shape, token_count, limits)
     _checksums(bench, limits, tiny=tiny)
+    _arena(bench, tiny=tiny)
 
 
 def _limits(bench: Bench, *, tiny: bool) -> dict[str, float]:
@@ -345,21 +352,56 @@ def _restore(bench: Bench, shape: Shape, token_count: int, limits: Mapping[str, 
 
 
 def _checksums(bench: Bench, limits: Mapping[str, float], *, tiny: bool) -> None:
-    for chunk_bytes, count in ((4096, 4),) if tiny else ((64 * 2048, 2048), (64 * 8192, 1024)):
+    """As many short chunks as a batch has, and one long chunk: both read their bytes once."""
+    for chunk_bytes, count in ((4096, 4),) if tiny else ((64 * 8192, 64), (4096 * 8192, 1), (4096 * 8192, 8)):
         data = torch.randint(0, 256, (chunk_bytes * count,), dtype=torch.uint8, device=bench.device)
-        offsets = torch.arange(count, device=bench.device) * chunk_bytes
-        sizes, seeds = torch.full_like(offsets, chunk_bytes), offsets * 7 + 1
-        if not torch.equal(
-            checksum_fused.chunk_checksum(data, offsets[:8], sizes[:8], seeds[:8]),
-            checksum_reference.chunk_checksum(data, offsets[:8], sizes[:8], seeds[:8]),
-        ):
+        pieces = [Piece(i, i * chunk_bytes, chunk_bytes, 0, chunk_bytes) for i in range(count)]
+        fused, right = checksum_fused.ChunkSums(bench.device), checksum_reference.ChunkSums()
+        found = fused.add(data, pieces)
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize()
+        if found() != right.add(data, pieces)():
             sys.exit("chunk_checksum is not as its reference")
         bench.compare(
-            {"fused": partial(checksum_fused.chunk_checksum, data, offsets, sizes, seeds)},
+            {"fused": partial(fused.add, data, pieces)},
             {"what": f"chunk_checksum {count} x {chunk_bytes}"},
             bytes_moved=chunk_bytes * count,
             limits=limits,
         )
+
+
+def _arena(bench: Bench, *, tiny: bool) -> None:
+    """Shared memory that is mapped to be read, pinned by the driver: what a restore copies from."""
+    if bench.device.type != "cuda":
+        return
+    size = (1 << 20) if tiny else (1 << 30)
+    with NamedTemporaryFile(dir="/dev/shm") as file:  # where arenas are
+        file.truncate(size)
+        os.pwrite(file.fileno(), os.urandom(1 << 20), 0)
+        mapping = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ)
+        arena = np.frombuffer(mapping, np.uint8)
+        driver = Libcuda()
+        driver.use(bench.device.index or 0)
+        began_s = time.perf_counter()
+        driver.register_host(arena.ctypes.data, size)
+        pinned_s = time.perf_counter() - began_s
+        host, target = torch.from_numpy(arena), torch.zeros(size, dtype=torch.uint8, device=bench.device)
+        ends = range(0, size, 1 << 19)
+        pieces = [(target[at : at + (1 << 19)], host[at : at + (1 << 19)]) for at in ends]
+        bench.compare(
+            {
+                "pinned arena to it": lambda: target.copy_(host, non_blocking=True),
+                "pinned arena, 512 KiB pieces": lambda: torch._foreach_copy_(
+                    [to for to, _ in pieces], [part for _, part in pieces], non_blocking=True
+                ),
+            },
+            {"what": "limit", "pinning_s": pinned_s},
+            bytes_moved=size,
+        )
+        torch.cuda.synchronize()
+        if not torch.equal(target[: 1 << 20].cpu(), host[: 1 << 20]):
+            sys.exit("copies from the pinned arena gave other bytes")
+        driver.unregister_host(arena.ctypes.data)
 
 
 def _check(name: str, pages: Pages, right: Callable[[Pages], None], fast: Callable[[Pages], None]) -> None:

@@ -24,7 +24,8 @@ from gpu_worker.families import Adapter
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline, device_of
-from gpu_worker.pipeline.pipeline import LeasedSource, Pipeline
+from gpu_worker.pipeline.pipeline import Pipeline
+from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
 from gpu_worker.proof import adapt

@@ -22,7 +22,7 @@ from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnR
 from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.pipeline import LeasedSource
+from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.profile import Link

@@ -31,8 +31,9 @@ from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RestoreTooLate
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.pipeline import LeasedSource, PipelineSettings
+from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.planned import Chooser
+from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.profile import Link

@@ -27,7 +27,8 @@ from ctxcache.format.streams import Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.pipeline import LeasedSource, PipelineSettings
+from gpu_worker.pipeline.pipeline import PipelineSettings
+from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.plan import RestorePlan
 
 REPLY_TOKENS = 3

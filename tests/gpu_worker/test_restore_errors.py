@@ -22,7 +22,7 @@ from gpu_worker.errors import (
     UnsupportedDtype,
 )
 from gpu_worker.pipeline.compute import Modules, Restorer
-from gpu_worker.pipeline.pipeline import LeasedSource
+from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.proof import adapt

@@ -1,21 +1,33 @@
-"""`chunk_checksum` in Triton: one program per chunk, as many chunks at a time as the device has room for.
+"""`chunk_checksum` in Triton: every 1,024 bytes by a program of their own, then one short chain per chunk.
 
-Source: the XXH3 specification (xxHash, doc/xxhash_spec.md), for inputs above 240 bytes. A block of 1024
-bytes adds 16 stripes to 8 lanes and then scrambles them; what the stripes add does not depend on the lanes,
-so BLOCKS blocks are loaded and multiplied at once and only the scrambles follow one another. Chunks of 240
-bytes or fewer, which have rules of their own, are left to the host. Worst case: few large chunks, which
-leave most of the device idle.
+Source: the XXH3 specification (xxHash, doc/xxhash_spec.md), for inputs above 240 bytes. A block of 1,024
+bytes adds 16 stripes to 8 lanes and then scrambles them. What the stripes add does not depend on the lanes:
+
+    bytes    [block 0][block 1][block 2] ...      read once, by as many programs as there are blocks
+                 │        │        │
+    sums      8 words  8 words  8 words           64 bytes for each block
+                 └──► lanes ──► lanes ──► lanes   one warp per chunk, or per piece of it
+
+so that a few long chunks fill a device as many short ones do. Lanes of a chunk that goes on in a later piece
+stay on the device. Nothing waits for the device. Worst case: one chunk of 32 MiB, whose chain of 32,768
+scrambles takes about as long as its bytes take over PCIe; chains of other chunks run beside it.
 """
+
+from collections.abc import Hashable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_worker.kernels.chunk_checksum import reference
+from gpu_worker.kernels.chunk_checksum.reference import BLOCK_BYTES, Piece, Places, Sums
 
-SHORT_BYTES = 240
 BLOCKS = 4
+UNROLLED = 8
+LANES = 8
+FIRST_STATES = 16
+"""Chunks that may be unfinished at a time before more room is made."""
+_FIELDS = tl.constexpr(6)
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
     "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
@@ -34,31 +46,83 @@ _PRIME_64 = tl.constexpr(0x9E3779B185EBCA87)
 _PRIME_MIX = tl.constexpr(0x165667919E3779F9)
 
 
-def chunk_checksum(data: Tensor, offsets: Tensor, sizes: Tensor, seeds: Tensor) -> Tensor:
+class ChunkSums:
     """See the reference."""
-    reference.check(data, offsets, sizes, seeds)
-    checksums = torch.empty_like(sizes)
-    is_short = sizes <= SHORT_BYTES
-    if bool(is_short.any()):
-        checksums[is_short] = reference.chunk_checksum(
-            data, offsets[is_short], sizes[is_short], seeds[is_short]
-        )
-    long = torch.nonzero(~is_short).flatten()
-    if len(long):
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._words = _words(device)
+        self._states = torch.zeros(FIRST_STATES, LANES, dtype=torch.int64, device=device)
+        self._slots: dict[Hashable, int] = {}
+        self._free = list(range(FIRST_STATES))
+        self._places = Places()
+
+    def add(self, data: Tensor, pieces: Sequence[Piece]) -> Sums:
+        """See the reference."""
+        self._places.take(data, pieces)
+        if not pieces:
+            return list
+        rows, first = [], 0
+        for piece in pieces:
+            count = _block_count(piece)
+            rows.append((piece.offset, piece.size, piece.begin, piece.total, first, self._slot(piece)))
+            first += count
+        table = self._on_device(rows)
         words = data[: len(data) // 8 * 8].view(torch.int64)
-        _xxh3[(len(long),)](
-            words, data, long, offsets, sizes, seeds, _words(data.device),
-            checksums, BLOCKS=BLOCKS,
-        )  # fmt: skip
-    return checksums
+        sums = torch.empty(max(first, 1), LANES, dtype=torch.int64, device=self._device)
+        most = max(map(_block_count, pieces))
+        if most:
+            _block_sums[triton.cdiv(most, BLOCKS), len(pieces)](
+                words, table, self._words, sums, BLOCKS=BLOCKS
+            )
+        checksums = torch.empty(len(pieces), dtype=torch.int64, device=self._device)
+        _chunk_ends[(len(pieces),)](
+            words, data, table, self._words, sums, self._states, checksums, UNROLLED=UNROLLED, num_warps=1
+        )
+        return self._found(checksums, [piece.is_last for piece in pieces])
+
+    def _slot(self, piece: Piece) -> int:
+        """Where a chunk's lanes stay between two pieces; any place where there is one piece alone."""
+        slot = self._slots.pop(piece.chunk, None)
+        if piece.is_last:
+            if slot is not None:
+                # Later work on this stream alone writes there again.
+                self._free.append(slot)
+            return slot or 0
+        if slot is None:
+            if not self._free:
+                count = len(self._states)
+                self._states = torch.cat((self._states, torch.zeros_like(self._states)))
+                self._free = list(range(count, 2 * count))
+            slot = self._free.pop()
+        self._slots[piece.chunk] = slot
+        return slot
+
+    def _on_device(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        table = torch.tensor(rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return table.to(self._device, non_blocking=True)
+
+    def _found(self, checksums: Tensor, is_last: Sequence[bool]) -> Sums:
+        found = torch.empty(checksums.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        # The caller's event says when this has passed: nobody waits here.
+        found.copy_(checksums, non_blocking=True)
+        return lambda: [
+            number % (1 << 64) for number, ends in zip(found.tolist(), is_last, strict=True) if ends
+        ]
+
+
+def _block_count(piece: Piece) -> int:
+    """Blocks of a piece that are scrambled: the last block of a chunk never is, not even a whole one."""
+    return ((piece.total - 1) if piece.is_last else piece.begin + piece.size) // BLOCK_BYTES - (
+        piece.begin // BLOCK_BYTES
+    )
 
 
 def _words(device: torch.device) -> Tensor:
     """The secret's 24 words, then the 8 of the lanes."""
     words = [int.from_bytes(_SECRET[i : i + 8], "little") for i in range(0, len(_SECRET), 8)]
-    return torch.tensor(
-        [reference.signed(word) for word in (*words, *_LANES)], dtype=torch.int64, device=device
-    )
+    signed = [word - (1 << 64) if word >> 63 else word for word in (*words, *_LANES)]
+    return torch.tensor(signed, dtype=torch.int64, device=device)
 
 
 @triton.jit
@@ -67,18 +131,14 @@ def _load(at, mask):
 
 
 @triton.jit
-def _key(secret_at, word, seed):
-    """Words of the secret as the seed makes them: even ones plus it, odd ones minus it."""
-    raw = tl.load(secret_at + word).to(tl.uint64, bitcast=True)
-    return tl.where(word % 2 == 0, raw + seed, raw - seed)
+def _key(secret_at, word):
+    return tl.load(secret_at + word).to(tl.uint64, bitcast=True)
 
 
 @triton.jit
-def _unaligned_key(secret_at, word, seed, BYTES: tl.constexpr):
+def _unaligned_key(secret_at, word, BYTES: tl.constexpr):
     """Words that begin BYTES behind a word's begin."""
-    return (_key(secret_at, word, seed) >> (8 * BYTES)) | (
-        _key(secret_at, word + 1, seed) << (64 - 8 * BYTES)
-    )
+    return (_key(secret_at, word) >> (8 * BYTES)) | (_key(secret_at, word + 1) << (64 - 8 * BYTES))
 
 
 @triton.jit
@@ -89,63 +149,83 @@ def _added(value, swapped, key):
 
 
 @triton.jit
-def _xxh3(
-    words_at,
-    bytes_at,
-    chunks_at,
-    offsets_at,
-    sizes_at,
-    seeds_at,
-    secret_at,
-    checksums_at,
-    BLOCKS: tl.constexpr,
+def _count(size, begin, total):
+    """Blocks of a piece that are scrambled, see `_block_count`."""
+    end = tl.where(begin + size == total, total - 1, begin + size)
+    return end // 1024 - begin // 1024
+
+
+@triton.jit
+def _block_sums(words_at, pieces_at, secret_at, sums_at, BLOCKS: tl.constexpr):
+    """The 8 words [blocks, 8] that the stripes of each block add to the lanes."""
+    piece = pieces_at + tl.program_id(1) * _FIELDS
+    offset, size = tl.load(piece), tl.load(piece + 1)
+    count = _count(size, tl.load(piece + 2), tl.load(piece + 3))
+    first = tl.load(piece + 4)
+    lane, stripe = tl.arange(0, 8), tl.arange(0, 16)
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    is_there = block < count
+    keys = _key(secret_at, stripe[:, None] + lane[None, :])
+    # A lane gets its neighbour's word as it is, and its own word as a product.
+    place = offset // 8 + stripe[None, :, None] * 8 + block[:, None, None] * 128
+    value = _load(words_at + (place + lane[None, None, :]), is_there[:, None, None])
+    swapped = _load(words_at + (place + (lane ^ 1)[None, None, :]), is_there[:, None, None])
+    sums = tl.sum(_added(value, swapped, keys[None, :, :]), 1)
+    to = sums_at + (first + block)[:, None] * 8 + lane[None, :]
+    tl.store(to, sums.to(tl.int64, bitcast=True), mask=is_there[:, None])
+
+
+@triton.jit
+def _chunk_ends(
+    words_at, bytes_at, pieces_at, secret_at, sums_at, states_at, checksums_at, UNROLLED: tl.constexpr
 ):
-    chunk = tl.load(chunks_at + tl.program_id(0))
-    begin, size = tl.load(offsets_at + chunk), tl.load(sizes_at + chunk)
-    seed = tl.load(seeds_at + chunk).to(tl.uint64, bitcast=True)
-    lane, stripe, block = tl.arange(0, 8), tl.arange(0, 16), tl.arange(0, BLOCKS)
-    keys = _key(secret_at, stripe[:, None] + lane[None, :], seed)
-    scrambling = _key(secret_at, 16 + lane, seed)
-    lanes = tl.load(secret_at + 24 + lane).to(tl.uint64, bitcast=True)
-    # The last block is never scrambled, not even a whole one.
-    block_count = (size - 1) // 1024
-    word = begin // 8 + stripe[:, None] * 8
-    for number in range(0, block_count, BLOCKS):
-        is_there = (number + block < block_count)[:, None, None]
-        # A lane gets its neighbour's word as it is, and its own word as a product.
-        place = word[None, :, :] + (number + block).to(tl.int64)[:, None, None] * 128
-        value = _load(words_at + (place + lane[None, None, :]), is_there)
-        swapped = _load(words_at + (place + (lane ^ 1)[None, None, :]), is_there)
-        sums = tl.sum(_added(value, swapped, keys[None, :, :]), 1)
-        # Scrambles follow one another; blocks that are not there change no lane.
-        for j in tl.static_range(BLOCKS):
-            added = lanes + tl.sum(tl.where((block == j)[:, None], sums, 0), 0)
+    """Scramble a chunk's lanes block by block, to its checksum, or to its lanes for the next piece."""
+    piece = pieces_at + tl.program_id(0) * _FIELDS
+    offset, size, begin, total = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
+    first, slot = tl.load(piece + 4), tl.load(piece + 5)
+    count = _count(size, begin, total)
+    lane, stripe = tl.arange(0, 8), tl.arange(0, 16)
+    scrambling = _key(secret_at, 16 + lane)
+    state = states_at + slot * 8 + lane
+    lanes = _key(secret_at, 24 + lane)
+    if begin > 0:
+        lanes = tl.load(state).to(tl.uint64, bitcast=True)
+    for number in range(0, count, UNROLLED):
+        for j in tl.static_range(UNROLLED):
+            # Loads depend on nothing: those of a round are under way together.
+            is_there = number + j < count
+            sums = _load(sums_at + (first + number + j) * 8 + lane, is_there & (lane < 8))
+            added = lanes + sums
             scrambled = (added ^ (added >> 47) ^ scrambling) * _PRIME_32
-            lanes = tl.where(number + j < block_count, scrambled, lanes)
-    is_there = (stripe < (size - 1 - block_count * 1024) // 64)[:, None]
-    place = word + block_count * 128
-    value = _load(words_at + (place + lane[None, :]), is_there)
-    swapped = _load(words_at + (place + (lane ^ 1)[None, :]), is_there)
-    lanes += tl.sum(tl.where(is_there, _added(value, swapped, keys), 0), 0)
-    # The last 64 bytes, wherever they begin; some were in the stripe before already.
-    byte = tl.arange(0, 8)
-    tail = bytes_at + begin + size - 64
-    value = tl.sum(
-        tl.load(tail + (lane * 8)[:, None] + byte[None, :]).to(tl.uint64)
-        << (byte * 8).to(tl.uint64)[None, :],
-        1,
-    )
-    swapped = tl.sum(
-        tl.load(tail + ((lane ^ 1) * 8)[:, None] + byte[None, :]).to(tl.uint64)
-        << (byte * 8).to(tl.uint64)[None, :],
-        1,
-    )
-    # The specification keys the last stripe by the secret from byte 121 on, 7 bytes before its last 64.
-    lanes += _added(value, swapped, _unaligned_key(secret_at, 15 + lane, seed, 1))
-    # The merge takes the secret from byte 11 on.
-    even, odd = tl.split(tl.reshape(lanes ^ _unaligned_key(secret_at, 1 + lane, seed, 3), (4, 2)))
-    total = size.to(tl.uint64) * _PRIME_64 + tl.sum((even * odd) ^ tl.umulhi(even, odd), 0)
-    # XXH3's avalanche.
-    total = (total ^ (total >> 37)) * _PRIME_MIX
-    total = total ^ (total >> 32)
-    tl.store(checksums_at + chunk, total.to(tl.int64, bitcast=True))
+            lanes = tl.where(is_there, scrambled, lanes)
+    if begin + size < total:
+        tl.store(state, lanes.to(tl.int64, bitcast=True))
+    else:
+        word = (offset // 8 + count * 128) + stripe[:, None] * 8
+        is_there = (stripe < (size - 1 - count * 1024) // 64)[:, None]
+        value = _load(words_at + (word + lane[None, :]), is_there)
+        swapped = _load(words_at + (word + (lane ^ 1)[None, :]), is_there)
+        keys = _key(secret_at, stripe[:, None] + lane[None, :])
+        lanes += tl.sum(tl.where(is_there, _added(value, swapped, keys), 0), 0)
+        # The last 64 bytes, wherever they begin; some were in the stripe before already.
+        byte = tl.arange(0, 8)
+        tail = bytes_at + offset + size - 64
+        value = tl.sum(
+            tl.load(tail + (lane * 8)[:, None] + byte[None, :]).to(tl.uint64)
+            << (byte * 8).to(tl.uint64)[None, :],
+            1,
+        )
+        swapped = tl.sum(
+            tl.load(tail + ((lane ^ 1) * 8)[:, None] + byte[None, :]).to(tl.uint64)
+            << (byte * 8).to(tl.uint64)[None, :],
+            1,
+        )
+        # The specification keys the last stripe by the secret from byte 121 on, 7 bytes before its last 64.
+        lanes += _added(value, swapped, _unaligned_key(secret_at, 15 + lane, 1))
+        # The merge takes the secret from byte 11 on.
+        even, odd = tl.split(tl.reshape(lanes ^ _unaligned_key(secret_at, 1 + lane, 3), (4, 2)))
+        checksum = total.to(tl.uint64) * _PRIME_64 + tl.sum((even * odd) ^ tl.umulhi(even, odd), 0)
+        # XXH3's avalanche.
+        checksum = (checksum ^ (checksum >> 37)) * _PRIME_MIX
+        checksum = checksum ^ (checksum >> 32)
+        tl.store(checksums_at + tl.program_id(0), checksum.to(tl.int64, bitcast=True))

@@ -1,44 +1,98 @@
-"""The reference of `chunk_checksum`: XXH3-64 of each chunk with its own seed, on the host."""
+"""The reference of `chunk_checksum`: XXH3-64 of chunks whose bytes come in pieces, on the host.
 
-import torch
+A chunk may be longer than the buffer that its rows land in: what its earlier pieces came to is kept until its
+last one. Worst case: a chunk whose last piece never comes, which is forgotten with the sums.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
-_SIGN = 1 << 63
+BLOCK_BYTES = 1024
+"""Pieces end on a multiple of this within their chunk, the last one apart."""
+SHORT_BYTES = 240
+"""Chunks of so few bytes have rules of their own, which a device does not know."""
+WORD_BYTES = 8
+TAIL_BYTES = 64
+"""The last bytes of a chunk are read once more, from its last piece."""
 
 
-def chunk_checksum(data: Tensor, offsets: Tensor, sizes: Tensor, seeds: Tensor) -> Tensor:
-    """The checksums [N] of `sizes` [N] bytes at `offsets` [N] of `data` [B] uint8, seeded with `seeds` [N].
+class Piece(NamedTuple):
+    """Bytes `[begin, begin + size)` of a chunk of `total` bytes, which lie at `offset` of a buffer.
 
-    All but the data are int64; seeds and checksums are unsigned numbers in signed clothes, as torch has them.
-    Offsets are multiples of 8. Raises ValueError for a chunk that is not within the data.
+    `chunk` names the chunk; `offset` is a multiple of 8.
     """
-    check(data, offsets, sizes, seeds)
-    raw = data.cpu().numpy()
-    digests = [
-        xxh3_64_intdigest(raw[offset : offset + size].data, seed=unsigned(seed))
-        for offset, size, seed in zip(offsets.tolist(), sizes.tolist(), seeds.tolist(), strict=True)
-    ]
-    return torch.tensor([signed(digest) for digest in digests], dtype=torch.int64, device=data.device)
+
+    chunk: Hashable
+    offset: int
+    size: int
+    begin: int
+    total: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the chunk ends with it."""
+        return self.begin + self.size == self.total
 
 
-def signed(number: int) -> int:
-    """An unsigned 64-bit number in signed clothes."""
-    return number - 2 * _SIGN if number >= _SIGN else number
+def is_fit(begin: int, size: int, total: int) -> bool:
+    """Whether a piece may be given to `ChunkSums`."""
+    is_last = begin + size == total
+    is_even = begin % BLOCK_BYTES == 0 and (is_last or size % BLOCK_BYTES == 0)
+    return total > SHORT_BYTES and is_even and size >= TAIL_BYTES
 
 
-def unsigned(number: int) -> int:
-    """The number that `signed` was given."""
-    return number % (2 * _SIGN)
+Sums = Callable[[], list[int]]
+"""The checksums of the chunks that ended, in the order of their last pieces.
+
+To be called when the device has passed what `add` issued.
+"""
 
 
-def check(data: Tensor, offsets: Tensor, sizes: Tensor, seeds: Tensor) -> None:
-    """Raise ValueError unless every chunk lies within the data, on a multiple of 8."""
-    if data.dtype is not torch.uint8 or data.ndim != 1 or not data.is_contiguous():
-        raise ValueError("data are contiguous bytes")
-    if not len(offsets) == len(sizes) == len(seeds):
-        raise ValueError(f"{len(offsets)} offsets, {len(sizes)} sizes, {len(seeds)} seeds")
-    if len(offsets) and bool(
-        ((offsets < 0) | (sizes < 0) | (offsets + sizes > len(data)) | (offsets % 8 != 0)).any()
-    ):
-        raise ValueError(f"a chunk is not within {len(data)} bytes, or not on a multiple of 8")
+class ChunkSums:
+    """The checksums of chunks, each piece of a chunk behind the one before it. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._hashers: dict[Hashable, xxh3_64] = {}
+        self._places = Places()
+
+    def add(self, data: Tensor, pieces: Sequence[Piece]) -> Sums:
+        """Take pieces that lie in `data` [B] uint8. Raises ValueError for a piece out of order or place."""
+        self._places.take(data, pieces)
+        raw = data.cpu().numpy()
+        ended = []
+        for piece in pieces:
+            hasher = self._hashers.pop(piece.chunk, None) or xxh3_64()
+            hasher.update(raw[piece.offset : piece.offset + piece.size].data)
+            if piece.is_last:
+                ended.append(hasher.intdigest())
+            else:
+                self._hashers[piece.chunk] = hasher
+        return lambda: ended
+
+
+class Places:
+    """How far each chunk has come."""
+
+    def __init__(self) -> None:
+        self._ends: dict[Hashable, int] = {}
+
+    def take(self, data: Tensor, pieces: Sequence[Piece]) -> None:
+        """Raise ValueError unless every piece lies within the data and goes on where its chunk stands."""
+        if data.ndim != 1 or data.element_size() != 1 or not data.is_contiguous():
+            raise ValueError("data are contiguous bytes")
+        if len({piece.chunk for piece in pieces}) < len(pieces):
+            # Chains of one launch run side by side.
+            raise ValueError("two pieces of one chunk at a time")
+        for piece in pieces:
+            if not is_fit(piece.begin, piece.size, piece.total) or piece.begin + piece.size > piece.total:
+                raise ValueError(f"{piece.size} bytes at {piece.begin} of {piece.total} are no piece")
+            if piece.offset < 0 or piece.offset % WORD_BYTES or piece.offset + piece.size > len(data):
+                raise ValueError(f"a piece is not within {len(data)} bytes, or not on a multiple of 8")
+            if self._ends.get(piece.chunk, 0) != piece.begin:
+                raise ValueError(f"a piece at {piece.begin} of a chunk that stands elsewhere")
+            self._ends[piece.chunk] = piece.begin + piece.size
+            if piece.is_last:
+                del self._ends[piece.chunk]

@@ -1,44 +1,25 @@
-"""Checksums on the device: the same as the library that the store checks with, for every size and seed."""
+"""Checksums on the device: the same as the library that the store checks with, however a chunk is cut."""
 
-import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import DEVICE
+from xxhash import xxh3_64_intdigest
 
 from ctxcache.format.checksums import bound_checksum, chunk_checksum
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.kernels.chunk_checksum import fused, reference
+from gpu_worker.kernels.chunk_checksum.reference import BLOCK_BYTES, Piece, is_fit
 
-SIZES = (
-    0,
-    1,
-    3,
-    16,
-    17,
-    128,
-    129,
-    240,
-    241,
-    300,
-    1023,
-    1024,
-    1025,
-    1087,
-    1088,
-    1089,
-    2048,
-    2049,
-    4096,
-    5000,
-    9001,
-)
-
-
-def _numbers(values: list[int]) -> torch.Tensor:
-    return torch.tensor([reference.signed(value) for value in values], dtype=torch.int64, device=DEVICE)
+SIZES = (241, 300, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 4096, 5000, 9001, 12288)
+Way = Callable[[], reference.ChunkSums | fused.ChunkSums]
+WAYS: dict[str, Way] = {
+    "reference": reference.ChunkSums,
+    "fused": lambda: fused.ChunkSums(torch.device(DEVICE)),
+}
 
 
 def _bytes(size: int, seed: int = 0) -> torch.Tensor:
@@ -46,53 +27,94 @@ def _bytes(size: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(DEVICE)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_every_size_beside_every_other(first: int) -> None:
-    """Chunks of every way that the algorithm treats sizes, in one launch, each with a seed of its own.
-
-    Seeds take turns, and begin with another one in the second launch.
-    """
-    turns = itertools.islice(itertools.cycle([0, 2**64 - 1, 1, 2**63]), first, None)
-    data = _bytes(50_000)
-    offsets, sizes = _numbers([i * 1016 for i in range(len(SIZES))]), _numbers(list(SIZES))
-    seeds = _numbers([seed for seed, _ in zip(turns, SIZES, strict=False)])
-    expected = reference.chunk_checksum(data, offsets, sizes, seeds)
-    assert torch.equal(fused.chunk_checksum(data, offsets, sizes, seeds), expected)
+def _expected(data: torch.Tensor) -> int:
+    return xxh3_64_intdigest(data.cpu().numpy().data)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 6000), st.integers(0, 2**64 - 1), st.integers(0, 100))
-def test_any_chunk(size: int, seed: int, word: int) -> None:
-    """Any size, seed and place."""
-    data = _bytes(8 * word + size, seed % 2**32)
-    operands = data, _numbers([8 * word]), _numbers([size]), _numbers([seed])
-    assert torch.equal(fused.chunk_checksum(*operands), reference.chunk_checksum(*operands))
+@pytest.mark.parametrize("way", WAYS)
+def test_every_size_beside_every_other(way: str) -> None:
+    """Whole chunks of every way that the algorithm treats sizes, at once."""
+    data = _bytes(60_000)
+    pieces = [Piece(i, i * 3016, size, 0, size) for i, size in enumerate(SIZES)]
+    expected = [_expected(data[piece.offset : piece.offset + piece.size]) for piece in pieces]
+
+    assert WAYS[way]().add(data, pieces)() == expected
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(241, 9000), st.lists(st.integers(1, 4), max_size=4), st.integers(0, 100))
+def test_any_chunk_cut_anywhere(size: int, blocks: list[int], word: int) -> None:
+    """Pieces come one behind the other, each where the one before it lay, and another chunk between them."""
+    chunk, other = _bytes(size, size), _bytes(3000, 1)
+    sums, begin, found = fused.ChunkSums(torch.device(DEVICE)), 0, list[int]()
+    for count in [*blocks, 1 << 20]:
+        rest = size - begin
+        taken = count * BLOCK_BYTES if count * BLOCK_BYTES + reference.TAIL_BYTES <= rest else rest
+        if not taken:
+            break
+        data = torch.zeros(8 * word + taken + 4096, dtype=torch.uint8, device=DEVICE)
+        data[8 * word : 8 * word + taken] = chunk[begin : begin + taken]
+        between = 8 * word + -(-taken // 8) * 8
+        data[between : between + 3000] = other
+        pieces = [Piece("chunk", 8 * word, taken, begin, size), Piece("other", between, 3000, 0, 3000)]
+        answer = sums.add(data, pieces)()
+        begin += taken
+        assert answer.pop() == _expected(other)
+        assert len(answer) == (begin == size)
+        found += answer
+
+    assert found == [_expected(chunk)]
+
+
+def test_many_chunks_may_be_unfinished() -> None:
+    """More than there is room for at first: the lanes that wait are kept."""
+    count = fused.FIRST_STATES + 3
+    chunks = [_bytes(2 * BLOCK_BYTES, seed) for seed in range(count)]
+    sums = fused.ChunkSums(torch.device(DEVICE))
+    found: list[int] = []
+    for begin in (0, BLOCK_BYTES):
+        data = torch.cat([chunk[begin : begin + BLOCK_BYTES] for chunk in chunks])
+        pieces = [
+            Piece(number, number * BLOCK_BYTES, BLOCK_BYTES, begin, 2 * BLOCK_BYTES)
+            for number in range(count)
+        ]
+        found = sums.add(data, pieces)()
+
+    assert found == [_expected(chunk) for chunk in chunks]
 
 
 def test_a_stored_chunks_checksum() -> None:
     """The kernel's checksum, once bound, is the one that the store writes into a segment's header."""
     data, stream = _bytes(64 * 96), Stream(3, StateKind.HIDDEN)
     expected = chunk_checksum(0x1234_5678_9ABC_DEF0, stream, data.cpu().numpy().data)
-    found = fused.chunk_checksum(data, _numbers([0]), _numbers([len(data)]), _numbers([0]))
-    (checksum,) = map(reference.unsigned, found.tolist())
-    assert bound_checksum(0x1234_5678_9ABC_DEF0, stream, checksum) == expected
+
+    (found,) = WAYS["fused"]().add(data, [Piece(0, 0, len(data), 0, len(data))])()
+
+    assert bound_checksum(0x1234_5678_9ABC_DEF0, stream, found) == expected
 
 
 @pytest.mark.parametrize("place", [0, 1023, 1024, 4999])
 def test_a_flipped_bit_is_seen(place: int) -> None:
     """In the first block, at its end, at the next one's begin, in the last stripe."""
-    data = _bytes(5000)
-    operands = _numbers([0]), _numbers([5000]), _numbers([5])
-    before = fused.chunk_checksum(data, *operands)
+    data, piece = _bytes(5000), [Piece(0, 0, 5000, 0, 5000)]
+    before = WAYS["fused"]().add(data, piece)()
     data[place] ^= 1
-    assert not torch.equal(fused.chunk_checksum(data, *operands), before)
+
+    assert WAYS["fused"]().add(data, piece)() != before
 
 
-def test_chunks_outside_the_data_are_refused() -> None:
-    """With a sentence."""
-    data, seeds = _bytes(1000), _numbers([0])
-    for offset, size in ((0, 1001), (-8, 100), (4, 100), (0, -1)):
-        with pytest.raises(ValueError, match="a chunk is not within 1000 bytes"):
-            fused.chunk_checksum(data, _numbers([offset]), _numbers([size]), seeds)
-    with pytest.raises(ValueError, match="1 offsets, 2 sizes"):
-        fused.chunk_checksum(data, _numbers([0]), _numbers([1, 2]), seeds)
+@pytest.mark.parametrize("way", WAYS)
+def test_pieces_that_are_none_are_refused(way: str) -> None:
+    """With a sentence: outside the data, out of order, twice at a time, or cut inside a block."""
+    data, sums = _bytes(4096), WAYS[way]()
+    for offset, size in ((0, 4104), (-8, 300), (4, 300)):
+        with pytest.raises(ValueError, match="a piece is not within 4096 bytes"):
+            sums.add(data, [Piece(0, offset, size, 0, size)])
+    with pytest.raises(ValueError, match="stands elsewhere"):
+        sums.add(data, [Piece(0, 0, 1024, 1024, 4096)])
+    with pytest.raises(ValueError, match="two pieces of one chunk"):
+        sums.add(data, [Piece(0, 0, 1024, 0, 2048), Piece(0, 1024, 1024, 1024, 2048)])
+    for begin, size, total in ((0, 1000, 2000), (100, 1900, 2000), (0, 240, 240), (1024, 63, 1087)):
+        assert not is_fit(begin, size, total)
+        with pytest.raises(ValueError, match="are no piece"):
+            sums.add(data, [Piece(0, 0, size, begin, total)])

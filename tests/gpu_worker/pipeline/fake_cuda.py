@@ -14,9 +14,10 @@ import torch
 from slow_pipelines import DELAY_S
 from torch import Tensor
 
-from gpu_worker.pipeline import pipeline
+from gpu_worker.pipeline import pipeline, sources
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Cuda, HostLane, Lane
+from gpu_worker.pipeline.sources import Landing
 from gpu_worker.pipeline.target import LayerRoom
 from gpu_worker.plan import Method
 
@@ -156,6 +157,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch.cuda, "current_stream", driver.current)
     copy, restore = pipeline._copy, Modules.restore
     monkeypatch.setattr(pipeline, "_copy", lambda rows, landed: driver.launch(lambda: copy(rows, landed)))
+
+    monkeypatch.setattr(
+        sources,
+        "_transfer",
+        lambda targets, found: driver.launch(lambda: sources._copy_all(targets, found)),
+    )
+    sum_up = Landing.sum_up
+    monkeypatch.setattr(Landing, "sum_up", lambda landing: driver.launch(lambda: sum_up(landing)))
 
     def launched(
         self: Modules, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom

@@ -1,6 +1,7 @@
 """Saved sessions of tiny models that lie only on a real store's SSD, and devices that read its files."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
@@ -82,13 +83,15 @@ class FakeReading:
 class FakeFiles:
     """Files read into the memory of a device that is the host, as kvikio would: only the driver is faked.
 
-    `fault`: what its `fault_at`-th read does.
+    `fault`: what its `fault_at`-th read does. A read ends no sooner than so many are `wanted` under way.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._files = [os.open(path, os.O_RDONLY) for path in paths]
         self.read_count = 0
         self.fault, self.fault_at = "", 0
+        self.wanted = 0
+        self.may_end = threading.Event()
 
     def begin(self, path_index: int, offset_bytes: int, into: Tensor) -> FakeReading:
         """See kvikio_files.DeviceFiles."""
@@ -98,9 +101,14 @@ class FakeFiles:
         fault = self.fault if number == self.fault_at else ""
         if fault == "flipped":
             into[len(into) // 2] ^= 1
-        if fault == "raises":
-            return FakeReading(_raise)
-        return FakeReading(lambda: len(data) - (fault == "short"))
+        if self.read_count >= self.wanted:
+            self.may_end.set()
+
+        def outcome() -> int:
+            assert self.may_end.wait(PATIENCE_S)
+            return _raise() if fault == "raises" else len(data) - (fault == "short")
+
+        return FakeReading(outcome)
 
     def close(self) -> None:
         """Close them."""

@@ -215,7 +215,7 @@ def test_a_pipeline_that_was_stuck_is_replaced_and_leaves_no_thread(monkeypatch:
     session, before = _session(), _lane_threads()
     is_there, may_go_on = threading.Event(), threading.Event()
     sources = [RowsSource(session), _At(session, 3, _stopping(is_there, may_go_on))]
-    monkeypatch.setattr("gpu_worker.engines.transformers.LeasedSource", lambda _rows: sources.pop())
+    monkeypatch.setattr("gpu_worker.pipeline.sources.LeasedSource", lambda _rows: sources.pop())
     rows: Any = SimpleNamespace(close=lambda: None)
     plan = RestorePlan.parse("kv:0-2")
     chooser = Chooser(session.adapter, plan, None)

@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 from gpu_worker.cli.app import app
-from gpu_worker.pipeline.pipeline import LeasedSource
+from gpu_worker.pipeline.sources import LeasedSource
 
 POLL_S = 0.005
 

@@ -52,3 +52,5 @@ def test_by_default_a_worker_without_a_gpu_reads_through_the_store(
         assert dram_bytes(store, case) > 0
         assert client.stats().direct_path == "off"
         assert client.stats().direct_read_bytes == 0
+        assert client.stats().arena_pinned_bytes == 0
+        assert client.stats().arena_reason == "the device reads the host's memory in place"

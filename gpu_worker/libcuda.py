@@ -1,0 +1,175 @@
+"""CUDA's driver, by its documented functions: other processes' memory, and the host's that it copies from.
+
+Called through ctypes, and not through the runtime that torch uses: a call that fails here leaves no error
+there for the next kernel to trip over. Worst case: no driver, which is Unavailable, or a call that fails,
+which is an OSError with what the driver says.
+"""
+
+import ctypes
+from typing import Any
+
+from ctxcache.errors import Unavailable
+
+IPC_HANDLE_BYTES = 64
+UUID_BYTES = 16
+
+
+class _Uuid(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * UUID_BYTES),)
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES),)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requestedHandleTypes", ctypes.c_int),
+        ("location", _Location),
+        ("win32HandleMetaData", ctypes.c_void_p),
+        ("compressionType", ctypes.c_ubyte),
+        ("gpuDirectRDMACapable", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+_POSIX_DESCRIPTOR = 1
+_PINNED = 1
+_ON_DEVICE = 1
+_READ_WRITE = 3
+_MINIMUM = 0
+_LAZY_PEER_ACCESS = 1
+_PORTABLE = 1
+_READ_ONLY = 8
+
+
+class Libcuda:
+    """CUDA's driver API, by its documented functions. Raises Unavailable where the library is not."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        try:
+            # Any: a library's functions have no types.
+            self._library: Any = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise Unavailable(target="libcuda.so.1", problem=str(error)) from error
+        self._call("cuInit", 0)
+
+    def use(self, device: int) -> None:
+        """See Driver."""
+        if device not in self._contexts:
+            context = ctypes.c_void_p()
+            # Retained for good: torch works in the same one.
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device(device))
+            self._contexts[device] = context
+        self._call("cuCtxSetCurrent", self._contexts[device])
+
+    def uuid(self, device: int) -> bytes:
+        """See Driver."""
+        found = _Uuid()
+        self._call("cuDeviceGetUuid", ctypes.byref(found), self._device(device))
+        return bytes(found.bytes)
+
+    def open_ipc(self, handle: bytes) -> int:
+        """See Driver."""
+        address = ctypes.c_uint64()
+        packed = _IpcHandle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), packed, _LAZY_PEER_ACCESS)
+        return address.value
+
+    def close_ipc(self, address: int) -> None:
+        """See Driver."""
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def allocation_bytes(self, address: int) -> int:
+        """See Driver."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call(
+            "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+        )
+        return base.value + size.value - address
+
+    def import_descriptor(self, fd: int) -> int:
+        """See Driver."""
+        handle = ctypes.c_uint64()
+        self._call(
+            "cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(fd), _POSIX_DESCRIPTOR
+        )
+        return handle.value
+
+    def release(self, handle: int) -> None:
+        """See Driver."""
+        self._call("cuMemRelease", ctypes.c_uint64(handle))
+
+    def reserve(self, size_bytes: int) -> int:
+        """See Driver."""
+        address, anywhere = ctypes.c_uint64(), ctypes.c_uint64(0)
+        flags, alignment = ctypes.c_ulonglong(0), ctypes.c_size_t(0)
+        self._call(
+            "cuMemAddressReserve",
+            ctypes.byref(address),
+            ctypes.c_size_t(size_bytes),
+            alignment,
+            anywhere,
+            flags,
+        )
+        return address.value
+
+    def free_addresses(self, address: int, size_bytes: int) -> None:
+        """See Driver."""
+        self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
+
+    def map(self, address: int, size_bytes: int, handle: int, device: int) -> None:
+        """See Driver."""
+        at, size = ctypes.c_uint64(address), ctypes.c_size_t(size_bytes)
+        self._call("cuMemMap", at, size, ctypes.c_size_t(0), ctypes.c_uint64(handle), ctypes.c_ulonglong(0))
+        access = _Access(_Location(_ON_DEVICE, device), _READ_WRITE)
+        try:
+            self._call("cuMemSetAccess", at, size, ctypes.byref(access), ctypes.c_size_t(1))
+        except OSError:
+            self.unmap(address, size_bytes)
+            raise
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """See Driver."""
+        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
+
+    def granularity(self, device: int) -> int:
+        """See Driver."""
+        size = ctypes.c_size_t()
+        properties = _AllocationProperties(
+            type=_PINNED, requestedHandleTypes=_POSIX_DESCRIPTOR, location=_Location(_ON_DEVICE, device)
+        )
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(properties), _MINIMUM)
+        return size.value
+
+    def register_host(self, address: int, size_bytes: int) -> None:
+        """Pin memory that is mapped here to be read, for all contexts: copies come straight from it."""
+        flags = ctypes.c_uint(_PORTABLE | _READ_ONLY)
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), flags)
+
+    def unregister_host(self, address: int) -> None:
+        """Undo `register_host`; no copy may be under way."""
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def _device(self, ordinal: int) -> ctypes.c_int:
+        device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), ordinal)
+        return device
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = int(getattr(self._library, name)(*arguments))
+        if code:
+            said = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(said))
+            raise OSError(code, f"{name}: {(said.value or b'unknown error').decode()}")

@@ -1,0 +1,425 @@
+"""Sources: where a restore's rows come from, and how they come onto a device by themselves.
+
+```
+   arena, pinned ──copied by the device──►┐                        ┌─► project, on the device behind the sums
+   files         ──read by the driver────►│ landing buffer ──sums──┤
+   host memory   ──the rest, verified────►┘                        └─► check, on the host, when all has passed
+```
+
+`fill` copies rows into a buffer of the host. `land` says where rows lie and begins reads, on the reading
+lane; `bring` has them come, on the copying lane; `sum_up` begins their checksums, on the verifying lane;
+`check` compares them on the host, before the layer is announced. Nothing waits for the device between these.
+The lease is the caller's, who keeps it until the restore is drained: no copy is under way then.
+
+A chunk may be longer than a buffer: its pieces are summed up as they come. Chunks that are cut by the
+session, or by batches in the middle of a block, are copied by the host, which verifies them. Worst case: a
+chunk that is wrong, found when its rows were computed with already; its layer is never announced.
+"""
+
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ctxcache.client import SessionRows
+from ctxcache.client.arena import Bytes, PlacedRows
+from ctxcache.client.rows import LeasedRows
+from ctxcache.errors import CacheError
+from ctxcache.format.streams import Stream
+from gpu_worker.errors import RestoreFailed, ShapeMismatch
+from gpu_worker.kernels.chunk_checksum import reference
+from gpu_worker.kernels.chunk_checksum.reference import Piece, Sums, is_fit
+from gpu_worker.libcuda import Libcuda
+
+log = logging.getLogger(__name__)
+
+
+class RowSource(Protocol):
+    """Rows of one session. Tokens are counted from the session's first one."""
+
+    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """Copy rows [begin, end) of a stream into [end - begin, row_bytes]. Raises what reading raises."""
+        ...
+
+    def row_bytes(self, stream: Stream) -> int:
+        """Bytes of one row. Raises KeyError."""
+        ...
+
+    def check(self) -> None:
+        """Raise LeaseNotFound unless all that was filled so far was the session's while it was copied."""
+        ...
+
+    def abort(self) -> None:
+        """Have a read that waits for the store end soon; from any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The token ranges of a layer's part, `[begin, end)` in batches of `step`."""
+
+    begin: int
+    end: int
+    step: int
+
+    def pieces(self, first: int, last: int, row_bytes: int) -> bool:
+        """Whether a chunk of tokens `[first, last)` comes in pieces that a device can sum up."""
+        if not self.begin <= first < last <= self.end:
+            return False
+        to_next = self.step - (first - self.begin) % self.step
+        ends = [*range(first + to_next, last, self.step), last]
+        begins = [first, *ends[:-1]]
+        total = (last - first) * row_bytes
+        return all(
+            is_fit((begin - first) * row_bytes, (end - begin) * row_bytes, total)
+            for begin, end in zip(begins, ends, strict=True)
+        )
+
+
+class Arrival(Protocol):
+    """A batch of rows on its way onto the device."""
+
+    def bring(self) -> None:
+        """Have all rows come, in the copying lane's order. Raises what reading raises; none come then."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until nothing but the copying lane's own copies comes into the memory, well or not."""
+        ...
+
+    def sum_up(self) -> None:
+        """Begin to verify what came, on the verifying lane, behind `bring`."""
+        ...
+
+    def check(self) -> None:
+        """Raise unless what came is right; on the host, once `sum_up` has passed on the device."""
+        ...
+
+
+@runtime_checkable
+class LandingRows(RowSource, Protocol):
+    """A source whose rows need no buffer of the host."""
+
+    def land(self, stream: Stream, begin: int, end: int, into: Tensor, cuts: Cuts) -> Arrival:
+        """Begin to bring rows [begin, end), one of the batches of `cuts`, into [end - begin, row_bytes].
+
+        Raises what reading raises; then nothing comes into that memory any more.
+        """
+        ...
+
+
+class LeasedSource:
+    """Rows that the store's client reads: under a lease in place, or by stream as they arrive."""
+
+    def __init__(self, rows: SessionRows) -> None:
+        """`rows` begin at the session's first token, and belong to this source while it restores."""
+        self._rows = rows
+        self._stream: Stream | None = None
+        self._pieces: list[Bytes] = []
+        self._begins: list[int] = []
+
+    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """See RowSource. Rows that the client verifies again are verified as they are copied."""
+        if isinstance(self._rows, LeasedRows) and self._rows.is_verified:
+            _check_range(stream, begin, end, self._rows.token_count)
+            self._rows.copy_verified(stream, begin, end, into)
+            return
+        if stream != self._stream:
+            self._pieces = list(self._rows.pieces(stream))
+            self._begins = [0, *accumulate(map(len, self._pieces))]
+            self._stream = stream
+        _check_range(stream, begin, end, self._begins[-1])
+        at = begin
+        index = bisect_right(self._begins, begin) - 1
+        while at < end:
+            piece, piece_begin = self._pieces[index], self._begins[index]
+            until = min(end, self._begins[index + 1])
+            # Not by slice assignment of memoryviews, which would hold the GIL.
+            np.copyto(into[at - begin : until - begin], piece[at - piece_begin : until - piece_begin])
+            at, index = until, index + 1
+
+    def row_bytes(self, stream: Stream) -> int:
+        """See RowSource."""
+        return self._rows.row_bytes(stream)
+
+    def check(self) -> None:
+        """See RowSource."""
+        self._rows.check()
+
+    def abort(self) -> None:
+        """See RowSource. A lease is kept until the copies under it have ended: its owner gives it back."""
+        if not self._rows.is_local:
+            self._rows.close()
+
+
+def _check_range(stream: Stream, begin: int, end: int, count: int) -> None:
+    if not 0 <= begin <= end <= count:
+        raise ShapeMismatch(what=f"{stream} rows", expected=f"up to {count}", actual=f"[{begin}, {end})")
+
+
+# -- onto the device -------------------------------------------------------------------------------
+
+
+class ChunkSums(Protocol):
+    """See kernels/chunk_checksum/reference.py."""
+
+    def add(self, data: Tensor, pieces: Sequence[Piece]) -> Sums:
+        """Take pieces of chunks, in order."""
+        ...
+
+
+def chunk_sums(device: torch.device) -> ChunkSums:
+    """Checksums by a device, or by the host where that is the device."""
+    if device.type != "cuda":
+        return reference.ChunkSums()
+    from gpu_worker.kernels.chunk_checksum import fused  # noqa: PLC0415  needs Triton
+
+    return fused.ChunkSums(device)
+
+
+class Expected(NamedTuple):
+    """A chunk that ends with a batch: whether a checksum is its own, and the error where it is not."""
+
+    is_right: Callable[[int], bool]
+    wrong: Callable[[], CacheError]
+
+
+@dataclass(slots=True)
+class Landing:
+    """One batch on its way: an Arrival. Filled by the source, on the reading lane."""
+
+    into: Tensor
+    """[n, row_bytes] on the device."""
+    sums: ChunkSums
+    targets: list[Tensor] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    expected: list[Expected] = field(default_factory=list)
+    found: Sums | None = None
+
+    def copy(self, first: int, rows: Bytes) -> None:
+        """Have rows copied to where the batch's row `first` belongs."""
+        self.targets.append(self.into[first : first + len(rows)].reshape(-1))
+        self.sources.append(torch.from_numpy(rows.reshape(-1)))
+
+    def host_room(self, first: int, count: int) -> Bytes:
+        """Memory of the host to be filled with rows, which are copied then."""
+        room = torch.empty(count, self.into.shape[1], dtype=torch.uint8)
+        rows: Bytes = room.numpy()
+        self.copy(first, rows)
+        return rows
+
+    def bring(self) -> None:
+        """See Arrival."""
+        _transfer(self.targets, self.sources)
+
+    def settle(self) -> None:
+        """See Arrival. Copies are in the order of the copying lane."""
+
+    def sum_up(self) -> None:
+        """See Arrival."""
+        self.found = self.sums.add(self.into.reshape(-1), self.pieces)
+
+    def check(self) -> None:
+        """See Arrival."""
+        if self.found is None:
+            return
+        for expected, checksum in zip(self.expected, self.found(), strict=True):
+            if not expected.is_right(checksum):
+                raise expected.wrong()
+
+
+def _transfer(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        _copy_all(targets, sources)
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    # One call: the interpreter is left once, however many pieces there are.
+    torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+# -- from the arena ----------------------------------------------------------------------------------
+
+
+class ArenaSource(LeasedSource):
+    """Rows under a lease, in an arena that the device copies from by itself. See LandingRows."""
+
+    def __init__(self, rows: LeasedRows, sums: ChunkSums) -> None:
+        """`rows` belong to this source while it restores; their arena is pinned."""
+        super().__init__(rows)
+        self._leased, self._sums = rows, sums
+
+    def land(self, stream: Stream, begin: int, end: int, into: Tensor, cuts: Cuts) -> Landing:
+        """See LandingRows."""
+        landing = Landing(into, self._sums)
+        for placed in self._leased.placed(stream, begin, end):
+            first = placed.token_begin - begin
+            if placed.chunk is None and not self._leased.is_verified:
+                landing.copy(first, placed.rows)
+            elif not self._take(landing, stream, placed, first, cuts):
+                token_end = placed.token_begin + len(placed.rows)
+                room = landing.host_room(first, len(placed.rows))
+                self._leased.copy_verified(stream, placed.token_begin, token_end, room)
+        return landing
+
+    def _take(self, landing: Landing, stream: Stream, placed: PlacedRows, first: int, cuts: Cuts) -> bool:
+        """Have a piece of a chunk copied and summed up; False where the device cannot do that."""
+        chunk, row_bytes = placed.chunk, placed.rows.shape[1]
+        offset = first * row_bytes
+        if chunk is None or offset % reference.WORD_BYTES:
+            return False
+        if not cuts.pieces(chunk.token_begin, chunk.token_end, row_bytes):
+            return False
+        total = (chunk.token_end - chunk.token_begin) * row_bytes
+        at = (placed.token_begin - chunk.token_begin) * row_bytes
+        key = stream, chunk.segment_id
+        piece = Piece(key, offset, placed.rows.nbytes, at, total)
+        landing.copy(first, placed.rows)
+        landing.pieces.append(piece)
+        if piece.is_last:
+            landing.expected.append(
+                Expected(
+                    lambda found: found == chunk.checksum, lambda: self._differs(stream, chunk.segment_id)
+                )
+            )
+        return True
+
+    def _differs(self, stream: Stream, segment_id: int) -> CacheError:
+        try:
+            self._leased.look_again(stream, segment_id)
+        except CacheError as error:
+            return error
+        # The server has mended it, or it changed under the copy: the next restore has it right.
+        return RestoreFailed(problem=f"{stream} of {segment_id} was mended while it was copied")
+
+
+class HostPins(Protocol):
+    """The calls of a driver that pin memory. Each raises OSError with the driver's message."""
+
+    def use(self, device: int) -> None:
+        """Make the device's primary context current in this thread."""
+
+    def register_host(self, address: int, size_bytes: int) -> None:
+        """Pin memory that is mapped to be read."""
+
+    def unregister_host(self, address: int) -> None:
+        """Undo it."""
+
+
+@dataclass(slots=True)
+class _Pinned:
+    arena: Bytes
+    user_count: int = 0
+
+
+class ArenaPins:
+    """The arena, pinned once for one device. Thread-safe. Close it behind the last restore.
+
+    A store that was started again has another arena: the one before is let go when no restore uses it.
+    """
+
+    def __init__(self, device: torch.device, driver: HostPins | None = None) -> None:
+        """Raises nothing: without a driver `problem` says so, and rows come by way of staging."""
+        self._device, self._driver = device, driver
+        self._lock = threading.Lock()
+        self._pinned: dict[int, _Pinned] = {}
+        self._refused = 0
+        self.problem = "the device reads the host's memory in place"
+        """Why rows come by way of staging; empty where the arena is pinned."""
+        if device.type == "cuda" or driver is not None:
+            self.problem = "no arena was read yet"
+            self._open_driver()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the host that are pinned now."""
+        with self._lock:
+            return sum(one.arena.nbytes for one in self._pinned.values())
+
+    @contextmanager
+    def source(self, rows: SessionRows) -> Iterator[LeasedSource]:
+        """The source of rows for one restore, which is drained when it is left."""
+        begun = self._begin(rows) if isinstance(rows, LeasedRows) else None
+        if begun is None or not isinstance(rows, LeasedRows):
+            yield LeasedSource(rows)
+            return
+        try:
+            yield ArenaSource(rows, chunk_sums(self._device))
+        finally:
+            with self._lock:
+                self._pinned[begun].user_count -= 1
+
+    def close(self) -> None:
+        """Let the arena go."""
+        with self._lock:
+            for address in list(self._pinned):
+                self._drop(address)
+
+    def _begin(self, rows: LeasedRows) -> int | None:
+        """Pin the arena of these rows for one more restore; None where it cannot be."""
+        if self._driver is None:
+            return None
+        arena = rows.arena
+        address = arena.ctypes.data
+        with self._lock:
+            held = self._pinned.get(address)
+            # A mapping that is gone may have left its address to another one.
+            if held is not None and held.arena is not arena:
+                held = None if self._drop(address) else held
+            if held is None:
+                held = self._pin(address, arena)
+            if held is None or held.arena is not arena:
+                return None
+            held.user_count += 1
+            return address
+
+    def _open_driver(self) -> None:
+        try:
+            self._driver = self._driver or Libcuda()
+        except CacheError as error:
+            self.problem = str(error)
+
+    def _pin(self, address: int, arena: Bytes) -> _Pinned | None:
+        """Pin an arena, and let others go. One that was refused is not tried again at every restore."""
+        if self._driver is None or self._refused == address:
+            return None
+        for other in list(self._pinned):
+            self._drop(other)
+        try:
+            self._driver.use(self._device.index or 0)
+            self._driver.register_host(address, arena.nbytes)
+        except OSError as error:
+            self._refused = address
+            self.problem = (
+                f"{arena.nbytes:,} B cannot be pinned: {error.strerror}; "
+                "see `ulimit -l`, and cudaDevAttrHostRegisterReadOnlySupported"
+            )
+            log.warning("arena_not_pinned reason=%r", self.problem)
+            return None
+        self.problem = ""
+        log.info("arena_pinned size_bytes=%d", arena.nbytes)
+        self._pinned[address] = _Pinned(arena)
+        return self._pinned[address]
+
+    def _drop(self, address: int) -> bool:
+        """Let an arena go unless a restore uses it."""
+        held = self._pinned[address]
+        if held.user_count or self._driver is None:
+            return False
+        del self._pinned[address]
+        try:
+            self._driver.use(self._device.index or 0)
+            self._driver.unregister_host(address)
+        except OSError as error:
+            # A device that has failed: its context goes with the process.
+            log.warning("arena_not_unpinned problem=%r", str(error))
+        return True
