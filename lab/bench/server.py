@@ -39,6 +39,11 @@ class Server:
         """Its process."""
         return self.process.pid
 
+    @property
+    def control_socket(self) -> str:
+        """The path of its control socket."""
+        return str(self.ready["control_socket"])
+
     def target(self, transport: str) -> str:
         """Its address as a gRPC target; `transport` is `tcp` or `unix`."""
         addresses = [str(address) for address in self.ready["listen_addresses"]]

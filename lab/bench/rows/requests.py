@@ -21,6 +21,7 @@ from ctxcache.client.sessions import SessionHandle
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS
 from lab.bench.bare_grpc import far_side
+from lab.bench.bare_leases import bare_leases
 from lab.bench.contexts import Contexts, access, contexts
 from lab.bench.row import Place, Row, Sides, WrongBytes, at_most
 from lab.bench.rows.calls import process_seconds
@@ -30,6 +31,8 @@ CLIENT_COUNTS = (1, 8, 64)
 LOOKED_UP = 100
 SESSIONS_BY_TURNS = 64
 LAYERS_LOOKED_UP = 80
+SATURATING = 16
+"""Connections that always have a request under way."""
 MILLION, AT_ONCE = 1 << 20, 1 << 16
 US = 1e-6
 Setup = Callable[[Place], AbstractContextManager[Sides]]
@@ -187,6 +190,28 @@ def _by_turns(place: Place) -> Iterator[Sides]:
         yield Sides(lambda _: spent(c.server.pid, [lease], count, notes), None, notes)
 
 
+@contextmanager
+def _saturated(place: Place) -> Iterator[Sides]:
+    """Leases of one session by connections that never wait for their client; the figure is the server's."""
+    scale = replace(place.scale, context_count=1, layer_count=4, row_bytes=256, token_count=512)
+    with contexts(replace(place, scale=scale), access(*LOCAL), room_bytes=64 << 20) as c:
+        session = c.sessions[0].name
+        path = c.server.control_socket
+        with bare_leases(path, session, c.model.fingerprint, SATURATING) as leases:
+            count = 64 * place.scale.call_count
+            leases.take(SATURATING)
+            notes: dict[str, object] = {"connections": SATURATING}
+
+            def ours(_: int) -> float:
+                before = process_seconds(c.server.pid)
+                took_s = leases.take(count)
+                notes["leases a second"] = round(count / took_s)
+                notes["server's part of a core"] = round((process_seconds(c.server.pid) - before) / took_s, 2)
+                return took_s / count
+
+            yield Sides(ours, None, notes)
+
+
 # -- a million tokens ----------------------------------------------------------------------------------
 
 
@@ -289,6 +314,14 @@ ROWS = (
         at_most(10 * US),
         _many_layers,
         unit="CPU s",
+        is_moving=False,
+    ),
+    Row(
+        "request-lease-full",
+        f"lease and release, control socket, {SATURATING} connections that never wait: one takes",
+        "-",
+        at_most(50 * US),
+        _saturated,
         is_moving=False,
     ),
     Row(
