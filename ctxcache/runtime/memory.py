@@ -9,13 +9,13 @@ gRPC's C core and RocksDB end the process when an allocation is refused. A bound
 too low is therefore refused before they are loaded. Worst case: one of them reaches a higher bound, which
 ends the process like a kill; what was durable is there after the next start.
 
-`Populate` maps pages of shared memory from a thread of the lowest priority. It knows addresses, not what lies
-there. The memory must stay mapped until `stop` has returned. Worst case: a kernel before 5.14 refuses the
-advice; then no page is touched, and first touches stay dear.
+`Populate` maps pages of shared memory from a thread, in short steps with pauses: while the kernel maps, the
+process cannot change its mappings. It knows addresses, not what lies there. The memory must stay mapped until
+`stop` has returned. Worst case: a kernel before 5.14 refuses the advice; then no page is touched, and first
+touches stay dear.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import errno
 import gc
@@ -204,9 +204,9 @@ def refused_memory(error: BaseException) -> TooManyRequests | None:
 
 # -- shared memory, touched ahead of use -------------------------------------------------------------
 
-STEP_BYTES = 1 << 20
-"""Populated at a time: about 0.4 ms in which the process cannot change its mappings."""
-_LOWEST_PRIORITY = 19
+STEP_BYTES = 256 << 10
+"""Populated at a time: about 0.1 ms in which the process cannot change its mappings."""
+_LONGEST_PAUSE_S = 0.01
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -261,15 +261,24 @@ class Populate:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         begin_s = time.monotonic()
-        while not self._is_stopped and not self.is_complete and self._step():
+        while not self._is_stopped and not self.is_complete and self._timed_step():
             continue
         self.took_s = time.monotonic() - begin_s
         self._keeps = None
         if self._on_end is not None and not self._is_stopped:
             self._on_end(self)
+
+    def _timed_step(self) -> bool:
+        """A step, and a pause as long: a thread that never waits loses its processor within a step.
+
+        On a busy machine all that changes the process's mappings would then wait until it is scheduled again.
+        A low priority makes that worse.
+        """
+        begin_s = time.monotonic()
+        is_done = self._step()
+        time.sleep(min(time.monotonic() - begin_s, _LONGEST_PAUSE_S))
+        return is_done
 
     def _step(self) -> bool:
         size_bytes = min(self._step_bytes, self.size_bytes - self.populated_bytes)

@@ -1,5 +1,6 @@
 """The start-up hook of vLLM, by the entry point `vllm.general_plugins`: it learns the connectors' names."""
 
+import logging
 from contextlib import suppress
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -12,7 +13,11 @@ CONNECTORS = {
 
 
 def register() -> None:
-    """Register the connectors, unless this process has done so."""
+    """Register the connectors, unless this process has done so. Our words go where vLLM's go."""
+    ours, theirs = logging.getLogger("gpu_worker"), logging.getLogger("vllm")
+    if theirs.handlers:
+        ours.handlers, ours.propagate = theirs.handlers, False
+        ours.setLevel(theirs.getEffectiveLevel())
     # vLLM loads plugins once in each process, and may do so again: it refuses a second time by an error.
     for name, module in CONNECTORS.items():
         with suppress(ValueError):
