@@ -12,10 +12,14 @@ plugin is imported when it is called, since it may need torch. Worst case: a plu
 installed, and one sentence says what to install.
 """
 
+import os
 import sys
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import typer
@@ -114,6 +118,7 @@ class CommandGroup(TyperGroup):
         ours = {name: TyperCommand(name, help=listed.help) for name, listed in COMMANDS.items()}
         # A plugin's name never hides one of ours, and --help lists it after them.
         self.commands = ours | {name: one for name, one in plugins().items() if name not in ours}
+        spare_models(self)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that is called, or whose words a shell completes."""
@@ -127,7 +132,57 @@ def imported(name: str) -> Any:
     command = get_group(import_module(f"ctxcache.cli.{COMMANDS[name].module}").app).commands[name]
     if isinstance(command, TyperGroup):
         command.commands.update(plugins(name))
+    spare_models(command)
     return command
+
+
+def spare_models(command: Any) -> None:
+    """Let a command's parameters take values as they are that need no conversion.
+
+    typer makes a pydantic model for each parameter: pydantic takes longer to import than a small command to
+    run. What is not as it has to be goes typer's way, whose sentence says so.
+    """
+    command.get_params = partial(_spared, command.get_params)
+    for each in getattr(command, "commands", {}).values():
+        spare_models(each)
+
+
+def _spared(get_params: Callable[[Any], Any], context: Any) -> Any:
+    parameters = get_params(context)
+    for one in parameters:
+        if "process_value" not in vars(one):
+            one.process_value = partial(_processed, one, one.process_value)
+    return parameters
+
+
+def _processed(parameter: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+    """As `process` has it. `parameter` is click's, which typer brings or not."""
+    kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    if parameter.multiple or parameter.nargs != 1 or kind is None:
+        return process(context, value)
+    if value is None and not parameter.required:
+        return None if parameter.callback is None else parameter.callback(context, parameter, None)
+    plain = None if parameter.callback else _plain(parameter, kind, value)
+    return process(context, value) if plain is None else plain
+
+
+def _plain(parameter: Any, kind: type[Any], value: Any) -> Any:
+    """What a value comes to that needs no conversion, or none but by its name; None for any other."""
+    # A number that was said has bounds; a default has been looked at by its author.
+    if type(value) is kind and (kind is str or value == parameter.default):
+        return value
+    if not isinstance(value, str):
+        return None
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return next((each for each in kind if each.value == value), None)
+    is_name_alone = kind is Path and not _is_checked(parameter.type_descriptor.parameter_info, value)
+    return Path(value) if is_name_alone else None
+
+
+def _is_checked(info: Any, path: str) -> bool:
+    """Whether a parameter wants more of that path than a name: a file that can be read is what all want."""
+    is_more = info.allow_dash or info.resolve_path or info.writable or not info.file_okay or info.path_type
+    return bool(is_more) or not (Path(path).is_file() and os.access(path, os.R_OK))
 
 
 def plugins(group: str = "") -> dict[str, Any]:

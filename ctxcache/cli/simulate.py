@@ -9,60 +9,31 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import cast
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from ctxcache.cli.documents import Output, Plain, examples
 from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.options import Shared, taking
 from ctxcache.cli.simulate_options import Options
-from ctxcache.cli.units import human_size
 from ctxcache.errors import InvalidArgument
 from ctxcache.simulate.forms import forms_of, keep
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.recorded import contents, is_recording
-from ctxcache.simulate.study import ALL_POLICIES, StudyOutcome, study
+from ctxcache.simulate.study import ALL_POLICIES, study
 from ctxcache.simulate.sweeps import SWEEPS, Sweep, SweepRow, by_capacity, play, prepare
-from ctxcache.simulate.tally import Census
 from ctxcache.simulate.trace import PacedTrace, Trace
+
+if TYPE_CHECKING:
+    from ctxcache.cli.simulate_screen import SweepBar
 
 SUFFIXES = (".png", ".svg")
 Draw = Callable[[Sweep, Sequence[SweepRow], str], None]
 _NEEDS_PLOT = "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[plot]'\n"
-TITLES = (
-    "policy",
-    "capacity",
-    ">hit rate",
-    ">in DRAM",
-    ">on SSD",
-    ">by tokens",
-    ">of all prompts",
-    ">promoted",
-    ">SSD writes/day",
-    ">prefetched",
-    ">in time",
-)
-FORM_TITLES = ("form", ">GPU", ">bytes kept", ">GB hours", ">forms changed", ">of both")
-COST_TITLES = (
-    "policy",
-    "capacity",
-    ">hit rate",
-    ">regret",
-    ">GPU saved",
-    ">money saved",
-    ">of",
-    ">TTFT p50",
-    ">p95",
-    ">drive writes/day",
-    ">write lag",
-    ">prefetches late",
-)
-
 app = typer.Typer()
 
 
@@ -112,7 +83,7 @@ def simulate(options: Options) -> None:
             if shared.output is not Output.TABLE:
                 shared.show_facts(cast("Mapping[str, Plain]", outcome.to_dict()), "")
     if shared.output is Output.TABLE:
-        _show(outcomes, are_costs=options.costs)
+        _screen().show(outcomes, are_costs=options.costs)
     if draw is not None:
         draw(*by_capacity(outcomes), f"{options.trace.name}, blocks of {options.block_tokens} tokens")
 
@@ -128,73 +99,6 @@ def _trace(options: Options, path: Path) -> Trace:
     return Trace(
         path, arrivals_times=options.arrivals(), pace=options.pace(), block_tokens=options.block_tokens
     )
-
-
-def _show(outcomes: Sequence[StudyOutcome], *, are_costs: bool) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in COST_TITLES if are_costs else TITLES:
-        table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
-    for outcome in outcomes:
-        table.add_row(*(_cost_cells(outcome) if are_costs else _cells(outcome)))
-    Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
-
-
-def _cells(outcome: StudyOutcome) -> tuple[str, ...]:
-    figures = outcome.tally.figures()
-    rates = (
-        figures[name]
-        for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate", "prompt_hit_rate")
-    )
-    in_time = f"{figures['prefetch_in_time_share']:.1%}" if outcome.tally.prefetches else "-"
-    return (
-        outcome.policy,
-        _capacity(outcome),
-        *(f"{rate:.1%}" for rate in rates),
-        human_size(figures["promoted_bytes"]),
-        human_size(figures["ssd_written_bytes_per_day"]),
-        str(outcome.tally.prefetches),
-        in_time,
-    )
-
-
-def _cost_cells(outcome: StudyOutcome) -> tuple[str, ...]:
-    figures, costs = outcome.tally.figures(), outcome.tally.costs(outcome.load)
-    return (
-        outcome.policy,
-        _capacity(outcome),
-        f"{figures['hit_rate']:.1%}",
-        f"{figures['regret_rate']:.1%}",
-        f"{costs['gpu_saved_s'] / 3600:.2f} h",
-        f"{costs['cost_saved']:,.2f} $",
-        f"{costs['cost_without']:,.2f} $",
-        f"{figures['ttft_p50_s']:.3g} s",
-        f"{figures['ttft_p95_s']:.3g} s",
-        f"{costs['drive_writes_per_day']:.3g}",
-        f"{figures['most_write_lag_s']:.3g} s",
-        str(outcome.tally.prefetches_late),
-    )
-
-
-def _capacity(outcome: StudyOutcome) -> str:
-    sizes = f"{human_size(outcome.load.dram_bytes)} + {human_size(outcome.load.ssd_bytes)}"
-    return sizes if outcome.multiple is None else f"{outcome.multiple:g}x ({sizes})"
-
-
-@contextmanager
-def _progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
-    """Draw on stderr where a person is looking: a bar over the replays, and the turns of this one."""
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
-        task = bars.add_task("replays", total=run_count)
-        state = {"runs": 0, "turns": 0}
-
-        def step(what: str, done: int) -> None:
-            # The count starts again with each replay; that of the footprint is none of those asked for.
-            if done < state["turns"] and what != "footprint":
-                state["runs"] += 1
-            state["turns"] = done
-            bars.update(task, description=f"{what}, {done} turns", completed=state["runs"])
-
-        yield step
 
 
 def run_forms(options: Options, text: str, shared: Shared) -> None:
@@ -213,20 +117,7 @@ def run_forms(options: Options, text: str, shared: Shared) -> None:
         for one in figures:
             shared.show_facts(cast("Mapping[str, Plain]", one), "")
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in FORM_TITLES:
-        table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
-    for each in figures:
-        numbers = cast("Mapping[str, float]", each)
-        table.add_row(
-            str(each["strategy"]),
-            f"{numbers['gpu_s'] / 3600:.2f} h",
-            human_size(numbers["mean_bytes"]),
-            f"{numbers['gb_hours']:,.1f}",
-            f"{numbers['changed_count']:,}",
-            f"{numbers['cost']:,.2f} $",
-        )
-    Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
+    _screen().show_forms(cast("Sequence[Mapping[str, Plain]]", figures))
 
 
 def run_sweep(sweep: Sweep, options: Options, output: Output) -> None:
@@ -245,7 +136,7 @@ def run_sweep(sweep: Sweep, options: Options, output: Output) -> None:
                 facts = cast("Mapping[str, Plain]", row.to_dict(sweep, census))
                 Shared(output=output).show_facts(facts, "")
     if output is Output.TABLE:
-        _show_sweep(sweep, rows, census)
+        _screen().show_sweep(sweep, rows, census)
     if draw is not None:
         draw(sweep, rows, census.sentence())
 
@@ -267,7 +158,8 @@ def _drawer(path: Path | None) -> Draw | None:
     if not path.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {path.parent}", param_hint="--plot")
     try:
-        from ctxcache.simulate.plot import plot  # noqa: PLC0415  matplotlib is optional
+        # matplotlib is optional.
+        plot = import_module("ctxcache.simulate.plot").plot
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
@@ -276,65 +168,43 @@ def _drawer(path: Path | None) -> Draw | None:
     return lambda sweep, rows, caption: plot(sweep, rows, caption, path)
 
 
-def _show_sweep(sweep: Sweep, rows: Sequence[SweepRow], census: Census) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in (sweep.x_title, "series"):
-        table.add_column(title)
-    titles = (
-        "of all turns",
-        "the paper's",
-        "of later turns",
-        "in DRAM",
-        "on SSD",
-        "by tokens",
-        "SSD writes/day",
-        "DRAM",
-        "SSD",
-    )
-    for title in titles:
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(*_sweep_cells(row))
-    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
-    console.print(f"{sweep.title}" + (f" (the paper's {sweep.source})" if sweep.source else ""))
-    console.print(table)
-    console.print(census.sentence())
+def _screen() -> ModuleType:
+    from ctxcache.cli import simulate_screen  # noqa: PLC0415  rich takes as long as all the rest
+
+    return simulate_screen
 
 
-def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
-    rates = (row.number(name) for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
-    load, known = row.run.load, row.run.paper.get("all_hit_rate", row.run.paper.get("hit_rate"))
-    return (
-        f"{row.run.x:g}" if isinstance(row.run.x, (int, float)) else row.run.x,
-        row.run.series,
-        f"{row.number('all_hit_rate'):.1%}",
-        "" if known is None else f"{known:.1%}",
-        *(f"{rate:.1%}" for rate in rates),
-        human_size(row.number("ssd_written_bytes_per_day")),
-        human_size(load.dram_bytes),
-        human_size(load.ssd_bytes),
-    )
-
-
-class _Bar:
-    """The runs that are done, and what the one that is being played has come to."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("reading", total=None)
-
-    def begin(self, run_count: int) -> None:
-        self._progress.update(self._task, total=run_count, description="replays", completed=0)
-
-    def step(self, what: str, turn_count: int) -> None:
-        self._progress.update(self._task, description=f"{what}, {turn_count} turns")
-
-    def done(self) -> None:
-        self._progress.advance(self._task)
+def _unseen(_what: str, _done: int) -> None:
+    """Nobody is looking."""
 
 
 @contextmanager
-def _sweep_progress() -> Iterator[_Bar]:
-    """Draw on stderr where a person is looking."""
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
-        yield _Bar(bars)
+def _progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
+    """Where a person is looking a bar over the replays, and the turns of this one."""
+    if not sys.stderr.isatty():
+        yield lambda _what, _done: None
+        return
+    with _screen().progress(run_count) as step:
+        yield step
+
+
+class _NoBar:
+    """Nobody is looking."""
+
+    def begin(self, run_count: int) -> None:
+        """See SweepBar."""
+
+    def step(self, what: str, turn_count: int) -> None:
+        """See SweepBar."""
+
+    def done(self) -> None:
+        """See SweepBar."""
+
+
+@contextmanager
+def _sweep_progress() -> "Iterator[SweepBar | _NoBar]":
+    if not sys.stderr.isatty():
+        yield _NoBar()
+        return
+    with _screen().sweep_progress() as bar:
+        yield bar

@@ -1,16 +1,24 @@
 """Models, statistics, version and help."""
 
+import inspect
 import subprocess
 import sys
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import typer
 from command_line import ctxcache, ctxcache_json
 from server_process import ServerProcess
 from stored import connected, model_spec, store_session
+from typer.main import get_command
 
 from ctxcache import __version__
-from ctxcache.cli.failures import ExitCode
+from ctxcache.cli.commands import spare_models
+from ctxcache.cli.failures import ExitCode, UsageFailure
+from ctxcache.cli.options import with_signature
 from ctxcache.v1 import session_pb2, session_pb2_grpc
 from ctxcache.v1.admin_pb2 import Stats, TenantUse
 
@@ -118,6 +126,79 @@ def test_online_commands_import_no_server() -> None:
 
     assert "ctxcache.client.wire" in imported
     assert not imported & set(SERVER_ONLY)
+
+
+@pytest.mark.parametrize("output", ["json", "table"])
+def test_a_replay_imports_what_it_needs(tmp_path: Path, output: str) -> None:
+    """What draws tables or runs an event loop takes longer to import than a short replay takes."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("session_id,arrival_ms,new_input_tokens,output_tokens\na,0,10,5\n")
+    imported = _imports_of("simulate", str(trace), "--policies", "lru", "-o", output)
+
+    assert "ctxcache.simulate.replay" in imported
+    assert not imported & {*HEAVY, "asyncio", "google.protobuf", "matplotlib"}
+    assert ("rich" in imported) == (output == "table")
+
+
+class Colour(Enum):
+    """Names that a parameter may have."""
+
+    RED = "red"
+    GREEN = "green"
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "text": (str, typer.Option("none")),
+    "needed": (str, typer.Option()),
+    "number": (int, typer.Option(3, min=1, max=9)),
+    "share": (float, typer.Option(0.5, min=0, max=1)),
+    "flag": (bool, typer.Option(default=False)),
+    "colour": (Colour, typer.Option(Colour.RED)),
+    "colour_or_none": (Colour | None, typer.Option(None)),
+    "path": (Path | None, typer.Option(None)),
+    "kept": (Path | None, typer.Option(None, exists=True)),
+    "no_directory": (Path | None, typer.Option(None, dir_okay=False)),
+    "no_file": (Path | None, typer.Option(None, file_okay=False)),
+    "several": (list[str], typer.Option([])),
+}
+
+
+WORDS = ("", "red", "RED", "7", "0", "10", "0.25", "1.5", "nan", "true", "-", ".", "FILE", "absent", "é")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_values_are_what_typer_makes_of_them(tmp_path: Path, name: str) -> None:
+    """Also where its models are spared, and so is what it says of a value that is wrong."""
+    file = tmp_path / "file"
+    file.touch()
+    option = f"--{name.replace('_', '-')}"
+    for word in WORDS:
+        said = [option] if name == "flag" else [option, str(file) if word == "FILE" else word]
+        assert _told(name, said, is_spared=True) == _told(name, said, is_spared=False)
+    assert _told(name, [], is_spared=True) == _told(name, [], is_spared=False)
+
+
+def _told(name: str, said: list[str], *, is_spared: bool) -> object:
+    """The value that a command gets, with its type, or what is said in its place."""
+    kind, option = KINDS[name]
+    given: list[object] = []
+    command = with_signature(
+        lambda **values: given.extend([type(values[name]), values[name]]),
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)],
+        name="command",
+        doc=None,
+    )
+    app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(command)
+    made = get_command(app)
+    if is_spared:
+        spare_models(made)
+    try:
+        made.main(said, prog_name="command", standalone_mode=False)
+    except UsageFailure as failure:
+        return str(failure), getattr(failure, "message", "")
+    assert given
+    return given
 
 
 def test_completion_is_printed_for_a_shell() -> None:
