@@ -45,7 +45,8 @@ if [[ -n ${TINY:-} ]]; then
   decoding=(--shapes tiny --history 96 --steps 3 --rounds 1)
 else
   tests=(tests/gpu_worker/kernels)
-  kernels=(--tokens 1024,16384 --rounds 9)
+  # The shorter lengths say where the product overtakes the fused kernel.
+  kernels=(--tokens 512,2048,16384 --rounds 7)
   saving=(--shape llama-2-7b --batch 16 --history 512 --steps 32 --rounds 7)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
   restore=(--shapes llama-2-7b,llama-3-8b,opt-30b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda

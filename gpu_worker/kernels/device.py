@@ -98,6 +98,16 @@ def load_rows(
 
 
 @triton.jit
+def norm_head(first, second, weight_at, row_1, row_2, mask_1, mask_2, epsilon, SIZE: tl.constexpr):
+    """Norm each head over its dimensions."""
+    # Both halves together: the norm sees all dimensions of a head.
+    spread = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + epsilon)[:, None]
+    weight_1 = tl.load(weight_at + row_1, mask=mask_1, other=0.0).to(tl.float32)
+    weight_2 = tl.load(weight_at + row_2, mask=mask_2, other=0.0).to(tl.float32)
+    return first * spread * weight_1[None, :], second * spread * weight_2[None, :]
+
+
+@triton.jit
 def store_head(
     cache,
     tile,

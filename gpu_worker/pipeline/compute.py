@@ -9,11 +9,13 @@ elsewhere. The model's own modules compute what the kernels do not know: latents
 heads. `KernelWeights` takes a model's layers through its adapter once, for all restores. It finds a fused
 projection's rows for K and V by splitting the weight as its output is split, without arithmetic. Kernels
 round once where the engine rounds after every step, equal within the bounds of docs/worker.md and not bit by
-bit, and need a second copy of K's and V's weights where they are fused.
+bit, and need a second copy of K's and V's weights: on a GPU they have the norm's gain in them.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -42,7 +44,7 @@ from gpu_worker.families.adapter import (
 )
 from gpu_worker.generation import cache_argument, is_empty, pieces
 from gpu_worker.kernels.kv_projection import reference as projection_reference
-from gpu_worker.kernels.kv_projection.reference import LayerWeights
+from gpu_worker.kernels.kv_projection.reference import Folded, LayerWeights, fold
 from gpu_worker.kernels.operands import (
     NO_NORM,
     HeadNorm,
@@ -57,6 +59,8 @@ from gpu_worker.kernels.rope_scatter import reference as scatter_reference
 from gpu_worker.pipeline.target import LayerRoom, Target
 from gpu_worker.plan import Method, RestoreSchedule
 from gpu_worker.rows import quantized, widen
+
+log = logging.getLogger(__name__)
 
 PIECE_TOKENS = 512
 """Tokens per forward pass; bounds activations, costs one more pass per piece."""
@@ -325,8 +329,9 @@ _ONE_PLUS_WEIGHT = "rmsnorm+1"
 class KernelWeights:
     """Weights by layer. One thread at a time."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
+    def __init__(self, adapter: Adapter, *, is_folded: bool = False) -> None:
+        """`is_folded`: norms' gains are put into the weights, as they are on a GPU."""
+        self.adapter, self._is_folded = adapter, is_folded
         self._known: dict[int, LayerWeights | None] = {}
 
     def of(self, layer: int) -> LayerWeights | None:
@@ -335,7 +340,10 @@ class KernelWeights:
         None where the kernels have no such projection: latents, adapters, packed weights.
         """
         if layer not in self._known:
-            self._known[layer] = self._made(layer)
+            made = self._made(layer)
+            if made is not None and (self._is_folded or made.key.weight.is_cuda):
+                made = replace(made, folded=_folded(made, layer))
+            self._known[layer] = made
         return self._known[layer]
 
     def _made(self, layer: int) -> LayerWeights | None:
@@ -364,6 +372,16 @@ class KernelWeights:
 
     def _head_norm(self, norm: nn.Module | None) -> HeadNorm | None:
         return None if norm is None else HeadNorm(_gain(norm), norm_epsilon(norm))
+
+
+def _folded(weights: LayerWeights, layer: int) -> Folded | None:
+    try:
+        found = fold(weights)
+    except torch.cuda.OutOfMemoryError:
+        found = None
+    if found is None:
+        log.info("weights_not_folded layer=%d", layer)
+    return found
 
 
 def _gain(norm: nn.Module) -> Tensor:
@@ -511,7 +529,7 @@ def _reference() -> tuple[Project, Scatter]:
 
 def _fused() -> tuple[Project, Scatter]:
     # Triton is there only where it is used.
-    from gpu_worker.kernels.kv_projection import fused as projection  # noqa: PLC0415
+    from gpu_worker.kernels.kv_projection import product as projection  # noqa: PLC0415
     from gpu_worker.kernels.rope_scatter import fused as scatter  # noqa: PLC0415
 
     return projection.kv_projection, scatter.rope_scatter

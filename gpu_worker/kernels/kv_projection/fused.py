@@ -11,12 +11,22 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_worker.kernels.device import IS_INTERPRETED, destinations, dimensions, load_rows, store_head, turn
+from gpu_worker.kernels.device import (
+    IS_INTERPRETED,
+    destinations,
+    dimensions,
+    load_rows,
+    norm_head,
+    store_head,
+    turn,
+)
 from gpu_worker.kernels.kv_projection.reference import LayerWeights, check
 from gpu_worker.kernels.operands import Norm, NormKind, Pages, Pairing, ProjectionWeights, Rotation, Rows
 from gpu_worker.kernels.rope_scatter.fused import parts_of, tables_of
 
-BLOCK_TOKENS = 64
+FEW_TOKENS = 64
+MANY_TOKENS = 128
+"""Tokens of a tile. With heads of 128 a tile of many is 128 x 128: smaller ones wait for L2."""
 BLOCK_SIZE = 64
 LEAST_HALF = 16
 """Columns that a tensor core wants at least."""
@@ -49,8 +59,11 @@ def _launch(
     norm, weight = layer.norm, projection.weight
     head_norm = layer.key_norm if is_key else None
     size = weight.shape[1]
+    # float32 has no registers for the larger tile.
+    is_many = len(hidden) > FEW_TOKENS and weight.dtype is not torch.float32
+    block_tokens = MANY_TOKENS if is_many else FEW_TOKENS
     # Heads are the faster axis: those of one block of tokens run together and find it in L2.
-    _kv_projection[projection.head_count, triton.cdiv(len(hidden), BLOCK_TOKENS)](
+    _kv_projection[projection.head_count, triton.cdiv(len(hidden), block_tokens)](
         values,
         scales,
         zeros,
@@ -87,10 +100,11 @@ def _launch(
         BITS=bits,
         GROUP=group,
         OUTLIERS=outlier_count,
-        TOKENS=BLOCK_TOKENS,
+        TOKENS=block_tokens,
         BLOCK=min(BLOCK_SIZE, triton.next_power_of_2(max(size, LEAST_HALF))),
         WIDEN=IS_INTERPRETED,
         HALF=max(triton.next_power_of_2(triton.cdiv(projection.head_size, 2)), LEAST_HALF),
+        num_warps=8 if is_many else 4,
     )
 
 
@@ -188,16 +202,6 @@ def _finish(
     if HAS_BIAS:
         product += tl.load(bias_at + row, mask=row_mask, other=0.0).to(tl.float32)[None, :]
     return product
-
-
-@triton.jit
-def _norm_head(first, second, weight_at, row_1, row_2, mask_1, mask_2, epsilon, SIZE: tl.constexpr):
-    """Norm each head over its dimensions."""
-    # Both halves together: the norm sees all dimensions of a head.
-    spread = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + epsilon)[:, None]
-    weight_1 = tl.load(weight_at + row_1, mask=mask_1, other=0.0).to(tl.float32)
-    weight_2 = tl.load(weight_at + row_2, mask=mask_2, other=0.0).to(tl.float32)
-    return first * spread * weight_1[None, :], second * spread * weight_2[None, :]
 
 
 @triton.jit
@@ -358,7 +362,7 @@ def _kv_projection(
         second, sum_2, norm_2, mean, spread, bias_at, row_2, is_2, IS_RMS, IS_LAYER, HAS_NORM_BIAS, HAS_BIAS
     )
     if HAS_HEAD_NORM:
-        first, second = _norm_head(
+        first, second = norm_head(
             first, second, head_norm_at, dimension_1, dimension_2, is_1, is_2, head_epsilon, HEAD_SIZE
         )
     if PAIRS:

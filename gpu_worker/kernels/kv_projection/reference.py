@@ -21,13 +21,58 @@ from gpu_worker.kernels.rope_scatter.reference import check_tokens, rotate, scat
 
 
 @dataclass(frozen=True, slots=True)
+class Folded:
+    """K's and V's weights together, with the norm's gain in them; see product.py.
+
+    `weight` [N, D] of the weights' type, `bias` and `sums` [N] float32: of the norm and the projections, and
+    of each row of `weight`. A second copy of K's and V's weights.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    sums: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's way from its input to its rows of K and V."""
+    """One layer's way from its input to its rows of K and V; `folded` for products of long runs."""
 
     norm: Norm
     key: ProjectionWeights
     value: ProjectionWeights
     key_norm: HeadNorm | None = None
+    folded: Folded | None = None
+
+
+def fold(layer: LayerWeights) -> Folded | None:
+    """K's and V's weights with the norm's gain in them; None where they do not round into their type.
+
+    With gain g, mean m and spread s of a row, norm(x) @ W' = s (x @ Wg' - m sum(Wg)) + b W', where Wg is
+    W diag(g), made in float32 and rounded once. A layer norm's Wg is centred, so that a row's mean falls out
+    of the product and does not drown it; `sums` has what rounding leaves of that.
+    """
+    dtype = layer.key.weight.dtype
+    halves, sums, biases = [], [], []
+    for projection in (layer.key, layer.value):
+        weight = projection.weight.float()
+        bias = torch.zeros(len(weight), device=weight.device)
+        if layer.norm.bias is not None:
+            bias = weight @ layer.norm.bias.float()
+        if projection.bias is not None:
+            bias += projection.bias.float()
+        if layer.norm.weight is not None:
+            weight = weight * layer.norm.weight.float()
+        if layer.norm.kind is NormKind.LAYER:
+            weight = weight - weight.mean(1, keepdim=True)
+        rounded = weight.to(dtype)
+        # Half a last place, of each row: more is off where numbers are too small, or too large, for the type.
+        off = (rounded.float() - weight).norm(dim=1)
+        if not bool((off <= torch.finfo(dtype).eps / 2 * weight.norm(dim=1)).all()):
+            return None
+        halves.append(rounded)
+        sums.append(rounded.float().sum(1))
+        biases.append(bias)
+    return Folded(torch.cat(halves), torch.cat(biases), torch.cat(sums))
 
 
 def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, pages: Pages) -> None:

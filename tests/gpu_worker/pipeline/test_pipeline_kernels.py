@@ -20,7 +20,8 @@ def _errors(
 ) -> list[float]:
     session = saved_session(name, dtype)
     target = poisoned_target(session)
-    compute = Kernels(KernelWeights(session.adapter), session.positions + offset, is_fused=is_fused)
+    weights = KernelWeights(session.adapter, is_folded=is_fused)
+    compute = Kernels(weights, session.positions + offset, is_fused=is_fused)
     # Interpreted kernels take seconds, and many more beside other tests.
     deadline_s = INTERPRETED_S if is_fused else DEADLINE_S
     with (
