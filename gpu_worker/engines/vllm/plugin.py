@@ -14,10 +14,7 @@ CONNECTORS = {
 
 def register() -> None:
     """Register the connectors, unless this process has done so. Our words go where vLLM's go."""
-    ours, theirs = logging.getLogger("gpu_worker"), logging.getLogger("vllm")
-    if theirs.handlers:
-        ours.handlers, ours.propagate = theirs.handlers, False
-        ours.setLevel(theirs.getEffectiveLevel())
+    logging.getLogger("gpu_worker").parent = logging.getLogger("vllm")
     # vLLM loads plugins once in each process, and may do so again: it refuses a second time by an error.
     for name, module in CONNECTORS.items():
         with suppress(ValueError):
