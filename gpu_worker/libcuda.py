@@ -12,6 +12,11 @@ from ctxcache.errors import Unavailable
 
 IPC_HANDLE_BYTES = 64
 UUID_BYTES = 16
+NO_IPC = (
+    "CUDA IPC leads to no memory that was made by cuMemCreate: start the engine with"
+    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and vLLM without --enable-sleep-mode;"
+    " or pass what cuMemExportToShareableHandle gives, as cuda_vmm"
+)
 
 
 class _Uuid(ctypes.Structure):
@@ -51,6 +56,7 @@ _MINIMUM = 0
 _LAZY_PEER_ACCESS = 1
 _PORTABLE = 1
 _READ_ONLY = 8
+_IS_IPC_CAPABLE = 10
 
 
 class Libcuda:
@@ -86,6 +92,26 @@ class Libcuda:
         packed = _IpcHandle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), packed, _LAZY_PEER_ACCESS)
         return address.value
+
+    def is_ipc_capable(self, address: int) -> bool:
+        """Whether `ipc_handle` can be had of the allocation that an address lies in."""
+        found = ctypes.c_int()
+        self._call("cuPointerGetAttribute", ctypes.byref(found), _IS_IPC_CAPABLE, ctypes.c_uint64(address))
+        return bool(found.value)
+
+    def ipc_handle(self, address: int) -> bytes:
+        """The handle of the allocation that an address lies in, for other processes."""
+        handle = _IpcHandle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle.reserved)
+
+    def allocation_begin(self, address: int) -> int:
+        """Where the allocation begins that an address lies in."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call(
+            "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+        )
+        return base.value
 
     def close_ipc(self, address: int) -> None:
         """See Driver."""

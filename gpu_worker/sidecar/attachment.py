@@ -166,6 +166,8 @@ class Attachment:
 
     def shares_memory(self, other: "Attachment") -> bool:
         """Whether a byte of its keys and values may be one of another's."""
+        if self.memory.kin & other.memory.kin:
+            return True
         mine, theirs = (list(each.memory.covered(each.layout)) for each in (self, other))
         return any(
             identity == their_identity and overlap(box, their_box)

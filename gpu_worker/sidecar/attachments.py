@@ -137,7 +137,12 @@ class Attachments:
         sharing = [each for each in self._mapped if attachment.shares_memory(each)]
         for other in sharing:
             if other.attachment_id in self._by_id and other.engine != attachment.engine:
-                raise MemoryInUse(engine=other.engine)
+                cannot_tell = (
+                    "cuda_vmm too, which cannot be told from this memory:"
+                    " pass cuda_ipc, or have a worker for each engine"
+                )
+                is_told = not attachment.memory.kin & other.memory.kin
+                raise MemoryInUse(engine=other.engine, what="the same memory" if is_told else cannot_tell)
         return self._by_engine.get(attachment.engine) or next(iter(sharing), None)
 
     async def evict(self, attachment: Attachment, error: CacheError) -> None:

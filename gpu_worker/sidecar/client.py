@@ -12,16 +12,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 
 from ctxcache.client.convert import durability_to_wire, session_from_wire, stream_to_wire
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Closing, trace_metadata
-from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
+from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument, Unavailable
 from ctxcache.format.streams import Stream
 from ctxcache.wire.status import from_rpc_error
+from gpu_worker.libcuda import NO_IPC, Libcuda
 from gpu_worker.sidecar import errors as _errors  # noqa: F401  their codes are in the table then
 from gpu_worker.v1 import attachment_pb2, worker_pb2, worker_pb2_grpc
 
@@ -38,6 +39,48 @@ _OPTIONS = (
 )
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
+
+
+class SharingDriver(Protocol):
+    """The calls of CUDA's driver by which memory is shared. Each raises OSError with the driver's message."""
+
+    def use(self, device: int) -> None:
+        """Make the device's primary context current in this thread."""
+
+    def uuid(self, device: int) -> bytes:
+        """A device's UUID."""
+
+    def is_ipc_capable(self, address: int) -> bool:
+        """Whether a handle can be had of the allocation that an address lies in."""
+
+    def ipc_handle(self, address: int) -> bytes:
+        """The handle of an allocation."""
+
+    def allocation_begin(self, address: int) -> int:
+        """Where the allocation begins that an address lies in."""
+
+
+def cuda_region(
+    address: int, size_bytes: int, *, device: int = 0, driver: SharingDriver | None = None
+) -> attachment_pb2.MemoryRegion:
+    """Memory of this process on a GPU, such as a tensor's `data_ptr()` and bytes, as a hello names it.
+
+    Raises InvalidArgument, with what to set, where the engine's allocator makes memory that CUDA IPC does not
+    lead to; Unavailable where there is no driver.
+    """
+    driver = driver or Libcuda()
+    try:
+        driver.use(device)
+        if not driver.is_ipc_capable(address):
+            raise InvalidArgument(field="address", problem=NO_IPC)
+        ipc = attachment_pb2.CudaIpc(
+            handle=driver.ipc_handle(address),
+            device_uuid=driver.uuid(device),
+            offset_bytes=address - driver.allocation_begin(address),
+        )
+    except OSError as error:
+        raise InvalidArgument(field="address", problem=str(error)) from error
+    return attachment_pb2.MemoryRegion(size_bytes=size_bytes, cuda_ipc=ipc)
 
 
 class WorkerClient(Closing):

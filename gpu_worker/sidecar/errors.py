@@ -53,10 +53,10 @@ class BlockInUse(CacheError):
 
 
 class MemoryInUse(CacheError):
-    """The cache that an engine named lies on that of another one that is attached."""
+    """The cache that an engine named lies on that of another one that is attached, or nobody can tell."""
 
     reason = "MEMORY_IN_USE"
-    template = "engine {engine} is attached with the same memory"
+    template = "engine {engine} is attached with {what}"
 
 
 add_codes(

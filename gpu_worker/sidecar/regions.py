@@ -38,6 +38,8 @@ class Memory(Protocol):
     """The same for all that map the same memory; None where nobody can tell."""
     begin_bytes: int
     """Where in that memory `data` begins."""
+    kin: Hashable
+    """The same for all of which nobody can tell whether they are one memory; None where `identity` tells."""
 
     def check(self) -> None:
         """Raise InvalidArgument when less is there than was said."""
@@ -61,6 +63,9 @@ class Opener:
         if not 1 <= len(regions) <= REGION_LIMIT:
             problem = f"{len(regions)} is not within [1, {REGION_LIMIT}]"
             raise InvalidArgument(field=field, problem=problem)
+        passed = [region.cuda_vmm.descriptor for region in regions if region.HasField("cuda_vmm")]
+        if len({(one.ticket, one.index) for one in passed}) < len(passed):
+            raise InvalidArgument(field=field, problem="two regions have one descriptor of cuda_vmm")
         with ExitStack() as opened:
             memories = []
             for i, region in enumerate(regions):
@@ -123,6 +128,11 @@ class Regions:
         """Keys and values [blocks, tokens, heads, elements] of each layer, views of the memory."""
         dtype = TORCH_DTYPES[layout.dtype]
         return [(self._view(keys, dtype), self._view(values, dtype)) for keys, values in layout.layers]
+
+    @property
+    def kin(self) -> frozenset[Hashable]:
+        """Memory that nobody can tell from other memory of its kind."""
+        return frozenset(memory.kin for memory in self._memories if memory.kin is not None)
 
     def covered(self, layout: CacheLayout) -> Iterator[tuple[Hashable, Box]]:
         """The memory that keys and values lie in, and which bytes of it.

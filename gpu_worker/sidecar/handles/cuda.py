@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.libcuda import IPC_HANDLE_BYTES, Libcuda
+from gpu_worker.libcuda import IPC_HANDLE_BYTES, NO_IPC, Libcuda
 
 
 class Driver(Protocol):
@@ -71,9 +71,10 @@ class DeviceMemory:
         *,
         identity: Hashable = None,
         begin_bytes: int = 0,
+        kin: Hashable = None,
     ) -> None:
         self.data, self.size_bytes, self._opened = data, size_bytes, opened
-        self.identity, self.begin_bytes = identity, begin_bytes
+        self.identity, self.begin_bytes, self.kin = identity, begin_bytes, kin
 
     def check(self) -> None:
         """Memory of a GPU does not shrink."""
@@ -97,7 +98,7 @@ class CudaOpener:
     ) -> DeviceMemory:
         """Open a CUDA IPC handle. Raises InvalidArgument."""
         if len(handle) != IPC_HANDLE_BYTES or offset_bytes < 0:
-            raise InvalidArgument(field=field, problem=f"a handle has {IPC_HANDLE_BYTES} bytes")
+            raise InvalidArgument(field=field, problem=_wrong(handle, offset_bytes))
         with ExitStack() as opened, _driver_errors(field):
             self._begin(uuid, field)
             address = self._driver.open_ipc(handle)
@@ -129,7 +130,8 @@ class CudaOpener:
             opened.callback(self._close, self._driver.unmap, address, whole)
             data = self._show(address, size_bytes, self._device)
             kept = opened.pop_all()
-        return DeviceMemory(data, size_bytes, kept)
+        # Each export has a descriptor of its own: nothing says whose allocation it is.
+        return DeviceMemory(data, size_bytes, kept, kin=("cuda_vmm", self._device))
 
     def _begin(self, uuid: bytes, field: str) -> None:
         self._driver.use(self._device)
@@ -141,6 +143,18 @@ class CudaOpener:
     def _close(self, call: Callable[..., None], *arguments: int) -> None:
         self._driver.use(self._device)
         call(*arguments)
+
+
+def _wrong(handle: bytes, offset_bytes: int) -> str:
+    """What is wrong with a handle, and what to do. Torch puts its version and a letter before its own."""
+    if offset_bytes < 0:
+        return f"begins at {offset_bytes} of its allocation"
+    kind = handle[1:2]
+    if kind == b"e" and len(handle) != IPC_HANDLE_BYTES:
+        return f"is of torch's expandable segments. {NO_IPC}"
+    if kind == b"c" and len(handle) == IPC_HANDLE_BYTES + 2:
+        return f"is torch's: CUDA's {IPC_HANDLE_BYTES} bytes are those behind the first 2"
+    return f"a handle has {IPC_HANDLE_BYTES} bytes, this one {len(handle)}"
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class HostMemory:
         self._fd, self._field, self.size_bytes = fd, field, size_bytes
         status = os.fstat(fd)
         self.identity: Hashable = ("file", status.st_dev, status.st_ino)
+        self.kin: Hashable = None
         self.begin_bytes = 0
         try:
             self.check()

@@ -4,13 +4,21 @@ Which calls, in which order, and what is closed at a failure.
 """
 
 import os
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.sidecar.handles.cuda import CudaOpener
+from ctxcache.format.streams import DType
+from gpu_worker.sidecar.attachment import Attachment
+from gpu_worker.sidecar.attachments import Attachments
+from gpu_worker.sidecar.cache_layout import CacheLayout
+from gpu_worker.sidecar.client import cuda_region
+from gpu_worker.sidecar.errors import MemoryInUse
+from gpu_worker.sidecar.handles.cuda import CudaOpener, DeviceMemory
+from gpu_worker.sidecar.regions import Regions
 
 UUID = bytes(range(16))
 BASE = 0x7F0000000000
@@ -171,3 +179,104 @@ def test_a_vmm_allocation_that_fails_leaves_nothing(fails: str, closed: list[str
     assert driver.calls[driver.calls.index(fails) + 1 :] == closed
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+@pytest.mark.parametrize(
+    ("handle", "advice"),
+    [
+        (b"\x02e" + bytes(22), "expandable_segments:False"),
+        (b"\x02c" + bytes(64), "those behind the first 2"),
+        (bytes(60), "this one 60"),
+    ],
+)
+def test_a_handle_of_torch_says_what_to_set(handle: bytes, advice: str) -> None:
+    """Torch puts a version and a letter before CUDA's bytes; its expandable segments have none of these."""
+    driver = FakeDriver()
+    with pytest.raises(InvalidArgument, match=advice):
+        _opener(driver, []).open_ipc(handle, UUID, 0, 16, "field")
+    assert not driver.calls
+
+
+def test_two_handles_of_one_ipc_allocation_are_one_memory() -> None:
+    """The driver gives an allocation the address that it has here, and so regions that overlap are seen."""
+    opener = _opener(FakeDriver(), [])
+    one, other = (opener.open_ipc(bytes(64), UUID, offset, 1024, "field") for offset in (0, 512))
+
+    assert one.identity == other.identity is not None
+    assert other.begin_bytes - one.begin_bytes == 512
+    assert one.kin is other.kin is None
+
+
+def _attached(memory: DeviceMemory, engine: str) -> Attachment:
+    found = object.__new__(Attachment)
+    found.memory, found.engine, found.attachment_id = Regions([memory], ExitStack()), engine, engine
+    found.layout = CacheLayout(DType.FLOAT16, 1, 1, ())
+    return found
+
+
+def test_two_engines_with_vmm_memory_are_refused() -> None:
+    """Each export of an allocation has a descriptor of its own: nobody can tell that it is one allocation."""
+    opened = []
+    for _ in range(2):
+        fd = os.open(os.devnull, os.O_RDONLY)
+        opened.append(_opener(FakeDriver(), []).open_vmm(fd, UUID, SIZE, "field"))
+    ipc = _opener(FakeDriver(), []).open_ipc(bytes(64), UUID, 0, 16, "field")
+    first, second, again = (_attached(opened[0], "a"), _attached(opened[1], "b"), _attached(opened[1], "a"))
+    attachments = object.__new__(Attachments)
+    attachments._mapped = [first]
+    attachments._by_id = attachments._by_engine = {"a": first}
+
+    with pytest.raises(MemoryInUse, match=r"engine a is attached with cuda_vmm too.*pass cuda_ipc"):
+        attachments._before(second)
+    assert attachments._before(again) is first
+    assert attachments._before(_attached(ipc, "c")) is None
+
+
+class FakeSharing:
+    """A driver of an engine's process, whose memory is of one allocation."""
+
+    def __init__(self, *, is_capable: bool = True) -> None:
+        self.is_capable = is_capable
+
+    def use(self, device: int) -> None:
+        """See SharingDriver."""
+        assert device == 0
+
+    def uuid(self, device: int) -> bytes:
+        """See SharingDriver."""
+        assert device == 0
+        return UUID
+
+    def is_ipc_capable(self, address: int) -> bool:
+        """See SharingDriver."""
+        assert address >= BASE
+        return self.is_capable
+
+    def ipc_handle(self, address: int) -> bytes:
+        """See SharingDriver."""
+        if not self.is_capable or address < BASE:
+            raise OSError(1, "cuIpcGetMemHandle: invalid argument")
+        return bytes(64)
+
+    def allocation_begin(self, address: int) -> int:
+        """See SharingDriver."""
+        assert address >= BASE
+        return BASE
+
+
+def test_an_engine_shares_memory_that_begins_within_an_allocation() -> None:
+    """As the worker opens it: the handle is the allocation's, the region begins where the tensor does."""
+    region = cuda_region(BASE + 512, 1024, driver=FakeSharing())
+    ipc, shown = region.cuda_ipc, list[tuple[int, int, int]]()
+    _opener(FakeDriver(), shown).open_ipc(
+        ipc.handle, ipc.device_uuid, ipc.offset_bytes, region.size_bytes, ""
+    )
+
+    assert shown == [(BASE + 512, 1024, 0)]
+
+
+def test_an_engine_whose_memory_cannot_be_shared_is_told_what_to_set() -> None:
+    """Before it asks for a handle: the driver would only say that an argument is invalid."""
+    with pytest.raises(InvalidArgument, match=r"expandable_segments:False.*sleep-mode.*cuda_vmm") as refused:
+        cuda_region(BASE, 1024, driver=FakeSharing(is_capable=False))
+    assert refused.value.field == "address"
