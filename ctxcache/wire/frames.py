@@ -20,6 +20,7 @@ NUMBER = b"\x08"
 LENGTH_DELIMITED = 2
 """How protobuf says that a field has its length before it."""
 _HEAD = struct.Struct("<IB")
+HEAD_BYTES = _HEAD.size
 
 
 class FrameKind(IntEnum):
@@ -44,6 +45,11 @@ class Frame(NamedTuple):
 def encode_frame(kind: FrameKind, message: bytes) -> bytes:
     """Put a message into a frame."""
     return _HEAD.pack(len(message), kind) + message
+
+
+def is_alone(data: bytes, kind: FrameKind) -> bool:
+    """Whether these bytes are one whole frame of that kind, and nothing else."""
+    return len(data) >= HEAD_BYTES and _HEAD.unpack_from(data) == (len(data) - HEAD_BYTES, kind)
 
 
 def varint(value: int) -> bytes:
