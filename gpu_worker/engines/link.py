@@ -76,6 +76,8 @@ class StoreLink(Generic[Subject]):
         self._client: Client | None = None
         self._subject: Subject | None = None
         self._is_closed = False
+        self._is_away = False
+        """Whether the user heard that the store cannot be used, and not since that it is."""
         self._told: set[type[CacheError]] = set()
         """Owned by `_changed`: errors of which the user has heard."""
         self._thread = threading.Thread(target=self._keep, name="ctxcache-link", daemon=True)
@@ -120,6 +122,7 @@ class StoreLink(Generic[Subject]):
         with self._changed:
             if isinstance(error, (*GONE, ModelNotFound)):
                 if self._state is LinkState.READY:
+                    self._is_away = True
                     self._turn(LinkState.RESTING)
                     what = "does not answer" if isinstance(error, GONE) else "has lost the model"
                     log.warning("the context store %s, prompts are computed: %s", what, error)
@@ -164,13 +167,16 @@ class StoreLink(Generic[Subject]):
             log.error("the context store is not used: %s", error)  # noqa: TRY400  its reason is the message
             return LinkState.REFUSED
         except CacheError as error:
-            log.warning("the context store cannot be used yet, prompts are computed: %s", error)
+            if not self._is_away:
+                self._is_away = True
+                log.warning("the context store cannot be used yet, prompts are computed: %s", error)
             return LinkState.RESTING
         except Exception:
             # Libraries that read models raise whatever they like; the engine goes on without a store.
             if not self._is_closed:
                 log.exception("the context store is not used: the model could not be described")
             return LinkState.REFUSED
+        self._is_away = False
         log.info("the context store is used")
         return LinkState.READY
 

@@ -60,8 +60,11 @@ def drop_pages(directory: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def wait_until_saved(server: Server, place: Path, count: int) -> None:
-    """Wait until both tiers have so many blocks: what host memory has no room for is not saved."""
+def wait_until_saved(engines: dict[str, VllmEngine], server: Server, place: Path, count: int) -> None:
+    """Wait until both tiers have so many blocks: what host memory has no room for is not saved.
+
+    An engine saves in steps, and makes none without a request.
+    """
     deadline_s = time.monotonic() + SAVED_S
     with ctxcache.connect(server.target("tcp")) as cache:
         while True:
@@ -70,7 +73,8 @@ def wait_until_saved(server: Server, place: Path, count: int) -> None:
                 return
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{counts} blocks of {count} are saved")
-            time.sleep(0.1)
+            for engine in engines.values():
+                engine.turn([5, 6, 7], None, 1)
 
 
 def stop(server: Server) -> None:
@@ -106,7 +110,7 @@ def measure(options: argparse.Namespace, place: Path) -> dict[str, Loads]:
             for number, prompt in enumerate(prompts):
                 expected.append(engines[FILES].turn(prompt, None, 1).token_ids[0])
                 engines[OURS].turn(prompt, None, 1)
-                wait_until_saved(server, place, BLOCKS * (number + 1))
+                wait_until_saved(engines, server, place, BLOCKS * (number + 1))
         with tiers(options, place, server) as engines:
             loads = {"memory": ask(engines, prompts, expected)}
         stop(server)

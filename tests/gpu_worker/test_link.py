@@ -106,6 +106,27 @@ def test_a_store_that_starts_later_is_found(store: ServerProcess, spec: ModelSpe
         link.close()
 
 
+def test_an_outage_is_told_once(
+    store: ServerProcess, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often the store is asked in vain: a warning each time would fill the engine's log."""
+    monkeypatch.setattr("gpu_worker.engines.link.PAUSE_S", 0.001)
+    problems = [Unavailable(target=store.target, problem="nobody listens") for _ in range(3)]
+
+    def register(client: Client) -> CallerModel:
+        if problems:
+            raise problems.pop()
+        return client.models.register(spec)
+
+    with caplog.at_level("INFO", "gpu_worker.engines.link"):
+        link = StoreLink(lambda: ctxcache.connect(store.target), register)
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+        link.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len([one for one in said if "cannot be used yet" in one]) == 1
+    assert said[-1] == "the context store is used"
+
+
 def test_a_store_with_another_model_is_refused_for_good(store: ServerProcess, spec: ModelSpec) -> None:
     """Nothing is tried again, and closing does not hang."""
     other = build("neox")
