@@ -342,6 +342,7 @@ def _layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _check_batch(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Any: as above.
-    batch_size = len(_layer_input(args, kwargs))
+    # Gemma 3n's layers take several streams of a batch, one behind the other.
+    batch_size = _layer_input(args, kwargs).shape[-3]
     if batch_size != 1:
         raise UnsupportedBatch(batch_size=batch_size)

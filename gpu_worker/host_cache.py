@@ -69,6 +69,8 @@ def check_host(adapter: Adapter) -> None:
     """Raise UnsupportedArchitecture for models whose layers are not all full attention with K and V."""
     if adapter.is_recurrent:
         raise refuse(adapter.model, "its layers keep states, for which a cache on the host has no room")
+    if not adapter.is_uniform:
+        raise refuse(adapter.model, "its layers keep different rows, or none")
     if any(decoder.window is not None for decoder in adapter.layers):
         raise refuse(adapter.model, "a layer with a window keeps few tokens, which fit the device")
     if adapter.kind is not StateKind.KV or StateKind.HIDDEN not in adapter.kinds:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelProbe, ModelSpec
-from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of, unpacked
+from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import UnsupportedDtype
 from gpu_worker.executed import digest_execution, digest_weights, has_merged_adapters
@@ -123,30 +123,32 @@ def _position_name(adapter: Adapter) -> str:
 def _streams(adapter: Adapter) -> tuple[StreamSpec, ...]:
     dtype = row_dtype(adapter.model.dtype)
     return tuple(
-        StreamSpec(Stream(layer, kind), adapter.row_size_of(kind) * dtype.size_bytes, dtype)
+        StreamSpec(Stream(layer, kind), size * dtype.size_bytes, dtype)
         for layer in range(len(adapter.layers))
         for kind in adapter.kinds_of(layer)
+        if (size := adapter.element_count(kind, layer))
     )
 
 
 def _packed_streams(adapter: Adapter, kinds: Iterable[StateKind]) -> Iterator[StreamSpec]:
     for kind in dict.fromkeys(kinds):
-        size = adapter.row_size_of(unpacked(kind)) if unpacked(kind) in adapter.kinds else None
-        if kind not in LOSSY_KINDS or size is None:
+        sizes = {layer: adapter.element_count(kind, layer) for layer in range(len(adapter.layers))}
+        if kind not in LOSSY_KINDS or not any(sizes.values()):
             problem = f"{adapter.architecture} has no rows of {kind.name.lower()} to pack"
             raise InvalidArgument(field="packed_kinds", problem=problem)
         if adapter.is_recurrent:
             problem = f"{adapter.architecture} keeps states, in which what packing loses would add up"
             raise InvalidArgument(field="packed_kinds", problem=problem)
-        if kind in DELTAS and any(layer.window for layer in adapter.layers):
-            problem = f"{adapter.architecture} has sliding layers: one keeps fewer rows than a delta needs"
+        if kind in DELTAS and any(layer.window or not layer.has_rows for layer in adapter.layers):
+            problem = f"{adapter.architecture} slides, or keeps no rows, in a layer: a delta needs them"
             raise InvalidArgument(field="packed_kinds", problem=problem)
-        try:
-            row_bytes = packing_of(kind).row_bytes(size)
-        except ValueError as error:
-            raise InvalidArgument(field="packed_kinds", problem=str(error)) from error
-        for layer in range(len(adapter.layers)):
-            yield StreamSpec(Stream(layer, kind), row_bytes, DType.PACKED)
+        for layer, size in sizes.items():
+            try:
+                row_bytes = size and packing_of(kind).row_bytes(size)
+            except ValueError as error:
+                raise InvalidArgument(field="packed_kinds", problem=str(error)) from error
+            if row_bytes:
+                yield StreamSpec(Stream(layer, kind), row_bytes, DType.PACKED)
 
 
 def _check_dtype(model: PreTrainedModel) -> None:

@@ -47,16 +47,18 @@ class Method(enum.Enum):
     """Likewise, in 3 bits."""
     HIDDEN_DELTA_INT2 = "hidden_delta_int2"
     """Likewise, in 2 bits."""
+    NOTHING = "nothing"
+    """The layer keeps nothing of its own: it reads others' K and V, or attends to nothing."""
 
     @cached_property
     def kind(self) -> StateKind:
-        """The state kind this method reads."""
+        """The state kind this method reads. NOTHING reads none: KeyError."""
         return StateKind[self.name]
 
     @cached_property
     def unpacked(self) -> "Method":
         """The method that takes the rows once they are wide; itself for rows that always were."""
-        return Method[unpacked(self.kind).name]
+        return self if self is Method.NOTHING else Method[unpacked(self.kind).name]
 
     @cached_property
     def is_exact(self) -> bool:
@@ -66,7 +68,7 @@ class Method(enum.Enum):
     @cached_property
     def is_delta(self) -> bool:
         """Whether its rows are added to those of the layer below."""
-        return self is not Method.TOKENS and self.kind in DELTAS
+        return self not in (Method.TOKENS, Method.NOTHING) and self.kind in DELTAS
 
 
 class Stage(enum.Enum):
@@ -164,7 +166,9 @@ class RestorePlan:
         """The streams to read, in storage order; token ids only where a layer is recomputed."""
         tokens = (TOKENS,) if self.recomputed_layer_count else ()
         return tokens + tuple(
-            Stream(i, method.kind) for i, method in enumerate(self.methods) if method is not Method.TOKENS
+            Stream(i, method.kind)
+            for i, method in enumerate(self.methods)
+            if method not in (Method.TOKENS, Method.NOTHING)
         )
 
     def check(self, spec: ModelSpec) -> None:
@@ -264,7 +268,9 @@ class RestoreSchedule:
         cls, plan: RestorePlan, token_count: int, first_tokens: Sequence[int]
     ) -> "RestoreSchedule":
         """Carry out a plan of whole layers. Raises InvalidArgument(field="plan")."""
-        layers: list[list[tuple[Method, int, int]]] = [[(method, 0, token_count)] for method in plan.methods]
+        layers: list[list[tuple[Method, int, int]]] = [
+            [] if method is Method.NOTHING else [(method, 0, token_count)] for method in plan.methods
+        ]
         return cls.of_pieces(layers, token_count, first_tokens)
 
     @classmethod

@@ -22,11 +22,13 @@ from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.families.adapter import (
+    INDEXED_LAYERS,
     STATE_LAYERS,
     Adapter,
     HalfShape,
     Recurrence,
     StateTensor,
+    index_keys,
     refuse,
     states_in,
 )
@@ -67,8 +69,8 @@ def adapt(model: PreTrainedModel) -> Adapter:
     if _is_loaded(model):
         with _resting(model):
             return _proven(model, found)
-    if any(found.recurrences):
-        raise refuse(model, "its recurrent layers are not proven, as it is not loaded")
+    if any(found.recurrences) or not all(found.has_rows):
+        raise refuse(model, "its layers without keys and values are not proven, as it is not loaded")
     adapter = next(candidates(model, found), None)
     if adapter is None:
         raise refuse(model, "its keys and values are known as they are cached only, and it is not loaded")
@@ -110,14 +112,20 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
         return rows_alone
     if not any(parts.has_rows):
         raise refuse(model, f"its states do not come back ({reasons})")
-    shapes = {
-        (_half(held["keys"]), _half(held["values"]))
-        for held, has_rows in zip(kept, parts.has_rows, strict=True)
-        if has_rows
-    }
-    if len(shapes) != 1:
-        raise refuse(model, f"layers keep rows of {len(shapes)} different sizes ({reasons})")
-    adapter = as_cached(model, parts, *shapes.pop())
+    return _as_cached(model, parts, kept, reasons)
+
+
+def _as_cached(model: PreTrainedModel, parts: Anatomy, kept: Cached, reasons: str) -> Adapter:
+    """The adapter that keeps rows as they are cached. Raises UnsupportedArchitecture with the reason."""
+    rows = {layer: held for layer, held in enumerate(kept) if parts.has_rows[layer]}
+    index_sizes = {layer: held["index"].shape[2] for layer, held in rows.items() if "index" in held}
+    if any(kept[layer]["values"].shape[1] != 1 for layer in index_sizes):
+        raise refuse(model, f"index keys beside several heads of values are not known ({reasons})")
+    halves = {layer: (_half(held["keys"]), _half(held["values"])) for layer, held in rows.items()}
+    for layer, size in index_sizes.items():
+        key, value = halves[layer]
+        halves[layer] = key, HalfShape(1, value.size + size)
+    adapter = as_cached(model, parts, halves, index_sizes)
     problem = difference(adapter, adapter.kind, kept)
     if problem:
         raise refuse(model, f"its keys and values do not come back as they are cached: {problem}")
@@ -187,17 +195,21 @@ def _with_snapshots(adapter: Adapter) -> Adapter:
 
 
 def _saved(adapter: Adapter, kind: StateKind) -> tuple[list[Tensor], DynamicCache]:
-    """Rows [3, row] of each layer as capture sees them, in two tokens and one; and the cache that is kept."""
+    """Rows [3, row] of each layer as capture sees them, in two tokens and one; and the cache that is kept.
+
+    No rows of a layer that keeps nothing.
+    """
+    kinds = [adapter.kind_of(layer, kind) for layer in range(len(adapter.layers))]
+    streams = [Stream(layer, each) for layer, each in enumerate(kinds) if each is not None]
     pieces: list[list[Tensor]] = [[] for _ in adapter.layers]
-    streams = [Stream(layer, adapter.kind_of(layer, kind)) for layer in range(len(adapter.layers))]
     cache = DynamicCache(config=adapter.model.config)
     ids = token_ids(adapter.model)
     with Capture(adapter, streams, lambda layer, _, rows: pieces[layer].append(rows.clone())):
         for part in (ids[:2], ids[2:]):
             run(adapter.model, cache, part)
-    if any(len(found) != 2 for found in pieces):
+    if any(len(pieces[stream.layer]) != 2 for stream in streams):
         raise ValueError("rows of a layer are not seen once in each pass")
-    return [torch.cat(found) for found in pieces], cache
+    return [torch.cat(found) if found else torch.empty(0) for found in pieces], cache
 
 
 def _restored(
@@ -206,8 +218,10 @@ def _restored(
     target = CacheTarget(adapter, TOKEN_COUNT, snapshot=snapshot)
     modules = Modules(adapter, torch.arange(TOKEN_COUNT), standing=target.standing)
     for layer, found in enumerate(rows):
-        method = Method[adapter.kind_of(layer, kind).name]
-        first = target.first_token(layer)
+        own_kind = adapter.kind_of(layer, kind)
+        if own_kind is None:
+            continue
+        method, first = Method[own_kind.name], target.first_token(layer)
         # In two pieces where a state has to go on between them.
         cuts = (first, 2, TOKEN_COUNT) if adapter.layers[layer].recurrence else (first, TOKEN_COUNT)
         for begin, end in pairwise(sorted(set(cuts))):
@@ -236,7 +250,8 @@ def contents(cache: DynamicCache) -> Cached:
         states = states_in(held) if isinstance(held, STATE_LAYERS) else {}
         if isinstance(held, STATE_LAYERS) and not states:
             raise ValueError(f"layer {layer} of the cache holds no state")
-        found.append({name: one for name, one in {**halves, **states}.items() if one is not None})
+        index = {"index": index_keys(held)} if isinstance(held, INDEXED_LAYERS) else {}
+        found.append({name: one for name, one in {**halves, **states, **index}.items() if one is not None})
     return found
 
 

@@ -246,7 +246,7 @@ def _found(client: Client, wanted: UpkeepSettings) -> tuple[PreTrainedModel, lis
                 refused.append(error)
         if same:
             found[dtype] = loading.model, same
-    if refused and (wanted.models or (not found and len(refused) == 1)):
+    if refused and wanted.models:
         raise refused[0]
     if not found:
         names = ", ".join(info.name for info in infos[:8]) or "none at all"

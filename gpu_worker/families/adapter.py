@@ -19,7 +19,7 @@ computed.
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -48,6 +48,10 @@ def cache_classes(*names: str) -> tuple[type, ...]:
 
 STATE_LAYERS = cache_classes("LinearAttentionCacheLayerMixin")
 """Caches of layers that keep recurrent or convolution state."""
+NOTHING_LAYERS = cache_classes("DummyLayer")
+"""Caches of layers that keep nothing: they read others' keys and values, or attend to nothing."""
+INDEXED_LAYERS = cache_classes("DynamicIndexedLayer")
+"""Caches of layers that keep an index key of each token beside its keys and values (DeepSeek V3.2)."""
 Halves = tuple[Tensor, Tensor]
 Emit = Callable[[Tensor, Tensor], None]
 """Takes the halves of the tokens a pass brought: [T, H, C], [T, H, C_v]."""
@@ -186,12 +190,12 @@ class LatentProjection:
 
 @dataclass(frozen=True, slots=True)
 class NoRows:
-    """A layer that keeps no row of a token: recurrent and convolution state only."""
+    """A layer that keeps no row of a token: recurrent and convolution state only, or nothing at all."""
 
     def project(self, normed: Tensor) -> Halves:
         """There are no halves. Raises UnsupportedArchitecture."""
         del normed
-        raise UnsupportedArchitecture(architecture="a recurrent layer", problem="it keeps no keys and values")
+        raise UnsupportedArchitecture(architecture="a layer", problem="it keeps no keys and values")
 
     def watch(self, emit: Emit) -> "Sequence[Handle]":
         """Nothing is ever emitted."""
@@ -275,11 +279,14 @@ class CacheTap:
     The cache of a pass has its `update` wrapped while the pass lasts, and no longer.
     """
 
-    def __init__(self, base: nn.Module) -> None:
-        self._base = base
+    def __init__(self, base: nn.Module, indexed: Collection[int] = ()) -> None:
+        """`indexed`: layers whose index keys are a part of the second half."""
+        self._base, self._indexed = base, frozenset(indexed)
         self._emits: dict[int, list[Emit]] = {}
         self._hooks: list[RemovableHandle] = []
         self._tapped: object | None = None
+        self._waiting: dict[int, Halves] = {}
+        """Halves of layers whose index keys have yet to come in this pass."""
 
     def watch(self, layer: int, emit: Emit) -> "Handle":
         """Call `emit` with what each pass adds to a layer's cache, until the handle is removed."""
@@ -311,19 +318,37 @@ class CacheTap:
         if cache is None:
             return
         plain = cache.update
+        self._waiting.clear()
 
         def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **more: Any) -> Any:
-            for emit in self._emits.get(layer, ()):
-                emit(_tokens_first(keys), _tokens_first(values))
+            halves = _tokens_first(keys), _tokens_first(values)
+            if layer in self._indexed:
+                self._waiting[layer] = halves
+            else:
+                self._emit(layer, *halves)
             return plain(keys, values, layer, *args, **more)
 
         cache.update = update
+        if self._indexed:
+            plain_index = cache.update_indexer
+
+            def update_indexer(keys: Tensor, layer: int, *args: Any, **more: Any) -> Any:
+                first, second = self._waiting.pop(layer)
+                self._emit(layer, first, with_index(second, without_gradient(keys)[0]))
+                return plain_index(keys, layer, *args, **more)
+
+            cache.update_indexer = update_indexer
         self._tapped = cache
+
+    def _emit(self, layer: int, first: Tensor, second: Tensor) -> None:
+        for emit in self._emits.get(layer, ()):
+            emit(first, second)
 
     def _end(self, _base: nn.Module, _args: object, _output: object) -> None:
         cache, self._tapped = self._tapped, None
         if cache is not None:
             vars(cache).pop("update", None)
+            vars(cache).pop("update_indexer", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +359,22 @@ class _TapHandle:
 
     def remove(self) -> None:
         self.tap.unwatch(self.layer, self.emit)
+
+
+def index_keys(held: Any) -> Tensor | None:
+    """The index keys [1, T, I] that an indexed layer's cache holds. Any: older versions have no such class.
+
+    Raises ValueError where it holds positions of them too.
+    """
+    if held.indexer_position_ids is not None:
+        raise ValueError("a layer of the cache holds positions of index keys")
+    found: Tensor | None = held.indexer_keys
+    return found
+
+
+def with_index(values: Tensor, index: Tensor) -> Tensor:
+    """Values [T, 1, C_v] and index keys [T, I] as one half of a row, [T, 1, C_v + I]."""
+    return cat((values, index.unsqueeze(1)), dim=-1)
 
 
 def _tokens_first(half: Tensor) -> Tensor:
@@ -458,6 +499,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+Halves_ = tuple["HalfShape", "HalfShape"]
 Embed = Callable[[Tensor, Tensor, Rope | None], Halves]
 """Halves [1, H, T, C], [1, H, T, C_v] before positions -> the engine's keys and values."""
 
@@ -475,6 +517,10 @@ class DecoderLayer:
     """Tokens a sliding-window layer attends to; None where it attends to all."""
     recurrence: Recurrence | None = None
     """A layer that keeps state beside rows of tokens, or instead of them."""
+    halves: Halves_ | None = None
+    """Shapes of its own halves, where layers differ."""
+    index_size: int = 0
+    """Elements of an index key, which are the last ones of its second half."""
 
     @property
     def has_rows(self) -> bool:
@@ -529,12 +575,22 @@ class Adapter:
         return tuple(kind for kind in (StateKind.HIDDEN, self.kind) if kind not in self.refused)
 
     def kinds_of(self, layer: int) -> tuple[StateKind, ...]:
-        """The kinds of wide rows that one layer can be saved by."""
-        return self.kinds if self.layers[layer].recurrence is None else (StateKind.HIDDEN,)
+        """The kinds of wide rows that one layer can be saved by; none of one that keeps nothing."""
+        if self.layers[layer].recurrence is not None:
+            return (StateKind.HIDDEN,)
+        return self.kinds if self.layers[layer].has_rows else ()
 
-    def kind_of(self, layer: int, kind: StateKind) -> StateKind:
-        """The kind by which a layer comes back where others do by `kind`: a recurrent one by its inputs."""
-        return kind if kind in self.kinds_of(layer) else StateKind.HIDDEN
+    def kind_of(self, layer: int, kind: StateKind) -> StateKind | None:
+        """The kind by which a layer comes back where others do by `kind`: a recurrent one by its inputs.
+
+        None: it keeps nothing.
+        """
+        kinds = self.kinds_of(layer)
+        return kind if kind in kinds else next(iter(kinds), None)
+
+    def halves_of(self, layer: int) -> Halves_:
+        """Shapes of the halves of a layer's row."""
+        return self.layers[layer].halves or (self.key, self.value)
 
     @property
     def is_recurrent(self) -> bool:
@@ -568,17 +624,22 @@ class Adapter:
 
     @property
     def row_size(self) -> int:
-        """Elements of a KV or LATENT row."""
+        """Elements of a row of the model's own kind, where layers do not differ."""
         return self.key.size + self.value.size
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers keep rows, of one size, and nothing else of a token."""
+        return all(each.has_rows and each.halves is None and not each.index_size for each in self.layers)
 
     def element_count(self, kind: StateKind, layer: int) -> int | None:
         """Elements of a layer's row of `kind`, or of what it packs; None for a kind that it does not have."""
         wide = unpacked(kind)
-        return self.row_size_of(wide) if wide in self.kinds_of(layer) else None
-
-    def row_size_of(self, kind: StateKind) -> int:
-        """Elements of a HIDDEN row, or of one of the model's own kind."""
-        return self.hidden_size if kind is StateKind.HIDDEN else self.row_size
+        if wide not in self.kinds_of(layer):
+            return None
+        return (
+            self.hidden_size if wide is StateKind.HIDDEN else sum(half.size for half in self.halves_of(layer))
+        )
 
     def ropes(self, positions: Tensor) -> Mapping[str, Rope]:
         """Position tables for positions [T], by `rope_key`; empty where positions are learned."""
@@ -592,9 +653,10 @@ class Adapter:
         """Halves [T, H, C], [T, H, C_v] -> rows [T, row_size], a copy."""
         return cat((first.flatten(1), second.flatten(1)), dim=1)
 
-    def unpack(self, rows: Tensor) -> Halves:
-        """Rows [T, row_size] -> halves [T, H, C], [T, H, C_v], views."""
-        return self.key.heads(rows[:, : self.key.size]), self.value.heads(rows[:, self.key.size :])
+    def unpack(self, rows: Tensor, layer: int) -> Halves:
+        """A layer's rows [T, row_size] -> halves [T, H, C], [T, H, C_v], views."""
+        key, value = self.halves_of(layer)
+        return key.heads(rows[:, : key.size]), value.heads(rows[:, key.size :])
 
     def embed(self, halves: Halves, rope: Rope | None) -> Halves:
         """Halves -> keys and values as the engine caches them, [1, H, T, C], [1, H, T, C_v]."""

@@ -21,7 +21,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from ctxcache.format.streams import StateKind
 from gpu_worker.families.adapter import (
+    INDEXED_LAYERS,
     NO_ROPE,
+    NOTHING_LAYERS,
     ONE_ROPE,
     STATE_LAYERS,
     Adapter,
@@ -50,8 +52,6 @@ from gpu_worker.families.adapter import (
     table_per_type,
 )
 
-_NOTHING_HELD = cache_classes("DummyLayer")
-"""A layer's cache that holds nothing."""
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "W_pack", "att_proj")
 _BY_HEAD = ("query_key_value",)
 """Fused projections that lay K and V out head by head; the others have all of Q, of K, of V."""
@@ -75,6 +75,8 @@ _KNOWN_CACHES = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     *cache_classes("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
+    *NOTHING_LAYERS,
+    *INDEXED_LAYERS,
 )
 _CACHE_NAMES = ("cache_params", "past_key_values")
 _HEADS_KNOWN_TO_KERNELS = "halves"
@@ -124,7 +126,9 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         tuple(getattr(held, "sliding_window", None) for held in caches),
         tuple(isinstance(held, CacheLayerMixin) for held in caches),
         tuple(
-            _recurrence(model, layer, block) if isinstance(held, STATE_LAYERS) else None
+            _recurrence(model, layer, block, has_rows=isinstance(held, CacheLayerMixin))
+            if isinstance(held, STATE_LAYERS)
+            else None
             for layer, (block, held) in enumerate(zip(blocks, caches, strict=True))
         ),
     )
@@ -136,11 +140,8 @@ def _caches(model: PreTrainedModel, count: int) -> list[object]:
         layers = DynamicCache(config=model.config).layers
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise refuse(model, f"its cache is not known: {' '.join(str(error).split())[:120]}") from error
-    shared_count = sum(isinstance(held, _NOTHING_HELD) for held in layers)
-    if shared_count or (layers and len(layers) != count):
-        shared_count = shared_count or count - len(layers)
-        problem = "keep nothing of their own: they share others' keys and values, or need none"
-        raise refuse(model, f"{shared_count} of its {count} layers {problem}")
+    if layers and len(layers) != count:
+        raise refuse(model, f"its cache has {len(layers)} layers for its {count}")
     for layer, held in enumerate(layers):
         if type(held) not in _KNOWN_CACHES:
             problem = f"layer {layer} keeps more than keys and values of tokens ({type(held).__name__})"
@@ -149,12 +150,12 @@ def _caches(model: PreTrainedModel, count: int) -> list[object]:
     return list(layers) or [DynamicLayer.__new__(DynamicLayer)] * count
 
 
-def _recurrence(model: PreTrainedModel, layer: int, block: nn.Module) -> Recurrence:
-    """The block's one module besides attention that takes a cache."""
+def _recurrence(model: PreTrainedModel, layer: int, block: nn.Module, *, has_rows: bool) -> Recurrence:
+    """The block's one module that takes a cache; of a layer with keys and values, besides attention."""
     found = [
         (child, name)
         for child in block.children()
-        if not _is_attention(child)
+        if not (has_rows and _is_attention(child))
         for name in _CACHE_NAMES
         if name in signature(child.forward).parameters
     ]
@@ -246,12 +247,20 @@ def _without_rows(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]
         )
 
 
-def as_cached(model: PreTrainedModel, anatomy: Anatomy, key: HalfShape, value: HalfShape) -> Adapter:
+def as_cached(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    halves: Mapping[int, tuple[HalfShape, HalfShape]],
+    index_sizes: Mapping[int, int],
+) -> Adapter:
     """The adapter of a model that nothing is known of but its cache: rows do not move.
 
-    Raises UnsupportedArchitecture for a layer that keeps a state beside such rows.
+    `halves`: of each layer that keeps rows; `index_sizes`: of those that keep index keys in them. Raises
+    UnsupportedArchitecture for a layer that keeps a state beside such rows.
     """
-    tap = CacheTap(anatomy.base)
+    tap = CacheTap(anatomy.base, index_sizes)
+    key, value = next(iter(halves.values()))
+    differ = len(set(halves.values())) > 1
     for layer, (has_rows, recurrence) in enumerate(zip(anatomy.has_rows, anatomy.recurrences, strict=True)):
         if has_rows and recurrence is not None:
             raise refuse(model, f"layer {layer} keeps a state beside keys and values that are not understood")
@@ -260,8 +269,16 @@ def as_cached(model: PreTrainedModel, anatomy: Anatomy, key: HalfShape, value: H
         model=model,
         base=anatomy.base,
         layers=tuple(
-            DecoderLayer(block, None, AsCached(tap, layer), NO_ROPE, window)
-            if recurrence is None
+            DecoderLayer(
+                block,
+                None,
+                AsCached(tap, layer),
+                NO_ROPE,
+                window,
+                halves=halves[layer] if differ else None,
+                index_size=index_sizes.get(layer, 0),
+            )
+            if layer in halves
             else DecoderLayer(block, norm, NoRows(), NO_ROPE, None, recurrence)
             for layer, (block, norm, window, recurrence) in enumerate(
                 zip(anatomy.blocks, norms, anatomy.windows, anatomy.recurrences, strict=True)
@@ -439,7 +456,10 @@ def _positioned(
     config: Any_ = model.config
     is_latent = any(isinstance(projection, LatentProjection) for projection in projections)
     kind = StateKind.LATENT if is_latent else StateKind.KV
-    has_own_rows = any(recurrence is None for recurrence in anatomy.recurrences)
+    has_own_rows = any(
+        has and recurrence is None
+        for has, recurrence in zip(anatomy.has_rows, anatomy.recurrences, strict=True)
+    )
     rotary = getattr(anatomy.base, "rotary_emb", None)
     tables = _rotary_of(rotary, config)
     group_count = int(config.num_attention_heads) // key.head_count

@@ -61,9 +61,9 @@ class ShardedAdapter(Adapter):
 
     heads: slice = field(default_factory=lambda: slice(None))
 
-    def unpack(self, rows: Tensor) -> Halves:
+    def unpack(self, rows: Tensor, layer: int) -> Halves:
         """See Adapter."""
-        first, second = Adapter.unpack(self, rows)
+        first, second = Adapter.unpack(self, rows, layer)
         return first[:, self.heads], second[:, self.heads]
 
 
@@ -73,6 +73,8 @@ def shard(adapter: Adapter, share: ModelShare) -> Adapter:
         return adapter
     if adapter.is_recurrent:
         raise InvalidArgument(field="tensor_ranks", problem="states are not shared among ranks")
+    if not adapter.is_uniform:
+        raise InvalidArgument(field="tensor_ranks", problem="layers that keep different rows are not shared")
     heads = share.heads(adapter.key.head_count)
     layers = tuple(
         replace(layer, projection=ShardedProjection(layer.projection, heads)) for layer in adapter.layers

@@ -31,16 +31,20 @@ from gpu_worker.deltas import Chain
 from gpu_worker.errors import IncompleteRestore, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import (
+    INDEXED_LAYERS,
+    NOTHING_LAYERS,
     STATE_LAYERS,
     DecoderLayer,
     FusedProjection,
     Halves,
     Rope,
     SeparateProjection,
+    index_keys,
     is_plain_linear,
     is_unpatched,
     norm_epsilon,
     norm_kind,
+    with_index,
 )
 from gpu_worker.generation import cache_argument, is_empty, pieces
 from gpu_worker.kernels.kv_projection import reference as projection_reference
@@ -188,7 +192,7 @@ class Restorer:
         with torch.no_grad():
             rows = self.wide(layer, method, rows.to(decoder.device), begin)
             is_hidden = method.unpacked is Method.HIDDEN
-            halves = decoder.project(rows) if is_hidden else self._adapter.unpack(rows)
+            halves = decoder.project(rows) if is_hidden else self._adapter.unpack(rows, layer)
             if self._adapter.rotary is None:
                 return self._adapter.embed(halves, None)
             table = self._ropes.get(decoder.rope_key)
@@ -307,6 +311,8 @@ class Modules:
 def _take(cache: Cache, layer: int, end: int, target: Target) -> None:
     """Copy what a cache holds of tokens before `end` into the target; a window keeps the last ones only."""
     held = cache.layers[layer]
+    if isinstance(held, NOTHING_LAYERS):
+        return
     if isinstance(held, STATE_LAYERS):
         if end != target.token_count:
             raise InvalidArgument(field="plan", problem=f"a part of layer {layer}, which keeps a state")
@@ -315,6 +321,9 @@ def _take(cache: Cache, layer: int, end: int, target: Target) -> None:
     if not isinstance(held, CacheLayerMixin) or held.keys is None or held.values is None:
         raise IncompleteRestore(layer=layer, row_count=0, token_count=end)
     keys, values = held.keys[0].transpose(0, 1), held.values[0].transpose(0, 1)
+    index = index_keys(held) if isinstance(held, INDEXED_LAYERS) else None
+    if index is not None:
+        values = with_index(values, index[0])
     begin = max(target.first_token(layer), end - len(keys))
     if begin < end:
         target.room(layer, begin, end).put(keys[begin - end :], values[begin - end :])
@@ -495,7 +504,7 @@ class Kernels:
             return restorer.wide(layer, method, stored, begin)
         if method.is_exact:
             return data.view(adapter.model.dtype)
-        size = adapter.hidden_size if method.unpacked is Method.HIDDEN else adapter.row_size
+        size = adapter.element_count(method.kind, layer) or 0
         return quantized(data, method.kind, size)
 
     def _rotation_at(self, layer: int, begin: int, end: int) -> Rotation | None:

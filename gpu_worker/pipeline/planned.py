@@ -316,7 +316,7 @@ def _held_of(plan: RestorePlan, held: Collection[Stream]) -> RestorePlan:
     """
 
     def method(layer: int, wanted: Method) -> Method:
-        if wanted is Method.TOKENS:
+        if wanted in (Method.TOKENS, Method.NOTHING):
             return wanted
         found = (each for each in (wanted, *_EXACT) if Stream(layer, each.kind) in held)
         return next(found, Method.TOKENS)

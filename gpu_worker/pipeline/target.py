@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.families import Adapter
-from gpu_worker.families.adapter import cache_classes
+from gpu_worker.families.adapter import INDEXED_LAYERS, NOTHING_LAYERS, cache_classes
 from gpu_worker.generation import is_empty
 from gpu_worker.kernels.operands import Pages
 from gpu_worker.snapshots import Snapshot
@@ -150,6 +150,8 @@ _GROWING = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     *cache_classes("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
+    *NOTHING_LAYERS,
+    *INDEXED_LAYERS,
 )
 
 
@@ -223,7 +225,7 @@ class CacheTarget(Target):
         device, dtype = adapter.layers[layer].device, adapter.model.dtype
         empty = [
             torch.empty(1, half.head_count, 0, half.head_size, dtype=dtype, device=device)
-            for half in (adapter.key, adapter.value)
+            for half in adapter.halves_of(layer)
         ]
         # As the engine caches them: some families repeat heads.
         keys, values = adapter.embed_halves(empty[0], empty[1], None)
@@ -240,6 +242,10 @@ class CacheTarget(Target):
         keys, values = self._held[layer]
         if not isinstance(held, DynamicLayer):
             return
+        if size := self._adapter.layers[layer].index_size:
+            index, values = values[:, 0, :, -size:], values[..., :-size]
+            held.lazy_initialization_indexer(index)  # type: ignore[attr-defined]  # of an indexed layer
+            held.indexer_keys = index  # type: ignore[attr-defined]
         held.lazy_initialization(keys, values)
         held.keys, held.values = keys, values
         if isinstance(held, DynamicSlidingWindowLayer):
@@ -250,6 +256,8 @@ class CacheTarget(Target):
         if not is_empty(self.cache):
             raise InvalidArgument(field="cache", problem="is not empty")
         for layer, decoder in enumerate(self._adapter.layers):
+            if decoder.index_size and not isinstance(self.cache.layers[layer], INDEXED_LAYERS):
+                raise InvalidArgument(field="cache", problem=f"has no room for layer {layer}'s index keys")
             limit = getattr(self.cache.layers[layer], "max_cache_len", None)
             if decoder.window is None and limit is not None and limit < self.token_count:
                 problem = f"has room for {limit} of {self.token_count} tokens"

@@ -15,7 +15,7 @@ def model_shape(adapter: Adapter, name: str) -> ModelShape:
     """Describe the model that `adapter` knows."""
     # One object for like layers: the planner then sees at once that they are.
     known: dict[LayerShape, LayerShape] = {}
-    shapes = (_layer_shape(adapter, layer) for layer in adapter.layers)
+    shapes = (_layer_shape(adapter, number, layer) for number, layer in enumerate(adapter.layers))
     return ModelShape(name, tuple(known.setdefault(shape, shape) for shape in shapes))
 
 
@@ -31,17 +31,24 @@ def representatives(shape: ModelShape) -> dict[LayerShape, int]:
     return found
 
 
-def _layer_shape(adapter: Adapter, layer: DecoderLayer) -> LayerShape:
+def _layer_shape(adapter: Adapter, number: int, layer: DecoderLayer) -> LayerShape:
     config = adapter.model.config.get_text_config(decoder=True)
     element_bytes = adapter.model.dtype.itemsize
     head_count = int(getattr(config, "num_attention_heads", 0) or 0) if layer.has_rows else 0
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(head_count, 1)
+    # Where layers differ, transformers refuses to say a head's size of all.
+    own_config = getattr(config, "per_layer_config", None)
+    head_size = getattr(
+        own_config[number] if own_config else config, "head_dim", None
+    ) or config.hidden_size // max(head_count, 1)
+    row_size = sum(half.size for half in adapter.halves_of(number))
     weights = sum(parameter.numel() for parameter in layer.block.parameters() if parameter.ndim > 1)
     return LayerShape(
         kind=_kind(adapter, layer),
         hidden_row_bytes=adapter.hidden_size * element_bytes,
-        kv_row_bytes=adapter.row_size * element_bytes,
-        project_flops=float(MULTIPLY_ADD_FLOPS * (_projected(adapter, layer) + _mixed(layer))),
+        kv_row_bytes=row_size * element_bytes,
+        project_flops=float(
+            MULTIPLY_ADD_FLOPS * (adapter.hidden_size * row_size * layer.has_rows + _mixed(layer))
+        ),
         linear_flops=float(MULTIPLY_ADD_FLOPS * weights),
         attention_flops=float(2 * MULTIPLY_ADD_FLOPS * head_count * head_size),
         window=layer.window,
@@ -54,10 +61,6 @@ def _layer_shape(adapter: Adapter, layer: DecoderLayer) -> LayerShape:
     )
 
 
-def _projected(adapter: Adapter, layer: DecoderLayer) -> int:
-    return adapter.hidden_size * adapter.row_size if layer.has_rows else 0
-
-
 def _mixed(layer: DecoderLayer) -> int:
     """Multiply-adds of a mixer's matrices for one token; its scan is small beside them."""
     if layer.recurrence is None:
@@ -68,6 +71,8 @@ def _mixed(layer: DecoderLayer) -> int:
 def _kind(adapter: Adapter, layer: DecoderLayer) -> LayerKind:
     if layer.recurrence is not None:
         return LayerKind.LINEAR
+    if not layer.has_rows:
+        return LayerKind.SHARED
     if adapter.kind is StateKind.LATENT:
         return LayerKind.LATENT
     return LayerKind.FULL if layer.window is None else LayerKind.SLIDING

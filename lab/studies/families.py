@@ -87,10 +87,16 @@ MLA: Mapping[str, Any] = {
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "youtu"), MLA),
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+    },
     "gemma4_text": {
         "num_kv_shared_layers": 2,
-        "global_head_dim": 16,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "jamba": {
@@ -128,6 +134,13 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     # Each pass computes whole chunks: 32 to sessions of 200 tokens as 256 to some thousand.
     "mamba2": {"head_dim": 16, "num_heads": 8, "state_size": 16, "n_groups": 1, "chunk_size": 32},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 32,
+    },
     "phi3-longrope": {
         "rope_parameters": {
             "rope_type": "longrope",
@@ -309,7 +322,7 @@ def _conversation(adapter: Adapter, kind: StateKind, client: Client, name: str) 
     model = adapter.model
     spec = model_spec(model, model_id=name)
     kinds = (adapter.kind_of(layer, kind) for layer in range(spec.layer_count))
-    plan = RestorePlan(tuple(Method[each.name] for each in kinds))
+    plan = RestorePlan(tuple(Method[each.name] if each else Method.NOTHING for each in kinds))
     generator = torch.Generator().manual_seed(5)
     kept, worst = DynamicCache(config=model.config), 0.0
     for number, count in enumerate(TURNS):

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from sessions import RELATIVE_BOUND, relative_errors, restored_cache
+from sessions import RELATIVE_BOUND, relative_error, restored_cache
 from tiny_models import VOCABULARY_SIZE, build, heat, random_model
 from torch import Tensor, nn
 from transformers import (
     BloomConfig,
     CohereConfig,
     DynamicCache,
-    Gemma3nTextConfig,
     GlmConfig,
     GptOssConfig,
     Llama4TextConfig,
@@ -32,7 +31,7 @@ from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import Rope
 from gpu_worker.generation import Capture, prefill
 from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.proof import adapt, difference
+from gpu_worker.proof import adapt, contents, difference
 from lab.studies.families import build as build_study
 
 WINDOW = 24
@@ -50,6 +49,7 @@ _SHAPE: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 KV, HIDDEN, AS_CACHED = StateKind.KV, StateKind.HIDDEN, StateKind.KV_AS_CACHED
+TOKENS = StateKind.TOKENS
 MODELS: Mapping[str, tuple[Callable[[], PreTrainedConfig], tuple[StateKind, ...]]] = {
     "norm of all heads, none before": (lambda: Olmo2Config(**_SHAPE), (HIDDEN, KV)),
     "pairs of neighbours": (lambda: CohereConfig(**_SHAPE), (HIDDEN, KV)),
@@ -71,6 +71,9 @@ MODELS: Mapping[str, tuple[Callable[[], PreTrainedConfig], tuple[StateKind, ...]
         ),
         (AS_CACHED,),
     ),
+    "layers that share, streams": (lambda: build_study("gemma3n_text", torch.float32).config, (AS_CACHED,)),
+    "layers that share, sizes": (lambda: build_study("gemma4_text", torch.float32).config, (AS_CACHED,)),
+    "an indexer": (lambda: build_study("deepseek_v32", torch.float32).config, (AS_CACHED,)),
 }
 
 
@@ -85,35 +88,58 @@ def test_what_a_model_proves_comes_back(name: str) -> None:
     restored = {
         kind: restored_cache(
             adapter,
-            RestorePlan.uniform(Method[kind.name], len(adapter.layers)),
+            RestorePlan(tuple(_method(adapter, layer, kind) for layer in range(len(adapter.layers)))),
             rows.__getitem__,
             positions=torch.arange(sum(PASSES)),
+            token_ids=torch.tensor(_token_ids()),
         )
-        for kind in adapter.kinds
+        for kind in (*adapter.kinds, TOKENS)
     }
-    errors = {kind: max(relative_errors(cache, kept)) for kind, cache in restored.items()}
+    errors = {kind: _worst(cache, kept) for kind, cache in restored.items()}
     expected = prefill(model, kept, [5, 3, 8])
 
     assert adapter.kinds == kinds
     assert adapter.is_relocatable is (AS_CACHED not in kinds)
     for kind, cache in restored.items():
-        assert errors[kind] < (RELATIVE_BOUND if kind is HIDDEN else 1e-7)
+        assert errors[kind] < (RELATIVE_BOUND if kind in (HIDDEN, TOKENS) else 1e-7)
         assert torch.allclose(prefill(model, cache, [5, 3, 8]), expected, atol=1e-3, rtol=1e-4)
 
 
 PASSES = (58, 7)
 
 
+def _method(adapter: Adapter, layer: int, kind: StateKind) -> Method:
+    if kind is TOKENS:
+        return Method.TOKENS
+    own = adapter.kind_of(layer, kind)
+    return Method.NOTHING if own is None else Method[own.name]
+
+
+def _worst(cache: Any, kept: DynamicCache) -> float:
+    """Of all that the cache holds: keys, values, and index keys."""
+    pairs = zip(contents(cache), contents(kept), strict=True)
+    return max(relative_error(mine[name], theirs[name]) for mine, theirs in pairs for name in theirs)
+
+
+def _token_ids() -> list[int]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        token
+        for count in PASSES
+        for token in torch.randint(VOCABULARY_SIZE, (count,), generator=generator).tolist()
+    ]
+
+
 def _saved(adapter: Adapter) -> tuple[dict[Stream, Tensor], DynamicCache]:
     model = adapter.model
     pieces: dict[Stream, list[Tensor]] = {
-        Stream(layer, kind): [] for layer in range(len(adapter.layers)) for kind in adapter.kinds
+        Stream(layer, kind): [] for layer in range(len(adapter.layers)) for kind in adapter.kinds_of(layer)
     }
     kept = DynamicCache(config=model.config)
-    generator = torch.Generator().manual_seed(3)
+    ids = _token_ids()
     with Capture(adapter, pieces, lambda layer, kind, rows: pieces[Stream(layer, kind)].append(rows)):
-        for count in PASSES:
-            prefill(model, kept, torch.randint(VOCABULARY_SIZE, (count,), generator=generator).tolist())
+        for part in (ids[: PASSES[0]], ids[PASSES[0] :]):
+            prefill(model, kept, part)
     return {stream: torch.cat(found) for stream, found in pieces.items()}, kept
 
 
@@ -181,28 +207,18 @@ def test_a_model_whose_cache_is_not_what_it_attends_to_is_refused() -> None:
 
 
 _REFUSED: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "shared layers": (
-        lambda: Gemma3nTextConfig(
-            **_SHAPE, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2
-        ),
-        "2 of its 4 layers keep nothing of their own: they share",
-    ),
     "angles of a length": (
         lambda: LlamaConfig(
             **_SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         ),
         "'dynamic' depend on the session's length",
     ),
-    "an indexer": (
-        lambda: build_study("deepseek_v32", torch.float32).config,
-        "layer 0 keeps more than keys and values of tokens",
-    ),
 }
 
 
 @pytest.mark.parametrize("name", _REFUSED)
 def test_what_rows_of_tokens_do_not_hold_is_refused(name: str) -> None:
-    """Layers that share, angles that change with the length, recurrent state: the reason names it."""
+    """Angles that change with the length: the reason names it."""
     config, reason = _REFUSED[name]
     with pytest.raises(UnsupportedArchitecture, match=reason):
         adapt(random_model(config()))

@@ -75,7 +75,7 @@ def test_tokens_are_those_of_a_cache_on_the_device(name: str, split: str) -> Non
     passes = [0, 33, 66, *range(70, 70 + REPLY_TOKENS - 1)]
     ends = [*passes[1:], held.token_count]
     element_bytes = _model(name).dtype.itemsize
-    wide = adapter.row_size_of(adapter.kind)
+    wide = adapter.row_size
     expected = 0
     for layer in range(LAYER_COUNT + 1):
         # Layer 0 of the pass that would come next is on its way already.

@@ -160,7 +160,7 @@ class _Chat:
         self.ids = random.Random(session_id).choices(range(60), k=200)
         self.spec = model_spec(self.adapter.model, model_id=f"{name}-{session_id}")
         kinds = [self.adapter.kind_of(layer, StateKind.KV) for layer in range(self.spec.layer_count)]
-        self.plan = RestorePlan(tuple(Method[kind.name] for kind in kinds))
+        self.plan = RestorePlan(tuple(Method[kind.name] for kind in kinds if kind))
         self.said: list[int] = []
 
     def turn(self, ids: Sequence[int], *, of: str = "", count: int | None = None) -> Turn:

@@ -41,7 +41,7 @@ def test_kept_keys_are_embedded_at_their_new_positions(
     """A truncated session's keys are its saved keys rotated by transformers' own code for 0..n-1."""
     session = saved_session(name)
     adapter = session.adapter
-    keys, _ = adapter.unpack(_kept(session.rows[Stream(1, StateKind.KV)]))
+    keys, _ = adapter.unpack(_kept(session.rows[Stream(1, StateKind.KV)]), 1)
     keys = keys.transpose(0, 1).unsqueeze(0)
     # Any: transformers types submodules as Tensor | Module.
     base: Any = adapter.base

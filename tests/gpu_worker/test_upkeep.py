@@ -30,6 +30,7 @@ from gpu_worker.profiling.measure import hardware_name
 from gpu_worker.profiling.model_shape import model_shape
 from gpu_worker.profiling.profile_file import Measured, profile_path, write_profile
 from gpu_worker.proof import adapt
+from gpu_worker.upkeep import SessionUpkeep, Stop, UpkeepSettings
 from tests.nursery import Forked
 
 PROMPT = list(range(5, 75))
@@ -115,6 +116,7 @@ def bed(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iter
     measured = Measured(model_shape(adapt(model), "smollm2"), slow)
     write_profile(profile_path(profiles, hardware=hardware, model="smollm2"), measured)
     with ctxcache.connect(server.target) as client:
+        client.models.register(model_spec(model, model_id="tiny", packed_kinds=LOSSY_KINDS))
         yield Bed(server, client, model, path / "smollm2")
 
 
@@ -184,6 +186,29 @@ def test_sigterm_ends_it_between_two_sessions(bed: Bed) -> None:
     changed = {str(line["session"]) for line in told}
     assert all(bed.kinds(name) == (set() if name in changed else {StateKind.KV}) for name in names)
     assert not _left(bed.client)
+
+
+def test_a_sweep_that_is_told_to_stop_looks_at_no_further_session(bed: Bed) -> None:
+    """In process, where a signal cannot come late: one session is changed, and the next one is not."""
+
+    class Asked(Stop):
+        def __init__(self) -> None:
+            self.is_set = False
+
+    names = {bed.save(f"asked-{number}").name for number in range(3)}
+    settings = UpkeepSettings(
+        bed.directory, datasheet=known_profile("cpu"), thaw_s=0.0, rent_s_per_gb_hour=float(HUGE)
+    )
+    stop, upkeep = Asked(), SessionUpkeep(bed.client, settings)
+    try:
+        for _, aged in upkeep.sweep(stop):
+            stop.is_set = aged is not None
+    finally:
+        upkeep.close()
+
+    assert upkeep.counts.changed == 1
+    assert upkeep.counts.sweeps.total() == 0
+    assert sum(bed.kinds(name) == {StateKind.KV} for name in names) >= 2
 
 
 @pytest.mark.parametrize(
