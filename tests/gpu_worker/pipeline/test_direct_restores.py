@@ -195,7 +195,8 @@ def test_a_read_that_fails_within_a_chunk_is_a_miss(
     with slowed(settings=replace(SMALL, slot_count=8)) as pipeline:
         expected = restored(direct, pipeline, session, kept, plan)
         opened[0].read_count, opened[0].fault, opened[0].fault_at = 0, "raises", at
-        with pytest.raises(TierFailure, match="planted"):
+        # Said by the lane that waits for the read, or by the one that begins the next.
+        with pytest.raises(TierFailure):
             restored(direct, pipeline, session, kept, plan)
         again = restored(direct, pipeline, session, kept, plan)
 
