@@ -60,9 +60,9 @@ def test_it_is_the_reference(
     is_folded: bool,
 ) -> None:
     """Norms, types, few bits, partial rotation, odd heads, biases, permuted slots, ragged pieces."""
-    monkeypatch.setattr(product, "PIECE_TOKENS", 20)
+    monkeypatch.setattr(product, "PIECE_TOKENS", 12)
     layer = _layer(kind, dtype, heads=heads, has_head_norm=has_head_norm)
-    hidden = layers.rows_of(3 * layers.normal(37, SIZE) + 5, bits, dtype)
+    hidden = layers.rows_of(3 * layers.normal(21, SIZE) + 5, bits, dtype)
 
     layers.assert_same(*_both(hidden, _folded(layer) if is_folded else layer, pairing, heads))
 
@@ -72,7 +72,7 @@ def test_the_control_is_seen() -> None:
     layer = _folded(_layer(NormKind.RMS, torch.bfloat16))
     assert layer.folded is not None
     layer.folded.weight[:, 7] = torch.cat((layer.key.weight, layer.value.weight))[:, 7]
-    found, expected = _both(3 * layers.normal(37, SIZE).bfloat16(), layer, Pairing.HALVES, (2, 24))
+    found, expected = _both(3 * layers.normal(21, SIZE).bfloat16(), layer, Pairing.HALVES, (2, 24))
 
     with pytest.raises(AssertionError):
         layers.assert_same(found, expected)
@@ -98,10 +98,10 @@ def test_folding_costs_no_more_than_an_engines_own_rounding(kind: NormKind, dtyp
     gain = 10 ** (2 * layers.normal(SIZE, seed=11).clamp(-1, 1))
     layer = _layer(kind, dtype)
     layer = dataclasses.replace(layer, norm=dataclasses.replace(layer.norm, weight=gain.to(dtype)))
-    hidden = layers.normal(37, SIZE)
+    hidden = layers.normal(21, SIZE)
     hidden[:, 5] *= 1000
     hidden = hidden.to(dtype)
-    right = layers.poisoned(37, (2, 24), (3, 20), torch.float32)
+    right = layers.poisoned(21, (2, 24), (3, 20), torch.float32)
     reference.kv_projection(hidden, layer, None, right)
     errors = []
     for each in (_folded(layer), layer):
