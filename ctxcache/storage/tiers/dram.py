@@ -148,7 +148,7 @@ class DramArena:
     def prefault(self) -> Populate:
         """Begin to map every page ahead of use: a first touch costs four times a later one.
 
-        A thread of the lowest priority does it, half a second to two seconds per GiB, and logs its end;
+        A thread does it in short steps with pauses, one to three seconds per GiB, and logs its end;
         reads and writes go on meanwhile. Does nothing on a kernel before 5.14.
         """
         if self._prefault is None:

@@ -73,7 +73,7 @@ def _client(place: Place, blocks: _Blocks) -> Iterator[Client]:
         _load(client, blocks, KEPT)
         attachment = client.blocks._routes.attach()  # noqa: SLF001  no caller needs to wait
         if attachment is not None:
-            # At the lowest priority, so that on a busy machine the first rounds would be all page faults. An
+            # In the background, so that on a busy machine the first rounds would be all page faults. An
             # engine maps the arena once.
             attachment.arena.wait_populated(POPULATED_S)
         yield client
