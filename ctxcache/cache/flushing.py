@@ -396,7 +396,7 @@ class Flushing:
                 dirty[segment] = segment.row_count
         if not dirty and session.durable_end >= end:
             return
-        with self._state.spans.span("flush", segment_count=len(dirty)):
+        with self._state.span("flush", segment_count=len(dirty)):
             # No segment that is written may leave memory, or lose its slot, before its record is there.
             for segment in dirty:
                 self._ledger.held(segment)

@@ -63,7 +63,7 @@ class Promotions:
             # Promotion ahead of need stops here: the device is for callers that wait.
             self._is_none_awaited.clear()
             try:
-                with self._state.spans.span("promotion", segment_count=len(missing)):
+                with self._state.span("promotion", segment_count=len(missing)):
                     await in_window((partial(self._promotion, s) for s in missing), count)
             finally:
                 self._awaited_count -= 1

@@ -23,6 +23,7 @@ import enum
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
@@ -39,7 +40,7 @@ from ctxcache.errors import CacheError, ModelNotFound
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_RANGE, StreamRange
 from ctxcache.runtime.clock import Clock
-from ctxcache.runtime.spans import NO_SPANS, Spans, current_trace_id
+from ctxcache.runtime.spans import NO_SPANS, NOTHING, Spans, current_trace_id
 from ctxcache.storage.metadata.base import ModelRecord
 
 Fact: TypeAlias = "int | str | bool | Sequence[int]"
@@ -125,6 +126,10 @@ class State:
         self._layouts: WeakValueDictionary[tuple[bytes, tuple[StreamRange, ...]], SegmentLayout] = (
             WeakValueDictionary()
         )
+
+    def span(self, name: str, **facts: str | int) -> AbstractContextManager[object]:
+        """A part of what runs now, for those who trace: see Spans."""
+        return self.spans.span(name, **facts) if self.spans.is_on else NOTHING
 
     # -- models ------------------------------------------------------------------------------------
 

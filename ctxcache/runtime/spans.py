@@ -39,11 +39,11 @@ class NoSpans:
 
     def rpc(self, method: str, metadata: Metadata) -> AbstractContextManager[object]:  # noqa: ARG002
         """See Spans."""
-        return _NOTHING
+        return NOTHING
 
     def span(self, name: str, **facts: str | int) -> AbstractContextManager[object]:  # noqa: ARG002
         """See Spans."""
-        return _NOTHING
+        return NOTHING
 
     def local(
         self,
@@ -51,10 +51,11 @@ class NoSpans:
         operation_count: int,  # noqa: ARG002
     ) -> AbstractContextManager[object]:
         """See Spans."""
-        return _NOTHING
+        return NOTHING
 
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
+"""A span that nobody hears of."""
 NO_SPANS = NoSpans()
 
 

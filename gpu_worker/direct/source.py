@@ -23,8 +23,8 @@ from ctxcache.client.rows import FiledRows, FileRun, SsdSlot, StoredChunk
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.checksums import bound_checksum
 from ctxcache.format.streams import Stream
-from gpu_worker.kernels.chunk_checksum.reference import WORD_BYTES, Piece
-from gpu_worker.pipeline.sources import ChunkSums, Cuts, Expected, Landing, LeasedSource
+from gpu_worker.kernels.chunk_checksum.reference import WORD_BYTES, ChunkPiece
+from gpu_worker.pipeline.sources import BatchLanding, Cuts, Expected, LeasedSource, SumsChunks
 
 THREADS = 32
 """Reads of kvikio under way at a time: fewer leave an NVMe device idle between them."""
@@ -170,7 +170,7 @@ class _Reading(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class FileLanding(Landing):
+class FileLanding(BatchLanding):
     """A batch that comes, wholly or in part, from files. See Arrival."""
 
     path_of: Callable[[int], str]
@@ -189,7 +189,7 @@ class FileLanding(Landing):
             for planned in (self.targets, self.sources, self.pieces, self.expected):
                 planned.clear()
             self.copy(0, rows)
-        Landing.bring(self)
+        BatchLanding.bring(self)
 
     def settle(self) -> None:
         """See Arrival."""
@@ -219,7 +219,7 @@ class LandingSource(DirectSource):
         self,
         rows: FiledRows,
         files: DeviceFiles,
-        sums: ChunkSums,
+        sums: SumsChunks,
         again: Callable[[], SessionRows],
         on_failure: Callable[[CacheError], None],
     ) -> None:
@@ -228,7 +228,7 @@ class LandingSource(DirectSource):
         self._open: set[Stream] = set()
         """Streams of which the last batch ended within a chunk that the device sums up."""
 
-    def land(self, stream: Stream, begin: int, end: int, into: Tensor, cuts: Cuts) -> Landing:
+    def land(self, stream: Stream, begin: int, end: int, into: Tensor, cuts: Cuts) -> BatchLanding:
         """See LandingRows."""
         landing = FileLanding(
             into,
@@ -250,7 +250,7 @@ class LandingSource(DirectSource):
         if is_open:
             problem = f"rows of {stream} from token {begin} on could not be read behind those of their chunk"
             raise TierFailure(path=self._rows.files.paths[0], problem=problem)
-        instead = Landing(into, self._sums)
+        instead = BatchLanding(into, self._sums)
         self._by_store(stream, begin, end, instead.host_room(0, end - begin))
         return instead
 
@@ -272,7 +272,7 @@ class LandingSource(DirectSource):
         slot, chunk = run.slot, run.slot.chunk(stream)
         at, size = run.row_begin * row_bytes, (run.row_end - run.row_begin) * row_bytes
         key = stream, chunk.path_index, chunk.offset_bytes
-        piece = Piece(key, offset, size, at, chunk.size_bytes)
+        piece = ChunkPiece(key, offset, size, at, chunk.size_bytes)
         place = landing.into.reshape(-1)[offset : offset + size]
         reading = self._files.begin(chunk.path_index, chunk.offset_bytes + at, place)
         landing.reads.append(_Reading(chunk, size, reading))

@@ -36,7 +36,7 @@ from ctxcache.errors import CacheError
 from ctxcache.format.streams import Stream
 from gpu_worker.errors import RestoreFailed, ShapeMismatch
 from gpu_worker.kernels.chunk_checksum import reference
-from gpu_worker.kernels.chunk_checksum.reference import Piece, Sums, is_fit
+from gpu_worker.kernels.chunk_checksum.reference import ChunkPiece, Sums, is_fit
 from gpu_worker.libcuda import Libcuda
 
 log = logging.getLogger(__name__)
@@ -168,15 +168,15 @@ def _check_range(stream: Stream, begin: int, end: int, count: int) -> None:
 # -- onto the device -------------------------------------------------------------------------------
 
 
-class ChunkSums(Protocol):
+class SumsChunks(Protocol):
     """See kernels/chunk_checksum/reference.py."""
 
-    def add(self, data: Tensor, pieces: Sequence[Piece]) -> Sums:
+    def add(self, data: Tensor, pieces: Sequence[ChunkPiece]) -> Sums:
         """Take pieces of chunks, in order."""
         ...
 
 
-def chunk_sums(device: torch.device) -> ChunkSums:
+def chunk_sums(device: torch.device) -> SumsChunks:
     """Checksums by a device, or by the host where that is the device."""
     if device.type != "cuda":
         return reference.ChunkSums()
@@ -193,15 +193,15 @@ class Expected(NamedTuple):
 
 
 @dataclass(slots=True)
-class Landing:
+class BatchLanding:
     """One batch on its way: an Arrival. Filled by the source, on the reading lane."""
 
     into: Tensor
     """[n, row_bytes] on the device."""
-    sums: ChunkSums
+    sums: SumsChunks
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ChunkPiece] = field(default_factory=list)
     expected: list[Expected] = field(default_factory=list)
     found: Sums | None = None
 
@@ -253,14 +253,14 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 class ArenaSource(LeasedSource):
     """Rows under a lease, in an arena that the device copies from by itself. See LandingRows."""
 
-    def __init__(self, rows: LeasedRows, sums: ChunkSums) -> None:
+    def __init__(self, rows: LeasedRows, sums: SumsChunks) -> None:
         """`rows` belong to this source while it restores; their arena is pinned."""
         super().__init__(rows)
         self._leased, self._sums = rows, sums
 
-    def land(self, stream: Stream, begin: int, end: int, into: Tensor, cuts: Cuts) -> Landing:
+    def land(self, stream: Stream, begin: int, end: int, into: Tensor, cuts: Cuts) -> BatchLanding:
         """See LandingRows."""
-        landing = Landing(into, self._sums)
+        landing = BatchLanding(into, self._sums)
         for placed in self._leased.placed(stream, begin, end):
             first = placed.token_begin - begin
             if placed.chunk is None and not self._leased.is_verified:
@@ -271,7 +271,9 @@ class ArenaSource(LeasedSource):
                 self._leased.copy_verified(stream, placed.token_begin, token_end, room)
         return landing
 
-    def _take(self, landing: Landing, stream: Stream, placed: PlacedRows, first: int, cuts: Cuts) -> bool:
+    def _take(
+        self, landing: BatchLanding, stream: Stream, placed: PlacedRows, first: int, cuts: Cuts
+    ) -> bool:
         """Have a piece of a chunk copied and summed up; False where the device cannot do that."""
         chunk, row_bytes = placed.chunk, placed.rows.shape[1]
         offset = first * row_bytes
@@ -282,7 +284,7 @@ class ArenaSource(LeasedSource):
         total = (chunk.token_end - chunk.token_begin) * row_bytes
         at = (placed.token_begin - chunk.token_begin) * row_bytes
         key = stream, chunk.segment_id
-        piece = Piece(key, offset, placed.rows.nbytes, at, total)
+        piece = ChunkPiece(key, offset, placed.rows.nbytes, at, total)
         landing.copy(first, placed.rows)
         landing.pieces.append(piece)
         if piece.is_last:

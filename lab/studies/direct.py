@@ -36,7 +36,7 @@ from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.compute import KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline
-from gpu_worker.pipeline.sources import Landing
+from gpu_worker.pipeline.sources import BatchLanding
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
 from gpu_worker.proof import adapt
@@ -120,7 +120,7 @@ def unverified() -> Iterator[None]:
 
     with (
         mock.patch.object(client_rows, "chunk_checksum", anything),
-        mock.patch.object(Landing, "sum_up", return_value=None),
+        mock.patch.object(BatchLanding, "sum_up", return_value=None),
     ):
         yield
 

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from gpu_worker.kernels.chunk_checksum import fused as checksum_fused
 from gpu_worker.kernels.chunk_checksum import reference as checksum_reference
-from gpu_worker.kernels.chunk_checksum.reference import Piece
+from gpu_worker.kernels.chunk_checksum.reference import ChunkPiece
 from gpu_worker.kernels.kv_projection import fused as projection_fused
 from gpu_worker.kernels.kv_projection import product as projection_product
 from gpu_worker.kernels.kv_projection import reference as projection_reference
@@ -369,7 +369,7 @@ def _checksums(bench: Bench, limits: Mapping[str, float], *, tiny: bool) -> None
     """As many short chunks as a batch has, and one long chunk: both read their bytes once."""
     for chunk_bytes, count in ((4096, 4),) if tiny else ((64 * 8192, 64), (4096 * 8192, 1), (4096 * 8192, 8)):
         data = torch.randint(0, 256, (chunk_bytes * count,), dtype=torch.uint8, device=bench.device)
-        pieces = [Piece(i, i * chunk_bytes, chunk_bytes, 0, chunk_bytes) for i in range(count)]
+        pieces = [ChunkPiece(i, i * chunk_bytes, chunk_bytes, 0, chunk_bytes) for i in range(count)]
         fused, right = checksum_fused.ChunkSums(bench.device), checksum_reference.ChunkSums()
         found = fused.add(data, pieces)
         if bench.device.type == "cuda":

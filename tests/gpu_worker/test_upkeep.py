@@ -12,9 +12,9 @@ from urllib.request import urlopen
 import pytest
 import torch
 from server_process import ServerProcess
-from sidecar.worker_process import ON_ONE_THREAD, examples_of, nursery
 from tiny_models import build
 from transformers import PreTrainedModel
+from worker_process import ON_ONE_THREAD, examples_of, nursery
 
 import ctxcache
 from ctxcache.client import Client

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_worker.kernels.chunk_checksum.reference import BLOCK_BYTES, Piece, Places, Sums
+from gpu_worker.kernels.chunk_checksum.reference import BLOCK_BYTES, ChunkPiece, Places, Sums
 
 BLOCKS = 4
 UNROLLED = 8
@@ -57,7 +57,7 @@ class ChunkSums:
         self._free = list(range(FIRST_STATES))
         self._places = Places()
 
-    def add(self, data: Tensor, pieces: Sequence[Piece]) -> Sums:
+    def add(self, data: Tensor, pieces: Sequence[ChunkPiece]) -> Sums:
         """See the reference."""
         self._places.take(data, pieces)
         if not pieces:
@@ -81,7 +81,7 @@ class ChunkSums:
         )
         return self._found(checksums, [piece.is_last for piece in pieces])
 
-    def _slot(self, piece: Piece) -> int:
+    def _slot(self, piece: ChunkPiece) -> int:
         """Where a chunk's lanes stay between two pieces; any place where there is one piece alone."""
         slot = self._slots.pop(piece.chunk, None)
         if piece.is_last:
@@ -111,7 +111,7 @@ class ChunkSums:
         ]
 
 
-def _block_count(piece: Piece) -> int:
+def _block_count(piece: ChunkPiece) -> int:
     """Blocks of a piece that are scrambled: the last block of a chunk never is, not even a whole one."""
     return ((piece.total - 1) if piece.is_last else piece.begin + piece.size) // BLOCK_BYTES - (
         piece.begin // BLOCK_BYTES

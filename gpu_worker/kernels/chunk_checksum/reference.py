@@ -19,7 +19,7 @@ TAIL_BYTES = 64
 """The last bytes of a chunk are read once more, from its last piece."""
 
 
-class Piece(NamedTuple):
+class ChunkPiece(NamedTuple):
     """Bytes `[begin, begin + size)` of a chunk of `total` bytes, which lie at `offset` of a buffer.
 
     `chunk` names the chunk; `offset` is a multiple of 8.
@@ -58,7 +58,7 @@ class ChunkSums:
         self._hashers: dict[Hashable, xxh3_64] = {}
         self._places = Places()
 
-    def add(self, data: Tensor, pieces: Sequence[Piece]) -> Sums:
+    def add(self, data: Tensor, pieces: Sequence[ChunkPiece]) -> Sums:
         """Take pieces that lie in `data` [B] uint8. Raises ValueError for a piece out of order or place."""
         self._places.take(data, pieces)
         raw = data.cpu().numpy()
@@ -79,7 +79,7 @@ class Places:
     def __init__(self) -> None:
         self._ends: dict[Hashable, int] = {}
 
-    def take(self, data: Tensor, pieces: Sequence[Piece]) -> None:
+    def take(self, data: Tensor, pieces: Sequence[ChunkPiece]) -> None:
         """Raise ValueError unless every piece lies within the data and goes on where its chunk stands."""
         if data.ndim != 1 or data.element_size() != 1 or not data.is_contiguous():
             raise ValueError("data are contiguous bytes")

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 from ctxcache.format.checksums import bound_checksum, chunk_checksum
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.kernels.chunk_checksum import fused, reference
-from gpu_worker.kernels.chunk_checksum.reference import BLOCK_BYTES, Piece, is_fit
+from gpu_worker.kernels.chunk_checksum.reference import BLOCK_BYTES, ChunkPiece, is_fit
 
 SIZES = (241, 300, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 4096, 5000, 9001, 12288)
 Way = Callable[[], reference.ChunkSums | fused.ChunkSums]
@@ -35,7 +35,7 @@ def _expected(data: torch.Tensor) -> int:
 def test_every_size_beside_every_other(way: str) -> None:
     """Whole chunks of every way that the algorithm treats sizes, at once."""
     data = _bytes(60_000)
-    pieces = [Piece(i, i * 3016, size, 0, size) for i, size in enumerate(SIZES)]
+    pieces = [ChunkPiece(i, i * 3016, size, 0, size) for i, size in enumerate(SIZES)]
     expected = [_expected(data[piece.offset : piece.offset + piece.size]) for piece in pieces]
 
     assert WAYS[way]().add(data, pieces)() == expected
@@ -56,7 +56,10 @@ def test_any_chunk_cut_anywhere(size: int, blocks: list[int], word: int) -> None
         data[8 * word : 8 * word + taken] = chunk[begin : begin + taken]
         between = 8 * word + -(-taken // 8) * 8
         data[between : between + 3000] = other
-        pieces = [Piece("chunk", 8 * word, taken, begin, size), Piece("other", between, 3000, 0, 3000)]
+        pieces = [
+            ChunkPiece("chunk", 8 * word, taken, begin, size),
+            ChunkPiece("other", between, 3000, 0, 3000),
+        ]
         answer = sums.add(data, pieces)()
         begin += taken
         assert answer.pop() == _expected(other)
@@ -75,7 +78,7 @@ def test_many_chunks_may_be_unfinished() -> None:
     for begin in (0, BLOCK_BYTES):
         data = torch.cat([chunk[begin : begin + BLOCK_BYTES] for chunk in chunks])
         pieces = [
-            Piece(number, number * BLOCK_BYTES, BLOCK_BYTES, begin, 2 * BLOCK_BYTES)
+            ChunkPiece(number, number * BLOCK_BYTES, BLOCK_BYTES, begin, 2 * BLOCK_BYTES)
             for number in range(count)
         ]
         found = sums.add(data, pieces)()
@@ -88,7 +91,7 @@ def test_a_stored_chunks_checksum() -> None:
     data, stream = _bytes(64 * 96), Stream(3, StateKind.HIDDEN)
     expected = chunk_checksum(0x1234_5678_9ABC_DEF0, stream, data.cpu().numpy().data)
 
-    (found,) = WAYS["fused"]().add(data, [Piece(0, 0, len(data), 0, len(data))])()
+    (found,) = WAYS["fused"]().add(data, [ChunkPiece(0, 0, len(data), 0, len(data))])()
 
     assert bound_checksum(0x1234_5678_9ABC_DEF0, stream, found) == expected
 
@@ -96,7 +99,7 @@ def test_a_stored_chunks_checksum() -> None:
 @pytest.mark.parametrize("place", [0, 1023, 1024, 4999])
 def test_a_flipped_bit_is_seen(place: int) -> None:
     """In the first block, at its end, at the next one's begin, in the last stripe."""
-    data, piece = _bytes(5000), [Piece(0, 0, 5000, 0, 5000)]
+    data, piece = _bytes(5000), [ChunkPiece(0, 0, 5000, 0, 5000)]
     before = WAYS["fused"]().add(data, piece)()
     data[place] ^= 1
 
@@ -109,12 +112,12 @@ def test_pieces_that_are_none_are_refused(way: str) -> None:
     data, sums = _bytes(4096), WAYS[way]()
     for offset, size in ((0, 4104), (-8, 300), (4, 300)):
         with pytest.raises(ValueError, match="a piece is not within 4096 bytes"):
-            sums.add(data, [Piece(0, offset, size, 0, size)])
+            sums.add(data, [ChunkPiece(0, offset, size, 0, size)])
     with pytest.raises(ValueError, match="stands elsewhere"):
-        sums.add(data, [Piece(0, 0, 1024, 1024, 4096)])
+        sums.add(data, [ChunkPiece(0, 0, 1024, 1024, 4096)])
     with pytest.raises(ValueError, match="two pieces of one chunk"):
-        sums.add(data, [Piece(0, 0, 1024, 0, 2048), Piece(0, 1024, 1024, 1024, 2048)])
+        sums.add(data, [ChunkPiece(0, 0, 1024, 0, 2048), ChunkPiece(0, 1024, 1024, 1024, 2048)])
     for begin, size, total in ((0, 1000, 2000), (100, 1900, 2000), (0, 240, 240), (1024, 63, 1087)):
         assert not is_fit(begin, size, total)
         with pytest.raises(ValueError, match="are no piece"):
-            sums.add(data, [Piece(0, 0, size, begin, total)])
+            sums.add(data, [ChunkPiece(0, 0, size, begin, total)])

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpu_worker.pipeline import pipeline, sources
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Cuda, HostLane, Lane
-from gpu_worker.pipeline.sources import Landing
+from gpu_worker.pipeline.sources import BatchLanding
 from gpu_worker.pipeline.target import LayerRoom
 from gpu_worker.plan import Method
 
@@ -163,8 +163,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         "_transfer",
         lambda targets, found: driver.launch(lambda: sources._copy_all(targets, found)),
     )
-    sum_up = Landing.sum_up
-    monkeypatch.setattr(Landing, "sum_up", lambda landing: driver.launch(lambda: sum_up(landing)))
+    sum_up = BatchLanding.sum_up
+    monkeypatch.setattr(BatchLanding, "sum_up", lambda landing: driver.launch(lambda: sum_up(landing)))
 
     def launched(
         self: Modules, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom

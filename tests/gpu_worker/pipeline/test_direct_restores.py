@@ -27,7 +27,7 @@ from gpu_worker.direct import DirectPath
 from gpu_worker.direct.source import LandingSource
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.pipeline.pipeline import PipelineSettings
-from gpu_worker.pipeline.sources import Cuts, Landing
+from gpu_worker.pipeline.sources import BatchLanding, Cuts
 
 WAYS = ("posix", "gds")
 CHUNKS = PipelineSettings(slot_bytes=1 << 16, slot_count=2, batch_tokens=SEGMENT_TOKENS, is_poisoned=True)
@@ -235,7 +235,7 @@ def test_the_check_would_see_bytes_that_were_not_verified(
     session, plan = saved()
     kept = save(client, session, session_id, [StateKind.KV])
     direct, opened = direct_by(client, "gds", monkeypatch)
-    monkeypatch.setattr(Landing, "sum_up", lambda _landing: None)
+    monkeypatch.setattr(BatchLanding, "sum_up", lambda _landing: None)
     with slowed(settings=CHUNKS) as pipeline:
         expected = restored(direct, pipeline, session, kept, plan)
         opened[0].read_count, opened[0].fault = 0, "flipped"
@@ -313,7 +313,7 @@ def test_a_store_that_is_killed_meanwhile_is_a_miss(monkeypatch: pytest.MonkeyPa
 
     def land_later(
         source: LandingSource, stream: Stream, begin: int, end: int, into: torch.Tensor, cuts: Cuts
-    ) -> Landing:
+    ) -> BatchLanding:
         # Layers behind the first come when the store is gone, however fast this machine is.
         if stream.layer:
             assert is_killed.wait(20)

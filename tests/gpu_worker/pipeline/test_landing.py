@@ -23,7 +23,7 @@ from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import RestoreFailed
 from gpu_worker.pipeline import sources
 from gpu_worker.pipeline.pipeline import Pipeline
-from gpu_worker.pipeline.sources import ArenaPins, ArenaSource, Cuts, Landing, LeasedSource
+from gpu_worker.pipeline.sources import ArenaPins, ArenaSource, BatchLanding, Cuts, LeasedSource
 
 __all__ = ["driver"]
 PLAN = "kv:0-2"
@@ -89,6 +89,12 @@ def _saved(client: Client, session_id: str, kind: StateKind = StateKind.KV) -> S
     return save(client, saved_session("llama"), session_id, [kind])
 
 
+@pytest.fixture
+def kept(client: Client, session_id: str) -> SessionInfo:
+    """K/V of a session on SSD. Before a fake device: models are proven by restores on the real one."""
+    return _saved(client, session_id)
+
+
 def _is_right(cache: object) -> bool:
     kept = saved_session("llama").kept_cache
     return all(
@@ -130,12 +136,11 @@ def test_rows_are_copied_once_and_by_the_device(
 def test_a_lease_outlives_the_copies_under_it(
     client: Client,
     monkeypatch: pytest.MonkeyPatch,
-    session_id: str,
+    kept: SessionInfo,
     transfers: Transfers,
     driver: Driver,
 ) -> None:
     """It is given back when the device has made every copy; also of a restore that is cancelled."""
-    kept = _saved(client, session_id)
     direct, _ = _pinned(client, monkeypatch)
     given_back: list[tuple[int, int]] = []
     issued = [0]
@@ -181,7 +186,7 @@ def test_a_byte_that_changed_in_memory_is_found_on_the_device(
         before = client.admin.stats().mended_segment_count
         flip_in_arena(client, kept, Stream(1, StateKind.KV))
         if not is_summed:
-            monkeypatch.setattr(Landing, "sum_up", lambda _landing: None)
+            monkeypatch.setattr(BatchLanding, "sum_up", lambda _landing: None)
             assert not _is_right(restored(direct, pipeline, session, kept, PLAN))
             return
         with pytest.raises(RestoreFailed, match="was mended"):

@@ -25,7 +25,7 @@ from tests.nursery import Entry, Forked, Nursery
 TIMEOUT_S = 180
 """How long a start may take where torch is imported on a busy machine; nothing is promised about it."""
 WORKER = Entry("gpu_worker.cli.app:app", ("serve",))
-ON_ONE_THREAD = Entry("tests.gpu_worker.sidecar.worker_process:run_on_one_thread", ("worker",))
+ON_ONE_THREAD = Entry("tests.gpu_worker.worker_process:run_on_one_thread", ("worker",))
 """Commands of the worker's that compute a little: on a busy machine threads wait for each other."""
 
 
