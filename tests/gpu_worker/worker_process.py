@@ -45,7 +45,7 @@ def examples_of(name: str) -> list[str]:
 
 def mortal_engine(worker: Path, hello: Path, session: str, token_count: int) -> "subprocess.Popen[str]":
     """An engine in a process of its own, attached to the worker that listens at a path."""
-    program = Path(__file__).with_name("engine_process.py")
+    program = Path(__file__).parent / "sidecar" / "engine_process.py"
     return subprocess.Popen(
         [sys.executable, str(program), str(worker), str(hello), session, str(token_count)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
