@@ -69,9 +69,11 @@ def joins_early(_: int) -> None:
     """No bug: two full segments that follow one another are joined."""
     joined = Ledger.joined
 
-    def told(book: Ledger, session: Session, parts: Sequence[Segment], whole: Flushed) -> list[Segment]:
+    def told(
+        book: Ledger, sessions: Sequence[Session], parts: Sequence[Segment], whole: Flushed
+    ) -> list[Segment]:
         sys.stderr.write(f"{JOINED}: {len(parts)}\n")
-        return joined(book, session, parts, whole)
+        return joined(book, sessions, parts, whole)
 
     made = Upkeep.__init__
 
