@@ -1,7 +1,7 @@
 # Two commands from a fresh clone: `make demo` and `make test`. Everything lands in .venv and .venv-store.
 PYTHON ?= python3
 ARGS ?=
-PYTEST_ARGS ?= -n auto --dist worksteal
+PYTEST_ARGS ?= -n auto
 BIN := .venv/bin
 SOURCES := ctxcache gpu_worker lab tests scripts
 # Long tests first, so that none runs alone at the end.

@@ -26,8 +26,11 @@ from ctxcache.observe.bearer import CHALLENGE, Bearer
 from ctxcache.observe.metric import Group, MetricKind, counter, gauge
 from ctxcache.runtime.files import check_secret, secret_refusal
 from gpu_worker.direct import DirectPath, Live
-from gpu_worker.pipeline.sources import ArenaPins
 from gpu_worker.sidecar.edge import AdmissionLimit
+
+if TYPE_CHECKING:
+    # Tables and dashboards are made of METRICS where torch is not installed.
+    from gpu_worker.pipeline.sources import ArenaPins
 
 LEFT, LOST = "left", "lost"
 
@@ -223,7 +226,7 @@ class Direct(Protocol):
 
     read_bytes: int
     failures: Counter[str]
-    pins: ArenaPins
+    pins: "ArenaPins"
 
     @property
     def live(self) -> Live:
