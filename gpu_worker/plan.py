@@ -87,7 +87,7 @@ class Stage(enum.Enum):
 
     @classmethod
     def of(cls, method: Method) -> "Stage":
-        """The device's stage for a layer by that method."""
+        """The device's stage for a layer by that method. NOTHING has none: KeyError."""
         return _STAGES[method]
 
 
