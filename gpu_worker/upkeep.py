@@ -50,7 +50,7 @@ FIELD = "DIRECTORY"
 
 @dataclass(frozen=True, slots=True)
 class UpkeepSettings:
-    """What to look after, and by which prices."""
+    """The sessions to look after, and the prices."""
 
     directory: Path
     models: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class SessionUpkeep:
 
     @staticmethod
     def facts(look: SessionLook, aged: Aged | None) -> dict[str, object]:
-        """What a line says of a session: bytes, seconds, its form, and the form that it is due, if any."""
+        """The facts of a session's line: bytes, seconds, its form, and the form that is due, if any."""
         found: dict[str, object] = {
             "session": look.session.name,
             "token_count": look.session.token_count,

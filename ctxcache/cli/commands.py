@@ -140,7 +140,7 @@ def spare_models(command: Any) -> None:
     """Let a command's parameters take values as they are that need no conversion.
 
     typer makes a pydantic model for each parameter: pydantic takes longer to import than a small command to
-    run. What is not as it has to be goes typer's way, whose sentence says so.
+    run. Typer refuses any other value, with a sentence of its own.
     """
     command.get_params = partial(_spared, command.get_params)
     for each in getattr(command, "commands", {}).values():
@@ -167,7 +167,7 @@ def _processed(parameter: Any, process: Callable[[Any, Any], Any], context: Any,
 
 
 def _plain(parameter: Any, kind: type[Any], value: Any) -> Any:
-    """What a value comes to that needs no conversion, or none but by its name; None for any other."""
+    """A value as the command takes it, where no conversion is needed; None for a value that needs one."""
     # A number that was said has bounds; a default has been looked at by its author.
     if type(value) is kind and (kind is str or value == parameter.default):
         return value

@@ -175,21 +175,21 @@ def _screen() -> ModuleType:
 
 
 def _unseen(_what: str, _done: int) -> None:
-    """Nobody is looking."""
+    """Standard error is no terminal."""
 
 
 @contextmanager
 def _progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
     """Where a person is looking a bar over the replays, and the turns of this one."""
     if not sys.stderr.isatty():
-        yield lambda _what, _done: None
+        yield _unseen
         return
     with _screen().progress(run_count) as step:
         yield step
 
 
 class _NoBar:
-    """Nobody is looking."""
+    """Standard error is no terminal."""
 
     def begin(self, run_count: int) -> None:
         """See SweepBar."""

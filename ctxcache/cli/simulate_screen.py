@@ -1,4 +1,4 @@
-"""What `ctxcache simulate` draws in a terminal: tables of figures, and bars while it replays.
+"""Tables of figures and bars of progress that `ctxcache simulate` draws in a terminal.
 
 Imported where something is drawn: rich takes as long to import as all the rest of the command.
 """

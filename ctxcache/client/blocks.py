@@ -604,7 +604,7 @@ def _found(answer: block_pb2.LookupBlocksResponse) -> list[FoundBlock]:
 
 @lru_cache(ANSWERS_KEPT)
 def _answer(encoded: bytes) -> list[FoundBlock] | OperationError:
-    """What an encoded answer to a look-up says. Not to be changed: others get the same one."""
+    """The blocks of an encoded look-up's answer. Not to be changed: other callers get the same list."""
     [result] = AccessResponse.FromString(encoded).results
     return result.error if result.HasField("error") else _found(result.found_blocks)
 

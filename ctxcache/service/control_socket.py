@@ -267,7 +267,7 @@ class _Connection(asyncio.Protocol):
     def _take_alone(self, data: bytes) -> bool:
         """Deal with a request that came whole and by itself, as most do. False: nothing is done.
 
-        What `go_on` does besides has no object then.
+        The other steps of `go_on` have nothing to do then.
         """
         client, caller = self._client, self._caller
         if client is None or caller is None or self._frames.held_bytes or not self._is_ready():
@@ -275,11 +275,7 @@ class _Connection(asyncio.Protocol):
         if caller.is_revoked or self._control.admission.is_draining or not is_alone(data, FrameKind.ACCESS):
             return False
         try:
-            answer = client.answer_at_once(data[HEAD_BYTES:])
-            if isinstance(answer, bytes):
-                self._answer(answer)
-            else:
-                self._finish_later(client.carry_out(answer, is_tried=True))
+            self._answer(client.answer_at_once(data[HEAD_BYTES:]))
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             self._end(known_error(error))
         if self._is_stalled:
@@ -303,11 +299,7 @@ class _Connection(asyncio.Protocol):
         elif frame.kind == FrameKind.ACCESS:
             if caller.is_revoked:
                 caller.check()
-            answer = client.answer_at_once(frame.message)
-            if isinstance(answer, bytes):
-                self._answer(answer)
-            else:
-                self._finish_later(client.carry_out(answer, is_tried=True))
+            self._answer(client.answer_at_once(frame.message))
         elif frame.kind == FrameKind.END:
             self._end(None)
         else:
@@ -374,9 +366,13 @@ class _Connection(asyncio.Protocol):
             self._answer(response)
         self.go_on()
 
-    def _answer(self, response: bytes) -> None:
+    def _answer(self, answer: bytes | arena_pb2.AccessRequest) -> None:
+        """Send an answer; a request, which may have to wait, is carried out and answered later."""
         assert self._transport is not None  # noqa: S101  # frames come after it was made
-        self._transport.write(encode_frame(FrameKind.ACCESS, response))
+        if isinstance(answer, bytes):
+            self._transport.write(encode_frame(FrameKind.ACCESS, answer))
+        elif self._client is not None:
+            self._finish_later(self._client.carry_out(answer, is_tried=True))
 
 
 def _bad(field: str, problem: str) -> InvalidArgument:

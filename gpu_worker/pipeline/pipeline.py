@@ -244,7 +244,7 @@ class Restoration:
         self._on_stuck, self._share = on_stuck, share
         self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
         self._events: list[tuple[Stage, LaneEvent]] = []
-        # What landed and was not compared yet, by layer; the reading lane adds, the announcing lane takes.
+        # Landed rows that were not compared yet, by layer; the reading lane adds, the announcing lane takes.
         self._arrived: dict[int, list[Arrival]] = defaultdict(list)
         self._fill_s = 0.0
         self._begin_ns = time.perf_counter_ns()

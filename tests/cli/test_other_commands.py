@@ -130,7 +130,7 @@ def test_online_commands_import_no_server() -> None:
 
 @pytest.mark.parametrize("output", ["json", "table"])
 def test_a_replay_imports_what_it_needs(tmp_path: Path, output: str) -> None:
-    """What draws tables or runs an event loop takes longer to import than a short replay takes."""
+    """Packages that draw tables or run an event loop take longer to import than a short replay takes."""
     trace = tmp_path / "trace.csv"
     trace.write_text("session_id,arrival_ms,new_input_tokens,output_tokens\na,0,10,5\n")
     imported = _imports_of("simulate", str(trace), "--policies", "lru", "-o", output)

@@ -281,7 +281,7 @@ def test_a_caller_interrupted_in_the_middle_of_an_answer_breaks_the_way(
 
 @pytest.mark.parametrize("answer", [b"", b"\x12\x00", b"\x08", b"\x08" + b"\x80" * 10 + b"\x01"])
 def test_an_answer_to_no_request_breaks_the_way(answer: bytes) -> None:
-    """What it holds could be given back by nobody."""
+    """The lease in an answer that cannot be read could never be given back."""
     ours, theirs = socket.socketpair()
     access = SocketAccess(ours, FrameReader(), "unix:here", timeout_s=30)
     theirs.sendall(encode_frame(FrameKind.ACCESS, answer))

@@ -42,7 +42,7 @@ HUGE = "1e12"
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command said, and how it ended."""
+    """A command's output, and its exit code."""
 
     code: int
     stdout: str

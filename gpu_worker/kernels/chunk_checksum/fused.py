@@ -1,7 +1,7 @@
 """`chunk_checksum` in Triton: every 1,024 bytes by a program of their own, then one short chain per chunk.
 
 Source: the XXH3 specification (xxHash, doc/xxhash_spec.md), for inputs above 240 bytes. A block of 1,024
-bytes adds 16 stripes to 8 lanes and then scrambles them. What the stripes add does not depend on the lanes:
+bytes adds 16 stripes to 8 lanes and then scrambles them. The sum of the stripes does not depend on the lanes:
 
     bytes    [block 0][block 1][block 2] ...      read once, by as many programs as there are blocks
                  │        │        │

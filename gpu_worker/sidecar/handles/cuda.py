@@ -146,7 +146,7 @@ class CudaOpener:
 
 
 def _wrong(handle: bytes, offset_bytes: int) -> str:
-    """What is wrong with a handle, and what to do. Torch puts its version and a letter before its own."""
+    """The fault of a handle, and the remedy. Torch's handles begin with a version and a letter."""
     if offset_bytes < 0:
         return f"begins at {offset_bytes} of its allocation"
     kind = handle[1:2]

@@ -39,7 +39,7 @@ class _Blocks:
         self.data: list[Bytes] = [content(i, self.size_bytes) for i in range(BLOCK_COUNT)]
         self._kept = self._keys(KEPT)
         self.found = FoundBlock(LookupState.HIT, self.size_bytes, is_in_dram=True)
-        """What a look-up says of each."""
+        """The state of each block, as a look-up says it."""
         self.into: list[Bytes] = [np.ones(self.size_bytes, np.uint8) for _ in range(BLOCK_COUNT)]
 
     def keys(self, number: int) -> list[bytes]:

@@ -68,7 +68,7 @@ def test_it_is_the_reference(
 
 
 def test_the_control_is_seen() -> None:
-    """What is compared differs where the gain is left out of one column of the weights."""
+    """The keys differ where the gain is left out of one column of the weights."""
     layer = _folded(_layer(NormKind.RMS, torch.bfloat16))
     assert layer.folded is not None
     layer.folded.weight[:, 7] = torch.cat((layer.key.weight, layer.value.weight))[:, 7]
