@@ -11,14 +11,16 @@ does not answer within a second, and nothing is offered.
 
 import functools
 import inspect
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_type_hints
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NoReturn, ParamSpec, Self, get_type_hints
 
 import typer
 
@@ -172,6 +174,36 @@ class CliCall(Shared):
         print_list(noun, shown[:limit], has_more=has_more, output=self.output)
 
 
+class CtrlC:
+    """Ctrl-C as the good end of a `with` block: KeyboardInterrupt leaves it, and goes no further.
+
+    Python drops a KeyboardInterrupt that comes while a `__del__` runs, as one of gRPC's channels does at
+    the end of each call. So a loop asks `was_pressed` as well.
+    """
+
+    def __init__(self) -> None:
+        self.was_pressed = False
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._pressed)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> bool:
+        signal.signal(signal.SIGINT, self._before)
+        return kind is not None and issubclass(kind, KeyboardInterrupt)
+
+    def rest(self, for_s: float) -> None:
+        """Sleep, unless it was pressed before."""
+        if not self.was_pressed:
+            time.sleep(for_s)
+
+    def _pressed(self, _number: int, _frame: FrameType | None) -> NoReturn:
+        self.was_pressed = True
+        raise KeyboardInterrupt
+
+
 P = ParamSpec("P")
 
 
@@ -218,14 +250,13 @@ def _repeated(function: Callable[Concatenate[CliCall, P], None]) -> Callable[...
                 raise typer.BadParameter("goes with --watch", param_hint="--interval")
             function(call, *arguments, **given)
             return
-        # Ctrl-C is how it ends.
-        with suppress(KeyboardInterrupt):
-            while True:
+        with CtrlC() as ctrl_c:
+            while not ctrl_c.was_pressed:
                 if call.output is Output.TABLE and sys.stdout.isatty():
                     sys.stdout.write(CLEAR)
                 function(call, *arguments, **given)
                 sys.stdout.flush()
-                time.sleep(interval_s if isinstance(interval_s, float) else WATCH_INTERVAL_S)
+                ctrl_c.rest(interval_s if isinstance(interval_s, float) else WATCH_INTERVAL_S)
 
     return command
 

@@ -7,12 +7,11 @@ until Ctrl-C.
 import enum
 import errno
 import sys
-from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import CliCall, online, ssd_paths, tenant_names, watched
+from ctxcache.cli.call import CliCall, CtrlC, online, ssd_paths, tenant_names, watched
 from ctxcache.cli.documents import examples
 from ctxcache.cli.tables import drain_line
 from ctxcache.cli.units import parse_span, parsed
@@ -284,9 +283,9 @@ def drain(
             call.show_facts({"is_draining": False}, "work is taken again")
             return
         last: DrainStatus | None = None
-        with suppress(KeyboardInterrupt):
+        with CtrlC() as ctrl_c:
             for last in client.admin.drain():
-                if not wait:
+                if not wait or ctrl_c.was_pressed:
                     break
                 _report(last)
         if last is not None:

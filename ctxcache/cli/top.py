@@ -11,9 +11,7 @@ Rates and frames are pure. Worst case: the server does not answer, which is said
 
 import math
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated
@@ -25,7 +23,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ctxcache.cli.call import CliCall, online
+from ctxcache.cli.call import CliCall, CtrlC, online
 from ctxcache.cli.documents import Output, examples
 from ctxcache.cli.failures import sentence
 from ctxcache.cli.tables import duration, fragmented
@@ -429,8 +427,8 @@ def top(
         elif once:
             _print(_look(client), call.target, width)
         else:
-            with suppress(KeyboardInterrupt):
-                _live(client, call.target, interval, width)
+            with CtrlC() as ctrl_c:
+                _live(client, call.target, interval, width, ctrl_c)
 
 
 def _look(client: Client) -> Look:
@@ -446,15 +444,15 @@ def _print(look: Look, target: str, width: int | None) -> None:
     console.print(frame(look, None, target, console.width))
 
 
-def _live(client: Client, target: str, interval_s: float, width: int | None) -> None:
+def _live(client: Client, target: str, interval_s: float, width: int | None, ctrl_c: CtrlC) -> None:
     console = Console(highlight=False, width=width)
     before: Look | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
+        while not ctrl_c.was_pressed:
             try:
                 now = _look(client)
                 live.update(frame(now, before, target, console.width), refresh=True)
                 before = now
             except Unavailable as error:
                 live.update(Text(sentence(error), style="bold red"), refresh=True)
-            time.sleep(interval_s)
+            ctrl_c.rest(interval_s)

@@ -7,14 +7,14 @@ whole.
 
 import json
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import CliCall, online
+from ctxcache.cli.call import CliCall, CtrlC, online
 from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.units import human_duration, parse_span, parsed
 from ctxcache.recordings import RecordedFile, created, write
@@ -56,9 +56,11 @@ def record(
     with call.client() as client, closing(client.admin.record(span)) as parts:
         # A recording that was refused leaves no file.
         first = next(parts)
-        with created(file) as lines, suppress(KeyboardInterrupt):
+        with created(file) as lines, CtrlC() as ctrl_c:
             for written in write(chain((first,), parts), lines):
                 _report(written)
+                if ctrl_c.was_pressed:
+                    break
     facts: dict[str, Plain] = {
         "file": str(file),
         "calls": written.call_count,

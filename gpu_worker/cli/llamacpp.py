@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,7 +99,6 @@ def llamacpp(
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     from gpu_worker.engines.llamacpp import proxy  # noqa: PLC0415  --help needs no llama.cpp
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     proxy.serve(settings, _announce)
 
 

@@ -10,13 +10,16 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+import typer
 from command_line import ctxcache, ctxcache_json
 from operated import SESSION, operated_server, prepare
 from server_process import COMMAND_LINE, ServerProcess
 from stored import store_session
 from stored_model import stored_model
+from typer.testing import CliRunner
 
 from ctxcache import connect
+from ctxcache.cli.call import CliCall, watched
 from ctxcache.cli.documents import as_yaml
 from ctxcache.cli.failures import ExitCode
 from ctxcache.errors import LeaseNotFound
@@ -180,6 +183,32 @@ def test_watch_goes_on_until_it_is_interrupted(target: str) -> None:
         assert watching.wait() == 0
 
     assert all(len(one["paths"]) == 3 for one in seen)
+
+
+class _PressesCtrlC:
+    """Ctrl-C comes while it is dropped, where Python forgets what a signal raises."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_comes_while_an_object_is_dropped_is_not_lost() -> None:
+    """A watch ends behind the answer in which it came."""
+    answer_count = 0
+    watch = typer.Typer()
+
+    @watch.command()
+    @watched
+    def _answer(_call: CliCall) -> None:
+        nonlocal answer_count
+        answer_count += 1
+        assert answer_count == 1
+        _PressesCtrlC()
+
+    ran = CliRunner().invoke(watch, ["--watch", "--interval", "0.01"])
+
+    assert (ran.exit_code, answer_count) == (0, 1)
 
 
 def test_an_interval_is_of_a_watch(target: str) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import select
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -18,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -350,8 +351,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(settings: LlamaSettings, announce: Callable[[LlamaProxy], None]) -> None:
-    """Serve until SIGTERM or SIGINT, which raise KeyboardInterrupt in this thread; then save what is left."""
+    """Serve until SIGTERM or SIGINT, then save what is left. In the main thread."""
     with LlamaProxy(settings) as proxy:
+
+        def stop(_number: int, _frame: FrameType | None) -> None:
+            # It waits for the loop of `serve_forever`, which this thread runs.
+            threading.Thread(target=proxy.shutdown, daemon=True).start()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
         announce(proxy)
-        with suppress(KeyboardInterrupt):
-            proxy.serve_forever()
+        proxy.serve_forever()
