@@ -17,6 +17,14 @@ SLACK = 64
 """Outdated begins of a size that are not worth a pass."""
 
 
+# Free extents in three indexes, and slots between them:
+#
+#     path      |####......####|..........|#####|.....|
+#     _end_of   begin ► end of each free extent      to find the extent that begins where a slot ends
+#     _begin_of end ► begin                          to find the one that ends where it begins
+#     _bins     size ► heap of begins                the smallest size that fits, then the lowest offset
+#
+# Best fit keeps large extents whole for long segments. The lowest offset keeps the file's end free.
 class Extents:
     """Free space of one path, `[first_offset, first_offset + capacity_bytes)`."""
 
@@ -45,6 +53,7 @@ class Extents:
         size = self._sizes[i]
         begins = self._bins[size]
         # Begins of extents that are gone, or have another size by now, are passed over.
+        # No bin is empty of current entries, so that this ends.
         while self._end_of.get(begin := heappop(begins)) != begin + size:
             continue
         self._remove(begin)
@@ -65,6 +74,7 @@ class Extents:
         """
         if self.free_bytes != self.capacity_bytes:
             raise ValueError("runs are adopted before any is taken")
+        # One pass over runs in ascending order leaves the gaps between them as the free extents.
         begin, end = self.first_offset, self.first_offset + self.capacity_bytes
         self._end_of, self._begin_of, self._bins, self._counts, self._sizes = {}, {}, {}, {}, []
         is_adopted = []
@@ -72,6 +82,7 @@ class Extents:
             fits = begin <= offset and offset + size_bytes <= end
             is_adopted.append(fits)
             if fits:
+                # Gap before the run. `_add` ignores empty ones.
                 self._add(begin, offset)
                 self.free_bytes -= size_bytes
                 begin = offset + size_bytes
@@ -104,6 +115,8 @@ class Extents:
             insort(self._sizes, size)
         self._counts[size] += 1
         heappush(begins, begin)
+        # Deleting from the middle of a heap is not possible: begins that are gone stay until they outnumber
+        # the rest.
         if len(begins) > 2 * self._counts[size] + SLACK:
             # More that are outdated than are not: once in as many calls.
             self._bins[size] = [b for b in set(begins) if self._end_of.get(b) == b + size]
@@ -173,6 +186,8 @@ class SlotAllocator:
         """
         if len(self._paths) == 1:
             on_path = 0
+        # The session's own path first: a device that is lost shall take few sessions whole, not a part of
+        # each.
         if on_path is not None and on_path not in closed:
             offset = self._paths[on_path].take(size_bytes)
             if offset is not None:
@@ -185,6 +200,8 @@ class SlotAllocator:
 
     def _next_path(self, size_bytes: int, closed: Collection[int]) -> int | None:
         """The path of the next session: smooth weighted round robin over those with room, by free bytes."""
+        # With 3 GB and 1 GB free, sessions go a a b a, a a b a: in proportion at any time, where drawing by
+        # weight would send long runs to one path now and then.
         free_bytes = {
             i: path.free_bytes
             for i, path in enumerate(self._paths)
@@ -192,6 +209,7 @@ class SlotAllocator:
         }
         if not free_bytes:
             return None
+        # Free bytes at each call: a path that fills up faster gets fewer sessions from then on.
         total_bytes = sum(free_bytes.values())
         for i, path_bytes in free_bytes.items():
             self._credits[i] += path_bytes / total_bytes
@@ -207,6 +225,7 @@ class SlotAllocator:
         """
         of_path: list[list[tuple[int, int, int]]] = [[] for _ in self._paths]
         misplaced = []
+        # Records of a store with more paths: those slots cannot be had, and their sessions are cut.
         for i, slot in enumerate(slots):
             if slot.path_index < len(self._paths):
                 of_path[slot.path_index].append((slot.offset_bytes, slot.size_bytes, i))

@@ -94,6 +94,7 @@ class History:
         key = (tenant, session_id)
         events = self._events.pop(key, ())
         last = events[-1] if events else None
+        # The same again: counted, so that eight time-outs do not push out the eviction before them.
         if last and (last.event, last.detail) == (event, detail):
             again = Happened(
                 event, time_ns, last.first_time_ns, detail, token_count, last.count + 1, trace_id
@@ -102,6 +103,7 @@ class History:
         else:
             new = Happened(event, time_ns, time_ns, detail, token_count, trace_id=trace_id)
             events = (*events, new)[-EVENTS_LIMIT:]
+        # Put last: the session to which nothing happened for longest is the first.
         self._events[key] = events
         if len(self._events) > self._sessions_limit:
             self._events.popitem(last=False)
@@ -131,6 +133,7 @@ class Requests:
         last = misses[-1] if misses else None
         if last and (last.session_id, last.by, last.result) == (miss.session_id, miss.by, miss.result):
             misses, miss = misses[:-1], replace(miss, count=last.count + 1)
+        # Of one request only the latest: a look-up of hundreds of names is one request.
         self._misses[tenant, trace_id] = (*misses, miss)[-MISSES_LIMIT:]
         if len(self._misses) > self._requests_limit:
             self._misses.popitem(last=False)

@@ -35,6 +35,8 @@ class Bound:
 
     def is_reached(self, taken: int, own: int) -> bool:
         """Whether one more is too many for a tenant that has `own` of the `taken`."""
+        # Divided: own < 2 x free. One tenant stops at two thirds and leaves a third; two stop at two fifths
+        # each. No tenant has to be known in advance, and no count has to be configured per tenant.
         free = self.limit - taken
         return free <= 0 or (self.is_divided and own >= OWN_PER_FREE * free)
 
@@ -93,6 +95,15 @@ DEFAULT_QUEUE_LIMITS = QueueLimits()
 # `claimed`: bytes that are dirty, or that a writer may make dirty without asking again.
 
 
+# The arena by what is in it, and who acts at which mark:
+#
+#     0                       dirty 1/4             dirty_limit 3/4        high 7/8   low 15/16   full
+#     |──── dirty: memory alone ──┼──────────────────────┼───────────────────┼──────────┼──────────|
+#                                 │ write-behind runs    │ writers wait      │          │
+#                                 │ at once              │                   └── keep_free drops ◄┘
+#                                                                                down to here
+#
+# Between `low` and `high` nothing is done: each drop would be followed by the next allocation.
 @dataclass(frozen=True, slots=True)
 class Watermarks:
     """The bounds between which the arena is kept.
@@ -140,6 +151,8 @@ class Watermarks:
 
         `own_bytes` of `claimed_bytes` are the writer's own.
         """
+        # A writer alone may have more than the bound: otherwise a session larger than the bound could never
+        # grow.
         is_alone = claimed_bytes <= own_bytes
         return is_alone or claimed_bytes + needed_bytes <= self.limit_bytes(capacity_bytes)
 
@@ -163,6 +176,7 @@ class Allowance:
         """Whether anything may be written now."""
         # Some ask at a moment that they looked at the clock before others did.
         earned = max(now_ns - self._then_ns, 0) * self.bytes_per_s / SECOND_NS
+        # At most one second's worth: a pause must not be followed by a burst that a device's life pays for.
         self._balance_bytes = min(self._balance_bytes + earned, self.bytes_per_s)
         self._then_ns = max(now_ns, self._then_ns)
         return not self.bytes_per_s or self._balance_bytes > 0
@@ -183,6 +197,11 @@ class Pinner(NamedTuple):
     number: int | None = None
 
 
+# Pins of one segment, counted three times:
+#
+#     _pins          segment ► how many pin it             in all: the bytes count once
+#     _client_pins   (client, segment) ► how many          for the client's share: once per client
+#     _tenant_bytes  tenant ► bytes                        for the division among tenants
 class Budget:
     """Pinned segments by id, with their sizes. Owned by the event loop."""
 
@@ -199,6 +218,7 @@ class Budget:
 
     def limit_of(self, client: Pinner) -> int:
         """The most bytes that the client could ever pin."""
+        # own <= 1 x free: alone a tenant has half of the budget at most.
         # Alone it may have so much that what is left free is in proportion.
         limit_bytes = self.limit_bytes
         if self.is_divided:
@@ -215,6 +235,7 @@ class Budget:
         for segment_id, size_bytes in sizes_bytes.items():
             if segment_id not in self._pins:
                 new_bytes += size_bytes
+        # Segments that anybody pins already take no room again: a hundred readers of one prompt pin it once.
         free_bytes = self.limit_bytes - self.used_bytes - new_bytes
         if free_bytes < 0:
             return False
@@ -271,6 +292,13 @@ class Budget:
 # Worst case: a request above its tenant's share waits for as long as other tenants are within theirs.
 # Meanwhile its tenant gets nothing and what the tenant has is written, so that the tenant comes to be within
 # its share as well.
+#
+# Who is first, with a budget of 100 and two tenants, 50 each:
+#
+#     a has 60, asks 10 (number 1)     above its share by 20
+#     b has 20, asks 10 (number 2)     within its share          ► b first
+#     both within                                                ► lower number first
+#     both above                                                 ► the one less above first
 
 LENGTH = 256
 """Requests that wait at a time. No tenant has all of the places; more requests are refused at once."""
@@ -330,6 +358,8 @@ class WaitingLine:
         candidates = [next(iter(own)) for own in self._waiting.values()]
         if len(candidates) <= 1:
             return candidates[0] if candidates else None
+        # Tenants that only wait count as present: shares are divided among those that have something or want
+        # it.
         there_bytes = dict.fromkeys(self._waiting, 0) | dict(self._used_bytes)
 
         def place(request: RoomRequest) -> tuple[bool, int, int]:

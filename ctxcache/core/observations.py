@@ -117,6 +117,8 @@ class Busiest:
     def count(self, uid: bytes) -> None:
         """One more access."""
         self._counts[uid] = self._counts.get(uid, 0) + 1
+        # Amortised: one sort of 1,024 after 512 new sessions. Counts halve, so that an old favourite can be
+        # overtaken.
         if len(self._counts) > self._limit:
             self._counts = {uid: (count + 1) // 2 for uid, count in self.first(self._limit // 2)}
 
@@ -168,8 +170,11 @@ class Throughput:
         return size_bytes / self.bytes_per_s
 
     def _pass(self, now_s: float) -> None:
+        # The clock is the caller's: one that goes back counts no time.
         passed_s, self._since_s = max(now_s - self._since_s, 0.0), now_s
+        # Time in which nothing was under way says nothing about the device.
         if self._under_way:
             kept = exp(-passed_s / MEMORY_S)
             self._busy_s = self._busy_s * kept + passed_s
+            # The floor moves with the time: a device that returns nothing sinks to it, and never to 0.
             self._bytes = max(self._bytes * kept, self._busy_s * LEAST_BYTES_PER_S)

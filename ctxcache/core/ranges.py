@@ -24,6 +24,7 @@ def count(ranges: Ranges) -> int:
 
 def count_from(ranges: Ranges, begin: int) -> int:
     """How many positions lie at or after `begin`. Takes time for those ranges only."""
+    # Bisection on the ends: the first range that ends behind `begin`.
     low = bisect_right(ranges, begin, key=lambda item: item[1])
     return sum(e - max(b, begin) for b, e in ranges[low:])
 
@@ -43,6 +44,7 @@ def clip(ranges: Ranges, begin: int, end: int) -> Ranges:
     if begin >= end:
         return ()
     low = bisect_right(ranges, begin, key=lambda item: item[1])
+    # Ranges that touch the window; the first and the last are cut below.
     kept = list(ranges[low : bisect_left(ranges, end, key=lambda item: item[0])])
     if kept:
         kept[0] = max(kept[0][0], begin), kept[0][1]
@@ -54,6 +56,7 @@ def extend(ranges: Ranges, begin: int, end: int) -> Ranges:
     """The ranges and `[begin, end)`, which starts at or after their end."""
     if begin == end:
         return ranges
+    # Appending to the last range keeps the usual session at one range, however many commits it has.
     if ranges and ranges[-1][1] == begin:
         return (*ranges[:-1], (ranges[-1][0], end))
     return (*ranges, (begin, end))
@@ -76,6 +79,7 @@ def subtract(ranges: Ranges, dropped: Ranges) -> Ranges:
     i = 0
     for begin, end in ranges:
         low = begin
+        # Both lists ascend, so that `i` never goes back.
         while i < len(dropped) and dropped[i][1] <= low:
             i += 1
         j = i

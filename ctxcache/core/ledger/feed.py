@@ -21,6 +21,8 @@ from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Facts, Level, Ranked
 
 SECOND_NS = 10**9
+# A policy's answer costs microseconds. Between two calls of `passed`, half a second, so many answers are
+# asked for although the old ones may serve: a search among 100,000 sessions must not hold the event loop.
 LOOKS = 1 << 10
 """Ranks that are looked up anew between two calls of `passed` though nothing happened to the sessions."""
 GHOSTS = 1 << 17
@@ -107,6 +109,7 @@ class Standing:
     """Since when all of it is in memory, while it is."""
 
     @property
+    # FRESH counts as in use: its first turn has not ended, and the policy has not heard of a rest.
     def is_in_use(self) -> bool:
         """Whether nothing of it leaves while others can."""
         return self.session.use is not Use.IDLE or self.coming_count > 0
@@ -120,11 +123,14 @@ class Standing:
         """The session rests; a turn is over if something was appended."""
         session = self.session
         appended_count = session.log_end - self.rested_end
+        # The rested end came from a ghost. The same name with fewer tokens is a new conversation.
         if appended_count < 0:
             # Made anew, and shorter than it was when it was evicted.
             appended_count = session.log_end
+        # No more than was appended: the input may have begun in a turn before.
         answer_count = min(max(session.log_end - session.input_end, 0), appended_count)
         session.least_commit = 0
+        # A rest without new tokens is a read: no turn.
         self.turn_count += appended_count > 0
         self.rested_end = session.log_end
         self.has_rested, self.is_set_aside = True, False
@@ -136,6 +142,7 @@ class Standing:
 
     def _facts(self, appended_count: int, answer_count: int = 0) -> Facts:
         layout = self.session.layout
+        # Per token, of the whole slot: padding is paid for as well.
         token_bytes = layout.size_bytes / layout.segment_tokens
         size_bytes = self.session.size_bytes
         appended_bytes, answer_bytes = int(appended_count * token_bytes), int(answer_count * token_bytes)
@@ -185,6 +192,8 @@ class Feed:
 
     def rank(self, uid: bytes) -> Key | None:
         """Where the session stands: the lowest leaves the store first. None for a session that is gone."""
+        # In use: above all others, and the policy is not even asked. When the rest comes, `fell` tells the
+        # rankings, for the rank falls from infinity.
         standing = self._standings.get(uid)
         if standing is not None and standing.session.use is not Use.IDLE:
             standing.has_fallen = True
@@ -205,6 +214,13 @@ class Feed:
         if rank is None:
             standing.has_fallen = True
             return IN_USE, IN_USE
+        # Class first, then what left memory already, then the policy:
+        #
+        #     store     (class, policy's key ...)
+        #     memory    (class, 0 if it has begun to leave else 1, policy's key ...)
+        #
+        # Half a session in memory hastens no turn that waits for all of it, so that what began to leave goes
+        # on.
         retaining = self.retaining
         if uid not in retaining.retained and uid not in retaining.pinned:
             return (0, *rank), (0, not standing.is_leaving, *rank)
@@ -225,6 +241,7 @@ class Feed:
 
     def passed(self) -> None:
         """Time passes. Called twice a second."""
+        # Twice a second: sessions are looked up again although nothing happened, because policies know time.
         self._looks_left = LOOKS
         self.retaining.passed()
         self.policy.passed(self._now_s())
@@ -271,6 +288,7 @@ class Feed:
             return
         self.policy.arrived(standing.name, now_s)
         self._heard_count += 1
+        # The job that was announced has come. What it waits for is over.
         if standing.is_queued:
             standing.is_queued = False
             self.policy.withdrawn(standing.name)
@@ -286,8 +304,11 @@ class Feed:
         """The last access is about to end: the policy hears of it while the session still ranks as in use."""
         standing = self._standings[session.uid]
         facts = standing.rest()
+        # A session that grew past its grant asks for more, or loses its class, before it is ranked.
         if self.retaining.retained or self.retaining.pinned:
             self.retaining.rested(session)
+        # In this order: the policy hears the rest while the rank is still that of use. The session may leave
+        # only when `rested` has told the rankings.
         self.policy.idle(standing.name, facts, now_s)
         self._heard_count += 1
         if standing.order is not None:
@@ -300,6 +321,7 @@ class Feed:
     def rested(self, session: Session) -> None:
         """The last access has ended: the session may leave for others, and may be wanted itself."""
         standing = self._standings[session.uid]
+        # Once for each use, and not for each access of it: a rank that did not fall needs no word.
         if standing.has_fallen:
             standing.has_fallen = False
             self.fell(session)
@@ -309,9 +331,11 @@ class Feed:
     def settled(self, session: Session) -> None:
         """Segments of the session came to memory: perhaps all that were missing."""
         standing = self._standings.get(session.uid)
+        # A session that never rested was never placed: the policy has no facts of it.
         if standing is None or not standing.has_rested or not (session.segments or standing.tier):
             return
         tier = Level.MEMORY if session.is_in_memory else Level.BELOW
+        # With kin even an unchanged tier is told: the kin may have changed, and what leaves with it.
         if tier is not standing.tier or session.residence.kin:
             self._place(standing, tier)
 
@@ -322,6 +346,7 @@ class Feed:
 
     def dropped(self, segment: Segment) -> None:
         """The segment left memory."""
+        # Promoted, never read, gone: a promotion that was in vain.
         if segment in self.unread:
             self.unread.discard(segment)
             self.prefetched.prefetch_unused_segment_count += 1
@@ -339,9 +364,11 @@ class Feed:
         standing = self._standings.get(session.uid)
         if standing is None:
             return
+        # By name: the session may be made anew, and its turns count on. GHOSTS bounds what is remembered.
         self._ghosts[standing.name] = Ghost(standing.turn_count, session.token_count, self._now_s())
         if len(self._ghosts) > GHOSTS:
             self._ghosts.popitem(last=False)
+        # Evicted, not ended: the policy may learn from a return.
         self.policy.evicted(standing.name)
         self._heard_count += 1
         self.policy.withdrawn(standing.name)
@@ -364,9 +391,11 @@ class Feed:
         """A job of the session waits; it is expected to start at `order`, in monotonic seconds."""
         standing = self._standings.get(session.uid)
         if standing is not None:
+            # The access that used an earlier order does not use this one.
             standing.is_order_used = standing.is_order_used and standing.order is not None
             standing.is_set_aside, standing.order, standing.rank = False, order, None
             standing.is_queued = True
+            # A policy's clock may stand half a second back, and orders are times.
             self.policy.passed(self._now_s())
             self._heard_count += 1
             self.policy.hinted(standing.name, order)
@@ -430,6 +459,7 @@ class Feed:
     def coming(self, session: Session) -> None:
         """The session is being promoted ahead of need: nothing of it leaves for others meanwhile."""
         standing = self._standings[session.uid]
+        # Counted: two promotions of one session may be under way.
         standing.coming_count += 1
         standing.is_leaving = False
         if session.residence.kin:
@@ -443,6 +473,7 @@ class Feed:
             standing.coming_count -= 1
             standing.is_set_aside = is_set_aside
             self.settled(session)
+            # It stood as in use, above all others, and falls back to its own rank.
             self.fell(session)
 
     def promoting(self, segment: Segment) -> None:
@@ -462,6 +493,7 @@ class Feed:
             if piece.segment in self.unread:
                 self.unread.discard(piece.segment)
                 self.prefetched.prefetch_used_segment_count += 1
+                # Not in memory yet: the promotion was begun, but too late to help this read.
                 self.prefetched.prefetch_late_segment_count += piece.segment.memory is None
 
     def is_in_memory(self, session: Session) -> bool:
@@ -475,6 +507,7 @@ class Feed:
         return self._monotonic_ns() / SECOND_NS
 
     def _appear(self, session: Session) -> Standing:
+        # The name, not the uid: a session that comes back has another uid.
         name = f"{session.tenant}\0{session.session_id}".encode()
         ghost = self._ghosts.pop(name, NOBODY)
         standing = Standing(session, name, ghost.turn_count, ghost.token_count)
@@ -489,9 +522,13 @@ class Feed:
 
         All its ranks may rise at once, and a look at all must not wait.
         """
+        # A key that was asked for when the policy had heard the same is still right: no answer changes
+        # unheard.
         if standing.rank is not None and standing.heard_count == self._heard_count:
             # The policy heard nothing since: it would say the same.
             return standing.rank
+        # Beyond LOOKS the last answer stands in. It may be half a second old, which is less than policies
+        # tell apart.
         if standing.rank is None or self._looks_left > 0:
             self._looks_left -= standing.rank is not None
             standing.heard_count = self._heard_count
@@ -501,6 +538,7 @@ class Feed:
     def _place(self, standing: Standing, tier: Level) -> None:
         session = standing.session
         kin = session.residence.kin
+        # Entered even if the tier is the same: it may have become kin to others since.
         if kin and tier is Level.MEMORY:
             # Perhaps it has become kin to another one since it came there.
             self._kin_in_memory.setdefault(kin.uid, set()).add(session.uid)
@@ -510,6 +548,7 @@ class Feed:
         self.policy.placed(standing.name, tier)
         self._heard_count += 1
         self._time_in_memory(standing)
+        # The first placement is no move: nobody is told.
         if before is not None:
             for watcher in tuple(self._watchers.get(session.uid, ())):
                 (watcher.promoted if tier is Level.MEMORY else watcher.demoted)(session.uid)
@@ -553,6 +592,7 @@ class Feed:
         session = standing.session
         del self._standings[session.uid]
         self.retaining.release(session.uid)
+        # The name may be another session's by now.
         if self._uids.get(standing.name) == session.uid:
             del self._uids[standing.name]
         kin = session.residence.kin

@@ -38,6 +38,13 @@ class Keyed:
 
         `token_ids` of a piece; None where memory does not have them.
         """
+        # Keys by the 64, and segments by their own lengths: a key names the segment with the last of its
+        # tokens.
+        #
+        #     tokens      0 ........ 64 ........ 128 ........ 192 ....
+        #     keys                 k1          k2           k3          k2 = hash(k1, tokens 64..127)
+        #     segments    [ s0, 40 rows ][ s1, 100 rows    ][ s2 ...
+        #     entries     k1 ► s1, row 24     k2 ► s1, row 88     k3 ► s2, row 52
         end = session.token_count - session.token_count % BLOCK_TOKENS
         first = begin - begin % BLOCK_TOKENS
         # Nothing was dropped: what is shown is one run from the first position to the log's end.
@@ -46,6 +53,8 @@ class Keyed:
         ranges = session.layout.outline.ranges
         scope = scope_of(session.tenant, session.model_fingerprint, ranges, session.salt)
         parent = self._key_at(session, scope, first)
+        # The key before is not known: its segment was loaded without keys, or is short and out of memory.
+        # Keys made without their parent would be those of other tokens.
         if parent is None:
             return
         pieces = session.pieces(first, end)
@@ -59,10 +68,13 @@ class Keyed:
         piece = next(holders)
         keys = scope.keys(b"".join(parts), parent, session.contents, first)
         for i, key in enumerate(keys, 1):
+            # A piece may hold no end of 64 tokens, and one may hold many.
             position = first + i * BLOCK_TOKENS
             while piece.token_begin + piece.row_end - piece.row_begin < position:
                 piece = next(holders)
             segment = piece.segment
+            # New keys of a segment that still has old ones to be tidied: those go now, or they would be mixed
+            # up.
             if segment.segment_id in self._leaving:
                 self._leave(segment.segment_id)
             self.index.put(scope, key, segment.segment_id, position - segment.begin)
@@ -70,6 +82,8 @@ class Keyed:
     def found(self, scope: Scope, key: bytes) -> Iterator[Entry]:
         """The entries under a key, the latest first. No event may come meanwhile."""
         for entry in self.index.find_all(scope, key):
+            # Keys that wait to be tidied are still in the index. They count up to the rows that the segment
+            # kept.
             most_rows = self._leaving.get(entry.owner)
             if most_rows is None or entry.token_count <= most_rows:
                 yield entry
@@ -104,6 +118,7 @@ class Keyed:
         scope, row_count = _scope(whole), first_row_count(whole)
         for part in parts:
             for key, count in self._keys_of(scope, part.segment_id):
+                # A gap: keys behind it have no unbroken chain within the whole.
                 if part.begin - whole.begin + count != row_count:
                     return
                 self.index.put(scope, key, whole.segment_id, row_count)
@@ -112,8 +127,10 @@ class Keyed:
     def cut(self, session: Session) -> None:
         """The session has lost tokens: what only it lists is not found beyond them."""
         end = session.whole_token_count
+        # From the segment in which the whole tokens end. Those before keep all their keys.
         first = max(bisect_right(session.segments, end, key=BEGIN) - 1, 0)
         for segment in session.segments[first:]:
+            # A fork that lists the segment may hold it whole. Each look-up compares, see `holds`.
             if segment.reference_count > 1 or segment.row_count < first_row_count(segment):
                 continue
             kept_count = max(end - segment.begin, 0)
@@ -144,6 +161,7 @@ class Keyed:
         for piece in session.pieces(0, token_count):
             segment = piece.segment
             for key, row_count in self._keys_of(scope, segment.segment_id):
+                # A part of a segment that is shown has only the keys that end in it.
                 if piece.row_begin < row_count <= piece.row_end:
                     yield key
 
@@ -163,6 +181,7 @@ class Keyed:
         return keys if most_rows is None else [found for found in keys if found[1] <= most_rows]
 
     def _forget(self, segment_id: int, beyond: int) -> None:
+        # Cut twice before it is tidied: the shorter rest counts.
         self._leaving[segment_id] = min(self._leaving.get(segment_id, beyond), beyond)
 
     def _leave(self, segment_id: int) -> int:
@@ -184,5 +203,6 @@ def holds(session: Session, segment: Segment, row_count: int) -> bool:
     token_count = segment.begin + row_count
     if token_count > session.whole_token_count or not session.lists(segment):
         return False
+    # Another segment may hold that position since the newest tokens were dropped and written anew.
     [piece] = session.pieces(token_count - 1, token_count)
     return piece.segment is segment

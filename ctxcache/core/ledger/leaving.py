@@ -49,6 +49,8 @@ class Leaving:
         """Whether the session may leave, and something of it would."""
         if session.is_pinned or not session.is_idle:
             return False
+        # Readers do not protect shared segments: these stay with the forks that list them. A session all of
+        # whose own segments are held gives nothing, and removing it would only lose its name.
         held = [s for s in session.segments if s.hold_count]
         if not held:
             return True
@@ -71,6 +73,10 @@ class Leaving:
         """
         if not session.is_block:
             return session
+        # A walk down the tree of blocks to a leaf: a prompt is of use from its beginning only.
+        #
+        #     system prompt ── tools ─┬─ chat 1 ── ...
+        #                             └─ chat 2 ── ...      "tools" is the coldest: chat 1 leaves
         # Blocks that were put anew may name each other.
         passed: set[bytes] = set()
         while session.uid not in passed:
@@ -105,6 +111,8 @@ class Leaving:
 
     def waits(self, session: Session) -> bool:
         """Whether the session is in use, so that its worth is not known yet, and no room below is free."""
+        # While there is room, writing costs nothing that others need. Without room its worth decides, and
+        # that is known when it rests.
         has_room = self._unwritten.size_bytes(session) <= self._free_bytes
         return not session.is_idle and _is_in_memory_alone(session) and not has_room
 
@@ -115,8 +123,11 @@ class Leaving:
         """
         if session.is_pinned or not session.is_idle:
             return False
+        # What is below already, even in part, stays: the rest is little, and a record without its end is a
+        # loss.
         if not _is_in_memory_alone(session) or self._feed.retaining.store_level(session.uid):
             return False
+        # Every copy takes room.
         needed_bytes = ahead_bytes + session.copies * self._unwritten.size_bytes(session)
         with closing(self._would_leave(session, needed_bytes)) as leaving:
             return not is_worth_writing(needed_bytes, self._free_bytes, leaving)
@@ -129,11 +140,15 @@ class Leaving:
         """
         if session.backlog is not Backlog.SPARED:
             return False
+        # `is_kept` is about the session itself: pinned, in use, or held.
         is_kept = not self.is_removable(session)
         if not is_kept and self.refuses(session):
             return True
+        # A kept session may have to push others out below. While anything else is due that would be written
+        # anyway, writing that makes room without a victim.
         if is_kept and self._unwritten.ranking.first(lambda uid: is_due(self._get(uid))) is not None:
             return False
+        # Recalled and not at once allowed to leave: its rows are the only ones, and are written first.
         self._unwritten.recall(session)
         return False
 
@@ -170,8 +185,10 @@ class Leaving:
     ) -> Callable[[bytes], Verdict]:
         def judge(uid: bytes) -> Verdict:
             session = self._get(uid)
+            # Neither changes by itself: an unpinning or a flush adds the session again.
             if session.is_pinned or not session.amounts().durable_bytes:
                 return Verdict.NOT_BEFORE_ITS_NEXT_CHANGE
+            # In use, or of no use to this caller: to the next one it may be.
             leaves = session is not for_session and self.is_removable(session) and is_of_use(session)
             return Verdict.LEAVES if leaves else Verdict.NOT_NOW
 
@@ -180,6 +197,7 @@ class Leaving:
     def _freed_bytes(self, session: Session) -> int:
         """The bytes that leave with it; what others list too stays."""
         closed = self._closed_paths()
+        # What forks share has more than one lister, and does not leave with this session.
         slots = (slot for s in session.segments if s.reference_count == 1 for slot in s.places)
         return sum(slot.size_bytes for slot in slots if slot.path_index not in closed)
 

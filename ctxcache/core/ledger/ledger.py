@@ -37,6 +37,7 @@ from ctxcache.format.checksums import Sums
 from ctxcache.format.layout import LONG_SLOT_BYTES, SegmentLayout, Slot
 
 SECOND_NS = 10**9
+# Lists of segments are walked at a lease, a fork and a record, in one turn of the event loop.
 MANY_SEGMENTS = 128
 """Segments of a session that cost so much to list that short ones are joined."""
 HOLDERS_LOOKED_AT = 64
@@ -118,6 +119,18 @@ class GiveUp:
     session: Session
 
 
+# Events and moves. Each line is a call; `cache/` makes all of them, on the event loop:
+#
+#     cache/appends     reserved ► claimed ► committed ► appended ► unclaimed, write_ended
+#     cache/flushing    staged ► (bytes written, synced) ► flushed ► (record synced) ► recorded
+#     cache/leases      held ► read_began ► ... ► released ► read_ended
+#     cache/promotion   held ► (read, verified) ► promoted ► released
+#     cache/budgets     next_out_of_memory ► dropped
+#     cache/eviction    next_from_below ► ended ► (record removed, synced) ► forgotten
+#     upkeep            due ► ended; paths_lost ► reckon at the next look
+#
+# The parentheses are what only the caller can do. Between two calls other events may come: every event checks
+# what it needs, and none trusts an earlier answer.
 class Ledger:
     """Every session and every segment. Owned by the event loop.
 
@@ -156,6 +169,8 @@ class Ledger:
         self.usage = Usage(shares)
         self.busiest, self.accesses_by_tenant = Busiest(), Counter[str]()
         self._sessions: dict[tuple[str, str], Session] = {}
+        # Every session by name and by uid. A name is given again after its session ended; a uid never is, so
+        # that work under way finds by the uid that its session is gone.
         self._by_uid: dict[bytes, Session] = {}
         self._names: dict[str, list[str]] = {}
         """Session ids of each tenant, in order."""
@@ -191,9 +206,12 @@ class Ledger:
         """Sessions of which memory has what lies on a lost path."""
         capacities = Capacities(memory.capacity_bytes, below.capacity_bytes)
         retaining = Retaining(self._now_s, self._by_uid, capacities, limits, shares, self._reclassed)
+        # These are made in this order because each asks the one before: the feed knows ranks, the rankings
+        # ask it, and `Leaving` asks both.
         self._feed = Feed(
             policy, clock.monotonic_ns, self._by_uid, self._fell, retaining, seen, wishes.prefetch_wanted
         )
+        # Without shares all sessions are in one ranking, which is quicker than one for each of many tenants.
         account = self._account if shares else None
         self._resident = Resident(self._feed.memory_rank, self._by_uid, account)
         self._evictable = Evictable(self._feed.rank, account)
@@ -205,6 +223,7 @@ class Ledger:
             self._by_uid.__getitem__,
             self._feed,
             self._unwritten,
+            # Called at each look, not bound once: paths close and open while the store runs.
             self._evictable,
             self.quotas,
             below,
@@ -222,8 +241,10 @@ class Ledger:
         """As `find`, for a caller that has looked at the clock: `now_ns` in the store's time."""
         name = tenant, session_id
         session = self._sessions.get(name)
+        # Two dicts and no common one: listing sessions must not walk a million blocks.
         if session is None and session_id.startswith(BLOCKS):
             session = self._blocks.named(tenant, session_id)
+        # Upkeep removes expired sessions some time later. Until then a look-up already takes them for gone.
         if session is None or session.expire_time_ns <= now_ns:
             raise SessionNotFound(session=f"sessions/{session_id}")
         # Paths were lost or came back: sessions pay for that when they are looked up, not all at once.
@@ -297,6 +318,7 @@ class Ledger:
 
     def listers(self, segment: Segment) -> list[Session]:
         """The sessions that list a segment. Looks at all that are kin to them."""
+        # A segment with a residence has one lister, and nothing has to be searched.
         home = segment.home
         if not isinstance(home, Kin):
             return [self._by_uid[home.uid]] if home else []
@@ -315,6 +337,7 @@ class Ledger:
                 # A key that was given for tokens at another place.
                 continue
             home = segment.home
+            # The kin's sessions from the one accessed last: the most likely to be in memory, and to stay.
             uids = reversed(home.uids) if isinstance(home, Kin) else [home.uid] if home else []
             for uid in uids:
                 looks += 1
@@ -333,16 +356,20 @@ class Ledger:
 
     def opened(self, session: Session) -> None:
         """The session was created, or forked: its segments are listed by it too."""
+        # The feed first: the indices ask for ranks, which a session without a standing does not have.
         self._add(session)
         self._feed.appeared(session)
         self._index(session)
 
     def recalled(self, session: Session, idle_s: float) -> None:
         """The session was there when the store was opened, and idle for that long; the oldest come first."""
+        # Slots of the last segments say where the session lies: a session stays on one device, so that a lost
+        # device takes few sessions instead of a part of each.
         places = session.segments[-1].places if session.segments else ()
         session.path = places[0].path_index if places else None
         session.copy_path = places[1].path_index if len(places) > 1 else None
         self._add(session)
+        # A session that wants one copy may list segments with two: those are surplus, and have to be counted.
         if session.copies == 1:
             for segment in session.segments:
                 if segment.copy is not None:
@@ -353,6 +380,8 @@ class Ledger:
 
     def forked(self, source: Session, fork: Session) -> None:
         """The fork, which is opened, shares the source's segments: both logs go on behind them."""
+        # A visit and not a plain note: the policy is told of a use that began and ended, so that the source
+        # ranks as used a moment ago.
         self._visit(source)
         # It may be in use, and go on in memory as kin to the new one.
         self._feed.settled(source)
@@ -363,9 +392,11 @@ class Ledger:
 
         Returns the segments that no session lists any more.
         """
+        # The feed first: it passes the standing of `old` on to `new`. Once `old` has ended, there is none.
         self._feed.replaced(old, new)
         dead = self.ended(old)
         self._add(new)
+        # RECALLED, not a use: the session was there under its name, and upkeep must not make it look used.
         new.used(UseEvent.RECALLED)
         self._index(new)
         self._visit(source)
@@ -414,6 +445,7 @@ class Ledger:
 
         Returns the segments that no session lists any more.
         """
+        # Segments without a live position go at once; their slots only when their records are gone.
         dead = self._unlist(session, session.keep_positions(live))
         self.keyed.cut(session)
         self._feed.recounted(session)
@@ -425,19 +457,25 @@ class Ledger:
         `is_evicted`: for others.
         """
         if is_evicted:
+            # Before the end, which forgets the session: an eviction leaves a ghost that a return is counted
+            # by.
             self._feed.evicted(session)
         session.used(UseEvent.ENDED)
         uid = session.uid
+        # From here on a client may make a session of that name, while this one's record is being removed.
         self._forget_name(session)
         del self._by_uid[uid]
         self.busiest.forget(uid)
         self._touched.pop(uid, None)
         self._lengthened.pop(uid, None)
+        # Each index that could hand the session out again lets go of it, before its segments lose their home.
         self._unwritten.ended(session)
         self._evictable.discard(uid)
         self._feed.ended(session)
         self._expiry.forget(uid)
         self._exposed.pop(uid, None)
+        # Last: the segments are unlisted while the session is known as gone, so that no index adds them
+        # again.
         dead = self._unlist(session, session.segments)
         # The session itself keeps what it withheld: its record may be written once more.
         self._withheld.pop(uid, None)
@@ -482,6 +520,7 @@ class Ledger:
         """The writer is done. Does nothing where the session is gone."""
         if session.use is not Use.GONE:
             self._end(session, UseEvent.WRITE_ENDED, now_s)
+            # Rows that were flushed under the writer may leave below from now on.
             self._evictable.add(session.uid)
 
     def wanted(self, session: Session, segments: Iterable[Segment]) -> None:
@@ -490,6 +529,7 @@ class Ledger:
         Segments that others list too keep a second copy that they have, for it may be theirs.
         """
         for segment in segments:
+            # A fork with one copy must not take the second copy of its source, whose client asked for two.
             if session.copies > segment.copies or segment.reference_count == 1:
                 segment.wanted(session.copies)
                 self._count_copies(segment)
@@ -520,6 +560,7 @@ class Ledger:
 
         At most so many, and about so many segments and streams of them.
         """
+        # Records are made in one turn of the loop: their size bounds the turn, not only their number.
         some: list[Session] = []
         part_count = 0
         for session in islice(self._touched.values(), limit):
@@ -552,6 +593,8 @@ class Ledger:
     @property
     def longest_bytes(self) -> int:
         """The largest slot of a segment that has more than 64 rows."""
+        # Room for a long segment must lie in one piece, in memory and on a path. A share of the smaller of
+        # the two keeps such pieces likely to be found.
         least_bytes = min(self.memory.capacity_bytes, self.below.smallest_path_bytes)
         return min(int(self.watermarks.longest * least_bytes), LONG_SLOT_BYTES)
 
@@ -559,6 +602,8 @@ class Ledger:
         self, session: Session, segment_id: int, begin: int, layout: SegmentLayout, slot: Slot
     ) -> Segment:
         """A writer got room for rows of the session from position `begin` on; returns their segment."""
+        # The generation at reservation, not at commit: it is written into the header and bound into
+        # checksums, and never changes while the segment lives.
         segment = Segment(
             segment_id=segment_id,
             tenant=session.tenant,
@@ -607,6 +652,8 @@ class Ledger:
         """The segment's first `row_count` rows are visible in the session. `now_ns`: monotonic."""
         # The segment's first commit: only now does the session list it.
         if segment.place is Place.RESERVED:
+            # Where a segment begins at the log's end no commit spans into it: what was flushed before it is
+            # whole without it, and a crash may end the session there.
             session.is_tail_apart = segment.begin == session.log_end
             session.segments.append(segment)
             segment.list_in(session.residence)
@@ -620,6 +667,7 @@ class Ledger:
         """So many committed tokens more are live, and the session was accessed at that time of the store."""
         if token_count:
             session.append_rows(session.log_end + token_count)
+            # Write-behind runs now and then, and at once when more is dirty than shall be.
             if self.watermarks.excess_dirty_bytes(self._unwritten.due_bytes, self.memory.capacity_bytes) > 0:
                 self._wishes.write_wanted()
         self.touched(session, now_ns)
@@ -639,9 +687,16 @@ class Ledger:
             replaced.update(self._adopt(item, SegmentEvent.OUTGROWN if is_outgrown else SegmentEvent.FLUSHED))
         self._evictable.add(session.uid)
         self._unwritten.settled(session, [item.segment for item in written], begun_ns)
+        # Only long sessions are looked at to be joined, and only when a full segment became durable.
         if len(session.segments) > self.many_segments and any(item.segment.is_full for item in written):
             self._lengthened[session.uid] = session
         # Before the commit: a record written meanwhile must not fall back behind this one.
+        # Durable in two steps. A crash at each point leaves this:
+        #
+        #     bytes synced        the slots hold rows that no record names: free after a restart
+        #     recorded_end = end  the same; other records of this session that are made now reach as far
+        #     record synced       the session ends at `end` after a restart
+        #     durable_end = end   `recorded`; now the flush is acknowledged
         session.recorded_end = end
         return replaced
 
@@ -661,6 +716,8 @@ class Ledger:
         """
         kept = self.best_place(segment)
         assert kept is not None  # noqa: S101  # its bytes were copied from there
+        # The slot that could not be had is replaced. It lies on a lost path and may come back with other
+        # rows.
         replaced = tuple(place for place in segment.places if place != kept)
         segment.placed((kept, slot))
         segment.stage(-slot.size_bytes)
@@ -672,6 +729,7 @@ class Ledger:
         segment.placed(tuple(place for place in segment.places if place != slot))
         self._disown(slot, is_bad=is_bad)
         self._count_copies(segment)
+        # The remaining copy may be on a lost path: what was shown a moment ago cannot be had now.
         if self.is_on_lost_path(segment):
             self.reckon_again([segment])
 
@@ -679,6 +737,8 @@ class Ledger:
         """The slot below from which the segment is read: one that can be had, if there is one."""
         durable, copy = segment.durable, segment.copy
         if copy is None or durable is None or durable.path_index not in self.lost:
+            # Two copies, and the first is out of reach. If both are, the answer is the first: its read fails,
+            # and says which path.
             return durable
         return durable if copy.path_index in self.lost else copy
 
@@ -705,11 +765,13 @@ class Ledger:
         self._adopt(whole, SegmentEvent.FLUSHED)
         for session in sessions:
             first = bisect_left(session.segments, segment.begin, key=BEGIN)
+            # In place of the parts, so that positions are found by bisection as before.
             session.segments[first : first + len(parts)] = [segment]
             segment.list_in(session.residence)
             if session.residence.kin is not None:
                 # A fork may be about to list it, which it was made ready for before.
                 self.shared(session, [segment])
+        # Before the parts are unlisted, which takes away their keys: the whole is to be found by them.
         self.keyed.joined(parts, segment)
         return [part for session in sessions for part in self._unlist(session, parts)]
 
@@ -726,6 +788,8 @@ class Ledger:
 
     def held(self, segment: Segment, *, is_past: bool = False) -> None:
         """The segment keeps its slots until `released`; `is_past`: wherever they are, memory may be left."""
+        # Two counts and no list of holders. A hold that needs memory and one that does not look the same
+        # below.
         segment.hold_count += 1
         segment.past_hold_count += is_past
 
@@ -742,8 +806,10 @@ class Ledger:
         is_clean = self.is_clean(segment)
         # A kin's uid is no session's.
         home = segment.counted_with
+        # Spared rows in memory alone may leave too, with their whole session.
         session = self._by_uid.get(home.uid) if home is not None else None
         is_spared = session is not None and session.backlog is Backlog.SPARED
+        # Added again although it may be there: a ranking that passed over the segment took it out for good.
         if is_clean or is_spared or (self.lost and self.is_on_lost_path(segment)):
             self._resident.add(segment)
         # A session that is written is added when its writer is done.
@@ -752,6 +818,7 @@ class Ledger:
 
     def forgotten(self, segment: Segment) -> None:
         """The segment's record is gone: its slots are free as soon as nothing holds them."""
+        # Lingering leases hold without a reader. They end now, or the slots would wait for their deadline.
         if self.lingering and segment.hold_count:
             self.let_go()
         segment.happened(SegmentEvent.FORGOTTEN)
@@ -760,6 +827,8 @@ class Ledger:
     def stranded(self, slots: Iterable[Slot]) -> None:
         """A commit failed: records may still name these slots below."""
         # Until the metadata is read again no other rows may lie there: an old record would name them.
+        # `setdefault`: a slot that is stranded with its segment keeps that, because the segment still gives
+        # it back.
         for slot in slots:
             self.below.stranded.setdefault(slot, None)
 
@@ -773,6 +842,7 @@ class Ledger:
         """No record names these slots: they may be taken, those of held segments when the holds end."""
         for slot in slots:
             segment = self.below.stranded.pop(slot, None)
+            # Quarantine outlasts stranding: a slot with wrong bytes stays taken though no record names it.
             is_bad = slot in self.below.quarantined
             # A segment that is still there gives its slot back itself, at its end.
             if not is_bad and (segment is None or segment.place is Place.GONE):
@@ -795,6 +865,8 @@ class Ledger:
         """
         segment.is_growing = False
         # Memory alone has the rows, or a reader uses them: the slot is left later.
+        # Memory that does not keep its bytes is still the only place that has them: better read and verified
+        # than dropped unread. Readers' pointers into the slot cannot be taken back either.
         if segment.is_unwritten or segment.memory_hold_count:
             self._spoiling.add(segment)
             return
@@ -825,6 +897,8 @@ class Ledger:
         if is_bad:
             self.below.quarantined.add(slot)
             if slot in self.below.stranded:
+                # Without the segment: `unstranded` then keeps the slot for quarantine instead of waiting for
+                # its end.
                 # The segment's end does not give it back any more.
                 self.below.stranded[slot] = None
 
@@ -852,6 +926,7 @@ class Ledger:
         whether it is to be written anyway. `may_give`: see Resident. None when nothing may leave.
         """
         if self.lingering:
+            # Leases that linger without a reader make segments look held. Room is wanted: they end first.
             self.let_go()
         # No path can take these rows any more, so that keeping them back saves nothing.
         if self._kept_back and not self._devices.has_open_path:
@@ -863,6 +938,8 @@ class Ledger:
             session = self._by_uid[segment.home.uid]
             leaf = self._leaving.leaf(session, lambda child: child.backlog is Backlog.SPARED)
             if leaf is not session:
+                # A block that continues others cannot be found without its parent, so that the chain leaves
+                # from its end.
                 # It leaves after what continues it.
                 self._resident.add(segment)
             return GiveUp(leaf)
@@ -921,6 +998,7 @@ class Ledger:
         """The coldest session that is to be written, of these accounts, of those that `accepts` takes."""
         if self.lingering:
             self.let_go()
+        # By rank, not by age: the coldest session leaves memory next, once it is written.
         uid = self._unwritten.ranking.first(lambda uid: accepts(self._by_uid[uid]), among)
         return None if uid is None else self._by_uid[uid]
 
@@ -964,6 +1042,7 @@ class Ledger:
         if not self._leaving.refuses(session, ahead_bytes):
             self._unwritten.recall(session)
             return False
+        # Spared rows may leave memory together with their session: each becomes a candidate.
         for segment in self._unwritten.segments(session.uid):
             self._resident.add(segment)
         self._unwritten.spare(session, self._clock.monotonic_ns())
@@ -1014,6 +1093,8 @@ class Ledger:
         if lost == self.lost:
             return False
         self.lost = lost
+        # One number for all sessions. Each compares it at its next look, so that losing a path costs nothing
+        # at once.
         self._reckoning += 1
         self._reconsider()
         return True
@@ -1026,6 +1107,7 @@ class Ledger:
         if session.reckoned == self._reckoning:
             return
         session.reckoned = self._reckoning
+        # Negative where tokens came back: they are shown, and nobody is told of withheld ones.
         fewer_count = session.reckon(self.lost)
         if session.copies > 1:
             for segment in session.segments:
@@ -1048,6 +1130,7 @@ class Ledger:
         """Segments on a lost path left memory, or lie elsewhere now: their sessions are reckoned anew."""
         for segment in segments:
             for session in self.listers(segment):
+                # -1 is no reckoning's number: the next look reckons, whatever the count is by then.
                 session.reckoned = -1
                 self._exposed[session.uid] = session
 
@@ -1087,6 +1170,7 @@ class Ledger:
         else:
             self._sessions[name] = session
             self._model_sessions[session.tenant, session.model_id] += 1
+            # Sorted at insertion: pages of a listing are cut by bisection, with a million sessions.
             insort(self._names.setdefault(session.tenant, []), session.session_id)
         for segment in session.segments:
             segment.list_in(session.residence)
@@ -1112,6 +1196,7 @@ class Ledger:
         return self._children.get((session.tenant, session.session_id), {}).values()
 
     def _index(self, session: Session) -> None:
+        # A session without a segment has nothing to give and would be looked at in vain.
         if session.segments and not session.is_pinned:
             self._evictable.add(session.uid)
         for segment in session.segments:
@@ -1119,12 +1204,14 @@ class Ledger:
             if segment.reference_count == 1 and segment.memory:
                 self._resident.add(segment)
         self._expiry.schedule(session.uid, session.expire_time_ns)
+        # While a path is lost a new session may list segments on it, as a fork does. Else it is up to date.
         session.reckoned = -1 if self.lost else self._reckoning
         self.reckon(session)
 
     def _begin(self, session: Session, event: UseEvent, now_s: float) -> None:
         session.used(event)
         session.use_count += 1
+        # Only the first of several uses is an arrival to the policy: parallel readers are one turn.
         self._feed.accessed(session, now_s, is_first=session.use_count == 1)
 
     def _end(self, session: Session, event: UseEvent, now_s: float) -> None:
@@ -1153,11 +1240,13 @@ class Ledger:
             if segment.reference_count:
                 # It was made durable before it was shared, and goes on to be counted with the others.
                 continue
+            # A session that is gone has left `_unwritten` as a whole already.
             if not session.is_gone:
                 self._unwritten.unlisted(session, segment)
             self._segments.pop(segment.segment_id, None)
             self.keyed.gone(segment)
             self._resident.discard(segment, session)
+            # Plain segments with one copy are in neither set, and need no look.
             if segment.copies > 1 or segment.copy:
                 self._count_copies(segment)
             dead.append(segment)
@@ -1195,6 +1284,8 @@ class Ledger:
         memory, places = segment.emptied()
         # A slot that does not keep its bytes is given to no other segment.
         if memory and segment in self._spoiling:
+            # Slots in memory are given to others by offset. A bad one keeps its bytes wrong for the next
+            # owner too.
             self.memory.spoiled.add(memory)
         else:
             self.memory.give_back(memory)
@@ -1222,6 +1313,7 @@ class Ledger:
         if self.is_on_lost_path(segment):
             # Memory has the only copy that can be read: it waits until a path comes back, or none is left.
             self._kept_back.add(segment)
+        # What forks share is durable: a kin's segment that is not clean is held, or kept for a lost path.
         home = segment.home
         if not isinstance(home, Residence) or not self._is_spared(segment):
             return False
@@ -1266,6 +1358,7 @@ class Ledger:
 
     # -- checks --------------------------------------------------------------------------------------
 
+    # For tests: this walks everything, and is never called while serving.
     def faults(self) -> Iterator[str]:
         """Contradictions in the indices, one sentence each. Looks at everything."""
         if {*self._sessions.values(), *self._blocks} != set(self._by_uid.values()):

@@ -142,26 +142,37 @@ class BacklogEvent(enum.Enum):
     ENDED = "ended"
 
 
+# Three tables, and nothing else, decide: a pair that is missing here raises and changes nothing. So a row
+# that is added by mistake is as dangerous as one that is left out.
 _P, _S = Place, SegmentEvent
 SEGMENT_TABLE: Mapping[tuple[Place, SegmentEvent], Place] = {
     (_P.RESERVED, _S.COMMITTED): _P.UNWRITTEN,
+    # No record ever named an abandoned segment: it skips LEAVING, and waits for its holds alone.
     (_P.RESERVED, _S.ABANDONED): _P.HELD,
     (_P.UNWRITTEN, _S.COMMITTED): _P.UNWRITTEN,
     (_P.UNWRITTEN, _S.FLUSHED): _P.BOTH,
+    # Rows that came while a flush was under way are in memory alone, though the flush itself went well.
     (_P.UNWRITTEN, _S.OUTGROWN): _P.UNWRITTEN,
+    # MOVED writes what was below already, to another path: rows that only memory has stay unwritten.
     (_P.UNWRITTEN, _S.MOVED): _P.UNWRITTEN,
+    # The rows that memory lost are exactly those that were unwritten. Left in UNWRITTEN, the segment would
+    # never leave memory, for no flush would come for it.
     (_P.UNWRITTEN, _S.SHORTENED): _P.BOTH,
     (_P.UNWRITTEN, _S.UNLISTED): _P.LEAVING,
+    # Only a growing tail takes rows behind its flush. Memory is ahead of the tier below again.
     (_P.BOTH, _S.COMMITTED): _P.UNWRITTEN,
     (_P.BOTH, _S.MOVED): _P.BOTH,
     (_P.BOTH, _S.DROPPED): _P.BELOW,
     (_P.BOTH, _S.UNLISTED): _P.LEAVING,
     (_P.BELOW, _S.PROMOTED): _P.BOTH,
     (_P.BELOW, _S.UNLISTED): _P.LEAVING,
+    # A promotion that was under way when the last session unlisted the segment ends here.
     (_P.LEAVING, _S.PROMOTED): _P.LEAVING,
     (_P.LEAVING, _S.DROPPED): _P.LEAVING,
     (_P.LEAVING, _S.FORGOTTEN): _P.HELD,
     (_P.HELD, _S.PROMOTED): _P.HELD,
+    # A reader past memory holds the slot below. The slot in memory goes first, and the segment stays HELD
+    # until that reader is done.
     (_P.HELD, _S.DROPPED): _P.HELD,
     (_P.HELD, _S.RELEASED): _P.GONE,
 }
@@ -172,16 +183,19 @@ USE_TABLE: Mapping[tuple[Use, UseEvent], Use] = {
     (_U.FRESH, _E.READ_BEGAN): _U.READ,
     (_U.FRESH, _E.WRITE_BEGAN): _U.WRITTEN,
     (_U.FRESH, _E.RECALLED): _U.IDLE,
+    # No step leads from WRITTEN to WRITTEN by WRITE_BEGAN: a second writer is refused by the table itself.
     (_U.IDLE, _E.READ_BEGAN): _U.READ,
     (_U.IDLE, _E.WRITE_BEGAN): _U.WRITTEN,
     (_U.READ, _E.READ_BEGAN): _U.READ,
     (_U.READ, _E.READ_ENDED): _U.READ,
     (_U.READ, _E.WRITE_BEGAN): _U.WRITTEN,
     (_U.READ, _E.LAST_ENDED): _U.IDLE,
+    # A writer hides the readers: were the state READ, a second writer would get in beside the first.
     (_U.WRITTEN, _E.READ_BEGAN): _U.WRITTEN,
     (_U.WRITTEN, _E.READ_ENDED): _U.WRITTEN,
     (_U.WRITTEN, _E.WRITE_ENDED): _U.READ,
     (_U.WRITTEN, _E.LAST_ENDED): _U.IDLE,
+    # A session may end under its readers: their leases hold segments, not the session.
     **{(use, _E.ENDED): _U.GONE for use in (_U.FRESH, _U.IDLE, _U.READ, _U.WRITTEN)},
 }
 """Every step of a session's use. A pair that is not here is refused."""
@@ -191,6 +205,7 @@ BACKLOG_TABLE: Mapping[tuple[Backlog, BacklogEvent], Backlog] = {
     (_B.DURABLE, _W.COMMITTED): _B.DUE,
     (_B.DUE, _W.COMMITTED): _B.DUE,
     (_B.DUE, _W.TAKEN): _B.TAKEN,
+    # A flush that somebody waits for does not take the session first. It puts back what it did not write.
     (_B.DUE, _W.PUT_BACK): _B.DUE,
     (_B.DUE, _W.SPARED): _B.SPARED,
     (_B.DUE, _W.SETTLED): _B.DURABLE,
@@ -199,6 +214,8 @@ BACKLOG_TABLE: Mapping[tuple[Backlog, BacklogEvent], Backlog] = {
     (_B.TAKEN, _W.PUT_BACK): _B.DUE,
     (_B.TAKEN, _W.SPARED): _B.SPARED,
     (_B.TAKEN, _W.SETTLED): _B.DURABLE,
+    # SPARED has this one way out. Whatever happens to a spared session, it is recalled first, so that its
+    # bytes count as claimed again before they are counted otherwise.
     (_B.SPARED, _W.RECALLED): _B.DUE,
     **{(backlog, _W.ENDED): _B.GONE for backlog in (_B.DURABLE, _B.DUE, _B.TAKEN)},
 }

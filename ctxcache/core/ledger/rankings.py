@@ -33,6 +33,14 @@ SLACK = 64
 """Outdated entries of a ranking that are not worth a pass."""
 
 
+# A lazy heap. `_entered` has the entry of each session that counts; the heap has outdated ones as well:
+#
+#     rank rises     nothing is done: the old, lower entry comes up early, is looked up, and goes further back
+#     rank falls     `fell` pushes a second entry: the old one would come up too late
+#     discard        `_entered` forgets the session; its entry is passed over when it comes up
+#
+# Why not a sorted structure: a policy's clock moves all ranks at once, and most of those sessions never come
+# up for a look.
 class Ranking:
     """Some sessions, by rank. Owned by the ledger.
 
@@ -78,6 +86,7 @@ class Ranking:
         among: Sequence[str] | None = None,  # noqa: ARG002  there is one account
     ) -> bytes | None:
         """The session that leaves first, of those that `accepts` takes; None when it takes none."""
+        # Refused entries go back: they may leave for the next caller, who accepts others.
         refused: list[tuple[Key, bytes]] = []
         found = None
         while found is None and (item := self._pop()) is not None:
@@ -94,6 +103,8 @@ class Ranking:
     def _pop(self) -> tuple[Key, bytes] | None:
         """The first entry that is up to date, taken out of the heap."""
         while self._heap:
+            # An entry is current if it is the one that `_entered` has. All others were overtaken or
+            # discarded.
             rank, uid = heappop(self._heap)
             if self._entered.get(uid) != rank:
                 continue
@@ -134,6 +145,7 @@ class Rankings:
     def __contains__(self, uid: bytes) -> bool:
         return uid in self._where and uid in self._where[uid]
 
+    # A rank is asked for before an account is made: a session that is not known has neither.
     def add(self, uid: bytes) -> None:
         """See Ranking."""
         if uid in self or self._rank(uid) is None:
@@ -162,6 +174,7 @@ class Rankings:
 
         Without `among`, all accounts count.
         """
+        # The heads of all accounts are compared: that is one look at each account, not at each session.
         if among is None:
             found = (ranking.first(accepts) for ranking in self._by_account.values())
             return min((uid for uid in found if uid is not None), key=self._known_rank, default=None)
@@ -188,6 +201,8 @@ def ranking(rank: RankOf, account: AccountOf | None) -> AnyRanking:
     return Ranking(rank) if account is None else Rankings(rank, account)
 
 
+# Why three: a session that is read now may leave in a moment, while a pinned one needs an event of its own.
+# Looking at pinned sessions at each search would make a search as long as the store is pinned.
 class Verdict(enum.Enum):
     """The verdict on a session that comes up."""
 
@@ -227,6 +242,8 @@ class Evictable:
     def first(self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None) -> bytes | None:
         """The one that leaves first, of these accounts one after the other; None when none does."""
         found = self._look(judge, among)
+        # Nothing was left. Sessions that could not leave when they came up are asked once more, in their
+        # order.
         if found is None:
             aside, self._aside = self._aside, set()
             for uid in aside:
@@ -238,6 +255,8 @@ class Evictable:
         self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None
     ) -> Generator[bytes]:
         """The sessions that leave, one after the other. To be closed: who was shown is back only then."""
+        # Each session is taken out while the caller weighs it, so that `first` finds the next one. Closing
+        # the generator puts all back: this is a question, and evicts nobody.
         shown = []
         try:
             while (uid := self.first(judge, among)) is not None:
@@ -259,6 +278,14 @@ class Evictable:
         return None
 
 
+# What `take` walks. A session's segments leave from its end, because its first tokens are of use alone and
+# its last ones are not:
+#
+#     segments   | s0 | s1 | s2 | s3 | s4 |
+#                               ▲ _ends: everything from here on has left, or may not leave
+#                next to leave: s2, then s1, then s0
+#
+# A kin's shared segments have no common end, so that they are a dict, taken from the last added.
 class Resident:
     """Sessions, and kin, that may have segments that may leave memory. Owned by the ledger."""
 
@@ -267,6 +294,7 @@ class Resident:
     ) -> None:
         self._by_uid = by_uid
         self._rank = rank
+        # Accounts are asked of a member: a kin's uid is no session's, and has no tenant.
         self._ranking = ranking(self._rank_of, account and (lambda uid: account(self._member(uid))))
         self._ends: dict[bytes, int] = {}
         self._kin: dict[bytes, Kin] = {}
@@ -299,6 +327,7 @@ class Resident:
         """Its rank, which is this now, may be lower than it was, and so may that of its kin."""
         if session.uid in self._ends:
             self._ranking.fell(session.uid, rank)
+        # The whole kin ranks as its member accessed last. A fall of the others changes nothing.
         kin = session.residence.kin
         if kin and kin.last_uid == session.uid:
             self._ranking.fell(kin.uid, rank)
@@ -318,6 +347,7 @@ class Resident:
         self._forget(session.uid)
         kin = session.residence.kin
         if kin:
+            # The member that gave the kin its rank is gone: the next one may rank lower.
             kin.uids.pop(session.uid, None)
             if kin.uids:
                 self._ranking.fell(kin.uid, self._rank(kin.last_uid))
@@ -336,6 +366,7 @@ class Resident:
         that comes first, and decides: the sessions behind it are worth no less. It is not found again
         before it is added again.
         """
+        # One account after the other, not all at once: the first account is the one whose turn it is to give.
         for asked in [None] if among is None else [[account] for account in among]:
             segment = self._take(may_leave, may_give, asked)
             if segment is not None:
@@ -349,18 +380,23 @@ class Resident:
         among: Sequence[str] | None,
     ) -> Segment | None:
         while (uid := self._ranking.first(among=among)) is not None:
+            # The session asked for may be the one that needs the room.
             if not may_give(self._member(uid)):
                 return None
             found = self._take_shared if uid in self._shared else self._take_own
             segment = found(uid, may_leave)
             if segment is not None:
                 return segment
+            # Nothing of it may leave: out, until a hold ends or a flush makes something clean, which adds it
+            # again.
             self._forget(uid)
         return None
 
     def _take_shared(self, uid: bytes, may_leave: Callable[[Segment], bool]) -> Segment | None:
         shared = self._shared[uid]
         while shared:
+            # `popitem` takes the segment added last, and takes it for good: passed over, it is added again by
+            # its change.
             segment, _ = shared.popitem()
             if may_leave(segment):
                 return segment
@@ -370,6 +406,8 @@ class Resident:
         session = self._by_uid[uid]
         segments = session.segments
         i = bisect_left(segments, self._ends[uid], key=lambda segment: segment.begin)
+        # Segments that a fork shares stay: they leave as the kin's, when the last user of all forks is the
+        # coldest.
         while i and not (segments[i - 1].home is session.residence and may_leave(segments[i - 1])):
             i -= 1
         if not i:
@@ -382,6 +420,7 @@ class Resident:
 
     def _member(self, uid: bytes) -> bytes:
         """The session of its family that was accessed last: the whole family ranks as that one."""
+        # By uid of the kin as it was when the segment came: `root` follows merges.
         kin = self._kin.get(uid)
         return kin.root().last_uid if kin else uid
 
@@ -410,6 +449,7 @@ class Ages:
 
     def put(self, uid: bytes, since_ns: int) -> None:
         """Add the session, or let it wait since another time."""
+        # The same time again would fill the heap with equal entries.
         if self._since_ns.get(uid) == since_ns:
             return
         self._since_ns[uid] = since_ns
@@ -432,6 +472,13 @@ class Ages:
         return None
 
 
+# The bytes, of which segments are in two sets:
+#
+#     dirty       committed, in memory alone             reserved    a writer has room there
+#     claimed   = dirty or reserved, + promised - spared        bounds writers
+#     due       = dirty - spared                                presses write-behind
+#
+# A segment that is both counts once. Spared rows press nobody: they stay in memory on purpose.
 class Unwritten:
     """Sessions whose log goes on behind what is durable. Owned by the ledger.
 
@@ -482,6 +529,7 @@ class Unwritten:
 
         Of the first account that has one.
         """
+        # Account by account: the account asked first gives, even if another has a colder session.
         for asked in [None] if among is None else [[account] for account in among]:
             found = (each.first(accepts, asked) for each in (self.spared, self.ranking))
             uid = min((uid for uid in found if uid), key=lambda uid: self._rank(uid) or (), default=None)
@@ -507,6 +555,8 @@ class Unwritten:
     def committed(self, session: Session, segment: Segment, now_ns: int) -> None:
         """Rows of the segment were committed."""
         uid = session.uid
+        # Its worth is judged anew with the rows that came. The recall comes first, for it counts bytes as
+        # they are.
         if session.backlog is Backlog.SPARED:
             self.recall(session)
         segments = self._segments.get(uid)
@@ -514,6 +564,7 @@ class Unwritten:
             segments = self._segments[uid] = {}
             self.ranking.add(uid)
             self._age(uid, now_ns)
+        # Whether or not the segment is full: the next look finds out, off the writer's path.
         self.changed[uid] = session
         if segment not in segments:
             segments[segment] = now_ns
@@ -531,18 +582,22 @@ class Unwritten:
         segments = self._segments.get(uid)
         if segments is None:
             return
+        # A spared session that was flushed all the same, because somebody asked for durability.
         if session.backlog is Backlog.SPARED:
             self.recall(session)
         for segment in written:
             if segment.durable_row_count >= segment.row_count:
                 self._remove(segments, segment)
             elif segment in segments:
+                # Rows came during its write: they are as old as the flush that left them, not as the first
+                # row.
                 segments[segment] = begun_ns
         if not segments and session.durable_end >= session.log_end:
             self._forget(session)
             session.owed(BacklogEvent.SETTLED)
         elif segments:
             session.owed(BacklogEvent.PUT_BACK)
+            # Segments are noted in the order in which they became dirty: the first one's time is the oldest.
             self._age(uid, next(iter(segments.values())))
 
     def unlisted(self, session: Session, segment: Segment) -> None:
@@ -607,14 +662,17 @@ class Unwritten:
 
         None when there is none.
         """
+        # A spared session does not count: it would be the oldest for ever, and an alert would follow.
         since_ns = (at for uid, at in self._since_ns.items() if uid not in self._spared_bytes)
         return min(since_ns, default=None)
 
     def put_back(self, session: Session) -> None:
         """A session that was taken to be written may still have unwritten rows."""
+        # SPARED and DURABLE need nothing: the write, or the decision not to write, has put the books right.
         if session.backlog in (Backlog.TAKEN, Backlog.DUE):
             session.owed(BacklogEvent.PUT_BACK)
             self._age(session.uid, self._since_ns[session.uid])
+            # A segment that became full during the write was not part of it.
             if self.has_full(session):
                 self.changed[session.uid] = session
 
@@ -625,6 +683,7 @@ class Unwritten:
 
         It presses no writer, and is looked at when it has become old anew.
         """
+        # Through `recall`, so that the bytes of an earlier sparing are not taken off twice.
         self.recall(session)
         session.owed(BacklogEvent.SPARED)
         uid = session.uid
@@ -637,6 +696,7 @@ class Unwritten:
         spared_bytes = sum(segment.size_bytes for segment in self._segments[uid])
         self._spared_bytes[uid] = spared_bytes
         self._all_spared_bytes += spared_bytes
+        # Rows that stay in memory on purpose make no writer wait.
         self._claim(session.tenant, -spared_bytes)
 
     def recall(self, session: Session) -> None:
@@ -651,6 +711,7 @@ class Unwritten:
         self._spared_ages.discard(uid)
         self.spared.discard(uid)
         self.ranking.add(uid)
+        # As old as its being spared, not as its rows: else a recall would look like a backlog of hours.
         self._age(uid, self._since_ns[uid])
         self.changed[uid] = session
 
@@ -695,6 +756,7 @@ class Unwritten:
         if (segment in among) == (change > 0):
             return
         other = self._reserved if among is self._dirty else self._dirty
+        # A segment that is dirty and reserved has been claimed by the one that came first.
         if segment not in other:
             self._claim(segment.tenant, change * segment.layout.size_bytes)
         if change > 0:

@@ -87,6 +87,7 @@ class Grants:
         None: there is no room for it but that of grants no lower than it, or its time is over; what was
         granted before stays then.
         """
+        # A grant of the past would be taken back at the next tick, and displace others until then.
         if until_s <= now_s:
             return None
         priority = min(max(priority, 0), TOP_PRIORITY)
@@ -95,7 +96,15 @@ class Grants:
         if asked.size_bytes > self._room_bytes(asked, before):
             return None
         if before:
+            # Its own bytes count as free while room is made: a session that grows needs only what it grew by.
             self._remove(uid, before)
+        # Two bounds, one after the other:
+        #
+        #     within the account    the account's lowest grants go until it is within its share with this one
+        #     within the budget     the account furthest above its share gives its lowest grants
+        #
+        # The first loop needs no other account. The second is needed when others took what this one had not
+        # used.
         limit_bytes = self._limit_bytes(asked.account)
         while self.used_bytes(asked.account) + asked.size_bytes > limit_bytes:
             # There is one, for the room was counted.
@@ -104,6 +113,7 @@ class Grants:
             # This account is within its share, so the one furthest above its share is another.
             self._release_lowest(self._shares.whose(None, 0, self._used_beside(asked), self._budget_bytes)[0])
         self._add(uid, asked)
+        # Only a lower class than before has to be told: rankings look rising ranks up by themselves.
         if before and before.priority > priority:
             self._fallen(uid)
         return Grant(asked.size_bytes, until_s)
@@ -111,9 +121,11 @@ class Grants:
     def resized(self, uid: bytes, size_bytes: int, now_s: float) -> None:
         """The session has that size now. Its growth is granted too, or it loses its class."""
         granted = self.granted.get(uid)
+        # Growth within the grant was paid for.
         if granted is None or size_bytes <= granted.size_bytes:
             return
         if self.ask(uid, size_bytes, granted.until_s, granted.priority, now_s) is None:
+            # It leaves whole, so that a part that is granted protects nothing.
             self.release(uid)
 
     def release(self, uid: bytes) -> None:
@@ -125,6 +137,7 @@ class Grants:
 
     def expire(self, now_s: float) -> None:
         """Take back what was granted until now, or earlier."""
+        # Called with every request as well as by time: an expired grant takes no room from a new one.
         while (uid := self._due.first()) is not None and self.granted[uid].until_s <= now_s:
             self.release(uid)
 
@@ -134,6 +147,7 @@ class Grants:
         The free bytes, its own, and those granted to lower classes.
         """
         account = asked.account
+        # Of the same priority none gives way: two equal requests would displace each other in turns.
         lower_bytes = sum(self._by_priority[account, priority] for priority in range(asked.priority))
         own_bytes = before.size_bytes if before and before.priority >= asked.priority else 0
         return self._limit_bytes(account) - self.used_bytes(account) + lower_bytes + own_bytes
@@ -154,6 +168,7 @@ class Grants:
         self._count(granted.account, granted.size_bytes)
         self._by_priority[granted.account, granted.priority] += granted.size_bytes
         self._lowest.setdefault(granted.account, Keyed()).put(uid, (granted.priority, granted.until_s))
+        # Two orders of the same grants: by class, for what is displaced, and by time, for what expires.
         self._due.put(uid, (granted.until_s,))
 
     def _remove(self, uid: bytes, granted: Granted) -> None:
@@ -290,6 +305,7 @@ class Retaining:
         priority: int,
     ) -> Grant | None:
         session = self._sessions.get(uid)
+        # A request for less than there is would protect a part, and the session leaves whole.
         if session is None or size_bytes < session.size_bytes:
             return None
         self.passed()

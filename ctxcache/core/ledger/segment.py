@@ -34,6 +34,14 @@ from ctxcache.format.layout import SegmentIdentity, SegmentLayout, Slot
 # -- counted by tenant -------------------------------------------------------------------------------
 
 
+# Bytes of one tenant, by what is asked of them:
+#
+#     memory_bytes    slots in memory, reserved ones too          whose segments leave memory
+#     durable_bytes   slots below, and those staged for a flush   whose sessions leave the store
+#     kept_bytes      each segment once, times its copies         whether the tenant is within its limit
+#
+# `kept_bytes` counts rows before they are written, for a session over its tenant's limit must be refused
+# while it is still in memory, not when its flush finds no room.
 class TenantUse:
     """Bytes of slots that one tenant has. Owned by the ledger.
 
@@ -56,6 +64,7 @@ class TenantUse:
             (self._usage.below, self.durable_bytes),
             (self._usage.kept, self.kept_bytes),
         ):
+            # Tenants without bytes are not listed: the quotas walk these dicts at each look for room.
             if size_bytes:
                 listed[self._tenant] = size_bytes
             else:
@@ -198,6 +207,14 @@ class Counted(Protocol):
         """Bytes of all its slots below."""
 
 
+# Forks share segments, and each segment is counted in one place:
+#
+#     session A   [a0] [a1] [a2] [a3]       a3: residence of A
+#     session B   [a0] [a1] [a2]    [b3]    b3: residence of B
+#                 └─ kin of A and B ─┘
+#
+# A move of a0 changes one number of the kin, not one number for each of a thousand forks. The sessions count
+# the shared segments again when they are asked, and only if the kin's `change_count` is another.
 class Kin:
     """A session, its forks and theirs: the sessions that may share segments. Owned by the ledger.
 
@@ -236,16 +253,20 @@ class Kin:
 
     def merge(self, other: "Kin") -> "Kin":
         """Make one of two, which is what records may turn out to be when they are read; returns it."""
+        # The smaller joins the larger, so that a session changes its kin a logarithmic number of times.
         smaller, larger = sorted((self, other), key=lambda kin: len(kin.uids))
         if smaller is not larger:
             smaller.into = larger
             for residence in smaller.uids.values():
                 residence.kin = larger
             larger.uids.update(smaller.uids)
+            # One more than the sum: a count that was made of either is outdated, whatever its number was.
             larger.change_count += smaller.change_count + 1
         return larger
 
 
+# Counting is cut into parts by its caller, which awaits between them. `change_count` is of the beginning:
+# what moves meanwhile makes the count outdated instead of wrong.
 class Count:
     """How much of some shared segments lies where, counted a part at a time.
 
@@ -312,6 +333,7 @@ class Residence:
 
     def take_count(self, counted: "Count") -> None:
         """All that it shares was counted; of no matter if something of it has moved since."""
+        # `counted.change_count` is of when the count began. The kin's own number would hide what moved since.
         self._shared, self._counted = counted.amounts(), counted.change_count
 
     def share_with(self, home: "Residence | Kin") -> Kin:
@@ -346,6 +368,7 @@ class Residence:
 
 # -- the segment -------------------------------------------------------------------------------------
 
+# LEAVING and HELD are not listed: they have slots, and no session shows their rows.
 LISTED = frozenset({Place.UNWRITTEN, Place.BOTH, Place.BELOW})
 """Places of segments that sessions list."""
 
@@ -361,6 +384,7 @@ class Segment:
     as written. `bound_checksums` are those of its header below, known once that was read.
     """
 
+    # Slots and no dict: a store of some terabytes has millions of segments.
     __slots__ = (
         "_use",
         "begin",
@@ -408,6 +432,13 @@ class Segment:
         self.begin = begin
         self.model_fingerprint = model_fingerprint
         self.layout = layout
+        # The slots of a segment, and what may still be done in each place:
+        #
+        #     place       memory   durable   rows may be added   leaves memory
+        #     RESERVED    slot     -         yes                 no: its writer holds it
+        #     UNWRITTEN   slot     - or old  if is_growing       no: its rows are nowhere else
+        #     BOTH        slot     slot      if is_growing       yes, unless a reader of memory holds it
+        #     BELOW       -        slot      no                  -
         self.place = Place.RESERVED
         self.row_count = 0
         self.is_growing = True
@@ -476,10 +507,13 @@ class Segment:
     @property
     def memory_hold_count(self) -> int:
         """Holds that need its slot in memory."""
+        # A reader past memory reads from the slot below. Memory may be given to others under it.
         return self.hold_count - self.past_hold_count
 
     def identity(self, row_count: int) -> SegmentIdentity:
         """The identity that checksums over its first `row_count` rows are bound to."""
+        # Bound into every checksum: the bytes of another tenant, writer, generation or neighbour do not pass,
+        # though they are whole.
         return SegmentIdentity(
             self.tenant, self.writer_uid, self.generation, self.begin, row_count, self.model_fingerprint
         )
@@ -513,6 +547,7 @@ class Segment:
         """The first rows have these sums, one per stream, verified against the sums that they replace."""
         if self.is_settled(row_count):
             return
+        # Sums behind `row_count` stay: a writer may have marked rows as written that are not committed yet.
         self.sums = [Sums(0, row_count, values), *(s for s in self.sums if s.row_begin >= row_count)]
 
     # -- events: the ledger's alone ----------------------------------------------------------------
@@ -551,8 +586,10 @@ class Segment:
         self.happened(event)
         self._move(self.memory, *_two(places))
         self.durable_row_count = row_count
+        # The bound checksums belong to the header before. The next read of the new header fills them.
         self.bound_checksums, self.header_checksum = (), header_checksum
         self.settle(row_count, values)
+        # What was staged has become the place itself, which `_move` has counted: it must not count twice.
         self.stage(-self.durable_bytes)
         return before
 
@@ -567,6 +604,7 @@ class Segment:
         # Later appends would have to read the rows back first.
         self.is_growing = False
         slot = self.memory
+        # The slots below stay: they are the copy that dropping relies on.
         self._move(None, self.durable, self.copy)
         return slot
 
@@ -603,6 +641,7 @@ class Segment:
     def list_in(self, residence: Residence) -> None:
         """A session lists it."""
         self.reference_count += 1
+        # The session is kin already, so that the segment counts for it without a step.
         if self.counted_with is not None and self.counted_with is residence.kin:
             return
         home = self.home
@@ -648,6 +687,7 @@ class Segment:
         durable_bytes += self.durable_bytes
         if self.counted_with is not None:
             self.counted_with.add(memory_count, memory_bytes, durable_bytes)
+        # A segment is kept from its first slot to its last: from memory to below changes nothing here.
         kept_bytes = (is_kept - was_kept) * self.copies * self.layout.size_bytes
         self._use.add(memory_bytes, durable_bytes, kept_bytes)
 
@@ -679,6 +719,8 @@ class Shelf(SlotAllocator):
 
     def give_back(self, slot: Slot | None) -> None:
         """Let a slot be taken again, unless a record may still name it."""
+        # A stranded slot may be named by a record that a failed commit left. Rows of another session written
+        # there would be read under that record after a restart.
         if slot is not None and slot not in self.stranded:
             self.give(slot)
 
@@ -695,6 +737,7 @@ class Copies:
     def count(self, segment: Segment, lost: Collection[int]) -> None:
         """Look at a segment anew, while these paths are lost."""
         places = segment.places if segment.is_listed else ()
+        # A copy on a lost path counts as missing: the second one is made from the one that is left.
         there = sum(slot.path_index not in lost for slot in places)
         for found, is_one in (
             (self.single, segment.copies > 1 and there == 1),

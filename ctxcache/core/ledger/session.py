@@ -60,6 +60,12 @@ class Expiration:
         return self.expire_time_ns if self.ttl_ns is None else now_ns + self.ttl_ns
 
 
+# The heap holds times of the past as well, and `_earliest` says which entry of a session counts:
+#
+#     heap       (t1, a) (t2, b) (t4, a) ...        _earliest    a: t1    b: t2
+#     at t1      a was accessed since, and expires at t9 ──► (t9, a) is pushed, nothing ends
+#
+# So an access is an assignment. Only an expiry that came to be earlier than the entry needs a push.
 class ExpiryQueue:
     """Sessions by the earliest time at which they may expire. Owned by the ledger."""
 
@@ -108,11 +114,15 @@ class ExpiryQueue:
 
     def _tidy(self) -> None:
         """Drop outdated entries once they are the larger part."""
+        # Sessions whose expiry is shortened again and again would fill the heap; a pass costs as much as the
+        # pushes that made it necessary.
         if len(self._heap) > 2 * len(self._earliest) + SLACK:
             self._heap = [(time_ns, uid) for uid, time_ns in self._earliest.items()]
             heapq.heapify(self._heap)
 
 
+# An id with a slash cannot be asked for by a client, so that blocks and sessions share one name space of the
+# ledger and never meet.
 BLOCKS = "blocks/"
 """The beginning of blocks' ids: no session's id has a slash."""
 HEAT_HALF_LIFE_NS = 600 * 10**9
@@ -139,6 +149,7 @@ def block_key(session_id: str) -> bytes:
 
 def lies_on(segment: Segment, paths: Collection[int]) -> bool:
     """Whether all that is below of the segment lies on these paths."""
+    # Both copies have to be gone: one that can be had is read instead.
     durable, copy = segment.durable, segment.copy
     if durable is None or durable.path_index not in paths:
         return False
@@ -183,6 +194,14 @@ class Session:
     live: Ranges = ()
     log_end: int = 0
     input_end: int = 0
+    # A conversation turn, as its commits tell:
+    #
+    #     commits   |--512--|--512--|--512--|-90-|1|1|1|1|1|...
+    #                input in equal pieces   rest  answer
+    #                                            ▲ input_end: the first commit smaller than the one before
+    #
+    # The policy learns how soon sessions return by the sizes of their answers and inputs: a short answer has
+    # called a tool, and its session is back at once.
     """Where the last turn's input ends, as far as its commits tell.
 
     An engine commits an input in pieces of one size and a rest, and then its answer, in smaller ones.
@@ -280,6 +299,7 @@ class Session:
     @property
     def durable_token_count(self) -> int:
         """Live tokens that are below and recorded."""
+        # The usual case, and asked at each commit: no range is walked.
         if self.exposed_begin is None and self.durable_end >= self.log_end:
             return self.token_count
         end = self.durable_end if self.exposed_begin is None else min(self.durable_end, self.exposed_begin)
@@ -289,6 +309,7 @@ class Session:
     def memory_token_count(self) -> int:
         """Live tokens that are in memory."""
         in_memory = self.amounts().memory_count
+        # All or nothing in memory is the usual case. Only a session half in memory walks its pieces.
         if in_memory in (0, len(self.segments)):
             return self.token_count if in_memory else 0
         pieces = self.pieces(0, self.token_count)
@@ -314,6 +335,7 @@ class Session:
 
         Nothing where a token was dropped: what comes behind has no keys.
         """
+        # Behind a dropped token no key is made, so that contents there would be kept for nothing.
         if self.log_end == self.whole_token_count:
             told = contents_within(contents, begin, self.log_end)
             self.contents = contents_within((*self.contents, *told), 0, self.log_end)
@@ -328,6 +350,7 @@ class Session:
         """Whether no segment of what it shows is missing there."""
         if self.withheld:
             return all(segment.memory for segment in self.shown)
+        # A block is one segment: its residence need not be asked, and a look-up has thousands of blocks.
         if len(self.segments) == 1:
             return self.segments[0].memory is not None
         return self.residence.memory_count(self.segments) == len(self.segments)
@@ -344,6 +367,8 @@ class Session:
     def touch(self, now_ns: int) -> None:
         """Count an access."""
         idle_ns = now_ns - self.access_time_ns
+        # An exponential average: `heat` is 1 + what it was, halved for each half life of idleness. A clock
+        # that was set back must not make a session hotter, so that only positive idleness counts.
         self.heat = 1 + (self.heat * math.exp2(-idle_ns / HEAT_HALF_LIFE_NS) if idle_ns > 0 else self.heat)
         self.access_time_ns = now_ns
         if self.expiration.ttl_ns is None:
@@ -360,6 +385,7 @@ class Session:
 
         The checks of every caller that moves rows.
         """
+        # Compared here first: a call for each check would be made for every lease and append.
         if fingerprint != self.model_fingerprint:
             self.check_fingerprint(fingerprint)
         if generation is not None and generation != self.generation:
@@ -399,6 +425,13 @@ class Session:
             while position < high:
                 segment = segments[i]
                 i += 1
+                # Where two segments hold a position, the later one does: a truncation of the newest tokens
+                # leaves the rows in the earlier segment, and the writer puts new ones into a segment that
+                # begins inside it.
+                #
+                #     segment 1   [0 ......... 63]
+                #     segment 2            [40 ......... 103]    after tokens 40 .. 63 were dropped
+                #     pieces      [0 .. 39][40 ......... 103]
                 # Up to the next segment, whatever else this one holds: a position is its last writer's.
                 stop = min(high, segment.begin + segment.row_count)
                 if i < len(segments) and segments[i].begin < stop:
@@ -424,8 +457,10 @@ class Session:
         self.token_count = ranges.count(live)
         if self.contents:
             self.contents = contents_within(self.contents, 0, self.whole_token_count)
+        # Another content is another generation: a conditional append or a lease by generation must not go on.
         self.generation += 1
         kept = set(self.segments_of(self.live))
+        # A segment with one live token stays whole: rows are never moved within a slot.
         dead = [segment for segment in self.segments if segment not in kept]
         self.segments = [segment for segment in self.segments if segment in kept]
         return dead
@@ -436,14 +471,19 @@ class Session:
         Returns how many tokens fewer are shown.
         """
         on_lost = [s for s in self.segments if lies_on(s, lost)]
+        # Rows on a lost path that memory still has are shown, and are lost with the process: they are to be
+        # written elsewhere at once.
         self.exposed_begin = next((s.begin for s in on_lost if s.memory), None)
         end = next((s.begin for s in on_lost if not s.memory), None)
+        # Reckoning begins from all positions, so that a path that came back shows them again.
         whole = ranges.normalise([*self.live, *self.withheld])
         live = whole if end is None else ranges.clip(whole, 0, end)
         fewer_count = self.token_count - ranges.count(live)
         if fewer_count:
             self.live, self.withheld = live, ranges.subtract(whole, live)
             self.token_count -= fewer_count
+            # Fewer tokens are another content, and so are more: a reader that goes by generation must learn
+            # of both.
             self.generation += 1
         return fewer_count
 
@@ -460,9 +500,16 @@ class Session:
 
     def append_rows(self, end: int) -> None:
         """Make the positions from the log's end up to `end` live; their rows are in the segments."""
+        # One live, dropped and withheld picture of a session:
+        #
+        #     log        0 ......... 64 ......... 128 ......... 192 ......... 256
+        #     segments    s0 ........ s1 ......... s2 .......... s3 ........
+        #     live       [0..4)          [100 ........... 192)
+        #     withheld                                          [192 ....... 256)     s3 lies on a lost path
         self.live = ranges.extend(self.live, self.log_end, end)
         count = end - self.log_end
         self.token_count += count
+        # Every commit is another content: a writer that missed one fails its next conditional call.
         self.log_end = end
         self.generation += 1
         if self.least_commit != ANSWERED:

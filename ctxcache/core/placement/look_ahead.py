@@ -18,6 +18,10 @@ from ctxcache.core.placement.order import SLACK, Accepts, Key, Keyed, takes_or_p
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
 
 
+# A moving border in two heaps:
+#
+#     _outside (lowest first)   ──► joins while it is earlier than the last inside, or there is room
+#     _tail (highest first)     ──► leaves while there are more inside than `_length`
 class Window:
     """The first `length` jobs of a queue. Calls `changed` for every session that enters or leaves.
 
@@ -74,6 +78,7 @@ class Window:
     def _settle(self) -> None:
         """Move the border until the window has the earliest jobs and is as long as it may be."""
         while (uid := self._outside.first()) is not None:
+            # The earliest outside is not earlier than the last inside: the border is right.
             if len(self._inside) >= self._length and self._orders[uid] >= self._last()[0]:
                 break
             self._outside.discard(uid)
@@ -96,6 +101,7 @@ class Window:
 
     def _last(self) -> tuple[float, bytes]:
         while True:
+            # Entries of jobs that left, or moved, are dropped when they come up.
             order, uid = -self._tail[0][0], self._tail[0][1]
             if uid in self._inside and self._orders[uid] == order:
                 return order, uid
@@ -137,6 +143,7 @@ class Windowed(Ranked):
     def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
         if uid not in self._held:
+            # A size is known before a place: `_measure` comes first.
             self._held_bytes += self._sizes[uid]
         self._held[uid] = tier
         self._resize()
@@ -164,6 +171,8 @@ class Windowed(Ranked):
 
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
+        # The head of the queue first. Returns that were announced are fetched only where no job waits for a
+        # fetch.
         found = self._fetchable.first(accepts) if self._fetchable.keys and self.follows_order else None
         return self._returning(accepts) if found is None and self._expected else found
 
@@ -175,11 +184,13 @@ class Windowed(Ranked):
         """See Policy. The session whose job starts later gives way: memory may hold fewer than the window."""
         if not self.follows_order or uid not in self._fetched:
             return False
+        # Both in the window, and memory may hold only one: the earlier job has it.
         return fetched not in self._fetched or self._fetched.order(uid) <= self._fetched.order(fetched)
 
     def rank(self, uid: bytes) -> Key | None:
         """See Ranked."""
         if uid in self._held:
+            # Ranks that rose are noted when somebody looks.
             self._lift(uid)
             return self._all.keys.get(uid)
         return self._key(uid) if uid in self._sizes else None
@@ -214,6 +225,7 @@ class Windowed(Ranked):
             self._dram.put(uid, key)
         else:
             self._dram.discard(uid)
+        # Only a fall is told; see Ranked.
         if before is None or key < before:
             self._fallen(uid)
 
@@ -226,8 +238,10 @@ class Windowed(Ranked):
         passed: list[bytes] = []
         takes = takes_or_passes(accepts, self._in_turn, passed)
         uid = line.first(takes)
+        # Risen since it was entered: the next one may be lower.
         while uid is not None and self._lift(uid):
             uid = line.first(takes)
+        # Out of the line until its turn ends, which puts it back.
         for other in passed:
             line.discard(other)
         return uid

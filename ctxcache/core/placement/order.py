@@ -32,6 +32,7 @@ class Keyed:
 
     def put(self, uid: bytes, key: Key) -> Key | None:
         """Add the session, or give it another key; returns the key that it had."""
+        # A key that did not change is not entered again.
         before = self.keys.get(uid)
         if before != key:
             self.keys[uid] = key
@@ -51,14 +52,17 @@ class Keyed:
         """The lowest that `accepts` takes; None when it takes none. It stays in here."""
         heap = self._in_order() if self._heap is None else self._heap
         passed: list[tuple[Key, bytes]] = []
+        # While `pass_over` holds, refused entries are set aside for good; without it they go back at the end.
         refused = passed if self._aside is None else self._aside
         found = None
         while heap and found is None:
             entry = heappop(heap)
             key, uid = entry
+            # Outdated: another entry, or none, is the current one.
             if self.keys.get(uid) != key:
                 continue
             found = uid if accepts(uid) else None
+            # An entry that was found stays in the heap, because `first` only names it.
             (passed if found else refused).append(entry)
         for entry in passed:
             heappush(heap, entry)
@@ -85,6 +89,7 @@ class Line:
     """Sessions in the order in which they were put, with their sizes. O(1), `first` per refusal."""
 
     def __init__(self) -> None:
+        # Deleting from the front leaves gaps in a plain dict, and each iteration begins by walking over them.
         # A plain dict would look at every gap at its front for each `first`.
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._aside: list[tuple[bytes, int]] | None = None
@@ -145,6 +150,7 @@ class Line:
     def look_again(self) -> None:
         """End `pass_over`: they stand where they stood."""
         aside, self._aside = self._aside or [], None
+        # Reversed, and each to the front: the first of them is the first again.
         for uid, size_bytes in reversed(aside):
             self._sizes[uid] = size_bytes
             self._sizes.move_to_end(uid, last=False)
@@ -172,6 +178,9 @@ def takes_or_passes(accepts: Accepts, in_turn: set[bytes], passed: list[bytes]) 
 Place = tuple[float, ...]
 
 
+# Each node counts its subtree, so that the rank of a key is a walk from the root:
+#
+#     rank(k) = sum over every step to the right of (size of the left subtree + 1)
 class _Node:
     __slots__ = ("key", "left", "priority", "right", "size")
 
@@ -220,6 +229,7 @@ class Ranks:
         after: Place | None = None
         while node is not None:
             if node.key < key:
+                # Everything to the left is smaller.
                 rank += _size(node.left) + 1
                 before, node = node.key, node.right
             else:
@@ -266,6 +276,7 @@ def _split(tree: _Tree, key: Place) -> tuple[_Tree, _Tree]:
 def _merge(less: _Tree, more: _Tree) -> _Tree:
     if less is None or more is None:
         return less or more
+    # The larger priority is the root: the shape is that of a random tree, whatever order the keys came in.
     if less.priority > more.priority:
         less.right = _merge(less.right, more)
         return _sized(less)

@@ -18,6 +18,7 @@ class Level(enum.Enum):
     MEMORY = "dram"
     BELOW = "ssd"
 
+    # Policies are asked for hashes of this at every placement.
     # Enum's own hashes the name anew, in Python.
     __hash__ = object.__hash__
 
@@ -49,6 +50,11 @@ class Capacities:
         return self.memory_bytes + self.below_bytes
 
 
+# One session, as a policy hears of it:
+#
+#     arrived ──► idle ──► placed(MEMORY) ──► placed(BELOW) ──► evicted ──► arrived ──► ...
+#        ▲          │                                             (a miss; its name goes on)
+#        └──────────┘ next turn                       ended: it will not return
 class Policy:
     """A policy that hears everything and ignores it; subclasses override what they need.
 
@@ -109,6 +115,7 @@ class Policy:
 
         Fewer where `accepts`, whose answers stay the same meanwhile, takes no other.
         """
+        # Told to itself at once, so that the next answer is another session.
         left: list[bytes] = []
         while len(left) < count and (uid := self.evict(accepts)) is not None:
             self.evicted(uid)
@@ -151,7 +158,9 @@ def is_worth_writing(size_bytes: int, free_bytes: int, leaving: Iterable[Candida
     `leaving`: the sessions that may leave for it, the first to leave first; read as far as needed. Where they
     free too little, the writer finds that out.
     """
+    # Free room is enough: nothing leaves, and nobody is asked.
     for each in leaving if size_bytes > free_bytes else ():
+        # In their order: the first that is worth more ends the question, whatever stands behind it.
         if not each.gives_way:
             return False
         free_bytes += each.size_bytes
@@ -178,6 +187,7 @@ class Ranked(Policy):
         """
         raise NotImplementedError
 
+    # A session without a rank has no claim.
     def gives_way(self, uid: bytes, comer: bytes) -> bool:
         """See Policy: it does if it is worth less."""
         rank, comers_rank = self.rank(uid), self.rank(comer)

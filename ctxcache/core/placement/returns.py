@@ -23,6 +23,7 @@ from typing import Any
 
 from ctxcache.core.placement.policy import Facts
 
+# Bins are short where returns are common, and long where few are left: an equal width would need hundreds.
 AGES_S = (
     *(0, 0.5, 2, 5, 10, 20, 30, 40, 55, 70, 90, 110, 135, 160, 195, 230, 280, 330, 400, 480),
     *(700, 1000, 1500, 2400, 3600),
@@ -78,6 +79,12 @@ class ReturnShare:
         return (self.turn_count - self.session_count + 1) / (self.turn_count + 1)
 
 
+# How counts become a rate, for one bin of a class:
+#
+#     hazard     (came + 30 x prior) / (away + 30)      prior: the parent's hazard x this class's ratio
+#     index      the best return per second kept, over all horizons from that bin on
+#
+# With few counts the prior is the answer, with many it does not matter.
 class ReturnClass:
     """How many reached each bin of idle time, how many returned in it, and what that promises."""
 
@@ -98,6 +105,7 @@ class ReturnClass:
     def __init__(self, parent: "ReturnClass | None", first_hazard: float = 0.0) -> None:
         self.parent, self.first_hazard = parent, first_hazard
         self.away, self.came = [0.0] * len(AGES_S), [0.0] * len(AGES_S)
+        # A count goes to the class and to all above it in one loop.
         # Its own counts and those of all classes above, which count the same.
         self.aways: tuple[list[float], ...] = (self.away, *(parent.aways if parent else ()))
         self.cames: tuple[list[float], ...] = (self.came, *(parent.cames if parent else ()))
@@ -112,6 +120,7 @@ class ReturnClass:
         if self.refreshed == number:
             return
         self.refreshed = number
+        # No hazard is certain: an index would be infinite, and the session could never leave.
         hazards = [min(MOST_HAZARD, each) for each in self._hazards(number)]
         self.indices = gittins_indices(hazards, wait_s)
         self._chances_of = hazards
@@ -135,6 +144,7 @@ class ReturnClass:
             return self.hazards
         self.hazards, hazard = [], self.first_hazard
         for came, away in zip(self.came, self.away, strict=True):
+            # A root leans on the bin before: hazards change little from one bin to the next.
             hazard = (came + PRIOR_COUNT * hazard) / (away + PRIOR_COUNT)
             self.hazards.append(hazard)
         return self.hazards
@@ -144,6 +154,7 @@ class ReturnClass:
 
         A ratio needs far fewer counts than a hazard by bin: it is of all returns of some minutes.
         """
+        # One ratio for several bins: a class's returns in 40 s are many before those in one bin are.
         hazards: list[float] = []
         for bins in RATIO_BINS:
             cames, aways, priors = self.came[bins], self.away[bins], above[bins]
@@ -166,6 +177,7 @@ class ReturnClasses:
 
     def of(self, name: SessionClass) -> ReturnClass:
         """The class of that name; those above it come to be with it."""
+        # Parents first: counts of a new class go to all of them.
         found = self._by_name.get(name)
         if found is None:
             found = self._by_name[name] = ReturnClass(self.of(name[:-1]))
@@ -194,6 +206,7 @@ class ReturnClasses:
         told = counts["classes"].items()
         found = {_name(text): (_checked(away), _checked(came)) for text, (away, came) in told}
         nothing = [0.0] * len(AGES_S)
+        # Both sets of names: a class that the saved counts do not have begins from nothing.
         for name in {*self._by_name, *found}:
             one = self.of(name)
             one.away[:], one.came[:] = found.get(name, (nothing, nothing))
@@ -222,6 +235,8 @@ def gittins_indices(hazards: list[float], wait_s: float) -> list[float]:
     """
     away, came, kept_s = 1.0, 0.0, 0.0
     points: list[tuple[float, float]] = []
+    # From the first bin on, cumulative: kept time and returns of one who is away at its beginning. Those who
+    # return in a bin are kept half of it on average.
     for length_s, hazard in zip(LENGTHS_S, hazards, strict=True):
         points.append((came, kept_s))
         now = away * hazard
@@ -235,6 +250,8 @@ def gittins_indices(hazards: list[float], wait_s: float) -> list[float]:
     for point in reversed(points):
         came_here, kept_here_s = point
         rate = (came - came_here) / ((kept_s - kept_here_s) or 1e-300)
+        # From the last bin to the first, and a side of the hull that is not steeper than the next is no side:
+        # each point is removed once, so that all bins cost one pass.
         while rates and rate <= rates[-1]:
             came, kept_s = hull.pop()
             rates.pop()
@@ -319,6 +336,7 @@ class _Watch:
         self.counted = share
         for came in self.of.cames:
             came[self.bin] += more
+            # A watch may have been counted before the counts were halved.
             # Counts may have been halved since.
             if came[self.bin] < 0:
                 came[self.bin] = 0.0
@@ -371,10 +389,13 @@ class ReturnTimes:
 
         Amortised O(1) per session and bin.
         """
+        # Events may come from callers that looked at the clock before others.
         self.now_s = max(self.now_s, now_s)
         if self.now_s < self._due_s:
             return
         left, dues_s = AGED_AT_ONCE, self._dues_s
+        # When the last call left some, the oldest bins go first: they would be counted in the wrong bin
+        # otherwise.
         # A late session goes where it belongs at once; the oldest first, so that each bin stays in order.
         for number in reversed(BINS[:-1]) if self._is_behind else BINS[:-1]:
             if dues_s[number] > self.now_s:
@@ -394,6 +415,7 @@ class ReturnTimes:
             self._due_s = -math.inf
 
     def _age(self, watch: _Watch, number: int) -> None:
+        # Late by several bins: it was away in each of them, and is counted in each.
         last = max(self._bin(watch.since_s), number) if self._is_behind else number
         for watch.bin in range(number, last + 1):
             watch.went_on()
@@ -411,11 +433,13 @@ class ReturnTimes:
             self.now_s = now_s
         watch = self._watches.pop(uid, None)
         if watch is not None:
+            # From when it was idle, not from when its job came.
             self._bins[watch.bin].pop(uid, None)
             watch.came()
             self._gaps_s[uid] = self.now_s - (watch.before or watch).since_s
             if len(self._gaps_s) > WATCHED:
                 self._gaps_s.popitem(last=False)
+            # Two returns of one session: from idleness, and from the queue.
             if watch.before is not None:
                 watch.before.came()
                 self._wait_s += (self.now_s - watch.since_s - self._wait_s) / WAIT_MEMORY
@@ -437,6 +461,8 @@ class ReturnTimes:
         name = (IDLE, *class_of(facts, self._gaps_s.pop(uid, None)))
         self._watch(_Watch(uid, self.now_s, name, self._classes.of(name)))
         self._turn_count += 1
+        # Often at first and seldom later: early counts change hazards much, and a pass over all classes costs
+        # time.
         if self._turn_count >= self._refreshed_at:
             self._refreshed += 1
             pause = max(LEAST_REFRESHED, int(self._turn_count * REFRESHED_SHARE))
@@ -449,8 +475,10 @@ class ReturnTimes:
 
         It is counted from here on; what the run counted of it whose counts were gone on from, not again.
         """
+        # Older than what is learned: nothing would follow from it.
         if idle_s < AGES_S[-1] + LAST_BIN_S:
             since_s, counted_s = self.now_s - idle_s, self.now_s - self._counts_age_s
+            # The earlier run counted it up to when its counts were saved.
             is_counted = since_s <= counted_s and self._bin(since_s) == self._bin(since_s, counted_s)
             watch = _Watch(uid, since_s, (IDLE,), self._classes.of((IDLE,)))
             self._watch(watch, is_counted=is_counted)
@@ -476,6 +504,7 @@ class ReturnTimes:
         """A job of the session waits."""
         before = self._watches.get(uid)
         if before is not None and before.before is None:
+            # Its return is counted in part, by how likely jobs come to their turn, and corrected when it has.
             # A job may never come, and whether it does shows late.
             before.came(self.coming_share)
             self._bins[before.bin].pop(uid, None)
@@ -487,6 +516,7 @@ class ReturnTimes:
         watch = self._watches.get(uid)
         if watch is not None and watch.before is not None:
             self._bins[watch.bin].pop(uid, None)
+            # It did not return after all: the part that was counted is taken back.
             before = self._watches[uid] = watch.before
             before.came(0.0)
             before.bin, before.index_per_s = self._bin(before.since_s), -1.0
@@ -517,6 +547,7 @@ class ReturnTimes:
         watch = self._watches.get(uid)
         if watch is None:
             return 0.0
+        # Kept until the next bin, so that the number of looks changes nothing.
         if watch.index_per_s < 0:
             if watch.of.refreshed != self._refreshed:
                 watch.of.refresh(self._refreshed, self._queue_wait_s(watch))
@@ -543,6 +574,7 @@ class ReturnTimes:
 
     def _watch(self, watch: _Watch, *, is_counted: bool = False) -> None:
         self._watches[watch.uid] = watch
+        # The oldest watch goes: its return would say least.
         if len(self._watches) > WATCHED:
             self._unwatch(next(iter(self._watches)))
         if watch.since_s < self.now_s:
@@ -571,6 +603,7 @@ class ReturnTimes:
             left -= 1
             uid, watch = last.popitem(last=False)
             # A job may wait for longer; the number of watches bounds those.
+            # A job in the queue may wait longer than is learned, and its turn is still to be counted.
             if watch.before is None:
                 del self._watches[uid]
         return left

@@ -40,7 +40,9 @@ class StartRate:
 
     def passed(self, now_s: float, *, is_waiting: bool, started: int = 0) -> None:
         """Time went by up to `now_s`, with jobs waiting or not, and then some were started."""
+        # Never back: deltas of several engines come with clocks read in another order.
         passed_s, self._then_s = max(now_s - self._then_s, 0.0), max(now_s, self._then_s)
+        # Time without waiting jobs is not counted: an idle engine is not a slow one.
         if is_waiting:
             kept = exp(-passed_s / MEMORY_S)
             self._started *= kept
@@ -68,9 +70,11 @@ class DueStart:
         0 before it is overdue, infinity once given up.
         """
         late_s = self.patience_s
+        # Not late by its patience yet.
         if now_s < self.start_s + late_s:
             return 0.0
         while self.start_s + late_s <= now_s:
+            # Doubled: a job that is stuck is looked at a logarithmic number of times.
             late_s *= 2
         return late_s if late_s <= GIVEN_UP_AFTER * self.patience_s else inf
 
@@ -81,6 +85,7 @@ class DueStart:
 
 def due(start_s: float, now_s: float, patience_s: float) -> DueStart:
     """A start foreseen now: it may be late by as long as it is away, or `patience_s`, within bounds."""
+    # A start far away may be late by as much; a near one is given a minute.
     return DueStart(start_s, min(max(start_s - now_s, patience_s, LEAST_PATIENCE_S), MOST_PATIENCE_S))
 
 
@@ -135,6 +140,10 @@ class _Queue:
 
 
 class Schedule:
+    # From a position to a start, for one engine that starts 2 jobs per second:
+    #
+    #     position   1      2      5      7            ranks 0, 1, 2, 3: positions may have gaps
+    #     start      now    +0.5   +1.0   +1.5         always between its neighbours' starts
     """The merged queue.
 
     Calls `changed` with a session's expected start when it changes; None: no job waits.
@@ -171,12 +180,15 @@ class Schedule:
     def put(self, engine: str, job: Job, now_s: float) -> None:
         """A job waits, wherever it waited before."""
         queue = self._queue(engine, now_s)
+        # The time before this job counts as waiting only if others waited.
         queue.rate.passed(now_s, is_waiting=bool(queue.jobs))
         before = self._take(queue, job.job_id)
+        # Put under another session: the old one's order goes.
         if before is not None and before.uid != job.uid:
             self._set(before.uid, engine, before.job_id, None)
         queue.jobs[job.job_id] = job
         order = self._order(queue, job, now_s)
+        # The place decides the start, and the start when it will be overdue.
         queue.dues[job.job_id] = foreseen = due(order, now_s, SLIP_JOBS / queue.rate.per_s)
         queue.looks.put(job.job_id.encode(), (foreseen.next_look_s(0.0),))
         self._set(job.uid, engine, job.job_id, order)
@@ -216,6 +228,7 @@ class Schedule:
         queue = self._queues.get(engine)
         if queue is None:
             return []
+        # A few at a time: an engine may have thousands of jobs.
         jobs = list(islice(queue.jobs.values(), limit))
         for job in jobs:
             self._take(queue, job.job_id)
@@ -239,6 +252,7 @@ class Schedule:
     def _order(self, queue: _Queue, job: Job, now_s: float) -> float:
         if job.start_s is not None:
             return _untied(job.start_s, job.priority, job.deadline_s)
+        # A number at the end: two jobs may be equal in everything else, and places are keys.
         self._last_number += 1
         place = (job.position, -job.priority, job.deadline_s, self._last_number)
         start_s = _estimate(queue, place, now_s)
@@ -250,6 +264,7 @@ class Schedule:
         if uid is None:
             return
         before, keyed = self.order(uid), self._orders.setdefault(uid, Keyed())
+        # By engine and job: two engines may use the same job id.
         name = f"{engine}\0{job_id}".encode()
         if order is None:
             keyed.discard(name)
@@ -264,6 +279,8 @@ class Schedule:
     def _refit(self, engine: str, queue: _Queue, now_s: float) -> None:
         """Estimate some jobs anew, when it is time or until all have been."""
         if queue.cursor is None and not _begin_pass(queue, now_s):
+            # From the end that keeps the order: starts that move later go from the last job on, so that none
+            # passes its neighbour on the way.
             return
         for _ in range(JOBS_PER_DELTA):
             _, before, after = queue.ranks.find(queue.cursor or ())
@@ -278,6 +295,8 @@ class Schedule:
         job = queue.jobs[name.decode()]
         place, foreseen = queue.places.get(job.job_id), queue.dues[job.job_id]
         start_s = foreseen.start_s if place is None else queue.starts[place]
+        # Only jobs at the head are late by themselves. Those behind wait for the engine, and their lateness
+        # begins when it last started one.
         if place is not None and queue.ranks.find(place).rank >= SLIP_JOBS:
             # The jobs before this one are late too: its lateness counts from the engine's last start.
             foreseen = DueStart(max(foreseen.start_s, queue.started_s), foreseen.patience_s)
@@ -341,6 +360,7 @@ def between(start_s: float, low_s: float, high_s: float, step_s: float) -> float
 def _untied(start_s: float, priority: int, deadline_s: float) -> float:
     """An order by start, of starts within one span by priority, of equal ones by deadline."""
     slack_s = max(deadline_s - start_s, 0.0)
+    # Slack as a fraction below 1: a deadline never outweighs a priority.
     late = 1.0 if slack_s == inf else slack_s / (1 + slack_s)
     level = PRIORITY_LIMIT - priority + late
     return start_s // TIE_S * TIE_S + TIE_S * level / (PRIORITY_LIMIT + 2)

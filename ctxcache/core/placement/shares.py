@@ -66,6 +66,7 @@ class Shares:
         if not self._are_divided:
             return capacity_bytes
         share = self.by_tenant.get(account)
+        # The guarantee holds although others have more for now: they give it back when it is asked for.
         if share is not None:
             return int(share.guaranteed * capacity_bytes)
         return self._equal_bytes(used_bytes, account, capacity_bytes)
@@ -85,6 +86,10 @@ class Shares:
         asked for another; for its own need an account gives up its own, at the last. `needing` None: room
         is made for nobody in particular. `used_bytes` are of those that have something, and of no others.
         """
+        # With 100 bytes, "a" configured to 40, and b, c, d present: equal parts of the other 60 are 20 each.
+        #
+        #     used       a 50   b 30   c 15   d 5          needing c, 10 more
+        #     over       a +10  b +10  c +5                ► asked in order: a, b, c; d is within its share
         equal_bytes = self._equal_bytes(used_bytes, needing, capacity_bytes)
         over = {account: size - equal_bytes for account, size in used_bytes.items() if size > equal_bytes}
         # Those whose sums are other ones are few.
@@ -95,6 +100,7 @@ class Shares:
             over[account] = used_bytes[account] - own_bytes + (needed_bytes if account == needing else 0)
             if over[account] <= 0:
                 del over[account]
+        # Of equals the needing account first: it rather gives up its own.
         asked = sorted(over, key=lambda account: (-over[account], account != needing, account))
         if needing is not None and needing not in over:
             asked.append(needing)
@@ -103,6 +109,7 @@ class Shares:
     def _equal_bytes(self, used_bytes: Mapping[str, int], besides: str | None, capacity_bytes: int) -> int:
         """The part of each that has no configured share; `used_bytes` are of those that have something."""
         count = len(used_bytes) - sum(name in used_bytes for name in self.by_tenant)
+        # One that needs room counts as present, though it has nothing yet.
         if besides is not None and besides not in self.by_tenant and besides not in used_bytes:
             count += 1
         guaranteed_bytes = sum(int(share.guaranteed * capacity_bytes) for share in self.by_tenant.values())
@@ -112,6 +119,7 @@ class Shares:
 def _checked(by_tenant: Mapping[str, Share]) -> dict[str, Share]:
     if EVERYONE in by_tenant:
         raise ValueError("a share for a tenant without a name")
+    # `fsum`, because ten shares of 0.1 are to be 1.
     total = math.fsum(share.guaranteed for share in by_tenant.values())
     if total > 1 + ROUNDING:
         raise ValueError(f"{total:g} of everything is guaranteed")

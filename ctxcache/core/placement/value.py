@@ -72,6 +72,7 @@ class Trust:
     """
 
     def __init__(self) -> None:
+        # An agent without history is believed at first: eight true hints are assumed.
         self._made, self._broken = HINTS_BELIEVED, 0.0
 
     @property
@@ -82,6 +83,7 @@ class Trust:
     def made(self) -> None:
         """A hint was given, or was seen to come true."""
         self._made += 1
+        # Halved, not cut: the share stays, and what comes counts more.
         if self._made > HINTS_REMEMBERED:
             self._made, self._broken = self._made / 2, self._broken / 2
 
@@ -116,6 +118,7 @@ class _Order:
     @property
     def share(self) -> float:
         """How far the order is to be believed, 0 to 1."""
+        # By chance half of the pairs are in order: a share of 1/2 says nothing and becomes 0.
         return max(2 * self._trust.share - 1 - CHANCE, 0.0) / (1 - CHANCE)
 
     def put(self, uid: bytes, order: float) -> None:
@@ -124,6 +127,8 @@ class _Order:
         insort(self._places, order)
 
     def discard(self, uid: bytes) -> None:
+        # Of the last few that started the one with the earliest place. Jobs that stand before that were
+        # overtaken by all of them: the order does not know where they are.
         """One that waited does so no longer."""
         del self._places[bisect_left(self._places, self._orders.pop(uid))]
 
@@ -134,6 +139,8 @@ class _Order:
         if len(self._started) == OVERTAKEN_BY:
             self._front = min(self._started)
         self._trust.made()
+        # A fair test of an order: of two jobs that waited, the one that started must stand first. `other` is
+        # picked without regard to either order.
         if self._orders[other] < order:
             self._trust.broke()
 
@@ -193,6 +200,7 @@ class Forecast:
             return False
         self._said.discard(uid)
         self._line.discard(uid)
+        # The last one moves into the gap, so that a job is picked in one step.
         last = self._uids.pop()
         if last != uid:
             self._uids[number] = last
@@ -204,6 +212,7 @@ class Forecast:
         if self._started_s is not None:
             self._interval_s += (now_s - self._started_s - self._interval_s) / INTERVAL_MEMORY
         self._started_s = now_s
+        # A generator of its own: the same events pick the same jobs in a store, a simulation and a test.
         self._pick = (self._pick * 1103515245 + 12345) & 0x7FFFFFFF
         other = self._uids[(self._pick >> 8) % len(self._uids)]
         self._said.started(uid, other)
@@ -217,6 +226,7 @@ class Forecast:
         """How long the job will wait if all before it come, at the late pace."""
         return self._interval_s * self._believed.before_count(uid)
 
+    # The better one of two, decided anew at each look.
     @property
     def _believed(self) -> _Order:
         return self._said if self._said.share >= self._line.share else self._line
@@ -256,6 +266,7 @@ class ReturnValue(Windowed):
 
     def __init__(
         self,
+        # Two sessions come at a time, and the device is shared with reads.
         capacities: Capacities,
         miss_cost: MissCost = MISS_COST,
         lessons: Mapping[str, Any] | None = None,
@@ -286,6 +297,7 @@ class ReturnValue(Windowed):
         if uid in self._queue.waiting:
             self._queue.started(uid, now_s)
             share = self._queue.said_share
+            # Two thresholds: a share that moves around one would switch fetching on and off with each job.
             self._follows_order = share > (PREFETCHED_BELOW if self._follows_order else PREFETCHED_ABOVE)
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
@@ -319,6 +331,7 @@ class ReturnValue(Windowed):
         super().evicted(uid)
         self._worth.pop(uid, None)
         # The return times go on watching the session: whether its job comes is learned all the same.
+        # Its worth went with its size, and comes anew with its next turn.
         self._queue.discard(uid)
         self._fetched.discard(uid)
         self._due.discard(uid)
@@ -355,6 +368,7 @@ class ReturnValue(Windowed):
         self._returns.said(uid, is_over=return_s is None)
         if return_s is not None:
             self._expected[uid] = (self._returns.now_s, return_s)
+            # By when the fetch has to begin, not by when it returns: a large session comes first.
             self._due.put(uid, (return_s - fetch_lead_s(self._sizes[uid]),))
         if len(self._expected) > WATCHED:
             self._due.discard(self._expected.popitem(last=False)[0])
@@ -362,8 +376,10 @@ class ReturnValue(Windowed):
 
     def _returning(self, accepts: Accepts) -> bytes | None:
         """See Windowed. It is fetched once, when it is time, while such hints come true."""
+        # Hints that do not come true fetch nothing.
         if self._waits.share < PREFETCHED_ABOVE:
             return None
+        # The filter lets through what is not due yet, so that the search ends at the first that is not.
         uid = self._due.first(lambda each: not self._is_due(each) or self._is_void(each) or accepts(each))
         while uid is not None and self._is_due(uid):
             if not self._is_void(uid):
@@ -375,6 +391,7 @@ class ReturnValue(Windowed):
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
         """See Policy. Nor is one pushed out that is due to return, for one that returns later."""
         if super().is_needed_soon(uid, fetched):
+            # The nearer return has memory.
             return True
         mine, other = self._expected.get(uid), self._expected.get(fetched)
         if mine is None or self._waits.share < PREFETCHED_ABOVE:
@@ -399,10 +416,12 @@ class ReturnValue(Windowed):
     def _weigh(self, uid: bytes, facts: Facts) -> None:
         size_bytes = facts.size_bytes or 1
         if self._sizes.get(uid) != size_bytes:
+            # A miss costs by tokens, and a session's tokens by its size: computed again only when it changes.
             self._worth[uid] = self._miss_cost.of(size_bytes / facts.token_bytes) / size_bytes
         self._measure(uid, size_bytes)
         self._rank(uid)
 
+    # In the usual case neither a hint nor a job is looked up.
     def _key(self, uid: bytes) -> Key:
         if self._expected or uid in self._queue.waiting:
             index_per_s = self._index_per_s(uid)
@@ -420,12 +439,16 @@ class ReturnValue(Windowed):
             return learned
         said_s, return_s = promise
         now_s, share = self._returns.now_s, self._waits.share
+        # Late by more than the tolerance: the promise is not believed any more, though nobody took it back.
         if now_s > return_s + _tolerance_s(said_s, return_s):
             return learned
+        # A mixture: as far as promises come true, the nearness of the return; for the rest what its class
+        # does.
         return share * SURE / max(return_s - now_s, LEAST_WAIT_S) + (1 - share) * learned
 
     def _queued_index_per_s(self, uid: bytes, learned: float) -> float:
         share = self._queue.share
+        # Late, or an order that says nothing: known to return, and that is all.
         if not share or self._queue.is_late(uid):
             return SURE * learned
         wait_s = self._queue.wait_s(uid) * self._returns.coming_share
@@ -439,6 +462,7 @@ class ReturnValue(Windowed):
         self._due.discard(uid)
         said_s, return_s = promise
         self._waits.made()
+        # Early is as wrong as late: memory was kept for the wrong time.
         if abs(now_s - return_s) > _tolerance_s(said_s, return_s):
             self._waits.broke()
 

@@ -62,6 +62,10 @@ _LENGTH, _RANGE, _CONTENT = struct.Struct("<I"), struct.Struct("<iii"), struct.S
 _PARENT_LENGTH, _TOKENS_LENGTH = _LENGTH.pack(KEY_BYTES), _LENGTH.pack(BLOCK_BYTES)
 
 
+# Which scopes meet, and which never do:
+#
+#     other tenant, model, layout    another head and another mask    not in the same part of the index
+#     other salt                     another head, the same mask      other keys, so not found either
 class Scope(NamedTuple):
     """Within which keys are looked for. Keys of one scope are never found in another.
 
@@ -90,12 +94,15 @@ class Scope(NamedTuple):
         `contents` in order, in the numbers of the session's tokens, of which `first_token` is the first here.
         """
         view = memoryview(token_ids).cast("B")
+        # The first content that ends behind the first token here.
         at = bisect_right(contents, first_token, key=_CONTENT_END)
+        # Copying a hasher costs less than hashing tenant, model, layout and salt for each 64 tokens.
         # The beginning that all keys share is hashed once.
         begun = hashlib.sha256(self.head + _PARENT_LENGTH)
         for begin in range(0, len(view) - BLOCK_BYTES + 1, BLOCK_BYTES):
             field = b""
             if at < len(contents):
+                # Contents before these 64 tokens are done with.
                 first = first_token + begin // TOKEN_BYTES
                 while at < len(contents) and contents[at].end <= first:
                     at += 1
@@ -111,6 +118,8 @@ def _contents_field(contents: Sequence[Content], at: int, first: int) -> bytes:
     packed = list[bytes]()
     while at < len(contents) and contents[at].begin < first + BLOCK_TOKENS:
         begin, end, digest = contents[at]
+        # In numbers within the 64 tokens: the same picture at the same place gives the same key in any
+        # session.
         packed.append(_CONTENT.pack(max(begin - first, 0), min(end - first, BLOCK_TOKENS), digest))
         at += 1
     body = b"".join(packed)
@@ -123,11 +132,13 @@ def layout_tag(ranges: Iterable[StreamRange]) -> bytes:
     Each range is kind, layer_begin and layer_end, int32 little endian; by kind, then by layer, as few as can
     be.
     """
+    # Sorted, because a layout is a set of ranges, in whatever order a client names them.
     packed = (_RANGE.pack(kind, begin, end) for kind, begin, end in sorted(ranges))
     tokens = _RANGE.pack(*TOKENS_RANGE)
     return hashlib.sha256(b"".join(item for item in packed if item != tokens)).digest()
 
 
+# Ranges are hashed as a key of the cache: they have to be a tuple.
 @lru_cache(SCOPES_KEPT)
 def scope_of(
     tenant: str, model_fingerprint: bytes, ranges: Sequence[StreamRange], salt: bytes = b""
@@ -188,12 +199,14 @@ class PrefixIndex:
 
     def put(self, scope: Scope, key: bytes, owner: int, token_count: int) -> None:
         """Let a key name an owner's first tokens; an owner's keys come in the order of their token counts."""
+        # Stored under the mask, and found only with it.
         stored = _stored(scope, key)
         row = self._take_row()
         begin = row * KEY_BYTES
         self._keys[begin : begin + KEY_BYTES] = stored
         self._owners[row], self._counts[row] = owner, token_count
         self._newer[row] = self._next[row] = FREE
+        # The newest entry is the head of its key's chain.
         part, slot = self._key_slot(stored)
         head = self._older[row] = part[slot]
         part[slot] = row
@@ -208,6 +221,8 @@ class PrefixIndex:
             part[slot] = row
             self._grow_owners(number)
         else:
+            # Keys of a segment come one after another: the last row is remembered, or each put would walk its
+            # chain.
             last = self._last_row if self._last_owner == owner else self._last_of(first)
             self._next[last] = row
         self._last_owner, self._last_row = owner, row
@@ -238,6 +253,7 @@ class PrefixIndex:
     def drop(self, owner: int, beyond: int = 0) -> int:
         """Forget an owner's keys, or those for more than `beyond` tokens; returns how many there were."""
         rows = list(self._rows_of(owner))
+        # What is remembered may be one of those that go.
         self._last_owner = None
         kept = [row for row in rows if self._counts[row] <= beyond]
         for row in rows[len(kept) :]:
@@ -247,6 +263,7 @@ class PrefixIndex:
         if kept:
             self._next[kept[-1]] = FREE
         else:
+            # The owner has none left: its slot is taken out, for it is found by the first row.
             number = hash(owner) % PARTS
             part, slot = self._owner_slot(owner)
             _take_out(part, slot, self._owner_home)
@@ -268,6 +285,7 @@ class PrefixIndex:
     def _take_row(self) -> int:
         if self._unused == FREE:
             count = len(self._owners)
+            # A sixteenth at a time: doubling would hold twice the memory of a large index at once.
             added = max(count >> _GROWTH_SHIFT, 64)
             self._keys += bytes(added * KEY_BYTES)
             self._owners.frombytes(bytes(added * self._owners.itemsize))
@@ -300,6 +318,7 @@ class PrefixIndex:
             self._newer[older] = newer
         if newer != FREE:
             self._older[newer] = older
+            # Only the head of a chain is in the table.
             return
         begin = row * KEY_BYTES
         stored = bytes(self._keys[begin : begin + KEY_BYTES])
@@ -315,6 +334,7 @@ class PrefixIndex:
     def _key_slot(self, stored: bytes) -> "tuple[array[int], int]":
         """The part of the table and the slot that has a key, or would have it."""
         hashed = hash(stored)
+        # The low bits choose the part, the others the slot: both would be the same bits otherwise.
         part = self._by_key[hashed % PARTS]
         mask = len(part) - 1
         slot = (hashed // PARTS) & mask
@@ -344,6 +364,7 @@ class PrefixIndex:
     def _grow_keys(self, number: int) -> None:
         self._key_counts[number] += 1
         part = self._by_key[number]
+        # At two thirds full: linear probing becomes slow beyond that.
         if 3 * self._key_counts[number] > 2 * len(part):
             self._table_bytes += len(part) * part.itemsize
             self._by_key[number] = _doubled(part, [self._key_home(row) for row in part if row != FREE])
@@ -357,6 +378,7 @@ class PrefixIndex:
 
 
 def _stored(scope: Scope, key: bytes | bytearray) -> bytes:
+    # Exclusive or: one operation there and back.
     return (int.from_bytes(key, "little") ^ scope.mask).to_bytes(KEY_BYTES, "little")
 
 
@@ -373,6 +395,10 @@ def _doubled(part: "array[int]", homes: list[int]) -> "array[int]":
 
 
 def _take_out(part: "array[int]", slot: int, home_of: Callable[[int], int]) -> None:
+    # Backward shift instead of marks for deleted slots, which would make every search longer with time:
+    #
+    #     home   2  2  3  5
+    #     slot   2  3  4  5      take out 2: 3 moves to 2, 4 moves to 3, 5 stays, for 5 is its home
     """Free a slot, and move what follows so that no search ends too early."""
     mask = len(part) - 1
     follows = (slot + 1) & mask
@@ -406,6 +432,7 @@ class Part(NamedTuple):
 def space_of(fingerprint: bytes, layout_tag: bytes, salt: bytes, parts: Sequence[Part]) -> bytes:
     """The space of blocks of this model, layout, salt and these parts. 32 bytes."""
     packed = b"".join(_PART.pack(*part) for part in parts)
+    # Lengths before fields: no two sets of fields have the same bytes.
     fields = (BLOCK_DOMAIN, fingerprint, layout_tag, salt, packed)
     return hashlib.sha256(b"".join(_LENGTH.pack(len(item)) + item for item in fields)).digest()
 
@@ -420,6 +447,7 @@ def check_parts(parts: Sequence[Part]) -> None:
             raise _bad(f"layers [{part.layer_begin}, {part.layer_end}) are no range of layers")
         by_rank[part.rank].append(part)
     ranks = sorted(by_rank)
+    # Ranks from 0 on without a gap: a rank that is missing would never write its parts.
     if ranks != list(range(len(ranks))):
         raise _bad(f"ranks {ranks} are not all ranks from 0 on")
     layer_count = max(part.layer_end for part in parts)
