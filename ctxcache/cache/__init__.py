@@ -85,6 +85,17 @@ class Cache:
         )
         self.ledger = self.state.ledger
         self.placement = self.ledger.placement
+        # Each part gets those that it calls, and none knows the whole:
+        #
+        #     Appends     ──► MemoryRoom, DirtyBound, Pins, Staging, Flushing
+        #     Leases      ──► Promotions, Mending, Pins
+        #     Promotions  ──► MemoryRoom, Mending
+        #     MemoryRoom  ──► Staging, Flushing, SsdRoom
+        #     Flushing    ──► Staging, Mending
+        #     Staging     ──► SsdRoom ──► Departures ◄── Mending
+        #     all of them ──► State, and its ledger
+        #
+        # One arrow goes the other way: SsdRoom asks Staging for slots that nobody waits for.
         state, background = self.state, Background()
         self._background = background
         self.departures = Departures(state, metadata, background)
@@ -154,10 +165,14 @@ class Cache:
 
         Raises CorruptMetadata, and DataDirectoryUnusable when records name an SSD path that is not there.
         """
+        # Before the records: sessions on a lost path are recalled as far as they can be had.
         self.devices.note()
         repairs = load(self.state, self._metadata)
+        # A directory that was left out by mistake must stop the start, not cut every session that lies there.
         self._check_paths()
         # Every slot is taken before any is given back.
+        # Repairs give slots back. Given back before all were taken, they could be adopted by the wrong
+        # segment.
         misplaced, halved = self._adopt()
         if repairs:
             await self._metadata.commit(repairs, is_durable=True)
@@ -165,6 +180,7 @@ class Cache:
             await self.mending.quarantine(misplaced)
         if halved:
             await self.departures.write_down(moved=halved)
+        # Files that are new: what the records say of them is gone for good.
         await self.devices.give_up(self.ssd.emptied)
         await self.sessions.expire_due()
 
@@ -176,12 +192,14 @@ class Cache:
         So is what SSD has no free room for and is not worth its place there, the best kept first. Raises the
         first failure when everything else is done.
         """
+        # Nobody reads any more. What lingers would only hold rows.
         self.leases.end_lingering()
         dirty = self._worth_keeping()
         results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)
         # A flush under way makes no room for others: sessions that found none are flushed one by one.
         again = [s for s, result in results.items() if isinstance(result, CapacityExceeded)]
         results |= await self._flush_all(again, at_a_time=1)
+        # Behind the flushes, which write access times too.
         saved = await asyncio.gather(self.sessions.save_access_times(is_last=True), return_exceptions=True)
         await self.drain()
         self.io.close()
@@ -196,6 +214,7 @@ class Cache:
         kept: list[Session] = []
         kept_bytes = 0
         for session in self.ledger.unwritten_sessions():
+            # The best kept first: with each one less room is free for those behind it.
             if self.staging.spares(session, kept_bytes):
                 self.ssd_room.give_up(session)
             else:
@@ -215,6 +234,8 @@ class Cache:
         self, sessions: Sequence[Session], *, at_a_time: int, is_last: bool = True
     ) -> dict[Session, BaseException | None]:
         results: list[BaseException | None] = []
+        # `is_last`: the metadata keeps a part of its room for the end, so that a full disk loses nothing
+        # acknowledged.
         for begin in range(0, len(sessions), at_a_time):
             flushes = [self.flushing.flush(s, is_last=is_last) for s in sessions[begin : begin + at_a_time]]
             results += await asyncio.gather(*flushes, return_exceptions=True)
@@ -236,10 +257,14 @@ class Cache:
 
         Returns the segments that have no slot that is theirs to have, and those that have one of two.
         """
+        # All slots that records name, against what there is. Two records may name one place after damage: the
+        # first in order of offset has it, and the other's segment is cut.
         segments, below = self.ledger.segments(), self.ledger.below
         named = [(slot, s) for s in segments for slot in s.places]
+        # A record with another size than its segment has would overlap its neighbour.
         slots = [(slot, s) for slot, s in named if slot.size_bytes == s.size_bytes]
         wrong = [(slot, s) for slot, s in named if slot.size_bytes != s.size_bytes]
+        # A slot that a segment has is not kept from use a second time.
         kept_from_use = sorted(set(self._metadata.quarantined()) - {slot for slot, _ in named})
         refused = below.adopt([*(slot for slot, _ in slots), *kept_from_use])
         wrong += [slots[i] for i in refused if i < len(slots)]

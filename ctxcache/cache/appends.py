@@ -39,6 +39,13 @@ from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.format.streams import CONTENTS_LIMIT, TOKENS, Content, Stream
 
 
+# A reservation of 300 tokens by a session whose tail has 40 rows, with a long segment of 256:
+#
+#     tokens     40 ............ 64 .................... 320 ...... 340
+#     runs       run 0: tail        run 1: long           run 2: new tail
+#                rows 40..64        rows 0..256           rows 0..20
+#
+# Runs follow one another in tokens; each is one segment, and each segment is held once.
 @dataclass(frozen=True, slots=True)
 class Run:
     """Rows `[row_begin, row_end)` of a segment to be written.
@@ -94,6 +101,7 @@ class Reservation:
     contents: Sequence[Content] = ()
 
     def check(self, token_count: int) -> None:
+        # `committed` and not 0: a commit that went back would take visible tokens away from readers.
         """Raise InvalidArgument unless there is room up to `token_count` and no later token is visible."""
         if not self.committed <= token_count <= self.end:
             problem = f"{token_count} is not within [{self.committed}, {self.end}]"
@@ -102,6 +110,7 @@ class Reservation:
     def cuts(self, token_begin: int, token_end: int) -> list[Cut]:
         """The runs that hold tokens of `[token_begin, token_end)`, each with its first token and its end."""
         found: list[Cut] = []
+        # The run that holds the first token, by bisection: a decode step commits one token of thousands.
         for run in self.runs[max(bisect_right(self.runs, token_begin, key=TOKEN_BEGIN) - 1, 0) :]:
             if run.token_begin >= token_end:
                 break
@@ -144,10 +153,13 @@ class Reservation:
 
     def mark(self, token_count: int) -> list[Segment]:
         """Tokens below `token_count` will not change any more; returns segments that are full with them."""
+        # From where the last mark or commit ended: a segment is returned as full once.
         cuts = self.cuts(max(self.marked, self.committed), token_count)
         self.marked = max(self.marked, token_count)
         return [
             run.segment
+            # A segment is full with these tokens only if its last row is among them, not if it is reserved to
+            # its end.
             for run, _, _ in cuts
             if run.row_end == run.segment.layout.segment_tokens and run.token_end <= token_count
         ]
@@ -159,9 +171,12 @@ class Reservation:
 
     def last(self) -> tuple[Segment | None, int]:
         """The segment that goes on, and its next row; None where a new one is needed."""
+        # The reservation's own last run goes on first. Only a reservation without runs continues the
+        # session's tail.
         if self.runs:
             segment, row = self.runs[-1].segment, self.runs[-1].row_end
             return (segment, row) if row < segment.layout.segment_tokens else (None, 0)
+        # A tail that left memory cannot grow: its rows would have to be read back.
         tail = self.session.growing_tail
         return (tail, tail.row_count) if tail and tail.memory else (None, 0)
 
@@ -179,6 +194,7 @@ class Reservation:
             sizes_bytes[run.segment.segment_id] = run.segment.layout.size_bytes
         if last is not None:
             sizes_bytes[last.segment_id] = last.layout.size_bytes
+        # Segments that are not made yet have no number: negative ones count their bytes in the same budget.
         for number, layout in enumerate(new, 1):
             sizes_bytes[-number] = layout.size_bytes
         return sizes_bytes
@@ -190,6 +206,7 @@ class Reservation:
         """
         free_count = last.layout.segment_tokens - row if last is not None else 0
         missing_count = token_count - free_count
+        # Long segments are chosen by what will come, known from the writer, and not by what is asked for now.
         coming_count = max(missing_count, self.coming_end - self.end - free_count)
         found: list[SegmentLayout] = []
         plain = self.session.layout
@@ -201,6 +218,8 @@ class Reservation:
         return found
 
 
+# Rows of a bulk upload are copied in another thread, which holds this instead of the reservation: what
+# happens to the reservation on the event loop meanwhile does not move the views.
 @dataclass(frozen=True, slots=True)
 class Room:
     """Room that another thread may fill while it is lent: runs in token order, and each one's slot."""
@@ -229,10 +248,20 @@ class Room:
 
 SECOND_NS = 10**9
 RESERVATION_LIFETIME_NS = 300 * SECOND_NS
+# Shared memory has no fence: a writer whose process hangs may write to its slot when it wakes up. After a
+# minute without its connection the slot is given to others.
 GRACE_NS = 60 * SECOND_NS
 """How long slots of a writer that disappeared are kept from others."""
 
 
+# A writer's calls, and what readers and crashes see between them:
+#
+#     reserve         slots held, nothing visible                a crash leaves nothing
+#     rows in place   by the client, in the arena                a crash leaves nothing
+#     mark_written    full segments are written ahead            a crash leaves nothing: no record names them
+#     commit          visible, sums noted                        a crash takes it back
+#     flush           written, synced, recorded                  survives
+#     release         room behind `committed` goes back
 class Appends:
     """The use cases of a writer."""
 
@@ -304,6 +333,7 @@ class Appends:
         WriteOffsetMismatch, InvalidArgument (a session of too many contents), CapacityExceeded,
         TooManyRequests, TierFailure.
         """
+        # The quick way first: it needs no task, no lock and no await, and is what nearly every append takes.
         reservation = self.reserve_at_once(
             tenant,
             session_id,
@@ -361,9 +391,11 @@ class Appends:
         if room is None:
             return None
         last, row, slots = room
+        # From here on nothing can fail or wait: everything was looked at before anything was changed.
         self._begin(reservation, now_ns)
         end = write_offset + token_count
         if last is not None:
+            # The continued tail is the first run, for it holds the first tokens.
             self._add_run(reservation, last, row, end)
         for layout, slot in slots:
             position = self._next_position(reservation)
@@ -406,6 +438,9 @@ class Appends:
         """
         now_ns = self._state.clock.now_ns()
         session = self._ledger.find_at(tenant, session_id, now_ns)
+        # One writer at a time: two would fill the same rows. Readers go on.
+        # Rows were made for a session of `write_offset` tokens. Behind any other number they are another
+        # content.
         session.check_caller(fingerprint, generation)
         if session.use is Use.WRITTEN:
             raise WriteInProgress(session=session.name)
@@ -437,11 +472,14 @@ class Appends:
             new_bytes += self._ledger.claim_bytes(last)
         if new_bytes and not self._dirty_bound.admits_at_once(new_bytes, own_bytes):
             return None
+        # Taken last: slots are the only thing here that has to be given back.
         slots = self._memory_room.take_all(session, sizes_bytes)
         return None if slots is None else (last, row, list(zip(layouts, slots, strict=True)))
 
     def _next_position(self, reservation: Reservation) -> int:
         """The position of the first token behind the reservation's end."""
+        # In the log, not among live tokens: after a truncation the two differ, and rows would land over
+        # others.
         return reservation.session.log_end + reservation.end - reservation.committed
 
     async def extend(self, reservation: Reservation, token_count: int) -> None:
@@ -504,6 +542,8 @@ class Appends:
         Raises ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch. An expired session is
         not there for its writer either: a commit would bring back what others were told is gone.
         """
+        # Order of the checks: open, then whole, then in time, then in range. A writer that is told "not
+        # found" starts anew, which is right in each of the first three.
         session = reservation.session
         self._check_open(reservation)
         if session.use is Use.GONE or session.token_count != reservation.committed:
@@ -511,6 +551,7 @@ class Appends:
             self.release(reservation, is_abandoned=True)
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
         now_ns = self._state.clock.now_ns()
+        # Others were told that the session is gone. A commit must not bring it back.
         if session.expire_time_ns <= now_ns:
             self.release(reservation, is_abandoned=True)
             raise SessionNotFound(session=session.name)
@@ -522,6 +563,7 @@ class Appends:
         if keep_open:
             # Full segments never change, so their writes begin before anybody asks for durability.
             self._staging.stage(session, reservation.mark(token_count))
+        # From here on the rows are visible. Everything that may be refused was refused before.
         self._attach(reservation, cuts, token_count, now_ns)
         if not keep_open:
             self.release(reservation)
@@ -564,6 +606,7 @@ class Appends:
 
     def release(self, reservation: Reservation, *, is_abandoned: bool = False) -> None:
         """Give back what was not committed. `is_abandoned`: nobody can say that the writer has stopped."""
+        # Released twice: by the client and by its end, or by upkeep. The first one counts.
         if self._open.pop(reservation.reservation_id, None) is None:
             return
         session, client = reservation.session, reservation.client
@@ -576,6 +619,7 @@ class Appends:
             if segment.sums and segment.sums[-1].row_begin >= segment.row_count:
                 segment.forget_sums(segment.row_count)
             if not segment.row_count:
+                # Not one row of it was committed: no session lists it, and its slot waits for the hold alone.
                 self._ledger.abandoned(segment)
             is_short = segment.row_count < segment.layout.segment_tokens
             # Staged as full, it turned out not to be.
@@ -585,12 +629,14 @@ class Appends:
                 # A segment that grows token by token is written many times, so it is never a long one.
                 self._ledger.closed([segment])
             # The writer may be alive and still write: for a while no other session may have the slot.
+            # Its claim ends now, for no commit will come. Its slot and its pin stay for the grace.
             if is_abandoned:
                 self._ledger.unclaimed(segment)
                 self._ledger.closed([segment])
                 self._quarantine.append((now_ns + GRACE_NS, segment, client))
             else:
                 self._release(segment, client)
+        # Behind the segments: only now may a second writer come.
         self._ledger.write_ended(session, now_ns / SECOND_NS)
         if session.is_block and not session.log_end:
             self.abandoned(session)
@@ -614,6 +660,8 @@ class Appends:
         token_end = token_begin + len(data) // row_bytes
         for run, first, last in reservation.cuts(token_begin, token_end):
             source = data[(first - token_begin) * row_bytes : (last - token_begin) * row_bytes]
+            # The sum is made of the bytes as they came, before the copy. What the copy or memory changes is
+            # found later.
             reservation.tallied().grow(stream, first, last, is_first=first == run.token_begin).update(source)
             target = self._rows(run, stream, first, last)
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
@@ -632,6 +680,7 @@ class Appends:
     def lend(self, reservation: Reservation) -> Iterator[Room]:
         """Hold a reservation's slots for another thread, whatever becomes of the reservation meanwhile."""
         runs = tuple(reservation.runs)
+        # Held once more per run: the reservation may be released, or expire, while the thread copies.
         for run in runs:
             self._ledger.held(run.segment)
         try:
@@ -647,6 +696,7 @@ class Appends:
         """Its writer goes on behind what it shows: what it does not show is not to come back behind that."""
         if session.withheld:
             dead = self._ledger.truncated(session, session.live)
+            # Durable before any new row: a crash between would show old withheld rows behind new ones.
             await self._departures.write_down([session], dead=dead)
 
     def _said(
@@ -661,6 +711,8 @@ class Appends:
 
         Raises InvalidArgument, ChecksumMismatch.
         """
+        # Three sources of sums: one per token from a decode batch, one per run and stream from a writer in
+        # the arena, and those that were added up while the server copied rows in.
         if is_joint:
             return reservation.joint_sums(cuts, checksums or ())
         if checksums is not None:
@@ -682,6 +734,7 @@ class Appends:
         """Open a reservation without room, at `now_ns` of the store's time."""
         session, monotonic_ns = reservation.session, self._state.clock.monotonic_ns()
         self._ledger.touched(session, now_ns)
+        # A number never used before in this run: an old answer of a client cannot meet a new reservation.
         self._ledger.write_began(session, monotonic_ns / SECOND_NS)
         self._last_id += 1
         reservation.reservation_id = self._last_id
@@ -713,10 +766,15 @@ class Appends:
 
         # First: what can never fit makes nothing leave.
         if self._ledger.quotas.is_limited(reservation.session.tenant):
+            # The room that its new segments take, times the copies: what is over its limit for ever must not
+            # evict others.
             new_bytes = sum(size for i, size in reservation.needed(token_count).items() if i < 0)
             session = reservation.session
             self._ledger.quotas.check(session.tenant, session.copies * (session.size_bytes + new_bytes))
+        # Two budgets, taken in one order by all: bytes that may be pinned, then bytes that may be dirty.
+        # After each wait the first is looked at again, so that both hold at the same moment.
         await self._wait_for_room(reservation, token_count)
+        # The promise may be for less than is needed by now, for instance if the tail left that was to go on.
         while missing_bytes() > 0:
             reservation.promised_bytes += await self._dirty_bound.admit(
                 reservation.session.tenant, missing_bytes, own_bytes
@@ -740,19 +798,24 @@ class Appends:
     async def _add_segments(self, reservation: Reservation, end: int) -> None:
         """Make segments up to that token, or up to a long one for which there is no room in one piece."""
         layouts = reservation.new_layouts(end - reservation.end, None, 0)
+        # Numbers before slots: the pins are counted by number while others make room.
         new = {self._ledger.new_segment_id(): layout for layout in layouts}
         sizes_bytes = {segment_id: layout.size_bytes for segment_id, layout in new.items()}
+        # Pinned for all at once. Each one by one, two writers could stop half way and wait for one another.
         self.pins.pin(reservation.client, sizes_bytes)
         try:
             for segment_id, layout in new.items():
                 segment = await self._new_segment(reservation, segment_id, layout)
                 if segment is None:
+                    # No long piece is free: the rest goes into plain segments, which `_extend` asks for next.
                     reservation.longest_bytes = 0
                     return
                 self._add_run(reservation, segment, 0, end)
         finally:
+            # `_add_run` has pinned what was made; this takes back the pin of the whole plan.
             self.pins.unpin(reservation.client, sizes_bytes)
 
+    # Three books of one hold: what is claimed, the ledger's hold, the client's pin.
     def _release(self, segment: Segment, client: Pinner) -> None:
         self._ledger.unclaimed(segment)
         self._ledger.released(segment)
@@ -787,11 +850,14 @@ class Appends:
         row_end = min(row + end - reservation.end, segment.layout.segment_tokens)
         last = reservation.runs[-1] if reservation.runs else None
         if last and last.segment is segment:
+            # The tail was extended before in this reservation: its hold and pin are counted already.
             reservation.runs[-1] = replace(last, row_end=row_end)
         else:
             self._ledger.held(segment)
             taken_bytes = self._ledger.claimed(segment)
             self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
+            # Promised bytes become claimed bytes: counted twice, the bound would be reached at half of its
+            # value.
             if reservation.promised_bytes:
                 # The promised bytes are taken.
                 self._ledger.promised(reservation.session.tenant, -taken_bytes)
@@ -803,11 +869,13 @@ class Appends:
         session = reservation.session
         added = token_count - reservation.committed
         monotonic_ns = self._state.clock.monotonic_ns()
+        # The ledger first, segment by segment; then the log's end moves over all of them at once.
         for run, _, end in cuts:
             self._ledger.committed(session, run.segment, run.row_begin + end - run.token_begin, monotonic_ns)
         self._ledger.appended(session, added, now_ns)
         if reservation.contents:
             session.describe(reservation.contents, reservation.committed)
+        # Only a commit that passes a multiple of 64 makes a key.
         if reservation.committed // BLOCK_TOKENS < token_count // BLOCK_TOKENS:
             self._ledger.keyed.appended(session, reservation.committed, self._token_ids)
         reservation.committed = token_count
@@ -820,6 +888,7 @@ class Appends:
             self._state.journal.did(Call.APPEND, session, tokens=added)
 
     def _token_ids(self, piece: Piece) -> memoryview | None:
+        # Without the token ids in memory no key can be made, and reading them back is not worth it.
         segment = piece.segment
         if segment.memory is None:
             return None
@@ -827,6 +896,7 @@ class Appends:
 
     def _let_go(self, reservation: Reservation) -> None:
         """End the holds on segments that are written in full; the last one may be continued."""
+        # All but the last run: the session's next tokens may go on in it.
         done = bisect_right(reservation.runs[:-1], reservation.committed, key=TOKEN_END)
         for run in reservation.runs[:done]:
             self._release(run.segment, reservation.client)

@@ -14,6 +14,8 @@ from ctxcache.core.ledger.ledger import Ledger
 from ctxcache.core.ledger.session import PREFIX_LENGTH, Session, block_key, space_prefix
 
 
+# Why the change itself is not kept: a reader that is slow would need a log without bound. A key and a look at
+# its block now is enough, for a subscriber wants to know what is there, not what was.
 class BlockNews:
     """One subscription. Hears of its blocks as a Watcher. Owned by the event loop."""
 
@@ -44,6 +46,7 @@ class BlockNews:
         for key in keys:
             del self._changed[key]
         if not self._changed:
+            # Cleared only when nothing is left: a limit cuts what one message takes.
             self.has_news.clear()
         return keys
 
@@ -56,6 +59,7 @@ class BlockNews:
 
     def leave(self, ledger: Ledger) -> Iterator[None]:
         """Hear of nothing any more, of one block less after each step."""
+        # One block at each step: a subscription may have followed a million.
         while self._keys:
             uid, _ = self._keys.popitem()
             ledger.placement.unwatch(uid, self)
@@ -92,6 +96,7 @@ class Subscriptions:
 
         Also those that are not there yet, or lie on a lost path, and are told as misses.
         """
+        # A list: blocks come and go between the steps.
         prefix = space_prefix(news.space)
         for block in list(self._ledger.blocks()):
             is_own = block.tenant == news.tenant and block.session_id.startswith(prefix)
@@ -101,6 +106,7 @@ class Subscriptions:
 
     def came(self, block: Session) -> None:
         """A block is there."""
+        # Nobody subscribes, nearly always.
         if self._by_space:
             prefix = block.session_id[:PREFIX_LENGTH]
             for news in self._by_space.get((block.tenant, prefix), ()):
@@ -112,6 +118,7 @@ class Subscriptions:
         All steps have to be taken.
         """
         place = news.tenant, space_prefix(news.space)
+        # Out of the table first: a block that comes during the steps is not followed any more.
         self._by_space[place].remove(news)
         if not self._by_space[place]:
             del self._by_space[place]

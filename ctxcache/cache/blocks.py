@@ -103,6 +103,12 @@ class WrittenPart:
     checksum: int
 
 
+# A put of a block with parts 0, 1, 2 by two writers:
+#
+#     claims    {0: a, 1: a, 2: b}      sums    {}
+#     a commits 0 and 1      {2: b}             {0: x, 1: y}
+#     b commits 2            {}                 {0: x, 1: y, 2: z} ──► one commit, HIT
+#     b disappears instead   ──► all of the put is given up, for b may still be writing there
 @dataclass(slots=True, eq=False)
 class Put:
     """A block that is being written. `claims`: whose the parts are; `sums` of those committed."""
@@ -113,6 +119,12 @@ class Put:
     sums: dict[int, int] = field(default_factory=dict)
 
 
+# Whose slot it is at any time:
+#
+#     opened      a session without a token: look-ups say PENDING
+#     reserved    the slot is the put's; offsets go to the writers
+#     committed   the session has one token: HIT. From here on it is like any session
+#     gave up     the session ends without ever having had a token
 class Blocks:
     """The use cases of blocks. Owned by the event loop."""
 
@@ -162,6 +174,7 @@ class Blocks:
                     hit = hits[kind]
                 found.append(hit)
             else:
+                # A block without its token and without a put was cut, or lies on a lost path.
                 is_put = block.uid in self._puts
                 found.append(FoundBlock(BlockState.PENDING, _sizes(block)) if is_put else ABSENT)
         return found
@@ -204,6 +217,7 @@ class Blocks:
         or earlier in the list. Raises InvalidArgument, CapacityExceeded, TooManyRequests, TierFailure.
         """
         self._metadata.check()
+        # What is in the way of a new put goes first, with one commit.
         await self._clear_away(tenant, space, wanted)
         self._check(tenant, space, wanted)
         rooms: list[Room] = []
@@ -214,6 +228,7 @@ class Blocks:
                 room = await self._reserve(tenant, space, one, client, writer, expiration)
                 rooms.append(room)
         except BaseException:
+            # All or none: a writer that got half of its places could not go on.
             for room in rooms:
                 if room.reservation_id:
                     self.withdraw(room.reservation_id, writer, is_abandoned=False)
@@ -229,12 +244,14 @@ class Blocks:
         parts were there is gone. Raises ReservationNotFound (not this writer's, or over), InvalidArgument (a
         part twice): then nothing is committed.
         """
+        # Every part is looked at before any is committed.
         puts = [self._own(one, writer) for one in written]
         if len({(one.reservation_id, one.part) for one in written}) < len(written):
             raise InvalidArgument(field="parts", problem="names one twice")
         for put, one in zip(puts, written, strict=True):
             if pace.is_over:
                 await pace.rest()
+            # Given up by another writer's end while this call let others have their turn.
             if self._puts.get(put.session.uid) is not put:
                 continue
             put.sums[one.part] = one.checksum
@@ -243,6 +260,7 @@ class Blocks:
             if len(put.sums) == count and put.reservation is not None:
                 sums = [put.sums[number] for number in range(count)]
                 self._forget(put)
+                # Expired meanwhile: the block is a miss, and its writer hears no error for that.
                 with suppress(SessionNotFound):
                     self._appends.commit_in_memory(put.reservation, 1, keep_open=False, checksums=sums)
                     self.subscriptions.came(put.session)
@@ -253,6 +271,7 @@ class Blocks:
 
         One that goes meanwhile, or turns out to be damaged, is a miss and no failure.
         """
+        # Durable already, or gone: nothing to wait for.
         due = {block for block in blocks if block.durable_end < block.log_end and not block.is_gone}
         _raise_first(await asyncio.gather(*map(self._flush, due), return_exceptions=True))
 
@@ -269,6 +288,7 @@ class Blocks:
         put = self._puts.get(self._put_numbers.get(reservation_id, b""))
         if put is None or put.reservation is None or writer not in put.claims.values():
             return
+        # Only this writer's claims: others may still be writing their parts.
         put.claims = {part: owner for part, owner in put.claims.items() if owner != writer}
         if is_abandoned or not (put.claims or put.sums):
             self._appends.release(put.reservation, is_abandoned=is_abandoned)
@@ -326,6 +346,7 @@ class Blocks:
                     for i, block in some
                     if block
                 ]
+                # All are waited for, then the first failure is raised: none is left running behind an error.
                 _raise_first(await asyncio.gather(*asked, return_exceptions=True))
         except BaseException:
             self._leases.let_go(held.values())
@@ -350,6 +371,7 @@ class Blocks:
         segment = lease.pieces[0].segment
         for _ in range(TRIES):
             stream = segment.layout.specs[part].stream
+            # Looked up in each try: mending may have moved it.
             data = self._io.view(segment)[segment.layout.rows(stream, 0, 1)]
             runs = [data[begin : begin + most_bytes] for begin in range(0, len(data), most_bytes)]
             # In this order: what changes between the two is found by one of them.
@@ -370,6 +392,7 @@ class Blocks:
         now_ns = self._state.clock.now_ns()
         found = dict.fromkeys(self._there(tenant, space, key, now_ns) for key in keys)
         blocks = [block for block in found if block is not None]
+        # All are looked at first: one that is being written refuses the whole call.
         for block in blocks:
             if block.is_writing:
                 raise WriteInProgress(session=block.name)
@@ -396,11 +419,13 @@ class Blocks:
     def _check(self, tenant: str, space: bytes, wanted: Sequence[Wanted]) -> None:
         """Raise InvalidArgument, TooManyRequests before anything is changed."""
         now_ns, coming = self._state.clock.now_ns(), set[bytes]()
+        # Counted before any is made, so that a long list is refused as a whole.
         new_count = 0
         for i, one in enumerate(wanted):
             if one.key in coming:
                 raise InvalidArgument(field=f"blocks[{i}].key", problem="is named twice")
             block = self._there(tenant, space, one.key, now_ns)
+            # A parent in the same list has to come before its child.
             is_parent_known = one.parent is None or one.parent in coming
             if not is_parent_known and self._there(tenant, space, one.parent or b"", now_ns) is None:
                 raise InvalidArgument(field=f"blocks[{i}].parent_key", problem="is not there")
@@ -411,6 +436,7 @@ class Blocks:
                 raise InvalidArgument(field=f"blocks[{i}].part_bytes", problem=problem)
             coming.add(one.key)
         limit = self._state.limits.session_count
+        # Blocks have a bound of their own, as large as that of sessions: neither can take the other's places.
         if len(self._ledger.blocks()) + new_count > limit:
             raise TooManyRequests(what="blocks", limit=limit)
 
@@ -430,10 +456,13 @@ class Blocks:
             if put is None:
                 return Room(BlockState.HIT if block.token_count else BlockState.PENDING)
             is_taken = any(part in put.claims or part in put.sums for part in one.parts)
+            # Room is still being made for it by another call: its places are not known yet.
             if put.reservation is None or is_taken:
                 return Room(BlockState.PENDING)
             return self._claim(put, one, writer)
         block = self._blank(tenant, name, space, one, expiration or self._default())
+        # Known as a put before anything awaits: a second writer of the same key waits instead of beginning
+        # another.
         put = self._puts[block.uid] = Put(block)
         self._ledger.opened(block)
         try:
@@ -494,6 +523,7 @@ class Blocks:
         if put.reservation is not None:
             self._put_numbers.pop(put.reservation.reservation_id, None)
 
+    # Called by the appends, whatever ended the reservation: release, deadline or a vanished client.
     def _gave_up(self, session: Session) -> None:
         """A reservation of this block ended with nothing committed: it never was."""
         put = self._puts.get(session.uid)

@@ -33,6 +33,11 @@ QUEUE_LENGTH = 256
 """Callers that wait at a time, of whom no tenant's are all; more are refused at once."""
 
 
+# Three kinds of waiting, and what ends each:
+#
+#     Pins         another lease or reservation ends              an Event that every unpin sets
+#     DirtyBound   a flush makes rows clean, or a claim ends      one Event per request, set for the first one
+#     MemoryRoom   a flush that this caller asks for itself       the flush's own task
 class Pins(Budget):
     """The bytes that leases, or reservations, keep in the arena: a budget that callers may wait for.
 
@@ -66,6 +71,7 @@ class Pins(Budget):
         `needed` is asked again each time: what it looks at may change meanwhile. Raises
         CapacityExceeded (more than may ever be pinned), TooManyRequests, and what `needed` raises.
         """
+        # No task, no lock: the usual case costs one look.
         if self.has_room(client, needed()):
             return
         account = self._account(client)
@@ -73,11 +79,14 @@ class Pins(Budget):
         if bound.is_reached(self._waiting.total(), self._waiting[account]):
             raise self._refusal(client)
         self._waiting[account] += 1
+        # Weak: the lock is there as long as somebody waits.
         turn = self._turns.setdefault(account, asyncio.Lock())
         try:
             # One of the tenant's callers looks at a time: a small request cannot overtake a large one.
+            # The time to wait includes the wait for the turn.
             async with asyncio.timeout(self._wait_s), turn:
                 while not self.fits(client, sizes := needed()):
+                    # What could never fit must not wait.
                     self._check_ever(client, sizes)
                     # Behind the look, and nothing awaits between the two: no wake-up is lost.
                     self._freed.clear()
@@ -100,11 +109,14 @@ class Pins(Budget):
             self.let_go()
             if not self.fits(client, sizes_bytes):
                 return False
+        # A caller of this tenant that waits already goes first, even if this one would fit.
         return not self._waiting or self._account(client) not in self._waiting
 
     def unpin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
         """Take back one `pin`, and let the next caller look."""
         super().unpin(client, sizes_bytes)
+        # All that wait look again. A counter of who fits would have to know sizes that change while they
+        # wait.
         self._freed.set()
 
     def _account(self, client: Pinner) -> str:
@@ -149,6 +161,7 @@ class MemoryRoom:
         """A slot for a segment of that tenant, made free if need be. Raises CapacityExceeded, TierFailure."""
         slot = self._take(size_bytes, tenant)
         if slot is None:
+            # A flush that this call began goes on when the time is over: only the wait ends.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ledger.watermarks.writer_wait_s):
                     slot = await self._take_what_is_cleaned(size_bytes, tenant)
@@ -171,6 +184,7 @@ class MemoryRoom:
         plain_bytes, tenant, is_other = session.layout.size_bytes, session.tenant, session.uid.__ne__
         slots: list[Slot] = []
         for size_bytes in sizes_bytes:
+            # Plain slots may be put together from what is dropped; a long slot needs one piece.
             take = self._take if size_bytes <= plain_bytes else self.take_long
             slot = take(size_bytes, tenant, is_other)
             if slot is None:
@@ -190,8 +204,11 @@ class MemoryRoom:
         """
         memory = self._ledger.memory
         slot = memory.take(size_bytes)
+        # Dropping once is tried: what is dropped lies anywhere, and a second round would drop all that is
+        # clean.
         if slot is None and self._drop_clean(size_bytes, tenant, may_give):
             slot = memory.take(size_bytes)
+        # Told even if a slot was found: upkeep makes room before the next writer has to.
         if self._ledger.watermarks.is_low(memory.free_bytes, memory.capacity_bytes):
             self.is_short.set()
         return slot
@@ -202,8 +219,10 @@ class MemoryRoom:
         None when there is none.
         """
         memory, size_bytes = self._ledger.memory, segment.size_bytes
+        # Bounded: promotion ahead of need is no reason to hold the event loop.
         for _ in range(DROPS_PER_SLICE):
             free_bytes = memory.free_bytes - size_bytes
+            # The watermark stays free: room that writers will want soon is not filled with guesses.
             if self._ledger.watermarks.missing_bytes(free_bytes, memory.capacity_bytes) <= 0:
                 slot = memory.take(size_bytes)
                 if slot is not None:
@@ -215,6 +234,7 @@ class MemoryRoom:
 
     async def keep_free(self) -> None:
         """Once little is free, drop the coldest clean segments until enough is, as far as that goes."""
+        # Cleared first: a writer that finds little free while this runs sets it again.
         self.is_short.clear()
         memory, watermarks = self._ledger.memory, self._ledger.watermarks
         if not watermarks.is_low(memory.free_bytes, memory.capacity_bytes):
@@ -222,6 +242,7 @@ class MemoryRoom:
         while (missing := watermarks.missing_bytes(memory.free_bytes, memory.capacity_bytes)) > 0:
             if not self._drop_clean(missing, None):
                 return
+            # Each pass drops at most DROPS_PER_SLICE segments.
             await asyncio.sleep(0)
 
     async def clean_until(self, is_enough: Callable[[], bool]) -> None:
@@ -240,6 +261,7 @@ class MemoryRoom:
     ) -> Slot | None:
         """A slot that is free, or that something clean gave back; None where there is neither."""
         memory = self._ledger.memory
+        # Dropping frees bytes, but perhaps in pieces that are too small: so the two alternate.
         while (slot := memory.take(size_bytes)) is None and self._drop_clean(size_bytes, tenant, may_give):
             continue
         if self._ledger.watermarks.is_low(memory.free_bytes, memory.capacity_bytes):
@@ -247,6 +269,7 @@ class MemoryRoom:
         return slot
 
     async def _take_what_is_cleaned(self, size_bytes: int, tenant: str) -> Slot | None:
+        # Bounded: with many writers each flush's room may go to another one.
         for _ in range(FLUSHES_WAITED_FOR):
             slot = self._take(size_bytes, tenant)
             among = self._ledger.quotas.in_memory(tenant, size_bytes)
@@ -265,6 +288,7 @@ class MemoryRoom:
             with suppress(SessionNotFound, CorruptSegment):
                 await self._clean(victim, among)
             return True
+        # Nothing to flush, but a flush under way may make something clean.
         return await self._flushing.wait_for_one()
 
     async def _clean(self, victim: Session, among: Sequence[str] | None) -> None:
@@ -274,14 +298,17 @@ class MemoryRoom:
         is while no path takes writes, or where its tenant has all that its share gives it.
         """
         from_memory = partial(self._ledger.next_from_memory, among)
+        # No flush can succeed: a session in memory alone has to go, as it would from a full SSD.
         if not self._io.has_open_path and await self._ssd_room.evict(from_memory):
             return
+        # Sparing is cheaper than writing: the session may leave memory as it is.
         if self._staging.spares(victim):
             return
         try:
             await self._flushing.flush(victim)
         except CapacityExceeded as error:
             choose = partial(self._ledger.next_over_share, victim)
+            # Only a refusal by the tenant's own share is answered by giving up one of the tenant's sessions.
             if error.facts.get("tier") != "SSD" or not await self._ssd_room.evict(choose):
                 raise
 
@@ -294,6 +321,7 @@ class MemoryRoom:
         """
         dropped_bytes = dropped_count = look_count = 0
         among: Sequence[str] | None = None
+        # Two bounds: by what is needed, and by how long the event loop may be held.
         while dropped_bytes < size_bytes and dropped_count < DROPS_PER_SLICE:
             # The shares take a look at each tenant, and hardly change by a few segments.
             if look_count % DROPS_PER_LOOK == 0:
@@ -318,6 +346,7 @@ class MemoryRoom:
                 self._ledger.dropped(segment)
                 return 1, segment.size_bytes
             case GiveUp(session):
+                # Asked before: the session has no segments afterwards.
                 size_bytes = session.size_bytes
                 return self._ssd_room.give_up(session), size_bytes
         return None
@@ -328,6 +357,7 @@ class MemoryRoom:
     def _may_leave(self, session: Session) -> bool:
         """Whether a flush would let something leave: a segment that only its own write holds."""
         return any(
+            # Held by nothing, or by its own staged write, which ends with the flush.
             segment.memory_hold_count == self._staging.is_under_way(segment)
             for segment in self._ledger.unwritten_segments(session)
         )
@@ -361,6 +391,7 @@ class DirtyBound:
 
         False while others wait.
         """
+        # While somebody waits nobody overtakes, even with a smaller request.
         return not self._turns and self._fits(needed_bytes, own_bytes)
 
     async def admit(self, tenant: str, needed_bytes: Callable[[], int], own_bytes: Callable[[], int]) -> int:
@@ -372,6 +403,7 @@ class DirtyBound:
         """
         if self._line or not self._fits(needed_bytes(), own_bytes()):
             await self._wait_in_line(tenant, needed_bytes, own_bytes)
+        # Asked once more: the wait may have changed what is needed. No await follows before the promise.
         promised_bytes = needed_bytes()
         self._ledger.promised(tenant, promised_bytes)
         return promised_bytes
@@ -382,6 +414,7 @@ class DirtyBound:
         request = self._line.join(tenant, needed_bytes())
         self._turns[request] = asyncio.Event()
 
+        # Both facts change while it waits: its tail may leave, and others' claims come and go.
         def fits() -> bool:
             request.needed_bytes = needed_bytes()
             return self._fits(request.needed_bytes, own_bytes())
@@ -389,13 +422,16 @@ class DirtyBound:
         try:
             if not (fits() and self._is_first(request)):
                 self._state.counters.delayed_write_count += 1
+                # Write-behind runs now instead of at its next turn.
                 self._state.is_pressed.set()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._ledger.watermarks.writer_wait_s):
                         await self._wait(request, fits)
+                # Looked at once more after the time is over: room that came in the last moment is taken.
                 if not (fits() and self._is_first(request)):
                     raise self._refusal(request)
         finally:
+            # Whatever the end was, the next request may be the first one by now.
             del self._turns[request]
             self._line.leave(request)
             self._wake_first()
@@ -405,7 +441,10 @@ class DirtyBound:
         turn = self._turns[request]
         while True:
             if self._is_first(request):
+                # The first one makes the room, and stops as soon as another one is first: shares move while
+                # it flushes.
                 await self._room.clean_until(lambda: fits() or not self._is_first(request))
+                # First, and nothing was left to write: whether it fits is for the caller to see.
                 if self._is_first(request):
                     return
             turn.clear()
@@ -435,6 +474,7 @@ class DirtyBound:
     def _refusal(self, request: RoomRequest) -> CapacityExceeded:
         limit_bytes, needed_bytes = self._limit_bytes(), request.needed_bytes
         free_bytes = max(limit_bytes - self._ledger.claimed_bytes, 0)
+        # Bytes that are free, but not for this request.
         if not self._is_first(request):
             # Free room is for requests that came first.
             free_bytes = 0

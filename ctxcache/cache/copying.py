@@ -30,6 +30,11 @@ SEGMENTS_PER_COMMIT = 8
 RELEASED_PER_COMMIT = 512
 
 
+# A second copy, and what a crash leaves at each step:
+#
+#     slot taken, bytes written, synced    one copy recorded; the new slot is free after a restart
+#     record commits both places           two copies
+#     a failed commit                      both slots stay taken until the records are read again
 class Copying:
     """Makes second copies, and gives them back. Owned by the event loop."""
 
@@ -55,6 +60,7 @@ class Copying:
         Raises TierFailure.
         """
         is_more = True
+        # What is too many first: it gives room to what is lacking.
         while is_more and self._ledger.copies.surplus:
             is_more = await self._release(list(islice(self._ledger.copies.surplus, RELEASED_PER_COMMIT)))
         lacking = list(self._ledger.copies.single)
@@ -72,9 +78,12 @@ class Copying:
         freed: dict[Segment, Slot] = {}
         for segment in surplus:
             best = self._ledger.best_place(segment)
+            # The copy that would be read stays.
             if not segment.hold_count and best is not None:
                 freed[segment] = next(place for place in segment.places if place != best)
         for segment, slot in freed.items():
+            # Taken from the segment before the record: no new reader is sent there. The slot itself is free
+            # only behind the commit.
             self._ledger.place_lost(segment, slot, is_bad=False)
         if freed:
             await self._departures.write_down(moved=list(freed), left=list(freed.values()))
@@ -90,6 +99,7 @@ class Copying:
             for segment in segments:
                 if not self._ledger.recount_copies(segment):
                     continue
+                # What the copy is of: a flush in between makes another header, and the copy worthless.
                 headers[segment] = segment.header_checksum
                 try:
                     slot = await self._copy(segment)
@@ -123,7 +133,9 @@ class Copying:
             slot = await self._ssd_room.place_copy(segment.size_bytes, listers[0], source)
             if slot is None:
                 return None
+            # Counted as the tenant's while it is under way.
             self._ledger.staged(segment, slot, is_there=True)
+            # Copies are unasked writes: the same bound.
             self._write_behind.allowance.spend(slot.size_bytes)
             try:
                 await self._mending.read(segment, partial(self._io.copy, segment, target=slot))
@@ -131,6 +143,7 @@ class Copying:
                 self._give_back(segment, slot)
                 raise
         except CorruptSegment:
+            # Both copies bad, or the only one: nothing to copy from.
             await self._mending.quarantine({segment})
             return None
         else:
@@ -143,6 +156,8 @@ class Copying:
         replaced: list[Slot] = []
         recorded: list[Segment] = []
         for segment, slot in list(copies.items()):
+            # Looked at without an await before the record: the same bytes, still lacking, still on another
+            # path.
             is_true = segment.header_checksum == headers[segment] and self._ledger.recount_copies(segment)
             best = self._ledger.best_place(segment)
             if is_true and best is not None and best.path_index != slot.path_index:

@@ -30,6 +30,11 @@ SEGMENTS_PER_MOVE = 8
 log = logging.getLogger(__name__)
 
 
+# A path, and what sessions show:
+#
+#     open ──► hangs or fails ──► lost: withheld behind the first segment there ──► back: shown again
+#                                   │ rows that memory has are written elsewhere, and stay
+#                                   └──► its file is new: cut for good, `give_up`
 class Devices:
     """Looks after the devices of the SSD tier. Owned by the event loop."""
 
@@ -46,6 +51,7 @@ class Devices:
 
         Waits for nothing, and so never for a device.
         """
+        # Called often, and never waits: a device that hangs must not keep this from running.
         self._ssd.give_up_overdue()
         self.note()
 
@@ -69,12 +75,14 @@ class Devices:
         refusals = self._ssd.refusals
         lost = {i: path for i, path in enumerate(self._ssd.paths) if i in refusals and refusals[i].is_lost}
         is_news = self._ledger.paths_lost(lost)
+        # News only delays what was reckoned: the flag stays off until a whole pass was made.
         self._is_reckoned = self._is_reckoned and not is_news
         return is_news
 
     async def give_up(self, path_indexes: Iterable[int]) -> None:
         """Cut the sessions that have segments on these paths, for good: their files are new and empty."""
         emptied = {i: self._ssd.paths[i] for i in path_indexes}
+        # Segments that have nothing left are cut; those with a copy elsewhere lose a place.
         gone = [s for s in self._ledger.segments() if lies_on(s, emptied)]
         halved = [
             (segment, place)
@@ -103,6 +111,7 @@ class Devices:
             await self._departures.write_down(cut, dead=dead)
 
     async def _reckon_all(self) -> None:
+        # Set before the pass: news that comes during it makes another pass.
         self._is_reckoned = True
         count = 0
         for session in list(self._ledger.listing()):
@@ -123,6 +132,7 @@ class Devices:
 
     async def _write_elsewhere(self) -> None:
         """Write what only DRAM and a lost path have to another path, a session at a time."""
+        # One session at a time, a few segments with each sync.
         for session in self._ledger.exposed():
             await asyncio.sleep(0)
             while not session.is_gone and (some := list(islice(self._exposed(session), SEGMENTS_PER_MOVE))):
@@ -132,6 +142,7 @@ class Devices:
 
     def _exposed(self, session: Session) -> Iterator[Segment]:
         """Its segments that lie on lost paths and in DRAM, but for those that a flush will move."""
+        # A tail that is written will be flushed by its writer, to another path.
         tail = session.growing_tail if session.is_writing else None
         for segment in session.segments:
             is_exposed = segment.memory and self._ledger.is_on_lost_path(segment)

@@ -60,12 +60,14 @@ class Departures:
         dead = [segment for s in gone for segment in self._ledger.ended(s, is_evicted=is_evicted)]
         await self.write_down(gone=gone, dead=dead)
 
+    # Nothing on disk has to be undone: that is why it may be done at once, inside a search for room.
     def remove_unrecorded(self, session: Session) -> int:
         """Evict a session of which no record names a byte; returns how many segments were freed, at once.
 
         Its own record goes later: after a crash the session may be there again, empty.
         """
         dead = self._ledger.ended(session, is_evicted=True)
+        # No record names the segments, so that nothing has to be waited for.
         for segment in dead:
             self._ledger.forgotten(segment)
         # One commit for all that go before it begins.
@@ -74,6 +76,7 @@ class Departures:
         self._forgotten.append(session.uid)
         return len(dead)
 
+    # Not durable: at worst a crash brings back a session without tokens.
     async def _remove_forgotten(self) -> None:
         uids, self._forgotten = self._forgotten, []
         await self._metadata.commit(Changes(deleted_session_uids=uids), is_durable=False)
@@ -95,11 +98,18 @@ class Departures:
         those that were left given back. Raises TierFailure.
         """
         # Before the move begins: another one may be written in between, and must know of them.
+        # Three kinds of a session that is not in memory any more:
+        #
+        #     gone, not in `_leaving`     its record is removed, or was given up: never write it again
+        #     gone, in `_leaving`         its removal is under way: others may still record it as it went
+        #     expired                     still in memory; upkeep removes it
         self._leaving.update(session.uid for session in gone)
         move = self._background.start(self._write_down(changed, gone, dead, bad, moved, left))
+        # Only moves that free slots are worth waiting for.
         if dead:
             self._under_way.add(move)
             move.add_done_callback(self._under_way.discard)
+        # Shielded: the session is unreachable already. Half a departure would lose its slots until a restart.
         await asyncio.shield(move)
 
     async def _write_down(
@@ -117,6 +127,7 @@ class Departures:
         self._leaving.difference_update(session.uid for session in gone)
         changes = Changes(
             sessions=[record_of(session) for session in recorded],
+            # A moved segment may have been unlisted since.
             segments=[segment_record_of(self._ledger, s) for s in moved if s.is_listed and s.durable],
             deleted_session_uids=[session.uid for session in gone],
             deleted_segment_ids=[segment.segment_id for segment in dead],
@@ -130,6 +141,7 @@ class Departures:
             raise
         for slot in left:
             self._ledger.below.give(slot)
+        # A session of a million tokens has thousands of segments; giving each back takes some microseconds.
         for i, segment in enumerate(dead, 1):
             self._ledger.forgotten(segment)
             if i % FREED_PER_SLICE == 0:
@@ -140,8 +152,10 @@ class Departures:
 
         Raises TierFailure.
         """
+        # Nothing was wrong, or it still is.
         if not await self._metadata.reopen():
             return
+        # The set of before the wait: slots that are stranded meanwhile are for the next time.
         stranded = set(self._ledger.below.stranded)
         self._ledger.unstranded(stranded - await self._metadata.recorded_slots())
 
@@ -175,6 +189,7 @@ class SsdRoom:
     async def place(self, size_bytes: int, for_session: Session) -> Slot:
         """A slot, made free if need be. Raises CapacityExceeded, TierFailure."""
         slot = self.take(size_bytes, for_session)
+        # Free room needs no lock. Only making room is one at a time.
         if slot is None:
             # One caller at a time makes room; it may be enough for those that wait here, who look again.
             async with self._turn:
@@ -184,6 +199,7 @@ class SsdRoom:
 
     def take(self, size_bytes: int, for_session: Session) -> Slot | None:
         """A slot that is free: on the session's path, or on another one, which is its path from then on."""
+        # The session's path, then any that takes writes. Moving on with it keeps later segments together.
         slot = self._ledger.below.take(size_bytes, closed=self._io.refusals, on_path=for_session.path)
         if slot is not None:
             for_session.path = slot.path_index
@@ -197,9 +213,12 @@ class SsdRoom:
         slot = self.take_copy(size_bytes, for_session, first)
         if slot is None and self._has_path_besides(first):
             async with self._turn:
+                # One caller makes room for copies as for first ones: the same lock, or both would evict for
+                # the same bytes.
                 while (slot := self.take_copy(size_bytes, for_session, first)) is None:
                     try:
                         await self._make(size_bytes, for_session, {first.path_index})
+                    # No room for a copy is no failure of the flush: the rows are safe with one.
                     except CapacityExceeded:
                         return None
                     if not self._has_path_besides(first):
@@ -208,6 +227,7 @@ class SsdRoom:
 
     def take_copy(self, size_bytes: int, for_session: Session, first: Slot) -> Slot | None:
         """A slot that is free, on another path than the first."""
+        # Never the path of the first: a device that is lost would take both.
         closed = {*self._io.refusals, first.path_index}
         slot = self._ledger.below.take(size_bytes, closed=closed, on_path=for_session.copy_path)
         if slot is not None:
@@ -227,6 +247,7 @@ class SsdRoom:
         quotas = self._ledger.quotas
         while quotas.excess_bytes(session.tenant, size_bytes) > 0:
             async with self._turn:
+                # It was made while this call waited.
                 if quotas.excess_bytes(session.tenant, size_bytes) <= 0:
                     continue
                 victim = self._ledger.next_of_tenant(session)
@@ -252,7 +273,10 @@ class SsdRoom:
     async def _make(
         self, size_bytes: int, for_session: Session, besides: Collection[int] = frozenset()
     ) -> None:
+        # If no path takes writes, an eviction frees nothing that could be written to.
         self._io.check_any_path()
+        # In this order, from what costs nothing to what costs a session: staged slots that no flush waits
+        # for; slots that come back by themselves; a session.
         if await self.unstage_something():
             return
         if await self._departures.wait_for_one():
@@ -263,6 +287,7 @@ class SsdRoom:
                 tier="SSD",
                 needed_bytes=size_bytes,
                 limit_bytes=self._ledger.below.capacity_bytes,
+                # What is closed is free as well, and cannot be had.
                 free_bytes=self._ledger.below.free_bytes_outside({*self._io.refusals, *besides}),
             )
         whose = "" if victim.tenant == for_session.tenant else f" of tenant {for_session.tenant}"
@@ -283,6 +308,7 @@ class SsdRoom:
 
     async def _evict(self, victim: Session, why: str) -> None:
         # First: an eviction that cannot be recorded would give nothing back.
+        # Memory would forget it, and a restart would bring it back: better to refuse the room.
         self._metadata.check(is_growing=False)
         self._note(victim, why)
         await self._departures.remove([victim], is_evicted=True)
@@ -305,6 +331,7 @@ def record_of(session: Session) -> SessionRecord:
     again: its path may be back after a restart.
     """
     end = session.recorded_end
+    # Withheld tokens are on a path that may be back after a restart: the record keeps them.
     live = ranges.normalise([*session.live, *session.withheld]) if session.withheld else session.live
     return SessionRecord(
         uid=session.uid,
@@ -312,7 +339,9 @@ def record_of(session: Session) -> SessionRecord:
         session_id=session.session_id,
         model_id=session.model_id,
         layout=tuple(session.layout.index),
+        # One more than now: shown again, the session is another content than what readers see today.
         generation=session.generation + bool(session.withheld),
+        # Only what is recorded: a record must not name rows that are not on disk.
         segment_ids=tuple([s.segment_id for s in session.segments if s.begin < end]),
         live=ranges.clip(live, 0, end),
         log_end=end,
@@ -331,6 +360,7 @@ def record_of(session: Session) -> SessionRecord:
 def segment_record_of(ledger: Ledger, segment: Segment) -> SegmentRecord:
     """The record of a segment that is below, with its places there."""
     assert segment.durable is not None  # noqa: S101  # the ledger has just set it
+    # As many rows as the slot has, which may be fewer than memory has.
     row_count = segment.durable_row_count
     return SegmentRecord(
         segment.segment_id,

@@ -66,6 +66,14 @@ class Staged:
     task: "asyncio.Task[None]" = field(init=False)
 
 
+# Three sets of staged work, and who looks at each:
+#
+#     _staged     may be taken by a flush, or given up       by segment: one each
+#     _in_place   full segments whose header is being made in the arena, wanted or not
+#     _windows    per session: at most WINDOW_BYTES in flight
+#
+# A staged segment is held until its write ends, and the slot below is nobody else's until it is recorded or
+# given up. `Staged.written` without a record is the only owner of its slots.
 class Staging:
     """Writes segments to slots that no record names. Owned by the event loop."""
 
@@ -124,6 +132,7 @@ class Staging:
 
         False when nothing is staged.
         """
+        # What is done can be given up at once. What is under way cannot: a device may still write there.
         for segment, staged in self._staged.items():
             if staged.is_done:
                 self.unstage(segment)
@@ -142,6 +151,7 @@ class Staging:
     def take(self, session: Session, segment: Segment, row_count: int) -> Staged:
         """The staged copy of a segment, from now on the caller's own; begun now if need be."""
         staged = self._staged.get(segment)
+        # Rows came since: the staged copy has fewer, and a record of more would name padding.
         if staged is None or staged.row_count != row_count:
             return self.start(session, segment, row_count, is_urgent=True)
         return self._staged.pop(segment)
@@ -152,6 +162,7 @@ class Staging:
         # Held until the write ends: its place in memory must not be used again under the device.
         self._ledger.held(segment)
         before = self._in_place.get(segment)
+        # The task is made in the same step as the hold: no await between, so that none is without the other.
         staged.task = self._background.start(self._put(session, staged, before))
         # Only the header of a full segment is made where its rows lie: two such writes must not overlap.
         if row_count == segment.layout.segment_tokens:
@@ -161,6 +172,7 @@ class Staging:
     def give_up(self, staged: Staged) -> None:
         """Give the slot back, now or when the device is done with it."""
         staged.is_wanted = False
+        # A newer one may stand there already.
         if self._staged.get(staged.segment) is staged:
             del self._staged[staged.segment]
         # Otherwise the device may still write to the slot, and `_put` gives it back at its end.
@@ -170,6 +182,7 @@ class Staging:
 
     def give_back(self, written: Written) -> None:
         """Give back the slots of something that was written and will not be recorded."""
+        # All places: the copy's slot as well.
         for slot in written.places:
             self._ledger.staged(written.segment, slot, is_there=False)
             self._ledger.below.give(slot)
@@ -179,6 +192,8 @@ class Staging:
 
         Raises CapacityExceeded, CorruptSegment, TierFailure.
         """
+        # On every end but a normal one the slots go back: no record names them, and nobody else knows of
+        # them.
         slot = await self._ssd_room.place(segment.size_bytes, session)
         written = self._taken(segment, slot, row_count)
         try:
@@ -207,6 +222,7 @@ class Staging:
     # -- parts -------------------------------------------------------------------------------------
 
     async def _put(self, session: Session, staged: Staged, before: Staged | None) -> None:
+        # The semaphore is the session's, not the device's: one long session leaves turns to others.
         turns = self._windows.setdefault(
             session.uid, asyncio.Semaphore(window(staged.segment.layout.size_bytes))
         )
@@ -217,6 +233,7 @@ class Staging:
             # At most a window of one session is in flight, so that a long session leaves the device to others
             # too.
             async with turns:
+                # It may have been given up while it waited for its turn.
                 slot = await self._slot(session, staged) if staged.is_wanted else None
                 if slot is not None:
                     written = staged.written = self._taken(staged.segment, slot, staged.row_count)
@@ -224,6 +241,7 @@ class Staging:
                         self.give_back(written)
                         staged.written = None
         except BaseException:
+            # A write that failed must not be taken by a flush as if it had been written.
             staged.is_wanted = False
             raise
         finally:
@@ -231,6 +249,7 @@ class Staging:
             staged.is_done = True
             if self._in_place.get(staged.segment) is staged:
                 del self._in_place[staged.segment]
+            # Nobody will take it, or there is nothing to take: its slots go back here, behind the device.
             if not staged.is_wanted or staged.written is None:
                 self.give_up(staged)
             self._ledger.released(staged.segment)
@@ -272,6 +291,15 @@ class Staging:
         return True
 
 
+# What a flush promises, step by step. A crash between any two lines leaves the line above:
+#
+#     rows in memory            gone
+#     bytes in new slots        not named by any record; old slots still are
+#     fdatasync, once per path  the same
+#     record in the log, synced the session ends at the recorded end; old slots are free
+#     old slots given back      the same
+#
+# The old slots go last: until the new record is on disk, a restart reads the old one.
 BAD_PER_FLUSH = 64
 """Segments that one flush mends or cuts: there are more only where memory fails as a whole."""
 PARALLEL_FLUSHES = 8
@@ -332,6 +360,7 @@ class Flushing:
         # slot.
         await asyncio.shield(task)
 
+    # For an operator, and for tests: the same as eviction from memory, asked for.
     async def demote(self, session: Session) -> None:
         """Flush a session and drop its segments from memory, held ones excepted. Raises as `flush`."""
         await self.flush(session)
@@ -342,6 +371,7 @@ class Flushing:
             if self._ledger.is_clean(segment):
                 self._ledger.dropped(segment)
 
+    # Weak: a lock that no flush holds or waits for is forgotten with it.
     def lock(self, session: Session) -> asyncio.Lock:
         """The lock that every flush of a session holds."""
         return self._locks.setdefault(session.uid, asyncio.Lock())
@@ -383,17 +413,23 @@ class Flushing:
             raise lost
 
     async def _flush_once(self, session: Session, *, is_tail_left: bool) -> None:
+        # Deleted while it waited for the lock.
         if session.use is Use.GONE:
             raise SessionNotFound(session=session.name)
         # One moment for the log's end and every segment's rows: rows that come during the
         # write are beyond the recorded end, and would stand where later ones are put.
+        # A tail in which a commit goes on is written with the rest: no record may end inside a commit.
         tail = session.growing_tail if is_tail_left and session.is_tail_apart else None
+        # `recorded_end`: an earlier flush may have recorded part of this tail already, and ends never go
+        # back.
         end = max(session.recorded_end, tail.begin) if tail else session.log_end
         now_ns = self._state.clock.monotonic_ns()
         dirty: dict[Segment, int] = {}
+        # The ledger's own order is that of positions: `dirty` keeps it, and records name segments in order.
         for segment in self._ledger.unwritten_segments(session):
             if segment is not tail:
                 dirty[segment] = segment.row_count
+        # Durable already: another flush was quicker, or nothing was committed.
         if not dirty and session.durable_end >= end:
             return
         with self._state.span("flush", segment_count=len(dirty)):
@@ -413,11 +449,13 @@ class Flushing:
         self, session: Session, row_counts: Mapping[Segment, int]
     ) -> Awaitable[list[Written]]:
         """Write and sync; what was on a path that failed meanwhile once more, on the others."""
+        # With one path there is nowhere else to go: no second try, and no frame for it.
         if self._ledger.below.path_count == 1:
             return self._write(session, row_counts)
         return self._write_round_paths(session, row_counts)
 
     async def _write_round_paths(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
+        # Each failure closes a path, so that there are as many tries as paths.
         for _ in range(self._ledger.below.path_count):
             try:
                 return await self._write(session, row_counts)
@@ -441,6 +479,8 @@ class Flushing:
             await self._io.sync({slot.path_index for item in written for slot in item.places})
         except BaseException:
             # The next flush writes from the start again: the device may have lost any of these rows.
+            # Any failure, cancellation too: writes under way end by themselves and give their slots back
+            # then.
             for staged in taken:
                 self._staging.give_up(staged)
             raise
@@ -450,7 +490,9 @@ class Flushing:
         """Wait until all have ended, then raise the first failure: none is left running behind an error."""
         failure: BaseException | None = None
         for i, staged in enumerate(taken):
+            # `wait`, not `await`: the failure of one must not leave the others running behind an error.
             await asyncio.wait([staged.task])
+            # Staged unasked, and nothing was free. A flush may make room, which unasked staging may not.
             if staged.written is None and not staged.is_urgent and failure is None:
                 # There was no slot, or no luck: now it is asked for.
                 taken[i] = self._staging.start(session, staged.segment, staged.row_count, is_urgent=True)
@@ -477,6 +519,9 @@ class Flushing:
         if session.use is Use.GONE:
             raise SessionNotFound(session=session.name)
         replaced = self._ledger.flushed(session, [item.flushed for item in kept], end, begun_ns)
+        # In this order: the ledger moves every segment to its new slot first. A record that another call
+        # makes during the commit then names the new slots as well, and its arrival before or after this one
+        # is the same.
         # No await from there to here: the record says what the ledger says at one moment.
         records = [segment_record_of(self._ledger, item.segment) for item in kept]
         changes = Changes(sessions=[record_of(session)], segments=records)
@@ -501,6 +546,7 @@ class Flushing:
 
         Raises CapacityExceeded, TierFailure.
         """
+        # Shielded: a caller that goes away must not leave slots that nobody records.
         return await asyncio.shield(self._background.start(self._write_elsewhere(session, segments)))
 
     async def _write_elsewhere(self, session: Session, segments: Sequence[Segment]) -> bool:
@@ -513,6 +559,8 @@ class Flushing:
             copies: list[Written] = []
             try:
                 for segment in chosen:
+                    # One after the other: this is a rescue, and its reads and writes share a machine that has
+                    # lost a device.
                     copy = await self._staging.write(session, segment, segment.durable_row_count)
                     copies.append(copy)
                 await self._io.sync({slot.path_index for item in copies for slot in item.places})
@@ -528,6 +576,7 @@ class Flushing:
     async def _record_elsewhere(self, copies: list[Written]) -> bool:
         """Record what is still wanted there; what is not stays in the list."""
         moved = [w for w in copies if w.segment.is_listed and w.row_count == w.segment.durable_row_count]
+        # What was recorded is no longer the caller's to give back.
         for item in moved:
             copies.remove(item)
         replaced = self._ledger.moved([item.flushed for item in moved])
@@ -535,10 +584,12 @@ class Flushing:
         try:
             await self._metadata.commit(changes, is_durable=True)
         except TierFailure:
+            # Both the old and the new place may be named by what is on disk.
             self._ledger.stranded(replaced)
             raise
         for slot in replaced:
             self._ledger.below.give(slot)
+        # What was shown from memory, or withheld, can be had now.
         self._ledger.reckon_again([item.segment for item in moved])
         return bool(moved)
 
@@ -559,6 +610,13 @@ Attempt = Callable[[Callable[[DueFlush], Awaitable[None]], DueFlush], Awaitable[
 class WriteBehind:
     """Writes what is due. Owned by the event loop."""
 
+    # Which sessions a turn writes, in this order:
+    #
+    #     changed    a segment became full since the last look     without the growing tail
+    #     old        rows older than tail_age_ns                   tail too
+    #     oldest     while dirty bytes are above the watermark     tail too
+    #
+    # Each is bounded by the allowance, and what is under way counts as written.
     def __init__(self, state: State, flushing: Flushing, staging: Staging) -> None:
         self._state, self._ledger = state, state.ledger
         self._flushing, self._staging = flushing, staging
@@ -580,6 +638,7 @@ class WriteBehind:
         try:
             while failure_count < FAILURES_PER_TURN and (batch := await _some(due)):
                 taken += batch
+                # Several at once share the syncs of a path and of the log.
                 results = await asyncio.gather(*(attempt(self.write, item) for item in batch))
                 failure_count += results.count(False)
         finally:
@@ -600,6 +659,7 @@ class WriteBehind:
         begun_ns = self._state.clock.monotonic_ns()
         for session in self._ledger.changed():
             await self._look()
+            # The moment the turn began: an allowance that refills during a long turn would make it endless.
             if not self.allowance.is_left(begun_ns):
                 return
             # A session still in use is looked at again, until it rests or has become old.
@@ -619,6 +679,7 @@ class WriteBehind:
     def _oldest(self, now_ns: int) -> Session | None:
         """The session whose rows are too old; above the watermark the one whose rows are oldest."""
         age_ns = self._ledger.watermarks.tail_age_ns
+        # 0 switches ages off.
         found = self._ledger.take_old(now_ns - age_ns) if age_ns else None
         # Bytes under way are clean soon: counted as dirty they would make each turn write too much.
         due_bytes = self._ledger.due_bytes - self._under_way_bytes
@@ -636,6 +697,7 @@ class WriteBehind:
         tail = session.growing_tail if is_tail_left else None
         size_bytes = sum(s.size_bytes for s in segments if s is not tail)
         self._under_way_bytes += size_bytes
+        # Spent before it is written: the next one is chosen by what is left.
         self.allowance.spend(size_bytes)
         return DueFlush(session, is_tail_left, size_bytes)
 

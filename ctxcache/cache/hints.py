@@ -52,6 +52,11 @@ class _Waiting(Queue):
         """Does nothing: nothing follows from hints here."""
 
 
+# A deferred promotion is a job in the merged queue, of an engine that has no name:
+#
+#     hint ──► no room ──► a job that waits, due now ──► promoted, evicted, ended or too late ──► gone
+#
+# So it competes with engines' jobs by one order, and no second list of wishes is looked at.
 class Deferred:
     """Promotions that wait for room, until a time of their own. Owned by the event loop."""
 
@@ -67,12 +72,14 @@ class Deferred:
 
     def put(self, session: Session, now_ns: int, until_ns: int, priority: int) -> None:
         """Let the session come when there is room. Raises TooManyRequests where as many wait as may."""
+        # Made for the first hint of a tenant, and gone with its last one.
         waiting = self._waiting.get(session.tenant) or _Waiting(session.tenant, self)
         job_id = session.uid.hex()
         self._queues.check_room(waiting, {job_id}, frozenset())
         self._waiting[session.tenant] = waiting
         self._asked[session.uid] = until_ns, waiting
         self._due.put(session.uid, (until_ns,))
+        # Due now: it stands before all that is expected later.
         job = Job(job_id, None, start_s=now_ns / 10**9, priority=priority)
         self._queues.put(waiting, session.session_id, job)
 
@@ -88,6 +95,7 @@ class Deferred:
 
     def expire_due(self, now_ns: int) -> None:
         """Give up those whose time is over."""
+        # By time, the earliest first: the look costs what is due.
         while (uid := self._due.first()) is not None and self._asked[uid][0] <= now_ns:
             self.discard(uid)
 
@@ -172,6 +180,7 @@ class Hints:
         """Do what one hint asks for, as far as it goes; a promotion until then, on the event loop's clock."""
         try:
             session = self._ledger.find(hint.tenant, hint.session_id)
+            # A range error is the hint's fault, not the session's.
             session.check_range(hint.begin, session.token_count if hint.end is None else hint.end)
             self._state.journal.did(Call.HINT, session, **_facts(hint))
             return await self._do(hint, session, deadline_s)
@@ -181,6 +190,8 @@ class Hints:
             return HintAnswer(HintVerdict.REJECTED, error.reason)
 
     async def _do(self, hint: Hint, session: Session, deadline_s: float) -> HintAnswer:
+        # A retained or demoted session leaves whole, so that those hints are for whole sessions. Only a
+        # prefix can be shared or fetched by itself.
         is_whole = hint.begin == 0 and hint.end in (None, session.token_count)
         is_prefix = hint.begin == 0 and hint.action in (Action.SHARE, Action.PREFETCH)
         if not is_whole and not is_prefix:
@@ -213,11 +224,13 @@ class Hints:
         if grant is None:
             return HintAnswer(HintVerdict.REJECTED, BUDGET_EXHAUSTED)
         until_ns = int(grant.until_s * SECOND_NS)
+        # Clipped: granted, for less time than was asked for.
         if grant.until_s < until_s:
             return HintAnswer(HintVerdict.CLIPPED, TTL_LIMIT, grant.size_bytes, until_ns)
         return HintAnswer(HintVerdict.ACCEPTED, granted_bytes=grant.size_bytes, until_ns=until_ns)
 
     async def _share(self, hint: Hint, session: Session) -> HintAnswer:
+        # Until it is durable: a writer may go on, but may not hold the session.
         while True:
             if session.is_writing:
                 raise WriteInProgress(session=session.name)
@@ -238,11 +251,13 @@ class Hints:
             return HintAnswer(HintVerdict.ACCEPTED)
         budget_bytes = wanted_bytes if hint.budget_bytes is None else min(hint.budget_bytes, wanted_bytes)
         with suppress(TimeoutError):
+            # The deadline is the request's: other hints of it wait for this one.
             async with asyncio.timeout_at(deadline_s):
                 await self._prefetching.promote_ahead(session, budget_bytes)
         came_bytes = max(wanted_bytes - _missing_bytes(session, hint.end), 0)
         if came_bytes >= wanted_bytes:
             return HintAnswer(HintVerdict.ACCEPTED, granted_bytes=came_bytes)
+        # The budget decided, not the room: the next segment would have been one too many.
         if budget_bytes < wanted_bytes and came_bytes > budget_bytes - _next_bytes(session, hint.end):
             outcome = HintVerdict.CLIPPED if came_bytes else HintVerdict.REJECTED
             return HintAnswer(outcome, BUDGET_EXHAUSTED, came_bytes)
@@ -254,6 +269,8 @@ class Hints:
         now_ns = self._state.clock.monotonic_ns()
         until_ns = now_ns + min(hint.ttl_ns, DEFERRED_LIMIT_NS)
         # A waiting session is promoted as a whole; a reader promotes the parts that it uses.
+        # Queues promote whole sessions. A part, or a session larger than memory, would stand at the head for
+        # ever.
         is_for_all = hint.budget_bytes is None and hint.end is None and self._has_place(session)
         if session.is_idle and is_for_all and _promotes_ahead(self._ledger.placement.policy):
             try:
@@ -270,6 +287,7 @@ class Hints:
         return session.size_bytes <= filled_bytes
 
     async def _demote(self, session: Session) -> HintAnswer:
+        # Demoted, it must not be fetched again for an older hint.
         self.deferred.discard(session.uid)
         before_bytes = session.amounts().memory_bytes
         await self._flushing.demote(session)
@@ -280,9 +298,11 @@ class Hints:
         return HintAnswer(HintVerdict.CLIPPED if given_bytes else HintVerdict.REJECTED, IN_USE, given_bytes)
 
     def _expect(self, hint: Hint, session: Session) -> None:
+        # A lingering lease counts as use, and a session in use is not idle to any hint.
         if self._ledger.lingering:
             self._ledger.let_go()
         if hint.return_in_ns is None:
+            # It does not return: nothing is kept for it.
             self._release(session)
             self._ledger.placement.expected(session, None)
             return

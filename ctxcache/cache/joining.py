@@ -40,6 +40,13 @@ LOOKED_AT = 1024
 """Segments at a session's end among which those to be joined are looked for, at a time."""
 
 
+# What is on disk at each step of a join:
+#
+#     long segment written, synced    short ones recorded; the long slot is named by nothing
+#     one record, synced              the long one recorded, the short ones' records gone
+#     short slots given back          the same
+#
+# Readers that hold a short one keep it: `forgotten` frees its slots when the last hold ends.
 class Joining:
     """Joins segments. Owned by the event loop."""
 
@@ -77,7 +84,9 @@ class Joining:
 
     async def _join_some(self, session: Session) -> bool:
         """Join one run of segments; False where there is none, or no room."""
+        # As long as a slot can be had in one piece: the watermark `longest` bounds it.
         longest = session.layout.filled_by(LONGEST_SEGMENT_TOKENS, self._ledger.longest_bytes)
+        # Bounded by the same allowance as write-behind: a join writes rows for a second time.
         parts = self._run_of(session, longest.segment_tokens)
         if not parts or not self._write_behind.allowance.is_left(self._state.clock.monotonic_ns()):
             return False
@@ -85,6 +94,7 @@ class Joining:
         # Held: no part may leave memory while it is copied.
         for part in parts:
             self._ledger.held(part)
+        # Room for a long piece may drop clean segments. The parts are held, so they are not among them.
         try:
             # A join waits for no room: no held slot is freed for it.
             slot = self._memory_room.take_long(longest.size_bytes, session.tenant)
@@ -96,6 +106,7 @@ class Joining:
             try:
                 return await self._join(session, parts, whole)
             finally:
+                # A place other than RESERVED means that the record is written, or that its fate is not known.
                 # Not joined after all: the slot in memory goes back.
                 if whole.place is Place.RESERVED:
                     self._ledger.abandoned(whole)
@@ -105,6 +116,7 @@ class Joining:
                 self._ledger.released(part)
 
     async def _join(self, session: Session, parts: Sequence[Segment], whole: Segment) -> bool:
+        # The copy is verified against the writers' sums: a joint checksum of a bad byte would make it right.
         if await self._io.join(parts, whole):
             # A row in memory is not what it was: reads and scrubbing see to that.
             return False
@@ -144,6 +156,7 @@ class Joining:
             self._departures.strand(dead)
             raise
         self._state.counters.joined_segment_count += len(dead)
+        # Slots in memory and below, and keys: some microseconds each.
         for i, part in enumerate(dead, 1):
             self._ledger.forgotten(part)
             # Many parts may go at once: other callers get their turns of the event loop.
@@ -155,11 +168,15 @@ class Joining:
         """Segments that follow one another and have so many tokens in all; empty where there are none."""
         run: deque[Segment] = deque()
         run_count = 0
+        # From the end: what has become full is there, and long sessions have been joined before.
         for segment in session.segments[-LOOKED_AT:]:
+            # A gap in positions, or another number of listers, begins a new run.
             if run and (run[-1].end != segment.begin or run[-1].reference_count != segment.reference_count):
                 run.clear()
                 run_count = 0
             is_short = segment.place is Place.BOTH and segment.row_count < token_count
+            # Held: a reader's pointers. Unwritten or without one sum per stream: there is nothing to verify
+            # the copy by.
             if segment.hold_count or not is_short or not _is_whole(segment):
                 run.clear()
                 run_count = 0
@@ -193,6 +210,7 @@ class Joining:
         sessions = self._ledger.listers(parts[0])
         if len(sessions) > 1 and sum(len(one.segments) for one in sessions) > LISTINGS_LIMIT:
             return []
+        # `reference_count` tells quickly whether others list a part; `listers` would walk the kin for each.
         if session not in sessions or any(part.reference_count != len(sessions) for part in parts):
             return []
         is_same = all(map(_is_whole, parts)) and all(_shows(one, parts, session.copies) for one in sessions)

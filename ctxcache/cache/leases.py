@@ -73,6 +73,8 @@ class ReadRequest:
     """Of a stream: it counts as no access, and is read past DRAM."""
 
 
+# Looked at again after every await, because between two looks a session may be cut, deleted or moved. Only a
+# look and the holds that follow it without an await belong together.
 class ReadPlan:
     """A request, resolved against the session as it is now; to be looked at again after every await."""
 
@@ -100,6 +102,7 @@ class ReadPlan:
         session = self.session = self._ledger.find_at(request.tenant, request.session_id, self.now_ns)
         session.check_caller(request.fingerprint, request.generation)
         end = self.end = session.token_count if request.end is None else request.end
+        # One comparison in the usual case; the error is made in the method.
         if not 0 <= request.begin <= end <= session.token_count:
             session.check_range(request.begin, end)
         self.pieces = tuple(session.pieces(request.begin, end))
@@ -115,6 +118,7 @@ class ReadPlan:
                     self.is_ready = False
             elif request.leaves_on_ssd and segment.durable is not None:
                 self.on_ssd[segment.segment_id] = self._ledger.best_place(segment) or segment.durable
+                # Read by the client itself from the file, as GPU direct reads do.
                 # Left below it takes no room in DRAM, and does not count in the budget.
                 continue
             else:
@@ -129,7 +133,10 @@ class ReadPlan:
         """
         sizes_bytes = self.look()
         if self.request.is_quiet:
+            # A quiet read pins nothing and counts as no use: export and copying must not warm up what they
+            # read.
             self.sizes_bytes = {}
+        # A stream is never refused for room: what does not fit is read past memory.
         elif not budget.fits(self.owner, sizes_bytes):
             resident = {p.segment.segment_id: p.segment.size_bytes for p in self.pieces if p.segment.memory}
             left_bytes, self.sizes_bytes = budget.limit_of(self.owner), {}
@@ -151,6 +158,11 @@ LINGER_LIMIT = 1024
 """Leases that linger at a time."""
 
 
+# Two ways in, and one way out:
+#
+#     acquire_at_once   all is in DRAM, nothing to wait for       no task, no await
+#     acquire           holds first, then promotes, then settles  the holds keep the plan true while it waits
+#                       release, expire_due, end of its client
 @dataclass(slots=True, eq=False)
 class Lease:
     """Pieces held for a reader, in token order. All are in DRAM, but for those that the request left on SSD.
@@ -168,6 +180,7 @@ class Lease:
     """Bytes by segment id, as they count in the budget; what of `pieces` is not among them may leave DRAM."""
     dram_token_count: int
     """Tokens that were in DRAM when it was asked for."""
+    # Both books use it: the pin that the client's share counts, and the hold that the ledger counts.
     deadline_ns: int = NEVER_NS
     begun_ns: int = 0
     held_ns: int = 0
@@ -201,6 +214,7 @@ class Rows(NamedTuple):
         return self.segment is None
 
 
+# What crosses to another thread: a view, sums and numbers. No session and no segment is looked at there.
 @dataclass(frozen=True, slots=True)
 class Lent:
     """A piece whose bytes another thread may read while it is lent: what of it never changes meanwhile.
@@ -234,8 +248,10 @@ def summed(view: memoryview, sums: Sums, piece: Piece, stream: Stream) -> Summed
     layout = piece.segment.layout
     data = view[layout.rows(stream, piece.row_begin, piece.row_end)]
     whole = sums.values[layout.index[stream]]
+    # A whole chunk: the stored sum is that of the reader's rows, and no byte is read.
     if (piece.row_begin, piece.row_end) == (0, sums.row_end):
         return Summed(data, whole)
+    # A part has no stored sum. It gets one of its own, made here, and trusted because the whole is right.
     checksum = rows_checksum(data)
     # In this order: what changes between the two is found by one of them.
     is_right = rows_checksum(view[layout.rows(stream, 0, sums.row_end)]) == whole
@@ -276,6 +292,7 @@ class TokenLeases:
         self, tenant: str, leases: Sequence[Lease | None], *, ttl_ns: int, is_prefix: bool = False
     ) -> TokenLease:
         """Name leases by a new token for so long; one of no lease is not remembered."""
+        # Bounded like a lease: a token is no way to hold rows for ever.
         deadline_ns = self._state.clock.monotonic_ns() + min(ttl_ns, TOKEN_TTL_LIMIT_NS)
         for lease in leases:
             if lease is not None:
@@ -322,6 +339,7 @@ class TokenLeases:
 
     def let_go(self, found: TokenLease) -> None:
         """End what a token names, if it has not ended."""
+        # The token first: `release` may find that a lease ended by itself.
         self._held.pop(found.token, None)
         self._leases.let_go(found.leases)
 
@@ -353,6 +371,7 @@ class Leases:
         self._lingering: dict[int, Lease] = {}
         """Leases without a reader, by the number that they had."""
         self._linger_timer: asyncio.TimerHandle | None = None
+        # The ledger and the pins end lingering leases by themselves when room is wanted.
         self._ledger.lingering = self._lingering
         self._ledger.let_go = pins.let_go = self.end_lingering
         self.tokens = TokenLeases(state, self)
@@ -401,6 +420,7 @@ class Leases:
         lease = None if is_tried else self.acquire_at_once(request)
         if lease is not None:
             return lease
+        # Held before the promotion: the segments on their way must not be evicted again by other readers.
         lease = await self._hold(request)
         try:
             await self._promote(lease)
@@ -424,11 +444,14 @@ class Leases:
         what `held` raises, CapacityExceeded, TooManyRequests.
         """
         owner = Pinner(tenant, client)
+        # Counted before the wait; the wait is short.
         self._check_count(tenant)
         await self.pins.wait_for_room(owner, lambda: held().pinned)
         # Asked once more: the lease may have ended while this call waited for room.
         source, now_ns = held(), self._state.clock.monotonic_ns()
         self.pins.pin(owner, source.pinned)
+        # A copy of the lease with its own number and deadline. Its rows are those of the source, held once
+        # more.
         self._last_id += 1
         lease = replace(
             source,
@@ -442,6 +465,7 @@ class Leases:
             self._ledger.held(piece.segment, is_past=lease.is_past(piece.segment))
         self._leases[lease.lease_id] = lease
         self._counts[tenant] += 1
+        # The session may be gone while its rows are still held by the source.
         session = self._ledger.get(lease.view.uid)
         if session is not None:
             self._ledger.touched(session, self._state.clock.now_ns())
@@ -470,11 +494,13 @@ class Leases:
             self._check_count(request.tenant)
             plan = ReadPlan(self._state, request)
             sizes_bytes = plan.look()
+            # `has_room` pins nothing. Nothing awaits until `_begin` does.
             if not plan.is_ready or not self.pins.has_room(plan.owner, sizes_bytes):
                 return None
         except CacheError as error:
             self._missed(request, error)
             raise
+        # Deadline from now on: no time was spent on a device.
         lease = self._begin(plan)
         lease.deadline_ns = lease.begun_ns + LEASE_LIFETIME_NS
         self._found(lease)
@@ -488,6 +514,7 @@ class Leases:
         lease = self.lease(lease_id)
         try:
             for piece in lease.pieces:
+                # What was left on SSD is the reader's to verify.
                 if piece.segment.memory and not lease.is_past(piece.segment):
                     await self._mending.verify(piece.segment)
                 _check_there(piece)
@@ -522,14 +549,19 @@ class Leases:
         now_ns = self._state.clock.monotonic_ns()
         lease = self._leases.get(lease_id)
         if (
+            # Not set down, but ended: a lease that is unknown, held too long without an end, one too many, or
+            # while somebody records calls, for a recording must show each read.
             lease is None
             or now_ns - lease.held_ns >= LINGER_NS
             or len(self._lingering) >= LINGER_LIMIT
             or self._state.journal.listening is not None
         ):
             self.release(lease_id)
+            # At most a quarter of a second, however often the client comes back: a session that is read all
+            # the time would never rest otherwise, and its policy would never hear of its turns.
             return False
         self._lingering[lease_id] = self._end(lease_id, now_ns)
+        # One timer for all: it ends whatever lingers by then, so that nothing lingers longer than LINGER_NS.
         if self._linger_timer is None:
             loop = asyncio.get_running_loop()
             self._linger_timer = loop.call_later(LINGER_NS / SECOND_NS, self._linger_is_over)
@@ -550,6 +582,12 @@ class Leases:
         clock, view = self._state.clock, lease.view
         now_ns, session = clock.now_ns(), self._ledger.get(view.uid)
         if (
+            # Everything that a look would check, by numbers that change with the content:
+            #
+            #     generation, token count    cut, appended to, or written anew
+            #     expiry                     others were told that it is gone
+            #     to reckon                  a path was lost or came back: some rows may not be shown any more
+            #     limits                     the number of leases, as for any other
             session is None
             or session.generation != view.generation
             or session.token_count != view.token_count
@@ -566,6 +604,7 @@ class Leases:
         counters = self._state.counters
         counters.read_token_count += token_count
         counters.dram_hit_token_count += token_count
+        # Under a new number: a late release of the old one must not end this one.
         self._last_id = lease.lease_id = self._last_id + 1
         lease.begun_ns = clock.monotonic_ns()
         lease.deadline_ns = lease.begun_ns + LEASE_LIFETIME_NS
@@ -604,6 +643,7 @@ class Leases:
     def _free(self, lease: Lease, now_ns: int) -> None:
         """Let go of a lease's rows."""
         if not lease.is_quiet:
+            # Its use first, then its rows: the policy ranks the session before its segments may leave.
             self._ledger.read_ended(lease.view.uid, now_ns / SECOND_NS)
         for piece in lease.pieces:
             self._ledger.released(piece.segment, is_past=piece.segment.segment_id not in lease.pinned)
@@ -612,6 +652,7 @@ class Leases:
     def expire_due(self) -> None:
         """End leases past their deadline."""
         now_ns = self._state.clock.monotonic_ns()
+        # A list: `release` changes the table.
         for lease in [held for held in self._leases.values() if held.deadline_ns <= now_ns]:
             self.release(lease.lease_id)
             session = self._ledger.get(lease.view.uid)
@@ -637,17 +678,21 @@ class Leases:
             if len(lease.pinned) == len({piece.segment.segment_id for piece in lease.pieces}):
                 # Room that writes would have to make may be refused while reads go on; a read that fails
                 # fails again.
+                # A read needs neither: what cannot be promoted is read past memory, and fails with its own
+                # error there.
                 with suppress(CapacityExceeded, TierFailure):
                     try:
                         await self._promote(lease)
                         await self._prepare(lease, request)
                     except CorruptSegment as error:
                         self._missed(request, error)
+                        # Damage is no lack of room: those rows cannot be read past memory either.
                         raise
             self._renew(lease)
             self._found(lease)
             yield lease, chosen, self._rows(lease, chosen)
         finally:
+            # It may have expired while rows were streamed.
             with suppress(LeaseNotFound):
                 self.release(lease.lease_id)
 
@@ -713,6 +758,7 @@ class Leases:
         plan = ReadPlan(self._state, request)
         look = partial(plan.look_for_stream, self.pins) if is_stream else plan.look
         await self.pins.wait_for_room(plan.owner, look)
+        # Room, and the plan as it was at the last look: no await follows.
         return self._begin(plan)
 
     def _check_count(self, tenant: str) -> None:
@@ -736,6 +782,7 @@ class Leases:
         self._last_id += 1
         lease = Lease(
             self._last_id,
+            # The view is of this moment: it stays true of the lease's rows when the session goes on.
             session.view(),
             request.begin,
             plan.end,
@@ -775,6 +822,7 @@ class Leases:
         )
 
     async def _promote(self, lease: Lease) -> None:
+        # Each segment once: two pieces of one segment are promoted together.
         unique = {p.segment.segment_id: p.segment for p in lease.pieces if not lease.is_past(p.segment)}
         try:
             await self._promotions.promote(list(unique.values()))
@@ -794,6 +842,7 @@ class Leases:
                 await self._mending.settle(segment, piece.row_end)
 
     async def _bad(self, error: CorruptSegment) -> None:
+        # By number: the segment may have gone, and been found bad by another reader before.
         segment = self._ledger.segment(int(error.facts["segment_id"]))
         if segment is not None:
             await self._mending.quarantine({segment})
@@ -804,6 +853,8 @@ class Leases:
         views: dict[int, memoryview] = {}
         for stream in streams:
             for piece in lease.pieces:
+                # A reader that takes rows keeps its lease alive; one that stops loses it after
+                # LEASE_LIFETIME_NS.
                 self.renew(lease)
                 segment = piece.segment
                 if segment.memory and not lease.is_past(segment):
@@ -818,6 +869,7 @@ class Leases:
 
     async def _summed(self, view: memoryview, piece: Piece, stream: Stream) -> Summed:
         """A held piece's rows in DRAM, and what they must be. Raises CorruptSegment, TierFailure."""
+        # Memory that does not keep what is restored there fails for good, and is told so.
         for _ in range(TRIES):
             found = summed(view, _check_there(piece), piece, stream)
             if found is not None:
@@ -832,6 +884,7 @@ class Leases:
         # The device may take longer than the lease lasts.
         self._ledger.held(segment)
         try:
+            # It may come to memory, and leave it, while this call waits: the loop looks anew each time.
             while segment.memory:
                 await self._mending.settle(segment, piece.row_end)
                 data, checksum = await self._summed(self._io.view(segment), piece, stream)
@@ -872,6 +925,7 @@ class Bounce:
     def of(self, size_bytes: int) -> memoryview:
         """At least so many bytes; what an earlier call returned may lie there too."""
         if self._view is None or len(self._view) < size_bytes:
+            # Of pages of its own: direct reads need an aligned place.
             self._view = memoryview(mmap.mmap(-1, size_bytes))
         return self._view
 

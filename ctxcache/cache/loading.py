@@ -28,6 +28,13 @@ def load(state: State, metadata: MetadataStore) -> Changes:
     return _Loader(state, metadata).load()
 
 
+# What the records may say, and what is made of it:
+#
+#     session, its segments all there      recalled
+#     session, a segment missing           cut before the missing one, and recorded anew
+#     session of a model that is gone      removed
+#     segment that no session lists        removed, its slot free
+#     block, not whole                     removed
 class _Loader:
     def __init__(self, state: State, metadata: MetadataStore) -> None:
         self._state = state
@@ -41,6 +48,7 @@ class _Loader:
         state = self._state
         for model in self._metadata.models():
             state.add_model(model)
+        # All sessions before the segments: a segment's record is only of use with a session that lists it.
         listings = list(self._sessions())
         self._load_segments({i: session for session, segment_ids in listings for i in segment_ids})
         # In the order of their accesses, as policies hear of them.
@@ -71,12 +79,15 @@ class _Loader:
     def _load_segments(self, listed_by: Mapping[int, Session]) -> None:
         last = 0
         for record in self._metadata.segments():
+            # Ids ascend: the last one read is the largest.
             last = record.segment_id
             session = listed_by.get(last)
             if session is None:
                 self._repairs.deleted_segment_ids.append(last)
             else:
                 use = self._ledger.usage.of(session.tenant)
+                # Names and identities are shared with the session's, for a million segments would repeat them
+                # a million times.
                 segment = _segment(record, session, use)
                 self._ledger.recorded_segment(segment)
                 if record.keys:
@@ -94,10 +105,12 @@ class _Loader:
             # It is there whole or not at all.
             self._repairs.deleted_session_uids.append(session.uid)
             return
+        # Clocks may have been set back between the runs.
         idle_ns = max(self._state.clock.now_ns() - session.access_time_ns, 0)
         self._ledger.recalled(session, idle_ns / SECOND_NS)
 
     def _forget_unlisted(self) -> None:
+        # Cutting sessions may leave segments that only the cut part listed.
         unlisted = [segment for segment in self._ledger.segments() if not segment.reference_count]
         for segment in unlisted:
             self._ledger.unrecorded_segment(segment)
@@ -129,7 +142,9 @@ class _Loader:
             contents=record.contents,
             copies=record.copies,
             live=record.live,
+            # At least this run's first: what the crash took back had generations too.
             generation=max(record.generation, self._state.least_generation),
+            # All three ends are one: what a record says is durable.
             log_end=record.log_end,
             recorded_end=record.log_end,
             durable_end=record.log_end,

@@ -157,6 +157,7 @@ class Prefixes:
         self.counts.asked_token_count += _token_count(asked)
         holder = self._holder(scope, keys, is_proven=isinstance(asked, bytes))
         lease: TokenLease | None = None
+        # Held by generation: a session that changes between the look and the lease is looked for again.
         for _ in range(LOOKS if lease_ttl_ns else 0):
             if holder is None or lease is not None:
                 break
@@ -173,6 +174,7 @@ class Prefixes:
             missing = [piece for piece in source.pieces(0, token_count) if not piece.segment.memory]
         is_durable = source.durable_end >= token_count
         return Match(
+            # Rows that memory alone has can be adopted after a flush.
             Found.HIT if is_durable else Found.PENDING,
             token_count,
             token_count - sum(piece.row_end - piece.row_begin for piece in missing),
@@ -222,6 +224,11 @@ class Prefixes:
             await _check_offered(scope, asked, contents, offered, pace)
         keys = await self._known(scope, asked, contents, pace)
         self.counts.asked_token_count += _token_count(asked)
+        # The state of one adoption, over its looks:
+        #
+        #     found, not durable        flush it, look again
+        #     durable, not counted      count its segments with the kin, look again
+        #     counted, still there      adopt: no await since the last look
         shared: tuple[bytes, int] | None = None
         for _ in range(LOOKS):
             session = self._adopter(tenant, session_id, fingerprint, generation)
@@ -234,6 +241,7 @@ class Prefixes:
                 break
             if source.durable_end < token_count:
                 await self._flush(source)
+            # Longer than what was counted is fine, shorter is not: a shorter run was never prepared.
             elif shared is None or shared[0] != source.uid or shared[1] > token_count:
                 shared = source.uid, token_count
                 await self._share(source, token_count, pace)
@@ -241,6 +249,7 @@ class Prefixes:
                 # A writer may have added to it meanwhile: that is left to the next one.
                 await self._adopt(session, source, shared[1])
                 return Adopted(session.view(), shared[1])
+        # Nothing was there, or something else at each of LOOKS looks: the caller computes the tokens.
         return Adopted(session.view(), 0)
 
     async def most_shared(self, tenant: str, limit: int, *, pace: Pace = STEP_BY_STEP) -> list[SharedPrefix]:
@@ -254,6 +263,7 @@ class Prefixes:
             first = session.segments[0] if session and session.segments else None
             if session and first and first.reference_count > 1 and first.segment_id not in found:
                 found[first.segment_id] = self._shared_prefix(session)
+            # Thousands of sessions, one step each.
             if i % SESSIONS_PER_LOOK == 0 and pace.is_over:
                 await pace.rest()
         return nlargest(limit, found.values(), key=attrgetter("saved_bytes"))
@@ -267,6 +277,7 @@ class Prefixes:
 
     def _shared_prefix(self, session: Session) -> SharedPrefix:
         count = session.segments[0].reference_count
+        # All of the first run of segments that the same number of sessions lists.
         shared = list(takewhile(lambda segment: segment.reference_count == count, session.segments))
         keys = self._ledger.keyed.keys_of(shared[-1], shared[-1].row_count)
         return SharedPrefix(
@@ -296,6 +307,7 @@ class Prefixes:
         """
         keyed, found = self._ledger.keyed, list[bytes]()
         count = len(asked) // BLOCK_BYTES if isinstance(asked, bytes) else len(asked)
+        # Doubling steps: a miss costs one key, and a hit of a million tokens some hundred looks.
         begin, some = 0, 1
         while begin < count:
             if begin and pace.is_over:
@@ -303,11 +315,13 @@ class Prefixes:
             end = min(begin + some, count)
             if isinstance(asked, bytes):
                 token_ids = memoryview(asked)[begin * BLOCK_BYTES : end * BLOCK_BYTES]
+                # Each key is made with the one before, so that what was found is the parent of the next.
                 parent = found[-1] if found else NO_PARENT
                 keys = list(scope.keys(token_ids, parent, contents, begin * BLOCK_TOKENS))
             else:
                 keys = list(asked[begin:end])
             if next(keyed.found(scope, keys[-1]), None) is None:
+                # Keys are all there up to some point and none behind it: bisection finds the point.
                 known_count = bisect_left(
                     keys, 1, key=lambda key: next(keyed.found(scope, key), None) is None
                 )
@@ -326,6 +340,8 @@ class Prefixes:
         if found is None:
             return None
         source, key_count = found
+        # Keys from a client prove nothing about what lies before them: compared one by one with the session's
+        # own.
         if not is_proven:
             own = self._ledger.keyed.keys_of_session(source, key_count * BLOCK_TOKENS)
             key_count = sum(
@@ -333,6 +349,7 @@ class Prefixes:
             )
         token_count = key_count * BLOCK_TOKENS
         tail = source.growing_tail
+        # A segment that a writer is filling would have to be closed for a fork, under its writer.
         if source.is_writing and tail is not None and tail.begin < token_count:
             token_count = tail.begin - tail.begin % BLOCK_TOKENS
         return (source, token_count) if token_count else None

@@ -28,6 +28,15 @@ SECOND_NS = 10**9
 MayGive = Callable[[bytes], bool]
 
 
+# One promotion of a segment, however many want it:
+#
+#     reader a ──┐
+#     reader b ──┼──► _tasks[segment] ──► place a slot ──► read, verify ──► ledger.promoted
+#     prefetch ──┘         │
+#                          └── held by the task itself: every caller may go away
+#
+# Callers that wait come first. Prefetching begins no segment while `_awaited_count` is above 0; what it has
+# begun goes on.
 class Promotions:
     """Promotions under way. Owned by the event loop."""
 
@@ -58,6 +67,7 @@ class Promotions:
         """
         missing = [s for s in segments if not s.memory]
         if missing:
+            # Enough in flight for the device, few enough for several sessions to take turns.
             count = window(max(segment.size_bytes for segment in missing))
             self._awaited_count += 1
             # Promotion ahead of need stops here: the device is for callers that wait.
@@ -88,9 +98,11 @@ class Promotions:
             nonlocal has_room
             while segments and not self._awaited_count and is_wanted():
                 segment = segments.popleft()
+                # In memory by now, or gone: nothing to do.
                 if segment.place is not Place.BELOW:
                     continue
                 slot = None
+                # Somebody promotes it already: its slot is that one's, and the wait is shared.
                 if segment.segment_id not in self._tasks:
                     slot = self._room.take_ahead(segment, may_give)
                     if slot is None:
@@ -114,10 +126,13 @@ class Promotions:
         return task
 
     async def _promote(self, segment: Segment, slot: Slot | None) -> None:
+        # Room that came from `take_ahead` is counted as promoted ahead of need, whatever comes of it.
         is_ahead = slot is not None
 
         async def fill(place: Slot) -> tuple[int, ...]:
             nonlocal slot
+            # A slot for the first attempt. A second one, from another copy, needs a new slot only if the
+            # first is owed.
             slot = slot or await self._room.place(segment.size_bytes, segment.tenant)
             try:
                 with self._measured(segment.size_bytes), self._kept(slot):
@@ -132,6 +147,7 @@ class Promotions:
             if not segment.memory:
                 values = await self._mending.read(segment, fill)
                 assert slot is not None  # noqa: S101  # it has just been filled
+                # No await between: the slot is the segment's, or goes back below.
                 self._ledger.promoted(segment, slot, values)
                 slot = None
                 self._state.counters.promoted_segment_count += 1
@@ -150,6 +166,7 @@ class Promotions:
         try:
             yield
         except TierFailure as failure:
+            # The device gave no answer in time. It may still write into the slot, seconds or hours later.
             if failure.returned is not None and not failure.returned.done():
                 self.owed.add(slot)
                 # Until then the slot belongs to nobody: a late read would fall on the next segment's rows.
@@ -166,6 +183,7 @@ class Promotions:
         self.throughput.begun(begun_s)
         arrived_bytes = 0
         try:
+            # Only what arrived counts as arrived: a failed read is time without bytes.
             yield
             arrived_bytes = size_bytes
             self._state.seen.promotion_s.observe(self._state.clock.monotonic_ns() / SECOND_NS - begun_s)
@@ -184,6 +202,8 @@ class PromotionOutcome(enum.Enum):
     NOT_WANTED = enum.auto()
 
 
+# Two sessions at a time: while one is verified the device reads for the other, and a hint that comes is not
+# behind a queue of guesses.
 class Prefetching:
     """Promotes ahead of need. Owned by the event loop."""
 
@@ -197,11 +217,13 @@ class Prefetching:
 
         Raises the first failure at the end; who failed is left aside until its next hint or rest.
         """
+        # Cleared first: what is wished for during the turn is another turn.
         self._state.is_prefetch_wanted.clear()
         under_way: dict[asyncio.Task[PromotionOutcome], Session] = {}
         is_going_on, failure = True, None
         try:
             while True:
+                # Looked up one by one: what the policy wants next may change with each.
                 while is_going_on and len(under_way) < SESSIONS_AT_A_TIME and (session := self._next()):
                     under_way[self._begin(session)] = session
                 if not under_way:
@@ -225,6 +247,7 @@ class Prefetching:
         Less where there is no room, or the session is used or goes meanwhile. Raises CorruptSegment,
         TierFailure.
         """
+        # The first missing ones: of a session its beginning is of use first.
         missing: list[Segment] = []
         for segment in session.shown:
             if not segment.memory:
@@ -254,6 +277,7 @@ class Prefetching:
         """True if the next candidate is worth a try."""
         has_failed = task.exception() is not None
         self._placement.came(session, is_set_aside=has_failed)
+        # Without room for the first there is none for those that the policy wants less.
         if has_failed or task.result() is PromotionOutcome.NO_ROOM:
             return False
         # Some of it may have had to leave meanwhile, for what is needed sooner.
@@ -264,6 +288,8 @@ class Prefetching:
             async with self._turns:
                 return await self._promote_in_turn(session, deque(segments))
         except CorruptSegment as error:
+            # Bad bytes are dealt with here as for a reader, and the session is cut before anybody asks for
+            # it.
             segment = self._ledger.segment(int(error.facts["segment_id"]))
             if segment is not None:
                 await self._mending.quarantine({segment})
@@ -271,6 +297,7 @@ class Prefetching:
 
     async def _promote_in_turn(self, session: Session, segments: deque[Segment]) -> PromotionOutcome:
         while segments:
+            # Looked at after each wait: the session may be in use by now, and its reader promotes by itself.
             await self._promotions.wait_for_others()
             if not session.is_idle:
                 return PromotionOutcome.NOT_WANTED

@@ -41,6 +41,11 @@ NOTHING = Change(0)
 _numbers = itertools.count(1)
 
 
+# A queue and its streams:
+#
+#     join ──► a stream has it ──► lost: the stream broke ──► grace is over ──► withdrawn, some jobs at a time
+#                  ▲                       │
+#                  └── join: same jobs ────┘        join while a stream has it: that stream is told, and ends
 class Queue:
     """One engine's queue. Its methods are for those whom it hears; `Queues` has the others."""
 
@@ -48,6 +53,7 @@ class Queue:
         self.tenant = tenant
         self.engine = engine
         self.name = f"{tenant}\0{engine}"
+        # Two queues of one name exist while the old one's jobs are taken away a few at a time.
         self.key = f"{self.name}\0{next(_numbers)}"
         """Names this queue alone: a queue that is being forgotten may have a successor of its name."""
         self.fingerprint = b""
@@ -65,6 +71,7 @@ class Queue:
     def promoted(self, uid: bytes) -> None:
         """See Watcher."""
         # A segment that is in DRAM now may have left it before.
+        # Told once, as it is by now: promoted and demoted in turns is one change.
         self._tell(uid, Change.PROMOTED, instead_of=Change.DEMOTED)
 
     def demoted(self, uid: bytes) -> None:
@@ -94,12 +101,14 @@ class Queue:
     def take_news(self) -> tuple[bytes, str, Change] | None:
         """The session with the oldest untold change, its name and the change; None when all is told."""
         uid = next(iter(self._news), None)
+        # Nothing to tell, and cleared in the same step: a change that comes later sets it again.
         if uid is None:
             self.has_news.clear()
             return None
         return uid, self.names[uid], self._news.pop(uid)
 
     def _tell(self, uid: bytes, change: Change, *, instead_of: Change = NOTHING) -> None:
+        # Sessions that no job names any more are not told.
         if uid in self.names:
             self._news[uid] = self._news.get(uid, NOTHING) & ~instead_of | change
             self.has_news.set()
@@ -158,11 +167,14 @@ class Queues:
         if known is None and bound.is_reached(len(self._queues), own):
             raise TooManyRequests(what="engines", limit=self.limits.engine_count)
         queue = self._queues.setdefault(queue.name, queue)
+        # The stream that had it hears of it, and each stream has an event of its own: an old one cannot end
+        # the new.
         queue.taken_over.set()
         queue.taken_over = asyncio.Event()
         queue.lost_until_ns = None
         queue.fingerprint = fingerprint
         queue.grace_ns = self.limits.grace_ns if grace_ns is None else min(grace_ns, self.limits.grace_ns)
+        # What happened while no stream was there is unknown to the engine: everything is told anew.
         for uid in queue.names:
             queue.ask(uid)
         return queue
@@ -172,6 +184,7 @@ class Queues:
 
         `stream`: the caller's event.
         """
+        # The event is the stream's identity: a stream that comes back is another one.
         if stream.is_set() or queue.taken_over is not stream:
             raise EngineTakenOver(engine=queue.engine)
 
@@ -182,6 +195,7 @@ class Queues:
 
     async def withdraw(self, queue: Queue, pace: Pace = STEP_BY_STEP) -> None:
         """Forget a queue and its jobs; its stream has it no longer."""
+        # The stream that lost it long ago does not take it from its successor.
         if self._queues.get(queue.name) is queue:
             del self._queues[queue.name]
             self._leaving.append(queue)
@@ -195,6 +209,7 @@ class Queues:
                 await self.withdraw(queue)
         await self._forget_jobs(STEP_BY_STEP)
         is_more = True
+        # A few at a time, until none is due.
         while is_more:
             is_withdrawn = self._withdraw_started(now_ns)
             is_more = self._schedule.passed(now_ns / SECOND_NS, JOBS_PER_SLICE) > 0 or is_withdrawn
@@ -211,6 +226,7 @@ class Queues:
 
     async def _forget_jobs(self, pace: Pace) -> None:
         """Also what others began and were cancelled at."""
+        # Also what an earlier call left when its caller was cancelled.
         while self._leaving:
             queue = self._leaving[0]
             jobs = self._schedule.drop(queue.key, JOBS_PER_SLICE)
@@ -242,6 +258,7 @@ class Queues:
         session, reason = self._find(queue, session_id)
         before = self._schedule.job(queue.key, job.job_id)
         if session is not None:
+            # Counted before the old one is taken back: a job that is put again keeps its session watched.
             self._count(queue, session)
         uid = None if session is None else session.uid
         self._schedule.put(queue.key, replace(job, uid=uid), self._now_s())
@@ -255,6 +272,8 @@ class Queues:
         """A job waits no longer, if it did."""
         waiting = self._schedule.job(queue.key, job_id)
         if is_started and waiting is not None and waiting.uid is not None:
+            # The job is gone from the queue, and its access is still to come: until then the session is about
+            # to be used.
             self._starting[waiting.uid] = self._state.clock.monotonic_ns() + self.limits.grace_ns
         job = self._schedule.gone(queue.key, job_id, self._now_s(), is_started=is_started)
         if job is not None:
@@ -297,6 +316,7 @@ class Queues:
         session = self._state.ledger.get(uid)
         if session is None:
             return
+        # Lingering, a returning reader would be no new access, and the job would never be seen to run.
         # A reader that comes back from here on is the job's.
         if self._state.ledger.lingering:
             self._state.ledger.let_go()
@@ -351,6 +371,7 @@ def missing_bytes(session: Session) -> int:
     """Bytes of slots that are on SSD alone."""
     if session.withheld:
         return sum(s.layout.size_bytes for s in session.shown if not s.memory)
+    # Without looking at each segment: engines ask for readiness with every change.
     return session.size_bytes - session.amounts().memory_bytes
 
 

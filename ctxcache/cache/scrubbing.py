@@ -57,6 +57,7 @@ class Mending:
         """
         for _ in range(TRIES):
             if segment.memory is None or segment.is_settled(row_count):
+                # Once is enough, unless memory changes again while it is looked at.
                 return
             problem = await self._io.settle(segment)
             if problem:
@@ -80,6 +81,7 @@ class Mending:
         """
         task = self._tasks.get(segment.segment_id)
         if task is None:
+            # One mending of a segment at a time: two would copy over each other, and report twice.
             task = self._tasks[segment.segment_id] = self._background.start(self._mend(segment, problem))
         await asyncio.shield(task)
 
@@ -91,6 +93,7 @@ class Mending:
         """
         tried: set[Slot] = set()
         failed: tuple[Slot, TierFailure] | None = None
+        # The best place first; what is on a lost path last, for its read takes the device's time-out.
         while True:
             best = self._ledger.best_place(segment)
             left = [place for place in (best, *segment.places) if place and place not in tried]
@@ -152,9 +155,11 @@ class Mending:
         from use. Raises TierFailure; the sessions have ended there all the same.
         """
         self._state.counters.corrupt_segment_count += len(bad)
+        # The cut comes first, in memory and at once: from here on nobody is sent to the bad bytes.
         cut, dead = self.cut(bad, Event.CORRUPT, FAILED)
         # Not its own any more: when the last hold of the segment ends, the slot may be another's.
         slots = [slot for segment in bad for slot in self._ledger.disowned(segment, is_bad=True)]
+        # One commit: shorter sessions, dead segments, and the slots that are kept from use.
         await self._departures.write_down(cut, dead=dead, bad=slots)
 
     def cut(
@@ -166,7 +171,9 @@ class Mending:
         """
         cut: list[Session] = []
         dead: list[Segment] = []
+        # All that list any of them, each once: a fork has the same bad segment.
         for session in {s.uid: s for segment in bad for s in self._ledger.listers(segment)}.values():
+            # Of several bad segments the first: behind it nothing is of use.
             begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
             if begin < session.log_end:
                 cut.append(session)
@@ -187,14 +194,21 @@ class Mending:
         self._ledger.held(segment)
         try:
             found, restored = problem, None
+            # What is restored may turn bad again at once, where memory does not keep its bytes.
             for _ in range(TRIES):
                 restored = await self._restore(segment)
                 found = await self._io.verify(segment) if segment.memory else ""
+                # Right by now; or nothing to restore from; or rows are bad that SSD never had.
                 if not found or restored is None or segment.row_count > restored.row_end:
                     break
             if not found:
                 self._mended(segment, problem)
             elif restored is None:
+                # Three outcomes that lose something, from worst to least:
+                #
+                #     nothing below       the sessions end before the segment
+                #     fewer rows below    they end behind those rows
+                #     all rows below      nothing is lost; this slot of memory is left once it is out of use
                 log.error("dram_rows_lost segment=%d problem=%r", segment.segment_id, found)
                 await self.quarantine({segment})
                 raise CorruptSegment(segment_id=segment.segment_id, problem=found)
@@ -222,6 +236,7 @@ class Mending:
                 if segment.places == places:
                     return None
                 continue
+            # The same rows as were read: a flush in between has a new image, and the loop reads that.
             if segment.durable_row_count == row_count:
                 await self._io.restore_rows(segment, image, row_count)
                 return Sums(0, row_count, values)
@@ -237,6 +252,7 @@ class Mending:
     async def _shorten(self, segment: Segment, durable: Sums) -> None:
         """End a segment's sessions behind the rows that SSD has of it."""
         self._state.counters.corrupt_segment_count += 1
+        # The ledger first: from here on no reader is sent behind those rows.
         sessions = self._ledger.shortened(segment, durable)
         dead = []
         for session in sessions:
@@ -286,6 +302,13 @@ class Scrubbed:
     bad: tuple[Bad, ...]
 
 
+# One pass, and its bounds:
+#
+#     records, 256 at a time ──► segments, last positions first ──► for each: memory, then SSD
+#                                                                   └── pause: bytes so far / rate
+#
+# Last positions first, because a cut at a bad segment unlists what is behind it: found the other way round,
+# bad segments behind the first would never be reported.
 class Scrubbing:
     """The scrubber. Owned by the event loop; one pass at a time."""
 
@@ -304,6 +327,7 @@ class Scrubbing:
 
         Raises TooManyRequests (a pass is under way), CorruptMetadata, TierFailure.
         """
+        # Two passes would read everything twice, and mend the same segments.
         if self._is_running:
             raise TooManyRequests(what="verifications", limit=1)
         self._is_running = True
@@ -323,6 +347,8 @@ class Scrubbing:
         now_ns, rate = self._state.clock.monotonic_ns(), self._state.limits.scrub_bytes_per_s
         if not rate or now_ns < self._next_ns or self._is_running:
             return
+        # From the beginning of the pass: a pass that takes longer than PASS_NS is followed by the next at
+        # once.
         self._next_ns, asked_count = now_ns + PASS_NS, self._asked_count
 
         def is_over() -> bool:
@@ -342,6 +368,8 @@ class Scrubbing:
         segments = await self._last_first()
         began_ns, done_bytes = self._state.clock.monotonic_ns(), 0
         bad: list[Bad] = []
+        # One slot's memory for the whole pass. A failed read past this ends the pass, so that no late write
+        # of a device meets the next segment.
         bounce = memoryview(mmap.mmap(-1, max((s.layout.size_bytes for s in segments), default=4096)))
         for i, segment in enumerate(segments):
             if i % SEGMENTS_PER_REPORT == 0:
@@ -350,6 +378,7 @@ class Scrubbing:
             if segment.memory and segment.place is not Place.HELD:
                 done_bytes += segment.memory.size_bytes
                 bad += await self._check_dram(segment)
+            # On a lost path there is nothing to verify.
             if segment.durable and segment.is_listed and not self._ledger.is_on_lost_path(segment):
                 done_bytes += segment.durable_bytes
                 bad += await self._check(segment, bounce)
@@ -386,6 +415,7 @@ class Scrubbing:
     async def _release(self, slot: Slot) -> bool:
         if not await self._io.keeps_bytes(slot):
             return False
+        # Its record first: used before that, a restart would keep it from use with somebody's rows in it.
         await self._metadata.commit(Changes(released=[slot]), is_durable=True)
         self._ledger.unquarantined(slot)
         return True
@@ -410,6 +440,7 @@ class Scrubbing:
         slot, end = segment.memory, segment.end
         if slot is None:
             return []
+        # Before the verification, which may cut them.
         names = sorted(session.name for session in self._ledger.listers(segment))
         self._ledger.held(segment)
         is_mended = True
@@ -438,6 +469,7 @@ class Scrubbing:
 
     async def _check(self, segment: Segment, bounce: memoryview) -> list[Bad]:
         """Verify every slot that the segment has on SSD, those on lost paths left out."""
+        # Again where it moved meanwhile: what was read then belongs to nobody.
         while segment.durable and segment.is_listed:
             places, row_count = segment.places, segment.durable_row_count
             self._ledger.held(segment)
@@ -453,10 +485,12 @@ class Scrubbing:
                     for place, problem in problems.items()
                     if problem
                 ]
+                # One good copy: the bad ones are dropped, and made anew from it.
                 if is_mended:
                     for place, problem in problems.items():
                         if problem:
                             self._mending.drop_place(segment, place, problem)
+                # Every copy there is was looked at, and all are bad.
                 elif len(there) == len(places):
                     await self._mending.quarantine({segment})
                 else:

@@ -40,6 +40,11 @@ from ctxcache.format.streams import Stream
 from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.tiers.base import MappedTier, Range, Tier, TierRefusal
 
+# A slot, and how it is moved. Ranges between chunks, each at most one piece, so that a thread's checksum
+# never needs bytes that another thread reads:
+#
+#     | header | chunk 0 |pad| chunk 1 |pad| chunk 2 ............ |pad| ...
+#     |<------- piece ------------------>|<------ piece -------->|
 PIECE_BYTES = 1 << 20
 """Whole chunks up to this size, or one larger chunk, are moved by one device operation."""
 GAP_BYTES = 16 << 10
@@ -72,6 +77,13 @@ class Written:
         return (self.slot,) if self.copy is None else (self.slot, self.copy)
 
 
+# Which thread does what to one segment:
+#
+#     event loop      looks at the segment, takes views, changes the ledger
+#     segment-seal    sums, headers, copies of short segments; two threads
+#     tier's own      reads and writes; sums of what arrives, in the thread that read it
+#
+# The views cross between them. The hold that the caller has keeps the slots as they are meanwhile.
 class SegmentIO:
     """Moves segments' bytes. A segment must be held while one of these runs."""
 
@@ -134,6 +146,7 @@ class SegmentIO:
         first, second = await asyncio.gather(
             *(self._ssd.write(slot, 0, image, pieces=pieces) for slot in item.places), return_exceptions=True
         )
+        # The first slot decides: without it nothing is recorded. The second one may fail alone.
         if first is not None:
             raise first
         if second is not None and not isinstance(second, TierFailure):
@@ -145,6 +158,7 @@ class SegmentIO:
 
         Raises as `check`.
         """
+        # Of its own memory, not of the arena: what is in memory may be newer than what is below.
         image = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
         row_count = segment.durable_row_count
         await self.check(segment, source, image)
@@ -155,6 +169,7 @@ class SegmentIO:
 
         The damage found, empty if there is none.
         """
+        # Full segments below: each has one sum per stream, and its rows never change.
         sources = [(part.layout, self.view(part), part.settled.values) for part in parts]
         loop = asyncio.get_running_loop()
         values, problem = await loop.run_in_executor(
@@ -180,6 +195,7 @@ class SegmentIO:
 
         The damage found, empty if there is none.
         """
+        # One moment: rows that are committed while the sums are made are not among them.
         view, row_count = self.view(segment), segment.row_count
         known = sums_of(segment, row_count)
         loop = asyncio.get_running_loop()
@@ -215,6 +231,7 @@ class SegmentIO:
 
     async def keeps_bytes(self, slot: Slot) -> bool:
         """Whether a slot that nobody uses gives back what is written to it. Raises TierFailure."""
+        # Random bytes: a device that returns zeros, or what was there before, does not pass.
         written, found = (memoryview(mmap.mmap(-1, slot.size_bytes)) for _ in range(2))
         written[:] = os.urandom(slot.size_bytes)
         await self._ssd.write(slot, 0, written)
@@ -240,12 +257,14 @@ class SegmentIO:
         CorruptSegment, TierFailure.
         """
         layout = segment.layout
+        # The header once, then it is known: a reader past memory reads one chunk, not a header and a chunk.
         if not segment.bound_checksums:
             head = bounce[: layout.header_bytes]
             await self._ssd.read(slot, 0, head)
             segment.bound_checksums = _checked_header(segment, head).checksums
         row_count, row_bytes = segment.durable_row_count, layout.row_bytes(stream)
         rows = layout.rows(stream, 0, row_count)
+        # Direct reads move whole pages.
         chunk = bounce[: align(rows.stop - rows.start)]
         await self._ssd.read(slot, rows.start, chunk)
         part = chunk[wanted[0] * row_bytes : wanted[1] * row_bytes]
@@ -253,6 +272,7 @@ class SegmentIO:
         checksum, whole = await loop.run_in_executor(
             self._sealers, _sums_of_part, part, chunk[: rows.stop - rows.start]
         )
+        # Bound to the segment's identity: a right chunk of another segment or generation is refused.
         seed = segment.identity(row_count).seed()
         if bound_checksum(seed, stream, whole) != segment.bound_checksums[layout.index[stream]]:
             raise CorruptSegment(segment_id=segment.segment_id, problem=f"{stream}: checksum does not match")
@@ -261,6 +281,7 @@ class SegmentIO:
 
 def _sums_of_part(part: memoryview, whole: memoryview) -> tuple[int, int]:
     """The part's first: what changes after that is found by it."""
+    # If the bytes change between the two sums, one of them does not match, and the rows are refused.
     checksum = rows_checksum(part)
     return checksum, checksum if len(part) == len(whole) else rows_checksum(whole)
 
@@ -271,6 +292,7 @@ def sums_of(segment: Segment, row_count: int) -> tuple[Sums, ...]:
     Raises CorruptSegment for a gap.
     """
     known = tuple(segment.sums)
+    # Sums behind the rows asked for are of rows that were marked and are not committed.
     if len(known) > 1:
         known = tuple(sums for sums in known if sums.row_begin < row_count)
     if not covers(known, row_count):
@@ -302,6 +324,8 @@ class _Arrival:
     def verified(self) -> tuple[int, ...]:
         """One checksum of rows per stream, when all is here. Raises CorruptSegment."""
         segment, values = self._segment, tuple(self._values)
+        # The usual case in one comparison: the header that these bytes should have is the one that is there,
+        # and the one recorded. Only where they differ it is found out what is wrong.
         actual = _bound(segment, self._row_count, values)
         expected = _encoded(segment, self._row_count, actual)
         if header_checksum(expected) == segment.header_checksum and self.view[: len(expected)] == expected:
@@ -319,6 +343,7 @@ def _pieces(layout: SegmentLayout, row_count: int) -> list[Range]:
     pieces = [(0, layout.header_bytes)]
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):
         begin, last = pieces[-1]
+        # Cut short segments are moved by their pages: reading 40 of 64 rows moves 40 rows.
         end = offset + align(spec.row_bytes * row_count)
         if end - begin <= PIECE_BYTES and offset - last <= GAP_BYTES:
             pieces[-1] = (begin, end)
@@ -342,9 +367,11 @@ def _seal(item: Written, view: memoryview) -> memoryview:
     item.header_checksum = header_checksum(encoded)
     # A full segment goes out as it lies: no writer has room in it any more.
     image = view if item.row_count == layout.segment_tokens else _copy_of_rows(layout, item.row_count, view)
+    # Zeros behind the header: the page would have what another session left in the arena.
     image[: layout.header_bytes] = encoded.ljust(layout.header_bytes, b"\0")
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):
         end = offset + spec.row_bytes * item.row_count
+        # The rest of the last page of each chunk as well, of full segments too: rows seldom fill a page.
         if end % ALIGN_BYTES:
             image[end : align(end)] = bytes(align(end) - end)
     return image
@@ -375,6 +402,7 @@ def _joined(
             size_bytes = spec.row_bytes * part.segment_tokens
             rows, end = target[end : end + size_bytes], end + size_bytes
             source = view[part.offsets[i] : part.offsets[i] + size_bytes]
+            # Copied first, verified then: the copy is what will be written.
             np.copyto(np.frombuffer(rows, np.uint8), np.frombuffer(source, np.uint8))
             if rows_checksum(rows) != sums[i]:
                 return (), f"{spec.stream}: checksum does not match"
@@ -398,6 +426,7 @@ def _checked_header(segment: Segment, data: memoryview) -> SegmentHeader:
     except CorruptSegment as error:
         # Damaged bytes may name any segment: the one at fault is the one asked for.
         raise CorruptSegment(segment_id=segment.segment_id, problem=error.facts["problem"]) from error
+    # Two copies of one segment with other rows are both whole. Only the record says which is meant.
     if header_checksum(bytes(data)) != segment.header_checksum:
         problem = "its header is not the one recorded"
     elif header.segment_id != segment.segment_id or header.identity != segment.identity(

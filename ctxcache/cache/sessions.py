@@ -62,6 +62,14 @@ class Lookup(NamedTuple):
     is_pending: bool = False
 
 
+# The shape of every change here:
+#
+#     find, check     in one step, no await           refused requests leave nothing behind
+#     change          in memory, at once              from here on every caller sees it
+#     write_down      one commit, synced              then the answer goes out
+#
+# A failed commit leaves the change in memory, and its record is owed: a restart may show the session as it
+# was.
 class Sessions:
     """The use cases of sessions that move no rows."""
 
@@ -98,6 +106,7 @@ class Sessions:
         InvalidArgument (a stream the model does not have, or more copies than there are SSD paths).
         """
         self._check_copies(copies)
+        # Asked first: the session would be made, and its record refused.
         self._metadata.check()
         model = self._state.model(tenant, model_id)
         try:
@@ -132,6 +141,7 @@ class Sessions:
         Others have their turn in between: what is created or deleted meanwhile may be listed or not.
         """
         now_ns = self._state.clock.now_ns()
+        # By name and not by place: what comes and goes meanwhile moves places.
         while True:
             names = self._ledger.names(tenant)
             begin = bisect_right(names, after)
@@ -139,6 +149,7 @@ class Sessions:
             for name in some:
                 session = self._ledger.named(tenant, name)
                 if session is None or session.expire_time_ns <= now_ns:
+                    # Expired, and not removed yet.
                     continue
                 if model_id in ("", session.model_id):
                     self._ledger.reckon(session)
@@ -165,13 +176,16 @@ class Sessions:
         self._check_copies(copies)
         session = self._ledger.find(tenant, session_id)
         self._metadata.check(is_growing=False)
+        # The room that more copies take is made before the setting is there.
         if copies > session.copies:
             new_bytes = sum(s.size_bytes for s in session.segments if s.copies < copies)
             await self._ssd_room.keep_within_limit(session, new_bytes)
+            # Looked up anew after each wait: it may be gone.
             session = self._ledger.find(tenant, session_id)
         if copies:
             session.copies = copies
             segments = list(session.segments)
+            # A few segments at a time, and then others have their turn: a long session has thousands.
             for begin in range(0, len(segments), SEGMENTS_PER_LOOK):
                 listed = [
                     segment for segment in segments[begin : begin + SEGMENTS_PER_LOOK] if segment.is_listed
@@ -225,14 +239,19 @@ class Sessions:
         """
         session = self._ledger.find(tenant, session_id)
         self._check_change(session, generation)
+        # The generation and the writer first: a range error of an old view would mislead.
         for begin, end in dropped if furthest is None else (furthest,):
             session.check_range(begin, end)
+        # Sorted and disjoint already where `furthest` is given, so that thousands of ranges are not sorted
+        # again.
         indexes = ranges.normalise(list(dropped)) if furthest is None else dropped
         self._check_relocatable(session, indexes)
         kept = ranges.subtract(session.live, ranges.select_all(session.live, indexes))
+        # Each range is a step of every later look: their number is bounded.
         self._check_fragments(session, kept, session.log_end)
         self._metadata.check(is_growing=False)
         self._ledger.touched(session, self._state.clock.now_ns())
+        # Nothing dropped, no new generation.
         if kept != session.live:
             lost_count = session.token_count - ranges.count(kept)
             dead = self._ledger.truncated(session, kept)
@@ -267,6 +286,7 @@ class Sessions:
         GenerationMismatch, WriteInProgress, SessionInUse, ModelFingerprintMismatch, InvalidArgument,
         TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
         """
+        # Everything that can be refused is refused before the source is flushed for it.
         source, kept = self._forkable(tenant, session_id, generation, token_count)
         self._metadata.check()
         if replaces is None:
@@ -275,6 +295,10 @@ class Sessions:
             self._replaceable(source, kept, new_id, replaces)
         counted: Count | None = None
         gone_through: tuple[bytes, int] | None = None
+        # Two preparations that wait, and after each of them everything is looked at again:
+        #
+        #     flush          what is shared must be durable: one record lists it for two sessions
+        #     make shareable count with the kin, so that the last step costs the same for a million tokens
         while True:
             if source.durable_end < source.log_end:
                 await self._flushing.flush(source)
@@ -286,6 +310,7 @@ class Sessions:
             # The checked state may have changed; waiting for a writer that goes on could last for ever.
             source, kept = self._forkable(tenant, session_id, generation, token_count)
         fork = self._blank(
+            # The last look, and from here on no await before the fork is there.
             tenant,
             new_id,
             source.model_id,
@@ -295,11 +320,13 @@ class Sessions:
             live=ranges.select(source.live, 0, kept),
         )
         fork.segments = source.segments_of(fork.live)
+        # Behind the last shared segment, not behind the last kept token: rows there are the source's.
         fork.log_end = max((s.end for s in fork.segments), default=0)
         fork.recorded_end = fork.durable_end = fork.log_end
         fork.path, fork.copy_path, fork.copies = source.path, source.copy_path, source.copies
         fork.salt = source.salt
         fork.contents = contents_within(source.contents, 0, fork.whole_token_count)
+        # The counts were made while others had their turns, and hold only if the kin did not change since.
         if counted is not None:
             fork.residence.take_count(counted)
             if len(fork.segments) == len(source.segments):
@@ -308,6 +335,7 @@ class Sessions:
         replaced = None if replaces is None else self._replaceable(source, kept, new_id, replaces)
         # A shared segment grows no more: both logs go on behind it.
         self._ledger.closed(fork.segments)
+        # The access counts for the source: a session that is forked is in use.
         self._ledger.touched(source, self._state.clock.now_ns())
         if replaced is not None:
             return await self._take_place(replaced, fork, source)
@@ -318,8 +346,10 @@ class Sessions:
         found = self._ledger.find(source.tenant, session_id)
         self._check_change(found, generation)
         found.check_fingerprint(source.model_fingerprint)
+        # Only as much as the fork keeps needs to be whole.
         whole_count = min(source.whole_token_count, kept)
         problem = ""
+        # Each of these would let the new session answer for tokens that are not its own.
         if found is source:
             problem = "is the source itself"
         elif found.salt != source.salt:
@@ -336,13 +366,16 @@ class Sessions:
             problem = "has other contents than the source"
         if problem:
             raise InvalidArgument(field="session_id", problem=problem)
+        # A lease without a reader is no use.
         if self._ledger.lingering:
             self._ledger.let_go()
+        # Somebody reads it, or has been told that it stays: not replaced under them.
         if not found.is_idle or self._ledger.placement.is_awaited(found.uid):
             raise SessionInUse(session=found.name)
         return found
 
     async def _take_place(self, replaced: Session, fork: Session, source: Session) -> SessionView:
+        # All that belongs to the name goes on: its times, pins and copies. Only its rows are others.
         fork.create_time_ns, fork.access_time_ns = replaced.create_time_ns, replaced.access_time_ns
         fork.expiration, fork.expire_time_ns = replaced.expiration, replaced.expire_time_ns
         fork.is_pinned, fork.copies, fork.heat = replaced.is_pinned, replaced.copies, replaced.heat
@@ -375,6 +408,7 @@ class Sessions:
         segments = source.segments_of(positions)
         for begin in range(0, len(segments), SEGMENTS_PER_LOOK):
             self._ledger.shared(source, segments[begin : begin + SEGMENTS_PER_LOOK])
+            # Rests happen only when the pace says so: short sessions are forked without one.
             if pace.is_over:
                 await pace.rest()
                 if source.is_gone:
@@ -412,6 +446,7 @@ class Sessions:
         self._check_change(session, generation)
         self._metadata.check(is_growing=False)
         self._state.seen.deleted_session_count += 1
+        # The journal is told while the session is still there.
         self._ended(session, Event.DELETED)
         await self._departures.remove([session])
 
@@ -430,12 +465,15 @@ class Sessions:
         writing: list[Session] = []
         try:
             while due := self._ledger.due(now_ns, limit=SESSIONS_PER_COMMIT):
+                # A writer's reservation keeps an expired session until it ends, or the writer's deadline
+                # does.
                 writing += [session for session in due if session.is_writing]
                 gone = [session for session in due if not session.is_writing]
                 self._state.counters.expired_session_count += len(gone)
                 for session in gone:
                     self._ended(session, Event.EXPIRED)
                 await self._departures.remove(gone)
+        # Told again at the next call, whatever went wrong here.
         finally:
             for session in writing:
                 self._ledger.still_due(session, now_ns)
@@ -459,12 +497,14 @@ class Sessions:
 
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Lookup:
         """The part of a session that could be restored, without side effects. Never raises."""
+        # For engines that ask for hundreds of names: no exception leaves this call.
         try:
             session = self._ledger.find(tenant, session_id)
             session.check_fingerprint(fingerprint)
         except CacheError as error:
             self._state.journal.missed(LOOKUP, tenant, session_id, error)
             return Lookup(session_id, reason=error.reason)
+        # Tokens on a lost path are no empty session: they may come back.
         lost = Event.DEVICE_LOST if session.withheld else None
         reason = "" if session.live else lost.name if lost else "EMPTY"
         in_dram = session.memory_token_count
@@ -518,6 +558,7 @@ class Sessions:
     def _check_fragments(self, session: Session, live: Ranges, log_end: int) -> None:
         """A session over a limit that was lowered since must not get more fragments."""
         limit, count = self._state.limits.fragment_count, ranges.fragment_count(live, log_end)
+        # A session that is over the limit already, since the limit was lowered, may go on with what it has.
         if count > max(limit, ranges.fragment_count(session.live, session.log_end)):
             raise SessionTooFragmented(session=session.name, fragment_count=count, limit=limit)
 
@@ -525,6 +566,7 @@ class Sessions:
         limit = self._state.limits.session_count
         own = len(self._ledger.names(tenant))
         if self._state.limits.bound(limit).is_reached(len(self._ledger.sessions()), own):
+            # The limit counts sessions, and blocks have their own.
             raise TooManyRequests(what="sessions", limit=limit)
         known = self._ledger.named(tenant, session_id)
         if known and known.expire_time_ns > self._state.clock.now_ns():
@@ -556,7 +598,9 @@ class Sessions:
         )
 
     async def _admit(self, session: Session, source: Session | None = None) -> SessionView:
+        # Again: a fork waited for flushes since.
         self._check_new(session.tenant, session.session_id)
+        # Expired and not removed yet: it makes way for the new one, in one commit.
         expired = self._ledger.named(session.tenant, session.session_id)
         if expired:
             self._ended(expired, Event.EXPIRED)
@@ -568,6 +612,7 @@ class Sessions:
         try:
             await self._departures.write_down([session], gone=[expired] if expired else [], dead=dead)
         except TierFailure:
+            # The caller is told that it failed: then there must be no session either.
             if not session.is_gone:
                 self._departures.strand(self._ledger.ended(session))
                 # Its record may be there, or be owed: it goes when changes are taken again.

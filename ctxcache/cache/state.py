@@ -46,6 +46,10 @@ from ctxcache.storage.metadata.base import ModelRecord
 Fact: TypeAlias = "int | str | bool | Sequence[int]"
 
 
+# Generations over crashes. Each run begins 2^32 further than the last one that was cut off:
+#
+#     run 1    1, 2, 3 ... 500      recorded: 480     crash: 481 .. 500 were seen by clients
+#     run 2    2^32 + ...           none of them comes again with other content
 GENERATION_BITS = 32
 """Changes that one session can see in one run before its generations reach those after the next crash."""
 
@@ -98,6 +102,7 @@ class State:
         self.limits = limits
         self.least_generation = crash_count << GENERATION_BITS
         """Where generations begin: a crash took back commits that had some too, and none may come again."""
+        # One object each, counted where things happen; metrics read them.
         self.counters, self.seen = Counters(), Observations()
         self.is_prefetch_wanted = asyncio.Event()
         """Set when a session may have come to be worth promoting ahead of need."""
@@ -145,7 +150,9 @@ class State:
 
         Raises KeyError(stream) for a stream that the model does not have.
         """
+        # Sorted and without repeats: the same streams in another order are the same layout.
         key = model.fingerprint, tuple(sorted({TOKENS_RANGE, *ranges}))
+        # Weak: a layout lives as long as a session has it.
         found = self._layouts.get(key)
         if found is None:
             streams = (stream for item in ranges for stream in item.streams())
@@ -186,6 +193,8 @@ class State:
 T = TypeVar("T")
 
 
+# Why moves are tasks of their own: the caller may be cancelled in the middle of device I/O. The device goes
+# on writing to the slot, so that somebody must wait for it and give the slot back.
 class Background:
     """The moves under way."""
 
@@ -202,6 +211,7 @@ class Background:
 
     async def drain(self) -> None:
         """Wait for every move under way."""
+        # Again and again: a move may begin another one.
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -223,6 +233,7 @@ async def in_window(moves: Iterable[Callable[[], "asyncio.Task[None]"]], count: 
     while True:
         if len(pending) >= count:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            # Failures are raised at the end, when nothing is under way any more.
             failure = _failure(done)
         # The next one is asked for when it can start: what it rests on may have changed in the meantime.
         move = next(waiting, None) if failure is None else None
@@ -316,6 +327,8 @@ class Listening:
 
     def hear(self, heard: Heard) -> None:
         """Keep it, or count it as lost: then so is all that follows until the next `take`."""
+        # Once it is full everything is lost until `take`: a recording with a gap in its middle would replay
+        # wrong.
         if len(self._heard) < self._limit:
             self._heard.append(heard)
         else:
@@ -380,6 +393,7 @@ class Journal:
 
     def did(self, call: Call, session: Session | SessionView, **facts: Fact) -> None:
         """Something was asked of a session that is there, or done to it."""
+        # Nobody listens, nearly always: one comparison.
         if self.listening is not None:
             self._hear(self.listening, call, session, session.token_count, facts)
 
@@ -404,11 +418,13 @@ class Journal:
         self, by: str, tenant: str, session_id: str, error: CacheError, call: Call | None = None
     ) -> None:
         """It was not, or not for this caller."""
+        # Blocks are not part of recordings.
         if self.listening is not None and not session_id.startswith(BLOCKS):
             at_ns, name = self._clock.monotonic_ns(), f"sessions/{session_id}"
             self.listening.hear(
                 Heard(call or _ASKED[by], at_ns, tenant, name, 0, None, b"", {"reason": error.reason})
             )
+        # Why a read found less, from what is known: the error's reason, then what became of the session.
         session, event = self._find(tenant, session_id), EVENTS.get(error.reason)
         if event is not None:
             result = event.value
@@ -422,6 +438,7 @@ class Journal:
             result = Event.EXPIRED.value
         else:
             end = self.history.end_of(tenant, session_id)
+            # History is bounded: a session whose end was forgotten counts as never stored.
             result = end.value if end else NEVER_STORED
         self.counts[by, result] += 1
         self._noted(by, tenant, session_id, result)
@@ -443,6 +460,7 @@ class Journal:
         """
         call = _CALLS.get(event)
         if self.listening is not None and call is not None:
+            # After its end there is nothing left of it, whatever it had.
             left = 0 if event in ENDS else session.token_count
             self._hear(self.listening, call, session, left, {"tokens": token_count, **facts})
         if session.is_block:
