@@ -26,6 +26,14 @@ from ctxcache.format.streams import Stream
 _STREAM, _CHECKSUM = struct.Struct("<ii"), struct.Struct("<Q")
 
 
+# Three layers of sums over the same rows:
+#
+#     rows_checksum      the writer's, of one chunk's rows           kept with the segment
+#     bound_checksum     of that, with whose rows they are           in the header of the slot
+#     header_checksum    of the header with all bound checksums      in the segment's record
+#
+# A read from below compares from the last to the first. Bytes that are right, in the wrong place, fail at the
+# second.
 def rows_checksum(data: Buffer) -> int:
     """XXH3-64 of rows: what their writer says of them."""
     return xxh3_64_intdigest(data)
@@ -36,6 +44,7 @@ def bound_checksum(identity_seed: int, stream: Stream, checksum: int) -> int:
 
     Its rows' checksum, bound to its segment's identity and its stream.
     """
+    # Seed upon seed: identity, then stream, then the rows' sum. No two of them can change places.
     stream_seed = xxh3_64_intdigest(_STREAM.pack(stream.layer, stream.kind), seed=identity_seed)
     return xxh3_64_intdigest(_CHECKSUM.pack(checksum), seed=stream_seed)
 
@@ -85,6 +94,7 @@ def covers(known: Iterable[Sums], row_count: int) -> bool:
     """Whether sums, in order, say something of each of the first rows."""
     end = 0
     for sums in known:
+        # Sums are in order. A gap means rows of which nobody has said anything.
         if sums.row_begin > end:
             return False
         end = max(end, sums.row_end)
@@ -106,7 +116,9 @@ def settled(
 
     `known` covers them; what goes on behind them is verified as well.
     """
+    # As they are now. Only then the writers' sums are verified over the same bytes.
     values = computed(layout, view, row_count)
+    # The usual case: one sum per stream of exactly these rows, so that no byte is read twice.
     if len(known) == 1 and known[0].row_end == row_count and not known[0].is_joint(layout):
         return values, _first_difference(layout, known[0], values)
     return values, difference(layout, view, known)
@@ -114,6 +126,7 @@ def settled(
 
 def difference(layout: SegmentLayout, view: memoryview, known: Iterable[Sums]) -> str:
     """The rows of a slot that fail their sums, in words; empty when all are."""
+    # Joint sums are of one row through all streams, and need a walk of their own.
     said = list(known)
     return _difference(
         layout, view, (sums for sums in said if not sums.is_joint(layout))
@@ -192,6 +205,7 @@ class Tally:
         A segment's rows begin with them.
         """
         growing = self._growing.setdefault(stream, [])
+        # Rows that follow one another in one segment go on in one hasher.
         if growing and not is_first and growing[-1][1] == begin:
             first, _, hasher = growing.pop()
         else:
@@ -219,13 +233,17 @@ class Tally:
         pieces = self._pieces.get(stream, [])
         first = max(bisect_right(pieces, begin, key=_begin) - 1, 0)
         last = bisect_left(pieces, end, key=_begin)
+        # One piece that is exactly what is asked for: nothing is read again.
         touched = pieces[first:last]
         if [piece[:2] for piece in touched] == [(begin, end)]:
             return touched[0].value
+        # Nobody noted these rows, or not all of them.
         if not touched or touched[0].begin > begin or touched[-1].end < end:
             raise KeyError(stream, begin, end)
         if any(one.end != next_one.begin for one, next_one in pairwise(touched)):
             raise KeyError(stream, begin, end)
+        # The parts on both sides keep sums too, and new ones are made for all three before the old are
+        # verified.
         ranges = [(touched[0].begin, begin), (begin, end), (end, touched[-1].end)]
         pieces[first:last] = made = _recut(stream, touched, ranges, rows)
         return next(piece.value for piece in made if piece.begin == begin)

@@ -43,6 +43,10 @@ ALIGN_BYTES = 4096
 SEGMENT_TOKENS = 64
 """Rows of a segment that may grow token by token."""
 LONGEST_SEGMENT_TOKENS = 4096
+# Two bounds keep what is moved whole small, whatever a row's size is:
+#
+#     row of 8 KiB     2 MiB / 8 KiB = 256 rows per chunk     the slot then is bounded by 32 MiB
+#     row of 256 B     4,096 rows, 1 MiB per chunk
 LONG_CHUNK_BYTES = 2 << 20
 """Largest chunk of a segment with more than 64 rows: a chunk is read, hashed and sent as a whole."""
 LONG_SLOT_BYTES = 32 << 20
@@ -102,6 +106,7 @@ class SegmentLayout:
         sizes = [align(spec.row_bytes * self.segment_tokens) for spec in self.specs]
         ends = list(accumulate(sizes, initial=header_bytes))
         object.__setattr__(self, "header_bytes", header_bytes)
+        # Frozen for callers: the fields are computed once, here.
         object.__setattr__(self, "offsets", tuple(ends[:-1]))
         object.__setattr__(self, "size_bytes", ends[-1])
         widest_bytes = max((spec.row_bytes for spec in self.specs), default=1)
@@ -110,6 +115,7 @@ class SegmentLayout:
         )
         object.__setattr__(self, "index", {spec.stream: i for i, spec in enumerate(self.specs)})
         kind_bytes: dict[StateKind, int] = {}
+        # For answers that describe a layout: made once per layout, not once per answer.
         for stream, row_bytes, _ in self.specs:
             kind_bytes[stream.kind] = kind_bytes.get(stream.kind, 0) + row_bytes
         object.__setattr__(self, "outline", Outline(tuple(ranges_of(self.index)), kind_bytes))
@@ -146,6 +152,7 @@ class SegmentLayout:
         most_tokens = min(token_count, self._most_tokens)
         if self.is_block or most_tokens < 2 * SEGMENT_TOKENS:
             return self
+        # The largest power of two that they fill.
         segment_tokens = 1 << most_tokens.bit_length() - 1
         while segment_tokens > SEGMENT_TOKENS and self.of(segment_tokens).size_bytes > most_bytes:
             segment_tokens //= 2
@@ -213,6 +220,7 @@ class SegmentIdentity(NamedTuple):
             raise ValueError(f"a session uid is {UID_BYTES} bytes, a fingerprint {FINGERPRINT_BYTES}")
 
     def seed(self) -> int:
+        # A number of bytes that is too short would be padded, and look like another one.
         """64-bit digest of every field, length-prefixed. Raises as `check` does."""
         self.check()
         tenant = self.tenant.encode()
@@ -279,6 +287,7 @@ def header_checksum(encoded: bytes) -> int:
 def decode_header(data: Buffer) -> SegmentHeader:
     """Read a header back. Raises CorruptSegment when it is not one, or not whole."""
     raw = bytes(memoryview(data)[:HEADER_FIXED_BYTES])
+    # The magic first: a slot that was never written has whatever was there.
     if len(raw) < HEADER_FIXED_BYTES or raw[:8] != MAGIC:
         raise CorruptSegment(segment_id="?", problem="no segment header")
     (
@@ -298,6 +307,7 @@ def decode_header(data: Buffer) -> SegmentHeader:
     if version != SEGMENT_FORMAT:
         raise CorruptSegment(segment_id=segment_id, problem=f"unknown segment format {version}")
     table = bytes(memoryview(data)[HEADER_FIXED_BYTES:][: stream_count * HEADER_STREAM_BYTES])
+    # The checksum before the contents: damaged numbers must not be used as sizes.
     _verify(raw, table, segment_id, stream_count)
     try:
         specs, checksums = _decode_table(table)
@@ -312,6 +322,7 @@ def decode_header(data: Buffer) -> SegmentHeader:
 def _verify(raw: bytes, table: bytes, segment_id: int, stream_count: int) -> None:
     if stream_count > _STREAM_COUNT_LIMIT or len(table) != stream_count * HEADER_STREAM_BYTES:
         raise CorruptSegment(segment_id=segment_id, problem="header is cut short")
+    # The field of the checksum counts as zeros.
     blank = raw[:_CHECKSUM_OFFSET] + bytes(8)
     if xxh3_64_intdigest(blank + table) != header_checksum(raw):
         raise CorruptSegment(segment_id=segment_id, problem="header checksum does not match")

@@ -64,8 +64,10 @@ class ModelSpec:
 
     def encoded_parts(self) -> Iterator[bytes]:
         """The bytes of `encode`, some streams at a time: a model may have thousands."""
+        # By name and in the order of the fields: a field that is added changes every fingerprint, as it must.
         names = (item.name for item in fields(self) if item.name not in ("model_id", "streams"))
         yield b"".join((_DOMAIN, *(_item(name, str(getattr(self, name)).encode()) for name in names)))
+        # Sorted: a model that names its streams in another order is the same model.
         streams = sorted(self.streams)
         for begin in range(0, len(streams), STREAMS_PER_PART):
             some = streams[begin : begin + STREAMS_PER_PART]
@@ -76,6 +78,7 @@ class ModelSpec:
 
         Token ids are always part of it. Raises KeyError(stream) for one the model does not have.
         """
+        # A session without token ids could not be looked up by tokens, so that every one has them.
         known = {spec.stream: spec for spec in self.streams}
         known[TOKENS] = TOKENS_SPEC
         # In the order given, which mostly is almost theirs: to sort that takes a tenth of the time.
@@ -106,6 +109,8 @@ def decode_model(model_id: str, encoded: bytes) -> ModelSpec:
         )
     except KeyError as error:
         raise ValueError(f"the model has no {error}") from error
+    # Encoded again and compared: there is one encoding of a model, and a second one with the same meaning
+    # would have another fingerprint.
     # The encoding leaves a field out, has one twice or in another order, or writes it in another way.
     if found.encode() != encoded or len({spec.stream for spec in found.streams}) < len(found.streams):
         raise ValueError("the model is not written as models are")
@@ -134,6 +139,7 @@ def _difference(name: str, actual: ModelSpec, expected: ModelSpec) -> str:
         one, other = (str(getattr(spec, name))[:_SHOWN] for spec in (actual, expected))
         return f"{name} ({one!r}, not {other!r})" if one != other else name
     sides = {spec.stream.kind for spec in actual.streams}, {spec.stream.kind for spec in expected.streams}
+    # The kinds differ, and that says more than a list of thousands of streams.
     if sides[0] == sides[1]:
         return "streams (the same state kinds, of other layers, row sizes or types)"
     kinds = [
@@ -226,6 +232,7 @@ class ModelProbe:
             return f"values are not 1 to {VALUE_LIMIT} float32"
         if self.group_size < 1 or len(self.values) % (4 * self.group_size):
             return f"values are not groups of {self.group_size}"
+        # A group of zeros has no size to compare with.
         if not all(isfinite(sum(group)) and any(group) for group in self._groups()):
             return "values are not finite, or a group is zero"
         return ""
@@ -241,6 +248,7 @@ class ModelProbe:
         sizes = (len(self.values), self.group_size), (len(other.values), other.group_size)
         if self.token_ids != other.token_ids or sizes[0] != sizes[1]:
             return None
+        # The worst group decides: an average would hide a layer that is computed in another way.
         apart = [_apart(one, another) for one, another in zip(mine, theirs, strict=True)]
         measured = max(apart)
         return Difference(apart.index(measured), measured, max(ALLOWED[self.dtype], ALLOWED[other.dtype]))
@@ -256,6 +264,7 @@ class ModelProbe:
 
 def _apart(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     sizes = [abs(value) for value in other]
+    # Relative to the median of absolute values, for the mean is that of a few huge ones.
     return median(abs(a - b) for a, b in zip(one, other, strict=True)) / (median(sizes) or max(sizes))
 
 

@@ -126,6 +126,7 @@ TOKENS_RANGE = StreamRange(StateKind.TOKENS, TOKENS_LAYER, TOKENS_LAYER + 1)
 TOKENS_SPEC = StreamSpec(TOKENS, TOKEN_ROW_BYTES, DType.INT32)
 
 
+# A digest is one content's name: its bytes never come to the store.
 DIGEST_BYTES = 32
 SALT_LIMIT_BYTES = 64
 CONTENTS_LIMIT = 1024
@@ -150,6 +151,7 @@ def contents_within(contents: Iterable[Content], begin: int, end: int) -> tuple[
         first, last = max(one.begin, begin), min(one.end, end)
         if first >= last:
             continue
+        # A content that was cut into parts, by commits, is one again.
         if found and found[-1].end == first and found[-1].digest == one.digest:
             first = found.pop().begin
         found.append(Content(first, last, one.digest))

@@ -14,6 +14,15 @@ from typing_extensions import Buffer
 
 from ctxcache.format.streams import StateKind, Stream
 
+# The message, byte by byte:
+#
+#     12 len                          chunk
+#        0A len  08 layer  10 kind      stream; a 0 is left out
+#        10 token_begin                 left out if 0
+#        1A len  rows ...               data
+#        21 checksum, 8 bytes           fixed64
+#
+# The rows stay where they came: the protobuf parser would copy them into an object of their own.
 CHUNK_FIELD = 0x12  # field 2 of both messages, length-delimited
 STREAM_FIELD, TOKEN_BEGIN_FIELD, DATA_FIELD, CHECKSUM_FIELD = 0x0A, 0x10, 0x1A, 0x21
 LAYER_FIELD, KIND_FIELD = 0x08, 0x10
@@ -44,6 +53,7 @@ def encode_chunk(stream: Stream, token_begin: int, data: Iterable[Buffer], check
     """The message for rows that lie in several places, in one copy; the bytes that protobuf would make."""
     parts = [memoryview(part) for part in data]
     size_bytes = sum(part.nbytes for part in parts)
+    # protobuf leaves out fields that are 0, and so does this.
     before = _encoded_stream(stream) + _field(TOKEN_BEGIN_FIELD, token_begin)
     if size_bytes:
         before += bytes([DATA_FIELD]) + _varint(size_bytes)
@@ -68,6 +78,7 @@ def scan_chunk(message: bytes) -> WireChunk | None:
 
 def _scan(message: memoryview) -> WireChunk:
     size_bytes, at = _read_varint(message, 1)
+    # The chunk is the whole message: anything behind it is for the parser.
     _expect(at + size_bytes == len(message))
     _expect(message[at] == STREAM_FIELD)
     size_bytes, at = _read_varint(message, at + 1)
@@ -94,6 +105,7 @@ def _scan_stream(name: bytes) -> Stream:
     layer, at = _optional(name, 0, LAYER_FIELD)
     kind, at = _optional(name, at, KIND_FIELD)
     _expect(at == len(name))
+    # Negative numbers are varints of 64 bits: layer -1 takes ten bytes.
     layer = _signed(layer, _INT64)
     # A kind that is not known, and a number that protobuf would cut: what to make of them is not decided
     # here.
@@ -113,6 +125,7 @@ def _read_varint(message: Sequence[int], at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         at += 1
         if byte < 0x80:
+            # More than 64 bits is no varint that protobuf would read.
             _expect(value < _VARINT_LIMIT)
             return value, at
         shift += 7
