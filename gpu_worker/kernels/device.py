@@ -13,6 +13,14 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Triton's interpreter computes with the raw bits of bfloat16: dots are widened there."""
 
 
+# A head of C = 6 dimensions, 2 pairs of which turn (R = 4), as two tiles of HALF = 4 (3 used):
+#
+#     pair                    0    1    2    3 (masked)
+#     HALVES       first      0    1    4    .        i with i + R / 2
+#                  second     2    3    5    .
+#     NEIGHBOURS   first      0    2    4    .        2i with 2i + 1
+#                  second     1    3    5    .
+#                             turn turn stay
 @triton.jit
 def dimensions(pair, PAIRS: tl.constexpr, SIZE: tl.constexpr, ARE_NEIGHBOURS: tl.constexpr):
     """The two dimensions of each pair as they come: PAIRS of them rotate, of SIZE dimensions."""
@@ -50,6 +58,7 @@ def turn(first, second, cos_at, sin_at, token, pair, token_mask, PAIRS: tl.const
     # Beyond PAIRS the angle is 0: cosine 1, sine 0.
     mask = token_mask[:, None] & (pair < PAIRS)[None, :]
     place = token[:, None] * PAIRS + pair[None, :]
+    # Tables have PAIRS columns only, so that dimensions without an angle cost no bytes.
     cos = tl.load(cos_at + place, mask=mask, other=1.0).to(tl.float32)
     sin = tl.load(sin_at + place, mask=mask, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
@@ -74,6 +83,7 @@ def load_rows(
     OUTLIERS: tl.constexpr,
 ):
     """A tile [tokens, columns] of rows, dequantized to float32 where BITS says so."""
+    # 64 bits: tokens times a row's stride pass 2^31 bytes in long runs of wide rows.
     token = token.to(tl.int64)
     if BITS == 4:
         byte = tl.load(values_at + token[:, None] * value_stride + column[None, :] // 2, mask=mask, other=0)
@@ -84,15 +94,18 @@ def load_rows(
         place = token[:, None] * value_stride + column[None, :]
         rows = tl.load(values_at + place, mask=mask, other=0).to(tl.float32)
     if BITS:
+        # One place serves both: `Quantized` refuses scales and zeros that do not lie equally far apart.
         place = token[:, None] * scale_stride + column[None, :] // GROUP
         scale = tl.load(scales_at + place, mask=mask, other=0.0).to(tl.float32)
         # A group begins at its least value and goes on by its scale.
         rows = rows * scale + tl.load(zeros_at + place, mask=mask, other=0.0).to(tl.float32)
     # A token has few, so that each is compared with every column of the tile.
     for i in tl.static_range(OUTLIERS):
+        # Rows of tokens behind the last have no outliers to read: a load there would leave the buffer.
         is_token = tl.max(mask.to(tl.int32), 1) > 0
         at = tl.load(places_at + token * place_stride + i, mask=is_token, other=-1).to(tl.int32)
         outlier = tl.load(outliers_at + token * outlier_stride + i, mask=is_token, other=0.0).to(tl.float32)
+        # The outlier takes the place of its code, and is not added to it: it comes back exactly.
         rows = tl.where(column[None, :] == at[:, None], outlier[:, None], rows)
     return rows
 
@@ -122,6 +135,13 @@ def store_head(
     PAGE: tl.constexpr,
 ):
     """Put a tile [tokens, dimensions] of one head where the slots say. Addresses are 64 bits wide."""
+    # slot = page * PAGE + row, as engines number them:
+    #
+    #     block table   [7, 2, 9]            token 37 of pages of 16: the third page, row 5
+    #     slot          9 * 16 + 5 = 149
+    #     address       cache + 9 * page_stride + 5 * row_stride + head * head_stride + dim * size_stride
+    #
+    # Strides are the engine's own, so that no layout of a cache is copied into another one.
     row = (slot // PAGE) * page_stride + (slot % PAGE) * row_stride
     head = head.to(tl.int64)
     place = row[:, None] + head * head_stride + dimension.to(tl.int64)[None, :] * size_stride

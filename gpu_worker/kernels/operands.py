@@ -136,6 +136,14 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
+# One token's row, D elements in groups of G, with 8 bits and with 4:
+#
+#     values    ┌ q0 ┬ q1 ┬ ... ┬ qG-1 ┬ qG ┬ ...          8 bits: D bytes
+#               ┌ q1|q0 ┬ q3|q2 ┬ ...                      4 bits: D / 2 bytes, even elements in low halves
+#     scales    ┌ s0 ──────────────── ┬ s1 ── ...          the step of each group
+#     zeros     ┌ z0 ──────────────── ┬ z1 ── ...          the value of code 0 of each group
+#     outliers  ┌ x[p0] ┬ x[p1] ┬ x[p2] ┬ x[p3]            K elements, as they were
+#     places    ┌ p0    ┬ p1    ┬ p2    ┬ p3
 class Quantized:
     """Rows in 8 or 4 bits with a least value and a step per token and group: x = zero + q * scale.
 
@@ -155,11 +163,13 @@ class Quantized:
     def __post_init__(self) -> None:
         if self.bits not in (NIBBLE, MOST_BITS):
             raise ValueError(f"{self.bits} bits are neither 4 nor 8")
+        # Kernels divide columns by the group's size, which is a shift for powers of two.
         if self.group_size < 2 or self.group_size & (self.group_size - 1):
             raise ValueError(f"a group of {self.group_size} is no power of two")
         groups = (len(self.values), -(-self.row_size // self.group_size))
         if self.values.dtype is not torch.uint8 or not self.scales.shape == self.zeros.shape == groups:
             raise ValueError("values, scales and zeros do not belong together")
+        # Kernels are given one stride for both.
         if self.scales.stride() != self.zeros.stride():
             raise ValueError("rows of scales and of zeros do not lie equally far apart")
         if self.outliers.shape != self.places.shape or len(self.places) != len(self.values):

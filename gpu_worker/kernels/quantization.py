@@ -52,17 +52,30 @@ def quantize(
     token_count, size = rows.shape
     if size > MOST_SIZE:
         raise ValueError(f"rows of {size} elements are longer than {MOST_SIZE}")
+    # In the rows' own type: the order of magnitudes is the same in float32, which takes twice the memory.
     places = rows.abs().topk(min(outlier_count, size), dim=1).indices
     outliers = rows.gather(1, places).float()
+    # Without its outliers, so that none stretches the steps of its group.
     rows = rows.scatter(1, places, 0.0)
     # The last group is filled up with what is in it already.
     filled = torch.cat((rows, rows[:, -1:].expand(-1, -size % group_size)), dim=1).float()
     groups = filled.reshape(token_count, -1, group_size)
     least, greatest = groups.aminmax(dim=-1)
     check_held(outliers, least, greatest)
+    # float16 has 11 bits, so that rounding moves a number by 2^-11 of it at most. Twice as much is taken off:
+    #
+    #     zero    least                               greatest
+    #     ├───────┼──────┬──────┬──────  ...  ─┬───────┤
+    #     code 0         1      2              most - 1  most
+    #
+    # Without the margin a zero that was rounded up would cut off the least value.
     zeros = (least - least.abs() * MARGIN).half()
+    # From the zero as it is stored and not from the least value: the last code must reach the greatest.
     scales = ((greatest - zeros.float()) / most).half()
+    # A step that float16 cannot hold is stored as 0. Divided by infinity, all codes of its group become 0; by
+    # 0 they would be no numbers.
     steps = torch.where(scales > 0, scales.float(), torch.inf).unsqueeze(-1)
+    # By the step as it is stored, which is what the reader multiplies by.
     values = ((groups - zeros.float().unsqueeze(-1)) / steps).round_().clamp_(0, most).to(torch.uint8)
     values = values.view(token_count, -1)[:, :size]
     return Quantized(
@@ -90,10 +103,12 @@ def _dequantize(rows: Quantized, part: slice, out: Tensor) -> None:
     size, whole = rows.row_size, rows.row_size // rows.group_size
     scales, zeros = rows.scales[part].float().unsqueeze(-1), rows.zeros[part].float().unsqueeze(-1)
     wide = values.float()
+    # In place, in `wide`: whole groups as one view [t, groups, G], then what is left of the last one.
     middle = wide[:, : whole * rows.group_size].view(len(wide), whole, rows.group_size)
     middle.mul_(scales[:, :whole]).add_(zeros[:, :whole])
     if size % rows.group_size:
         wide[:, whole * rows.group_size :].mul_(scales[:, -1]).add_(zeros[:, -1])
+    # Outliers last: what their codes came to is written over.
     out.copy_(wide.scatter_(1, rows.places[part].long(), rows.outliers[part].float()))
 
 
@@ -102,8 +117,10 @@ def check_held(outliers: Tensor, least: Tensor, greatest: Tensor) -> None:
 
     Amin and amax pass no number on.
     """
+    # Least and greatest stand for all elements of a group: torch passes a NaN on to both.
     is_finite = torch.isfinite(torch.cat((outliers, least, greatest), dim=1)).all(1)
     is_held = is_finite & (torch.maximum(-least, greatest).amax(1) <= MOST_MAGNITUDE)
+    # On a GPU this waits for the device, once for each layer that is saved (lab/notes/saving.md).
     if not bool(is_held.all()):
         row = int((~is_held).int().argmax())
         problem = (

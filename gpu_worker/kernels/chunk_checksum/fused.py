@@ -25,6 +25,9 @@ from gpu_worker.kernels.chunk_checksum.reference import BLOCK_BYTES, ChunkPiece,
 BLOCKS = 4
 UNROLLED = 8
 LANES = 8
+# The table on the device has a row of _FIELDS = 6 int64 for each piece:
+#
+#     offset   size   begin in chunk   total of chunk   first row in `sums`   slot in `states`
 FIRST_STATES = 16
 """Chunks that may be unfinished at a time before more room is made."""
 _FIELDS = tl.constexpr(6)
@@ -51,6 +54,7 @@ class ChunkSums:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # 24 words of the secret, then the 8 first lanes: kernels find the lanes at word 24.
         self._words = _words(device)
         self._states = torch.zeros(FIRST_STATES, LANES, dtype=torch.int64, device=device)
         self._slots: dict[Hashable, int] = {}
@@ -68,8 +72,10 @@ class ChunkSums:
             rows.append((piece.offset, piece.size, piece.begin, piece.total, first, self._slot(piece)))
             first += count
         table = self._on_device(rows)
+        # Signed words of 64 bits, which torch has; kernels take the same bits as unsigned ones.
         words = data[: len(data) // 8 * 8].view(torch.int64)
         sums = torch.empty(max(first, 1), LANES, dtype=torch.int64, device=self._device)
+        # One grid for all pieces, as wide as the longest; programs beyond a shorter piece's end are masked.
         most = max(map(_block_count, pieces))
         if most:
             _block_sums[triton.cdiv(most, BLOCKS), len(pieces)](
@@ -92,6 +98,8 @@ class ChunkSums:
         if slot is None:
             if not self._free:
                 count = len(self._states)
+                # Kernels under way write to the former tensor, and are
+                # copied from it: both are of one stream, in order.
                 self._states = torch.cat((self._states, torch.zeros_like(self._states)))
                 self._free = list(range(count, 2 * count))
             slot = self._free.pop()
@@ -106,6 +114,7 @@ class ChunkSums:
         found = torch.empty(checksums.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         # The caller's event says when this has passed: nobody waits here.
         found.copy_(checksums, non_blocking=True)
+        # Digests are unsigned in XXH3, and in the store's tables.
         return lambda: [
             number % (1 << 64) for number, ends in zip(found.tolist(), is_last, strict=True) if ends
         ]
@@ -113,6 +122,13 @@ class ChunkSums:
 
 def _block_count(piece: ChunkPiece) -> int:
     """Blocks of a piece that are scrambled: the last block of a chunk never is, not even a whole one."""
+    # A chunk of 3 * 1,024 bytes in pieces of 2,048 and 1,024:
+    #
+    #     block      0          1          2
+    #     piece      └── 0 ───────────┘    └─ 1 ─┘
+    #     scrambled  yes        yes        no: XXH3 ends within the last block, by its last 64 bytes
+    #
+    # Without `total - 1` a chunk of whole blocks would be scrambled once too often.
     return ((piece.total - 1) if piece.is_last else piece.begin + piece.size) // BLOCK_BYTES - (
         piece.begin // BLOCK_BYTES
     )
@@ -164,11 +180,15 @@ def _block_sums(words_at, pieces_at, secret_at, sums_at, BLOCKS: tl.constexpr):
     first = tl.load(piece + 4)
     lane, stripe = tl.arange(0, 8), tl.arange(0, 16)
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    # Stripe s of a block is keyed by the 8 words of the secret from word s on:
+    #
+    #     [BLOCKS, 16 stripes, 8 lanes] words of 8 bytes  ──► sum over the stripes ──► [BLOCKS, 8]
     is_there = block < count
     keys = _key(secret_at, stripe[:, None] + lane[None, :])
     # A lane gets its neighbour's word as it is, and its own word as a product.
     place = offset // 8 + stripe[None, :, None] * 8 + block[:, None, None] * 128
     value = _load(words_at + (place + lane[None, None, :]), is_there[:, None, None])
+    # XXH3 adds a word to the lane beside its own: lanes 0 and 1, 2 and 3, and so on.
     swapped = _load(words_at + (place + (lane ^ 1)[None, None, :]), is_there[:, None, None])
     sums = tl.sum(_added(value, swapped, keys[None, :, :]), 1)
     to = sums_at + (first + block)[:, None] * 8 + lane[None, :]
@@ -185,11 +205,15 @@ def _chunk_ends(
     first, slot = tl.load(piece + 4), tl.load(piece + 5)
     count = _count(size, begin, total)
     lane, stripe = tl.arange(0, 8), tl.arange(0, 16)
+    # The secret's last 64 bytes, words 16 to 23.
     scrambling = _key(secret_at, 16 + lane)
     state = states_at + slot * 8 + lane
     lanes = _key(secret_at, 24 + lane)
+    # Only a chunk that goes on has lanes of its own; a slot's former lanes belong to another chunk.
     if begin > 0:
         lanes = tl.load(state).to(tl.uint64, bitcast=True)
+    # Each scramble needs the one before it. Eight loads
+    # ahead of it hide the memory's latency behind the chain.
     for number in range(0, count, UNROLLED):
         for j in tl.static_range(UNROLLED):
             # Loads depend on nothing: those of a round are under way together.
@@ -201,6 +225,7 @@ def _chunk_ends(
     if begin + size < total:
         tl.store(state, lanes.to(tl.int64, bitcast=True))
     else:
+        # The stripes behind the last scrambled block: all whole ones but that which ends the chunk.
         word = (offset // 8 + count * 128) + stripe[:, None] * 8
         is_there = (stripe < (size - 1 - count * 1024) // 64)[:, None]
         value = _load(words_at + (word + lane[None, :]), is_there)

@@ -40,7 +40,10 @@ class ChunkPiece(NamedTuple):
 def is_fit(begin: int, size: int, total: int) -> bool:
     """Whether a piece may be given to `ChunkSums`."""
     is_last = begin + size == total
+    # The device scrambles after each block of 1,024 bytes, and keeps no part of one between two pieces.
     is_even = begin % BLOCK_BYTES == 0 and (is_last or size % BLOCK_BYTES == 0)
+    # The last 64 bytes are read from the last piece alone:
+    # a shorter one would reach into the piece before it.
     return total > SHORT_BYTES and is_even and size >= TAIL_BYTES
 
 
@@ -91,6 +94,7 @@ class Places:
                 raise ValueError(f"{piece.size} bytes at {piece.begin} of {piece.total} are no piece")
             if piece.offset < 0 or piece.offset % WORD_BYTES or piece.offset + piece.size > len(data):
                 raise ValueError(f"a piece is not within {len(data)} bytes, or not on a multiple of 8")
+            # Pieces out of order would come to a checksum that looks like a damaged chunk's.
             if self._ends.get(piece.chunk, 0) != piece.begin:
                 raise ValueError(f"a piece at {piece.begin} of a chunk that stands elsewhere")
             self._ends[piece.chunk] = piece.begin + piece.size

@@ -24,6 +24,19 @@ from gpu_worker.kernels.kv_projection.reference import LayerWeights, check
 from gpu_worker.kernels.operands import Norm, NormKind, Pages, Pairing, ProjectionWeights, Rotation, Rows
 from gpu_worker.kernels.rope_scatter.fused import parts_of, tables_of
 
+# The grid is [heads, T / TOKENS]; one program makes one head of TOKENS tokens, for HALF = C / 2 pairs:
+#
+#                  D, BLOCK columns at a time ──►
+#                ┌──────┬──────┬─────
+#     TOKENS     │  x   │      │          each tile of x is loaded once per head, and summed for the norm
+#                └──────┴──────┴─────
+#                ┌──────┬──────┬─────
+#     HALF       │  w1  │      │          first dimension of each pair  ──► first  [TOKENS, HALF] float32
+#     HALF       │  w2  │      │          second dimension              ──► second [TOKENS, HALF] float32
+#                └──────┴──────┴─────
+#
+# `first` and `second` stay in registers to the end. Both dimensions of a pair lie at the same place of their
+# tile, so that the rotation and the head norm are arithmetic by element, without a shuffle between threads.
 FEW_TOKENS = 64
 MANY_TOKENS = 128
 """Tokens of a tile. With heads of 128 a tile of many is 128 x 128: smaller ones wait for L2."""
@@ -40,6 +53,7 @@ def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, 
     check(hidden, layer, rotation, pages)
     if not len(hidden):
         return
+    # Two launches, since K and V may differ in heads and sizes; the second one finds x in L2 where it fits.
     _launch(hidden, layer, layer.key, rotation, pages, pages.keys, is_key=True)
     _launch(hidden, layer, layer.value, None, pages, pages.values, is_key=False)
 
@@ -55,6 +69,7 @@ def _launch(
     is_key: bool,
 ) -> None:
     values, scales, zeros, outliers, places, bits, group, outlier_count = parts_of(hidden)
+    # Any tensor does as a stand-in for tables: without pairs the kernel has no load of them.
     cos, sin, pairs, pairing = tables_of(rotation, values)
     norm, weight = layer.norm, projection.weight
     head_norm = layer.key_norm if is_key else None
@@ -101,6 +116,7 @@ def _launch(
         GROUP=group,
         OUTLIERS=outlier_count,
         TOKENS=block_tokens,
+        # A dot's sides are 16 at least: narrower weights and heads are padded with masked zeros.
         BLOCK=min(BLOCK_SIZE, triton.next_power_of_2(max(size, LEAST_HALF))),
         WIDEN=IS_INTERPRETED,
         HALF=max(triton.next_power_of_2(triton.cdiv(projection.head_size, 2)), LEAST_HALF),
@@ -126,6 +142,8 @@ def _product(x, weights, WIDEN: tl.constexpr):
     # The interpreter multiplies in float32, where narrow products would overflow or round.
     if WIDEN:
         return tl.dot(x.to(tl.float32), tl.trans(weights.to(tl.float32)), input_precision="ieee")
+    # "ieee" keeps float32 factors whole; by default Triton
+    # rounds them to TF32, which has 10 bits behind the point.
     return tl.dot(x.to(weights.dtype), tl.trans(weights), input_precision="ieee")
 
 
@@ -136,6 +154,7 @@ def _row_sums(x, shift, mask, total, squares, IS_LAYER: tl.constexpr, IS_RMS: tl
         x = tl.where(mask, x - shift[:, None], 0.0)
         total += tl.sum(x, 1)
     if IS_LAYER or IS_RMS:
+        # The RMS norm takes no mean away: its squares are about zero, as x is here.
         squares += tl.sum(x * x, 1)
     return total, squares
 
@@ -171,6 +190,7 @@ def _add(
     if IS_LAYER:
         weight_sum += tl.sum(weights.to(tl.float32), 1)
     if HAS_NORM_BIAS:
+        # From the weights as they are, without the gain: the norm adds its bias behind its gain.
         norm_sum += tl.sum(raw.to(tl.float32) * norm_bias[None, :], 1)
     return product, weight_sum, norm_sum
 
@@ -254,6 +274,7 @@ def _kv_projection(
 ):
     head = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    # Every load is masked by it: the last block of tokens may be short, and no padding is asked of callers.
     is_token = token < token_count
     pair = tl.arange(0, HALF)
     # A head of odd size has one dimension more in its first half.
@@ -310,6 +331,7 @@ def _kv_projection(
             OUTLIERS,
         )
         total, squares = _row_sums(x, shift, mask, total, squares, IS_LAYER, IS_RMS)
+        # Gain and bias of the norm are read by every program; D elements of each, which stay in L2.
         scale, norm_bias = tl.full((BLOCK,), 1.0, tl.float32), tl.zeros((BLOCK,), tl.float32)
         if HAS_NORM_WEIGHT:
             scale = tl.load(norm_weight_at + column, mask=is_column, other=0.0).to(tl.float32)
@@ -361,6 +383,7 @@ def _kv_projection(
     second = _finish(
         second, sum_2, norm_2, mean, spread, bias_at, row_2, is_2, IS_RMS, IS_LAYER, HAS_NORM_BIAS, HAS_BIAS
     )
+    # Behind the projection's bias and before the rotation, as the model does it.
     if HAS_HEAD_NORM:
         first, second = norm_head(
             first, second, head_norm_at, dimension_1, dimension_2, is_1, is_2, head_epsilon, HEAD_SIZE

@@ -28,6 +28,18 @@ PIECE_TOKENS = 2048
 _ROWS, _COLUMNS, _TOKENS = 4, 1024, 32
 
 
+# One piece of at most PIECE_TOKENS tokens, N = H * C + H_v * C_v:
+#
+#     _rows_and_sums    grid [t / 4]: a program has 4 rows, 1,024 columns at a time in registers
+#         x [t, D] ──► means [t], spreads [t]; rows [t, D] of the weights' type where x is not
+#     _multiply         cuBLAS: rows [t, D] @ weight [N, D]' ──► product [t, N]
+#     _embed            grid [t / 32, H + H_v]: a program has one head of 32 tokens
+#         product [32, C] ──► * spread, + bias ──► head norm, rotation ──► 32 slots of the pages
+#
+# Columns of the product, and rows of `Folded.weight`, `bias` and `sums`:
+#
+#     0                      H * C                    N
+#     │ key heads, C each    │ value heads, C_v each  │
 def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, pages: Pages) -> None:
     """See the reference. By the fused kernel where the run is short."""
     if len(hidden) < LEAST_TOKENS and layer.key.weight.dtype is not torch.float32:
@@ -41,8 +53,10 @@ def by_product(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, pag
     check(hidden, layer, rotation, pages)
     dtype, device = layer.key.weight.dtype, layer.key.weight.device
     key_count, value_count = len(layer.key.weight), len(layer.value.weight)
+    # Llama-2-7B has N = 8,192: 2,048 tokens in 16 bits are 32 MiB, within the 40 MB of an A100's L2.
     most = min(PIECE_TOKENS, len(hidden))
     wide = torch.float32 if dtype is torch.float16 else dtype
+    # One buffer for all pieces. Kernels of one stream run in order, so no piece writes over one that is read.
     product = torch.empty(most, key_count + value_count, dtype=wide, device=device)
     for begin in range(0, len(hidden), PIECE_TOKENS):
         end = min(begin + PIECE_TOKENS, len(hidden))
@@ -51,12 +65,14 @@ def by_product(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, pag
         rows, means, scales = _prepare(piece, layer.norm, dtype, is_normed=folded is None)
         own = None if rotation is None else _turned(rotation, begin, end)
         to = Pages(pages.keys, pages.values, pages.slots[begin:end])
+        # Two products, since K's and V's weights are two tensors here, each into its columns of one buffer.
         if folded is None:
             _multiply(rows, layer.key.weight, out[:, :key_count])
             _multiply(rows, layer.value.weight, out[:, key_count:])
             _embed_all(out, layer, _biases(layer), None, None, own, to)
         else:
             _multiply(rows, folded.weight, out)
+            # An RMS norm takes no mean away: its rows' means are not used.
             sums = (folded.sums, means) if layer.norm.kind is NormKind.LAYER and means is not None else None
             _embed_all(out, layer, folded.bias, sums, scales, own, to)
 
@@ -105,7 +121,10 @@ def _prepare(
     """Rows to be multiplied, wide and maybe normed, and the mean and 1 / spread of each row, float32 [T]."""
     values, scales, zeros, outliers, places, bits, group, outlier_count = parts_of(rows)
     has_norm = norm.kind is not NormKind.NONE
+    # cuBLAS needs rows of the weights' type. Rows that have
+    # it already, and are normed behind, are not copied.
     is_written = bool(bits) or values.dtype is not dtype or (has_norm and is_normed)
+    # Without a norm there is nothing to sum up, and the rows are multiplied where they lie.
     if isinstance(rows, Tensor) and not has_norm and not is_written:
         return rows, None, None
     size = rows.row_size if isinstance(rows, Quantized) else rows.shape[1]
@@ -140,6 +159,7 @@ def _prepare(
         GROUP=group,
         OUTLIERS=outlier_count,
         ROWS=_ROWS,
+        # Triton's tiles are powers of two; columns beyond D are masked.
         BLOCK=min(_COLUMNS, triton.next_power_of_2(size)),
     )
     if isinstance(rows, Tensor) and not is_written:
@@ -253,12 +273,14 @@ def _rows_and_sums(
             x = tl.where(mask, x - shift[:, None], 0.0)
             total += tl.sum(x, 1)
         squares += tl.sum(x * x, 1)
+    # var(x) = mean((x - first)^2) - mean(x - first)^2: one pass, and both sums are about the same shift.
     mean, spread = total / SIZE, tl.full((ROWS,), 1.0, tl.float32)
     if IS_RMS or IS_LAYER:
         spread = tl.rsqrt(squares / SIZE - mean * mean + epsilon)
     mean += shift
     tl.store(means_at + token, mean, mask=is_token)
     tl.store(spreads_at + token, spread, mask=is_token)
+    # The second pass over a row. A program has read its 4 rows a moment ago: they come from the cache.
     if IS_NORMED:
         for begin in range(0, SIZE, BLOCK):
             column = begin + tl.arange(0, BLOCK)
@@ -294,13 +316,16 @@ def _load_product(
     HAS_SUMS: tl.constexpr,
 ):
     """A tile [tokens, columns] of normed projections, float32."""
+    # Columns that no token of the tile uses are beyond the head, and their bias is not read.
     is_column = tl.max(mask.to(tl.int32), 0) > 0
     x = tl.load(product_at + token.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
     x = x.to(tl.float32)
     if HAS_SUMS:
+        # Before the scale: the mean belongs to the row as it is, the spread divides both.
         x -= mean[:, None] * tl.load(sums_at + column, mask=is_column, other=0.0)[None, :]
     if IS_SCALED:
         x *= scale[:, None]
+    # The head's norm sums all columns of the tile, so that masked ones must be 0 and not the bias.
     return tl.where(mask, x + tl.load(bias_at + column, mask=is_column, other=0.0)[None, :], 0.0)
 
 

@@ -52,6 +52,7 @@ def fold(layer: LayerWeights) -> Folded | None:
     of the product and does not drown it; `sums` has what rounding leaves of that.
     """
     dtype = layer.key.weight.dtype
+    # Float32 until the one rounding below: products of weight and gain in 16 bits would be rounded twice.
     halves, sums, biases = [], [], []
     for projection in (layer.key, layer.value):
         weight = projection.weight.float()
@@ -60,8 +61,10 @@ def fold(layer: LayerWeights) -> Folded | None:
             bias = weight @ layer.norm.bias.float()
         if projection.bias is not None:
             bias += projection.bias.float()
+        # The bias passes the weights as they are: the norm adds it behind its gain.
         if layer.norm.weight is not None:
             weight = weight * layer.norm.weight.float()
+        # Each row of Wg sums to 0 then, so that x and x - mean have the same product.
         if layer.norm.kind is NormKind.LAYER:
             weight = weight - weight.mean(1, keepdim=True)
         rounded = weight.to(dtype)
@@ -70,11 +73,20 @@ def fold(layer: LayerWeights) -> Folded | None:
         if not bool((off <= torch.finfo(dtype).eps / 2 * weight.norm(dim=1)).all()):
             return None
         halves.append(rounded)
+        # Sums are of the rounded weights: the product multiplies a row's mean by these.
         sums.append(rounded.float().sum(1))
         biases.append(bias)
     return Folded(torch.cat(halves), torch.cat(biases), torch.cat(sums))
 
 
+# The way of T tokens through one layer, all in float32:
+#
+#     hidden [T, D] ── norm ──► x [T, D] ──┬── key.weight   [H * C, D]     ──► keys   [T, H, C]
+#                                          └── value.weight [H_v * C_v, D] ──► values [T, H_v, C_v]
+#     keys ── head norm over C, where the model has one ── rotation ──► pages.keys   [slot]
+#     values ──────────────────────────────────────────────────────────► pages.values [slot]
+#
+# Queries are not computed: a restored token asks nothing, it is only attended to.
 def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, pages: Pages) -> None:
     """Layer input [T, D] -> K rotated and V, [T, H, C] and [T, H_v, C_v], into the pages.
 
@@ -85,6 +97,7 @@ def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, 
     x = dequantize(hidden) if isinstance(hidden, Quantized) else hidden.float()
     x = normed(x, layer.norm)
     keys, values = project(x, layer.key), project(x, layer.value)
+    # Before the rotation, as Qwen3 and Gemma 3 do: the gain of each dimension does not turn with it.
     if layer.key_norm:
         keys = _rms(keys, layer.key_norm.epsilon) * layer.key_norm.weight.float()
     scatter(keys if rotation is None else rotate(keys, rotation), values, pages)

@@ -8,6 +8,13 @@ from gpu_worker.kernels.device import destinations, dimensions, load_rows, store
 from gpu_worker.kernels.operands import Pages, Pairing, Quantized, Rotation, Rows
 from gpu_worker.kernels.rope_scatter.reference import check
 
+# The grid is [T / 32, H + H_v]: a program moves one head of 32 tokens.
+#
+#     columns of a row   0                       H * C                          H * C + H_v * C_v
+#                        │ K of head 0, 1, ...   │ V of head 0, 1, ...          │
+#     program_id(1)        0  ...  H - 1           H  ...  H + H_v - 1
+#
+# Each row is read once and written once: memory bounds the kernel, not arithmetic.
 BLOCK_TOKENS = 32
 
 
@@ -72,6 +79,7 @@ def parts_of(
             rows.group_size,
             rows.places.shape[1],
         )
+    # Pointers must point somewhere; with 0 bits and no outliers the kernels read the first alone.
     return rows, rows, rows, rows, rows, 0, 1, 0
 
 
@@ -81,6 +89,8 @@ def tables_of(
     """Contiguous tables, pairs and pairing; without a rotation no pair turns, and `stand_in` is not read."""
     if rotation is None:
         return stand_in, stand_in, 0, Pairing.HALVES
+    # Kernels reckon PAIRS columns to a table's row. A slice
+    # of tokens is contiguous already, and is not copied.
     return rotation.cos.contiguous(), rotation.sin.contiguous(), rotation.pair_count, rotation.pairing
 
 

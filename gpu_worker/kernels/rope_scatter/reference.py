@@ -40,6 +40,11 @@ def check_tokens(token_count: int, rotation: Rotation | None, pages: Pages) -> N
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """Rotate [T, H, C], dimensions from R on unchanged."""
+    # Each pair turns by the angle of its position: (a, b) -> (a cos - b sin, b cos + a sin).
+    #
+    #     HALVES                 x = [a0 a1 | b0 b1 | rest]  ──►  [a0' a1' | b0' b1' | rest]
+    #     NEIGHBOURS             x = [a0 b0 | a1 b1 | rest]  ──►  [a0' b0' | a1' b1' | rest]
+    #     NEIGHBOURS_TO_HALVES   x = [a0 b0 | a1 b1 | rest]  ──►  [a0' a1' | b0' b1' | rest]
     size = 2 * rotation.pair_count
     cos, sin = (table.float().unsqueeze(1) for table in (rotation.cos, rotation.sin))
     turned, rest = heads[..., :size], heads[..., size:]
@@ -53,6 +58,7 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
 
 def scatter(keys: Tensor, values: Tensor, pages: Pages) -> None:
     """Put [T, H, C], [T, H_v, C_v] where their slots say; those of negative slots nowhere."""
+    # A negative slot would otherwise count from the cache's end, and overwrite another token.
     kept = pages.slots >= 0
     page, row = pages.slots[kept] // pages.page_tokens, pages.slots[kept] % pages.page_tokens
     pages.keys[page, row] = keys[kept].to(pages.keys.dtype)
