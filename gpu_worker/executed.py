@@ -30,6 +30,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gpu_worker.errors import WeightsNotVisible
 
 TENSORS_SCHEME = "tensors:"
+# Two digests make a model's identity:
+#
+#     weights_digest   tensors:  parameters and persistent buffers, by name: type, shape, bytes
+#     settings         executed: configuration, every module's class and settings, other buffers,
+#                                adapters that take part, packed weights, code that no library brought
 _BLOCK_BYTES = 16 << 20
 """Bytes that each thread copies to the host at a time."""
 _HASHING_THREADS = 8
@@ -146,6 +151,7 @@ def digest_weights(model: PreTrainedModel, read: Read | None = None) -> str:
     The names of adapters and of what wraps a layer do not count. `read`: where the contents are, by default
     here. Raises WeightsNotVisible.
     """
+    # Tied weights are one tensor with several names: read once, and told under each name.
     names: dict[int, tuple[list[str], Tensor]] = {}
     for part in Executed(model).parts:
         for name, tensor in part.stored():
@@ -162,6 +168,7 @@ def digest_weights(model: PreTrainedModel, read: Read | None = None) -> str:
             for (known, _), found in zip(names.values(), digests, strict=True)
             for name in known
         ]
+    # Sorted, so that the order in which modules were added does not count.
     return f"{TENSORS_SCHEME}{hashlib.sha256(''.join(sorted(lines)).encode()).hexdigest()}"
 
 
@@ -177,11 +184,14 @@ def digest_execution(model: PreTrainedModel) -> str:
     executed = Executed(model)
     looker = _Looker(executed)
     _check_hooks("torch", *_global_hooks())
+    # Its name does not count: sdpa and eager compute the
+    # same rows but for rounding. Code that was put in does.
     implementation = str(getattr(model.config, "_attn_implementation", ""))
     attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
     found = [
         looker.value(model.config, "config"),
         [] if attention is None else looker.foreign(attention, implementation),
+        # Each part says its own name: where it stands in the list says nothing.
         sorted([looker.part(part) for part in executed.parts], key=_text),
         looker.patches({type(part.module).__module__ for part in executed.parts}),
     ]
@@ -224,6 +234,7 @@ class Executed:
         self._add("", model, is_added=False)
 
     def _add(self, name: str, module: nn.Module, *, is_added: bool) -> None:
+        # The first name of a module that has several is the one that others refer to it by.
         self.names.setdefault(id(module), name)
         if isinstance(module, torch.jit.ScriptModule):
             raise WeightsNotVisible(
@@ -244,11 +255,13 @@ class Executed:
             raise WeightsNotVisible(module=name, problem=problem)
         kept = tuner.adapter_layer_names + tuner.other_param_names
         known = frozenset(key for attribute in kept for key in _keys(getattr(tuner, attribute, None)))
+        # Merged adapters are part of the base weights by now, and are digested with these.
         names = () if tuner.merged or tuner.disable_adapters else tuple(tuner.active_adapters)
         active = tuple(adapter for adapter in names if adapter in known)
         if active:
             self.parts.append(ExecutedPart(name, tuner, active, known, is_added=is_added))
         for leaf, child in tuner._modules.items():  # noqa: SLF001  as above
+            # By the wrapper's own name: a wrapped layer is called as it was before.
             if leaf == "base_layer":
                 self._add(name, child, is_added=is_added)
             elif active and child is not None:
@@ -259,6 +272,7 @@ class Executed:
     ) -> None:
         """The adapter weights of one kind that are used, by their number: adapters' names say nothing."""
         kept = holder
+        # Keyed by adapters' names, which users choose: two engines may call one adapter differently.
         if isinstance(holder, (nn.ModuleDict, nn.ParameterDict)) and known >= {*holder.keys()}:
             kept = type(holder)(
                 {str(index): holder[key] for index, key in enumerate(active) if key in holder}
@@ -290,6 +304,7 @@ class _Looker:
         )
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # noqa: SLF001
         _check_hooks(where, *hooks)
+        # Per module: a bound for what one of them holds, not for large models.
         self._left = _VALUES
         absent = sorted(name for name, value in module._parameters.items() if value is None)  # noqa: SLF001
         described = [
@@ -304,6 +319,7 @@ class _Looker:
     def _attributes(self, part: ExecutedPart, where: str) -> Iterator[tuple[str, object]]:
         module = part.module
         skipped = {*_OF_TORCH, *_BOOKKEEPING, *(_OF_ADAPTERS if part.adapters else ())}
+        # Only where it is on: described models that are used have no entry.
         if module.training:
             yield "training", True
         if "_hf_hook" in module.__dict__:
@@ -332,12 +348,14 @@ class _Looker:
                 raise WeightsNotVisible(module=where, problem=f"has a hook of {type(hook).__qualname__}")
             hooks.extend(getattr(hook, "hooks", ()))
         before = module.__dict__.get("_old_forward")
+        # accelerate puts its own `forward` in front: the one behind it is what the module computes.
         if before is not None and getattr(before, "__func__", before) is not type(module).forward:
             yield "forward", before
 
     def _packed(self, module: nn.Module, where: str) -> list[object]:
         """Weights in a form of the module's own, saved besides parameters and buffers."""
         found: dict[str, object] = {}
+        # Packed modules (torch.ao, bitsandbytes) show their weights here, and nowhere else.
         if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001
             module._save_to_state_dict(found, "", keep_vars=True)  # noqa: SLF001
         elif type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -354,13 +372,16 @@ class _Looker:
     def value(self, value: Any, where: str) -> object:  # noqa: C901, PLR0911, PLR0912  a case for each sort
         """Describe anything. Any: modules hold what they like. Raises WeightsNotVisible."""
         match value:
+            # An int of any subclass is its number; True is not 1.
             case None | bool() | int() | str():
                 return int(value) if type(value) is not bool and isinstance(value, int) else value
+            # `repr` gives all digits; JSON would write NaN and infinity as it likes.
             case float() | complex() | np.generic():
                 return repr(value)
             case torch.dtype() | slice() | PurePath():
                 return str(value)
             case torch.device():
+                # The same model on another device is the same model.
                 return "device"
             case enum.Enum():
                 return [type(value).__qualname__, value.name]
@@ -379,6 +400,7 @@ class _Looker:
             case torch.ScriptObject() | torch.jit.ScriptModule() | torch.jit.ScriptFunction():
                 raise WeightsNotVisible(module=where, problem="is an object that torch.jit hides")
         if id(value) in self._under_way:
+            # A value that leads back to itself is told by how far up: a -> b -> a becomes a, b, ["again", 0].
             return ["again", self._under_way.index(id(value))]
         self._left -= 1
         if not self._left:
@@ -399,12 +421,14 @@ class _Looker:
                     [self.value(key, where), self.value(item, f"{where}[{key!r}]")]
                     for key, item in value.items()
                 ]
+                # Order of insertion differs between processes that built the same model.
                 return ["mapping", sorted(pairs, key=_text)]
             case list() | tuple() | deque():
                 return [self.value(item, f"{where}[{index}]") for index, item in enumerate(value)]
             case set() | frozenset():
                 return ["set", sorted((self.value(item, where) for item in value), key=_text)]
             case nn.Module():
+                # A module that is described as a part already is told by its name, not once more.
                 known = self._names.get(id(value))
                 return ["module", known] if known is not None else self._hidden_module(value, where)
             case functools.partial():
@@ -466,6 +490,7 @@ class _Looker:
         if cls not in self._classes:
             name = f"{cls.__module__}.{cls.__qualname__}"
             self._classes[cls] = [name]
+            # All bases but `object`: methods that were replaced on a library's class count as well.
             for base in cls.__mro__[:-1]:
                 for attribute, held in sorted(vars(base).items()):
                     for function in _functions(held):
@@ -482,6 +507,8 @@ class _Looker:
         for name in sorted({*modules, *_USED} & sys.modules.keys()):
             for attribute, held in sorted(vars(sys.modules[name]).items()):
                 if isinstance(held, types.FunctionType) and _is_named(name, _LIBRARIES):
+                    # A package that was installed is what its version
+                    # says; code of a notebook or script is not.
                     is_installed = any(part in held.__code__.co_filename for part in _INSTALLED)
                     if not is_installed and (code := self.foreign(held, f"{name}.{attribute}")):
                         found.append([name, attribute, code])
@@ -493,6 +520,7 @@ class _Looker:
         Any: whatever can be called.
         """
         code = getattr(function, "__code__", None)
+        # Functions that call each other would be described without end.
         if code is None or function in self._called:
             return []
         self._called.append(function)
@@ -504,6 +532,7 @@ class _Looker:
             held = [
                 self.value(item, where) for item in (*cells, function.__defaults__, function.__kwdefaults__)
             ]
+            # Closures and defaults are values that the code computes with.
             return [self._code(code, where), held]
         finally:
             self._called.pop()
@@ -523,6 +552,7 @@ class _Looker:
             self._code(item, where) if isinstance(item, types.CodeType) else self.value(item, where)
             for item in code.co_consts
         ]
+        # Bytecode differs by version of Python: with such code, engines share sessions within one version.
         return [code.co_code.hex(), list(code.co_names), constants]
 
     # -- tensors ---------------------------------------------------------------------------------------
@@ -535,6 +565,7 @@ class _Looker:
             raise WeightsNotVisible(module=where, problem="is spread over several processes")
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         if type(tensor) not in (Tensor, nn.Parameter):
+            # Subclasses such as torchao's say of which plain tensors they consist.
             if hasattr(tensor, "__tensor_flatten__"):
                 inner, context = tensor.__tensor_flatten__()
                 parts = [[name, self.value(getattr(tensor, name), f"{where}.{name}")] for name in inner]
@@ -547,6 +578,7 @@ class _Looker:
 def _plain(tensor: Tensor, where: str) -> list[object]:
     described: list[object] = [str(tensor.dtype), list(tensor.shape)]
     if tensor.is_quantized:
+        # The same integers under another scale are another weight.
         described.append(str(tensor.qscheme()))
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             described += [repr(tensor.q_scale()), tensor.q_zero_point()]
@@ -560,8 +592,10 @@ def _plain(tensor: Tensor, where: str) -> list[object]:
         raise WeightsNotVisible(module=where, problem=f"has the layout {tensor.layout}")
     digest = hashlib.sha256()
     try:
+        # Fake and wrapper tensors have a shape and no bytes: digesting them would read nothing, or crash.
         if tensor.numel() and not tensor.untyped_storage().data_ptr():
             raise WeightsNotVisible(module=where, problem="has no bytes of its own that could be read")
+        # Lazy conjugates and negatives keep the former bytes and a flag: the values are what counts.
         for block in _blocks(tensor.detach().resolve_conj().resolve_neg()):
             digest.update(block.view(torch.uint8).numpy().data)
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -577,6 +611,7 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.is_contiguous():
         flat, step = tensor.view(-1), max(_BLOCK_BYTES // tensor.itemsize, 1)
         yield from (flat[begin : begin + step].cpu() for begin in range(0, len(flat), step))
+    # A view with strides is made contiguous by parts: a whole copy could be as large as the model.
     elif row_bytes > _BLOCK_BYTES:
         for row in tensor:
             yield from _blocks(row)

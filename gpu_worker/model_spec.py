@@ -44,6 +44,7 @@ def digest_checkpoint(directory: Path) -> str:
         raise InvalidArgument(field="directory", problem=f"{directory} holds no safetensors file")
     digest = hashlib.sha256()
     for path in paths:
+        # Sizes keep apart bytes that move from the end of one file to the begin of the next.
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
             while block := file.read(_READ_BYTES):
@@ -106,6 +107,7 @@ def model_spec(
         head_size=adapter.key.head_size,
         rope=_position_name(adapter),
         norm=adapter.norm_name,
+        # The store refuses to drop a session's first tokens where positions cannot be moved.
         is_relocatable=adapter.is_relocatable,
         streams=(*_streams(adapter), *_packed_streams(adapter, packed_kinds)),
         settings=settings,
@@ -117,6 +119,7 @@ def _position_name(adapter: Adapter) -> str:
     windows = [layer.window for layer in adapter.layers]
     if not any(windows):
         return adapter.rope_name
+    # In the name, as it enters the fingerprint: another window is another model.
     return f"{adapter.rope_name} windows {','.join(str(window or 'all') for window in windows)}"
 
 
@@ -131,6 +134,7 @@ def _streams(adapter: Adapter) -> tuple[StreamSpec, ...]:
 
 
 def _packed_streams(adapter: Adapter, kinds: Iterable[StateKind]) -> Iterator[StreamSpec]:
+    # In the caller's order and each once: streams enter the fingerprint.
     for kind in dict.fromkeys(kinds):
         sizes = {layer: adapter.element_count(kind, layer) for layer in range(len(adapter.layers))}
         if kind not in LOSSY_KINDS or not any(sizes.values()):

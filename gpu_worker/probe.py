@@ -42,6 +42,9 @@ def probe_of(adapter: Adapter, spec: ModelSpec, run: Run) -> ModelProbe:
         )
         for layer in adapter.layers[1:]
     ]
+    # Values are of each layer's output, which is the next one's input; the last one has none behind it:
+    #
+    #     layer 0 ─► [in 1] ─► layer 1 ─► [in 2] ─► ... ─► last layer ─► norm ─► [output]
     hooks.append(adapter.base.register_forward_hook(lambda _, __, output: kept.append(output[0])))
     try:
         with torch.no_grad():
@@ -51,6 +54,7 @@ def probe_of(adapter: Adapter, spec: ModelSpec, run: Run) -> ModelProbe:
             hook.remove()
     # The first token takes huge values in many models, beside which nothing else would be seen.
     kept = [rows.reshape(TOKEN_COUNT, -1)[1:].flatten() for rows in kept]
+    # Models of more than 64 layers keep fewer values of each.
     group_size = max(1, min(GROUP_SIZE, VALUE_COUNT // len(kept)))
     groups = [
         rows[torch.from_numpy(_numbers(seed, number, group_size) % len(rows)).to(rows.device)]
@@ -59,6 +63,7 @@ def probe_of(adapter: Adapter, spec: ModelSpec, run: Run) -> ModelProbe:
         .numpy()
         for number, rows in enumerate(kept, start=1)
     ]
+    # float32 whatever the model's type: the caller compares engines of different types.
     values = np.concatenate(groups).astype("<f4").tobytes()
     return ModelProbe(_precision(adapter.model), tuple(token_ids), group_size, values)
 

@@ -39,6 +39,14 @@ from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method
 from gpu_worker.snapshots import Snapshot
 
+# The comparison, for each candidate and kind:
+#
+#     pass of 2 tokens, step of 1     with hooks: rows [3, row] of each layer, and the cache `own`
+#     the same without hooks          the cache `kept`; own must equal it bit by bit
+#     rows ──restore──► `found`       must equal own within the type's rounding, keys, values and states
+#     one more token on each          logits of both must be equal within rounding
+#
+# Two tokens and one: a pass and a step take different ways through models, and positions must go on.
 TOKEN_COUNT = 3
 _ROUNDING = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """The largest difference over the largest value: sums of another order, in the type's own steps."""
@@ -91,6 +99,7 @@ def _resting(model: nn.Module) -> Iterator[None]:
 
 
 def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
+    # Before any hook is there: capture must not change what the model computes.
     kept = _kept(model)
     if any(parts.recurrences):
         parts = _going_on(model, parts)
@@ -98,6 +107,8 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
     rows_alone: Adapter | None = None
     for adapter in candidates(model, parts):
         has_own_rows = adapter.kind not in adapter.refused
+        # Rows first: a candidate whose rows do not come back
+        # has misread the projection, and inputs would fail too.
         problem = difference(adapter, adapter.kind, kept) if has_own_rows else ""
         if problem:
             reasons = problem
@@ -106,6 +117,7 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
         if not hidden:
             return _with_snapshots(adapter) if adapter.is_recurrent else adapter
         if has_own_rows and not adapter.is_recurrent:
+            # The first such candidate is kept: a later one may come back from inputs too, and is better.
             rows_alone = rows_alone or without(adapter, StateKind.HIDDEN, hidden)
         reasons = hidden
     if rows_alone is not None:
@@ -119,6 +131,7 @@ def _as_cached(model: PreTrainedModel, parts: Anatomy, kept: Cached, reasons: st
     """The adapter that keeps rows as they are cached. Raises UnsupportedArchitecture with the reason."""
     rows = {layer: held for layer, held in enumerate(kept) if parts.has_rows[layer]}
     index_sizes = {layer: held["index"].shape[2] for layer, held in rows.items() if "index" in held}
+    # An index key is one per token: behind several heads it would be repeated or be cut up.
     if any(kept[layer]["values"].shape[1] != 1 for layer in index_sizes):
         raise refuse(model, f"index keys beside several heads of values are not known ({reasons})")
     halves = {layer: (_half(held["keys"]), _half(held["values"])) for layer, held in rows.items()}
@@ -134,6 +147,10 @@ def _as_cached(model: PreTrainedModel, parts: Anatomy, kept: Cached, reasons: st
 
 def _going_on(model: PreTrainedModel, parts: Anatomy) -> Anatomy:
     """How states go on: by several tokens at a time, or by one. Raises UnsupportedArchitecture."""
+    # Passes over four tokens, whose last logits must be those of one pass:
+    #
+    #     2 + 2      the second pass of two tokens goes on from a state: not stepwise
+    #     2 + 1 + 1  one token at a time: stepwise (Jamba in transformers 5.23 begins anew otherwise)
     ids = [*token_ids(model), token_ids(model)[0]]
     whole = run(model, DynamicCache(config=model.config), ids)
     for is_stepwise, passes in ((False, (ids[:2], ids[2:])), (True, (ids[:2], ids[2:3], ids[3:]))):
@@ -168,6 +185,7 @@ def difference(adapter: Adapter, kind: StateKind, kept: Cached | None = None) ->
             (_ROUNDING if each is StateKind.HIDDEN else _ROW_ROUNDING)[adapter.model.dtype] for each in kinds
         ]
         problem = _unequal(contents(found), contents(own), bounds)
+        # Bit by bit: the same passes of the same model, with hooks and without.
         problem = problem or (kept and _unequal(contents(own), kept, [0.0] * len(kept))) or ""
         if problem:
             return problem
@@ -207,6 +225,7 @@ def _saved(adapter: Adapter, kind: StateKind) -> tuple[list[Tensor], DynamicCach
     with Capture(adapter, streams, lambda layer, _, rows: pieces[layer].append(rows.clone())):
         for part in (ids[:2], ids[2:]):
             run(adapter.model, cache, part)
+    # A module that runs twice in a pass, or not at all, would give rows of wrong tokens later.
     if any(len(pieces[stream.layer]) != 2 for stream in streams):
         raise ValueError("rows of a layer are not seen once in each pass")
     return [torch.cat(found) if found else torch.empty(0) for found in pieces], cache
@@ -221,6 +240,7 @@ def _restored(
         own_kind = adapter.kind_of(layer, kind)
         if own_kind is None:
             continue
+        # A window that is shorter than the three tokens has dropped the first ones.
         method, first = Method[own_kind.name], target.first_token(layer)
         # In two pieces where a state has to go on between them.
         cuts = (first, 2, TOKEN_COUNT) if adapter.layers[layer].recurrence else (first, TOKEN_COUNT)
@@ -305,6 +325,7 @@ def _unequal(found: Cached, kept: Cached, bounds: Sequence[float]) -> str:
 def _far(what: str, mine: Tensor, theirs: Tensor, bound: float) -> str:
     if mine.shape != theirs.shape:
         return f"{what} have shape {list(mine.shape)}, not {list(theirs.shape)}"
+    # Relative to the largest value: small elements carry the rounding of large sums.
     scale = float(theirs.float().abs().max())
     distance = float((mine.float() - theirs.float()).abs().max())
     return "" if distance <= bound * scale else f"{what} differ by {distance / (scale or 1.0):.1e}"

@@ -29,6 +29,7 @@ from ctxcache.format.model import ModelSpec
 from gpu_worker.errors import ModelChanged
 from gpu_worker.executed import TENSORS_SCHEME, digest_execution, digest_weights, has_merged_adapters
 
+# Getters of `operator` run in C, and `map` over them makes no frame of Python for each module.
 _FACTS = attrgetter("__dict__")
 _CHILDREN, _TRAINING = itemgetter("_modules"), itemgetter("training")
 _PARAMETERS, _BUFFERS = itemgetter("_parameters"), itemgetter("_buffers")
@@ -61,8 +62,12 @@ class Unchanged:
         if self._snapshot.is_current():
             return
         now = ModelSnapshot(self._model)
+        # Weights are read only where one of them was written to
+        # or replaced: gigabytes, beside settings' milliseconds.
         if now.weights != self._snapshot.weights or has_merged_adapters(self._model):
             self._compare("weights_digest", self._digest_weights())
+        # Something differed that no digest shows (a hook that
+        # watches, say): it is accepted, and not looked at again.
         self._compare("settings", digest_execution(self._model))
         self._snapshot = now
 
@@ -90,6 +95,7 @@ class ModelSnapshot:
         self._modules = tuple(model.modules())
         facts = [*map(_FACTS, self._modules)]
         self._table_names = [*map(set, map(_TABLE_NAMES, facts))]
+        # Kept alive: switches are compared by `id`, which a freed function would leave to another one.
         self._methods = [*map(_METHOD, facts)]
         self._structure = _structure(facts)
         self._switches = _switches(facts)
@@ -100,6 +106,13 @@ class ModelSnapshot:
         self._counted = tuple(tensor for tensor in self._tensors if not tensor.is_inference())
         self._placed = tuple(tensor for tensor in self._tensors if _place(tensor) is not None)
         self._unplaced = tuple(tensor for tensor in self._tensors if _place(tensor) is None)
+        # The changes that each list finds:
+        #
+        #     structure   modules and tensors that were replaced, added or taken out
+        #     versions    writes in place: torch counts them for each tensor
+        #     places      `tensor.data = other`, which leaves the version as it is
+        #     switches    train or eval, methods put in, hooks
+        #     adapters    active, merged, disabled, scaled
         self._versions = [*map(_VERSION, self._counted)]
         self._places = [*map(Tensor.data_ptr, self._placed)]
         self.weights = [_mark(tensor) for tensor in _stored(facts)]
@@ -117,6 +130,7 @@ class ModelSnapshot:
                 # The same tensors as then, by the structure: they need not be looked up again.
                 and [*map(_VERSION, self._counted)] == self._versions
                 and [*map(Tensor.data_ptr, self._placed)] == self._places
+                # A packed weight that has a storage now was replaced in place.
                 and not any(map(_place, self._unplaced))
             )
         except RuntimeError:

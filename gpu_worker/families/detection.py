@@ -52,6 +52,12 @@ from gpu_worker.families.adapter import (
     table_per_type,
 )
 
+# How K and V lie in the output of a fused projection, H query and G KV heads of C dimensions:
+#
+#     by kind    [ Q of all H heads | K of all G heads | V of all G heads ]
+#     by head    [ Q ... Q K V | Q ... Q K V | ... ]      one group per KV head, H / G queries in each
+#
+# A name does not tell for sure: both are tried, the likelier first, and the proof decides.
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "W_pack", "att_proj")
 _BY_HEAD = ("query_key_value",)
 """Fused projections that lay K and V out head by head; the others have all of Q, of K, of V."""
@@ -101,6 +107,7 @@ class Anatomy:
 def anatomy(model: PreTrainedModel) -> Anatomy:
     """The layers of a model that keeps K and V, or recurrent state. Raises UnsupportedArchitecture."""
     config: Any_ = model.config.get_text_config(decoder=True)
+    # The configuration has parts beside text: rows of pictures do not follow from token ids.
     if config is not model.config:
         raise refuse(model, "it takes more than text")
     if getattr(config, "add_cross_attention", False) or getattr(config, "is_encoder_decoder", False):
@@ -111,10 +118,13 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
+    # A list within another list's layers (experts of a block, say) may have as many entries by chance.
     outer = [
         (name, module) for name, module in lists if not any(name.startswith(f"{of}.") for of, _ in lists)
     ]
+    # The same within a list of another length: its name has a number in it.
     outer = [found for found in outer if not any(part.isdigit() for part in found[0].split("."))]
+    # Two lists of one length (an encoder beside a decoder) leave open which one is cached.
     if len(outer) != 1:
         raise refuse(model, f"it has {len(outer)} lists of {count} layers, not one")
     name, blocks = outer[0]
@@ -143,6 +153,7 @@ def _caches(model: PreTrainedModel, count: int) -> list[object]:
     if layers and len(layers) != count:
         raise refuse(model, f"its cache has {len(layers)} layers for its {count}")
     for layer, held in enumerate(layers):
+        # The exact class: a subclass may keep more, and what is not known would not be restored.
         if type(held) not in _KNOWN_CACHES:
             problem = f"layer {layer} keeps more than keys and values of tokens ({type(held).__name__})"
             raise refuse(model, problem)
@@ -155,6 +166,7 @@ def _recurrence(model: PreTrainedModel, layer: int, block: nn.Module, *, has_row
     found = [
         (child, name)
         for child in block.children()
+        # A layer with both takes the cache twice: attention for its rows, the mixer for its state.
         if not (has_rows and _is_attention(child))
         for name in _CACHE_NAMES
         if name in signature(child.forward).parameters
@@ -166,6 +178,7 @@ def _recurrence(model: PreTrainedModel, layer: int, block: nn.Module, *, has_row
 
 def _for_state(mixer: nn.Module) -> nn.Module:
     """The mixer with the same weights and without its last projection, which no state needs."""
+    # A shallow copy: the same tensors, another table of submodules. The model's own mixer stays whole.
     lean = copy.copy(mixer)
     if isinstance(getattr(mixer, "out_proj", None), nn.Module):
         lean._modules = {**mixer._modules, "out_proj": nn.Identity()}  # noqa: SLF001  torch has no other way
@@ -196,10 +209,16 @@ def candidates(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
     attentions = [
         _attention(block) for block, has in zip(anatomy.blocks, anatomy.has_rows, strict=True) if has
     ]
+    # One layer that is not understood refuses the way for all: a plan may ask any layer for its rows.
     if any(found is None for found in attentions):
         return
     found = [attention for attention in attentions if attention is not None]
     config: Any_ = model.config
+    # Order of the trials, the likeliest first; each is a whole adapter that `proof.py` runs:
+    #
+    #     norm before attention, or none
+    #       └─ projection: apart (K's norm before or behind the transpose), fused (two layouts), latent
+    #            └─ positions: by halves, by the model's own function, on a part; all layers, or some bare
     # Values that are cut off where they are large look like any other until they are large.
     if any(getattr(of, "clip_qkv", None) is not None for of in (config, *found)):
         return
@@ -226,6 +245,7 @@ def _scaled(anatomy: Anatomy, projections: Sequence[Projection]) -> Iterator[Pro
 
 def _without_rows(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
     """A model whose layers all keep states alone: layer inputs are what it comes back from."""
+    # Rows of no elements: `refused` keeps anybody from asking for them.
     nothing = HalfShape(0, 0)
     for norms in _norms(anatomy.blocks):
         yield Adapter(
@@ -262,6 +282,8 @@ def as_cached(
     key, value = next(iter(halves.values()))
     differ = len(set(halves.values())) > 1
     for layer, (has_rows, recurrence) in enumerate(zip(anatomy.has_rows, anatomy.recurrences, strict=True)):
+        # The rows could be kept, but the state needs layer
+        # inputs, and nothing leads from those to these rows.
         if has_rows and recurrence is not None:
             raise refuse(model, f"layer {layer} keeps a state beside keys and values that are not understood")
     norms = next(_norms(anatomy.blocks))
@@ -301,6 +323,7 @@ def _check_angles(model: PreTrainedModel, base: nn.Module) -> None:
     rotary = getattr(base, "rotary_emb", None)
     if rotary is None or "position_ids" not in signature(rotary.forward).parameters:
         return
+    # Tables by type of layer come from settings, which `check_rope` has seen.
     if "layer_type" in signature(rotary.forward).parameters:
         return
     # A copy: such a module may keep what it saw.
@@ -309,11 +332,13 @@ def _check_angles(model: PreTrainedModel, base: nn.Module) -> None:
     if device.type == "meta":
         return
     example = torch.empty(0, dtype=torch.float32, device=device)
+    # Far beyond the model's length: schemes that stretch with the session begin to do so at its end.
     far = 8 * int(getattr(model.config, "max_position_embeddings", 0) or 4096)
     with torch.no_grad():
         near_table = rotary.forward(example, torch.tensor([[0, 1, 2]], device=device))
         far_table = rotary.forward(example, torch.tensor([[0, 1, 2, far]], device=device))
     for near, wide in zip(_tables(near_table), _tables(far_table), strict=True):
+        # Bit by bit: the same angles computed by the same code have no reason to differ.
         if not torch.equal(near, wide[:, : near.shape[1]]):
             raise refuse(model, "its rotary angles depend on the session's length")
 
@@ -325,6 +350,7 @@ def _tables(found: Any_) -> tuple[Tensor, ...]:
 def _attention(block: nn.Module) -> nn.Module | None:
     """The block's one module with K and V projections."""
     found = [module for _, module in block.named_modules() if _is_attention(module)]
+    # A block with cross-attention has two: nothing says which one the cache is of.
     return found[0] if len(found) == 1 else None
 
 
@@ -346,6 +372,7 @@ def _norms(blocks: Sequence[nn.Module]) -> Iterator[list[nn.Module | None]]:
     ]
     nothing: list[nn.Module | None] = [None] * len(blocks)
     is_before = all(getattr(block, "do_layer_norm_before", True) for block in blocks)
+    # Both are tried: a flag may say something else than the code does, and proofs are cheap.
     yield from (known, nothing) if is_before else (nothing, known)
 
 
@@ -355,6 +382,7 @@ def _projections(
     first: Any_ = attentions[0]
     config: Any_ = model.config
     if all(hasattr(first, name) for name in _LATENT):
+        # One head each: all query heads read the same latent and the same rotary part.
         latent = HalfShape(1, int(config.kv_lora_rank))
         rotary = HalfShape(1, int(config.qk_rope_head_dim))
         yield [_latent(attention, latent, rotary) for attention in attentions], latent, rotary
@@ -370,6 +398,8 @@ def _projections(
             HalfShape(head_count, head_size),
             HalfShape(head_count, _width(first.v_proj) // head_count),
         )
+        # Where K is normed, hooks see [1, T, H, C] or [1, H, T, C]. Both reshape to heads without an error,
+        # one of them with tokens mixed up.
         for heads_first in (False, True):
             separate = [_separate(attention, key, value, heads_first=heads_first) for attention in attentions]
             yield list(separate), key, value
@@ -382,7 +412,9 @@ def _projections(
     if rest or head_count <= 0:
         return
     half = HalfShape(head_count, head_size)
+    # Falcon's name is `query_key_value` for both layouts: multi-query models have K and V behind all of Q.
     ways = [_by_head, _by_kind] if name in _BY_HEAD else [_by_kind, _by_head]
+    # With one KV head both layouts are [Q ... Q K V]: the second trial would be the first again.
     if head_count == 1 and query_count > 1:
         ways = [_by_kind]
     for way in ways:
@@ -399,6 +431,7 @@ def _head_size(config: Any_, attention: Any_) -> int:
 def _width(linear: Any_) -> int:
     if hasattr(linear, "out_features"):
         return int(linear.out_features)
+    # An adapter's wrapper has the linear layer within; Conv1D calls its width `nf`.
     own: Any_ = getattr(linear, "base_layer", linear)
     return int(getattr(own, "out_features", 0) or getattr(own, "nf", 0) or own.weight.shape[-1])
 
@@ -408,6 +441,7 @@ def _separate(attention: Any_, key: HalfShape, value: HalfShape, *, heads_first:
         (found for name in _K_NORMS if (found := getattr(attention, name, None)) is not None), None
     )
     weight = getattr(norm, "weight", None)
+    # A norm as wide as all heads together is over the whole row (OLMo 2), one of C over each head.
     is_whole = isinstance(weight, Tensor) and weight.ndim == 1 and weight.numel() == key.size != key.head_size
     return SeparateProjection(
         k_proj=attention.k_proj,
@@ -428,6 +462,7 @@ def _by_head(half: HalfShape) -> Callable[[Tensor], Halves]:
     # Queries of a group come first in it, then one K and one V; a group may be one head.
     def split(out: Tensor) -> Halves:
         groups = out.reshape(out.shape[-2], half.head_count, -1, half.head_size)
+        # [T, G, H / G + 2, C]: queries, then K, then V, of each group.
         return groups[:, :, -2], groups[:, :, -1]
 
     return split
@@ -435,6 +470,7 @@ def _by_head(half: HalfShape) -> Callable[[Tensor], Halves]:
 
 def _by_kind(half: HalfShape) -> Callable[[Tensor], Halves]:
     def split(out: Tensor) -> Halves:
+        # From the end: the width of Q does not matter then.
         return half.heads(out[..., -2 * half.size : -half.size]), half.heads(out[..., -half.size :])
 
     return split
@@ -463,6 +499,7 @@ def _positioned(
     rotary = getattr(anatomy.base, "rotary_emb", None)
     tables = _rotary_of(rotary, config)
     group_count = int(config.num_attention_heads) // key.head_count
+    # Falcon repeats KV heads before it caches them; rows are kept without the copies.
     repeats = group_count if getattr(config, "new_decoder_architecture", False) else 1
 
     def made(way: Embedding, keys: Sequence[str], name: str, *, is_rotated: bool) -> Adapter:
@@ -495,6 +532,7 @@ def _positioned(
     unrotated = Embedding(_HEADS_KNOWN_TO_KERNELS, embed_rotated(repeats))
     nothing = [NO_ROPE] * len(norms)
     if tables is None:
+        # Positions enter at the embedding, so that K of a layer needs no turning, and rows do not move.
         if rotary is None and not is_latent and _has_learned_positions(model):
             yield made(unrotated, nothing, f"learned {config.max_position_embeddings}", is_rotated=False)
         elif rotary is None and not is_latent and any(anatomy.recurrences):
@@ -502,8 +540,11 @@ def _positioned(
             yield made(unrotated, nothing, "none", is_rotated=False)
         return
     keys = _rope_keys(rotary, config, len(norms))
+    # The model's own function comes last: by halves is what the kernels know, and most models pass it.
     ways = _latent_ways(config) if is_latent else _key_ways(attentions[0], repeats)
     for way in ways:
+        # The way enters the fingerprint, but for the common one:
+        # an engine that takes another finds other sessions.
         extra = (way.name,) if is_latent or way.name != _HEADS_KNOWN_TO_KERNELS else ()
         yield made(way, keys, rope_name(model, *extra), is_rotated=True)
         some_bare = iter(_unrotated_layers(config, attentions))
@@ -544,6 +585,7 @@ def _rope_keys(rotary: Any_, config: Any_, count: int) -> list[str]:
 def _unrotated_layers(config: Any_, attentions: Sequence[Any_]) -> list[bool]:
     """Layers that may take no positions: by a flag of theirs, or those that see everything beside windows."""
     flags = [getattr(attention, "use_rope", None) for attention in attentions]
+    # Llama 4 and SmolLM3 mark each layer; Cohere 2 has positions in sliding layers alone.
     if None not in flags:
         return [not flag for flag in flags]
     types = getattr(config, "layer_types", None) or []
@@ -568,6 +610,7 @@ def _embed_interleaved(first: Tensor, second: Tensor, rope: Rope | None) -> Halv
 def _key_ways(attention: nn.Module, repeats: int) -> list[Embedding]:
     """How angles turn K: by halves, or by the module's own function, on all of K or its first part."""
     ways = [Embedding(_HEADS_KNOWN_TO_KERNELS, embed_rotated(repeats))]
+    # Model files of transformers define the function beside the attention that uses it.
     own = getattr(sys.modules.get(type(attention).__module__), "apply_rotary_pos_emb", None)
     if own is not None:
         ways += [
@@ -583,6 +626,7 @@ def _embed_own(own: Callable[..., Any_], *, is_part: bool) -> Embed:
             return first, second
         size = rope.cos.shape[-1] if is_part else first.shape[-1]
         part = first[..., :size]
+        # K in Q's place too: the function wants both, and the second result is K.
         turned: Tensor = own(part, part, rope.cos, rope.sin)[1]
         return (turned if size == first.shape[-1] else cat((turned, first[..., size:]), dim=-1)), second
 
