@@ -31,6 +31,7 @@ from gpu_worker.errors import UnsupportedBatch
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import Handle, without_gradient
 
+# Pieces of another size may round otherwise: products of other shapes are summed in another order.
 PREFILL_PIECE_TOKENS = 512
 """Tokens per prefill pass; more is faster on a GPU, less bounds memory."""
 
@@ -91,6 +92,9 @@ def pieces(
     """
     begin = 0
     while begin < token_count:
+        # Jamba-like models (stepwise), a cache that has tokens already:   [1][1][1]...
+        # the same from an empty cache:                                    [512][1][1]...
+        # others, with stops every 1,024 tokens, 900 done:                 [124][512][512][512]...
         most = piece_tokens if is_first or not is_stepwise else 1
         end = min(begin + most, token_count)
         if stops is not None:
@@ -101,6 +105,7 @@ def pieces(
 
 def is_empty(cache: Cache) -> bool:
     """Whether a cache has taken no token in."""
+    # Caches of states alone have no length; they have a mark.
     if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return not int(cache.get_seq_length())
     return not cache.has_previous_state()
@@ -229,6 +234,7 @@ class Truncation:
 
     def apply(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens that stay."""
+        # A history of few tokens has sinks and recent ones that overlap: none is kept twice.
         begin = max(self.token_count - self.recent_count, self.sink_count)
         return [*token_ids[: self.sink_count], *token_ids[begin:]]
 
@@ -247,6 +253,12 @@ def fit(
     if sink_count + new_count > window:
         problem = f"{new_count} tokens and {sink_count} sinks do not fit into a window of {window}"
         raise InvalidArgument(field="new_token_ids", problem=problem)
+    # window 16, 14 tokens of history, 6 new, 4 sinks (history 14 + 6 > 16):
+    #
+    #     keep    0 1 2 3 │ 4 ... 6 dropped │ 7 ... 13        recent = 7: 4 + 7 + 6 = 17, still too many
+    #     keep    0 1 2 3 │ 4 ... 9 dropped │ 10 ... 13       recent = 4: 4 + 4 + 6 = 14
+    #
+    # Half at a time, as CachedAttention does: dropping just enough would cut again at the next turn.
     recent = history_count - history_count // 2
     while sink_count + recent + new_count > window:
         recent -= max(recent // 2, 1)
@@ -319,6 +331,7 @@ class Capture:
         decoder = self._adapter.layers[stream.layer]
         if unpacked(stream.kind) is not StateKind.HIDDEN:
             pack = self._adapter.pack
+            # K and V before positions: what hooks see between the projection and the rotation.
             return decoder.projection.watch(lambda first, second: self._emit(stream, pack(first, second)))
 
         # Any: a hook sees whatever the model passes to its layer.
@@ -330,6 +343,7 @@ class Capture:
         return [decoder.block.register_forward_pre_hook(hook, with_kwargs=True)]
 
     def _emit(self, stream: Stream, rows: Tensor) -> None:
+        # A restore projects rows through the same modules; outside of a pass nothing is new.
         if self._is_in_pass:
             self._sink(stream.layer, stream.kind, rows.cpu() if self._is_on_host else rows)
 

@@ -17,6 +17,7 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import DELTAS, unpacked
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 
+# hidden:0-30,kv:31   layers 0 to 30 by their inputs, layer 31 by K and V.
 _PART = re.compile(r"(?P<method>[a-z0-9_]+):(?P<first>[0-9]+)(-(?P<last>[0-9]+))?")
 
 
@@ -122,6 +123,10 @@ class RestorePlan:
     def __post_init__(self) -> None:
         if not self.methods:
             raise InvalidArgument(field="plan", problem="no layers")
+        # Methods by layer, T for TOKENS:
+        #
+        #     T T H H K K    fine: two layers are run, their output ends there
+        #     H T K          refused: layer 1 needs layer 0's output, which a restore does not compute
         if Method.TOKENS in self.methods[self.recomputed_layer_count :]:
             raise InvalidArgument(field="plan", problem="a recomputed layer follows one that is not")
         for layer, method in enumerate(self.methods):
@@ -142,6 +147,7 @@ class RestorePlan:
         methods: list[Method] = []
         for part in text.split(","):
             method, first, last = _parse_part(part)
+            # Gaps and repeats alike: each layer is named once, in order.
             if first != len(methods):
                 raise InvalidArgument(field="plan", problem=f"{part!r} must start at layer {len(methods)}")
             methods += [method] * (last + 1 - first)
@@ -220,6 +226,7 @@ def _parse_part(part: str) -> tuple[Method, int, int]:
         problem = f"{match['method']!r} is not one of {known}"
         raise InvalidArgument(field="plan", problem=problem) from error
     first = int(match["first"])
+    # The last layer counts as well, unlike in all other ranges: the form is for people.
     last = int(match["last"] or first)
     if last < first:
         raise InvalidArgument(field="plan", problem=f"{part!r} ends before it starts")
@@ -338,6 +345,8 @@ def _check_chains(parts: Sequence[Sequence[LayerPart]], token_count: int) -> Non
         below = parts[layer - 1] if layer else ()
         check_below(layer, below[0].method if below else None)
         for level, pieces in ((layer, some), (layer - 1, below)):
+            # Each row is added to one row of the layer below:
+            # a token that came another way there has no base.
             if len(pieces) > 1 or (pieces[0].begin, pieces[0].end) != (0, token_count):
                 problem = f"layer {layer} is a delta: layer {level} does not come back whole by one method"
                 raise InvalidArgument(field="plan", problem=problem)

@@ -74,6 +74,15 @@ class _Stop(Exception):
     """Ends a forward pass at the first layer that is not wanted; no error."""
 
 
+# A plan that recomputes 2 layers and the first tokens of the third:
+#
+#     tokens      0 ........ cut ............... T
+#     layer 0     │ run      │ run              │
+#     layer 1     │ run      │ run              │     needs layer 0's output of the same tokens
+#     layer 2     │ run      │ rows of the store│     its first tokens hide the read of the others
+#     layer 3 ..  │ rows of the store           │
+#
+# Tokens before `cut` pass through one layer more: two passes, both from the left, as a cache is filled.
 def recompute_layers(
     adapter: Adapter,
     cache: Cache,
@@ -93,6 +102,7 @@ def recompute_layers(
         )
     device = adapter.layers[0].device
     ids, at = token_ids.to(device).long().unsqueeze(0), positions.to(device).unsqueeze(0)
+    # The second of two passes goes on from a state, which some models do by one token at a time only.
     is_first = not adapter.is_stepwise or is_empty(cache)
     for begin, end in pieces(
         len(token_ids), piece_tokens, is_stepwise=adapter.is_stepwise, is_first=is_first
@@ -101,6 +111,7 @@ def recompute_layers(
 
 
 def _run(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, layer_count: int) -> None:
+    # The layer behind the last one that is wanted ends the pass; behind the model's last layer nothing does.
     stops = [
         decoder.block.register_forward_pre_hook(_stop)
         for decoder in adapter.layers[layer_count : layer_count + 1]
@@ -193,8 +204,10 @@ class Restorer:
             rows = self.wide(layer, method, rows.to(decoder.device), begin)
             is_hidden = method.unpacked is Method.HIDDEN
             halves = decoder.project(rows) if is_hidden else self._adapter.unpack(rows, layer)
+            # No tables: positions are in the layer's input already, in rows as they are cached, or nowhere.
             if self._adapter.rotary is None:
                 return self._adapter.embed(halves, None)
+            # No table: a layer that positions do not enter, beside others that they do.
             table = self._ropes.get(decoder.rope_key)
             rope = None if table is None else table.at(begin, begin + len(rows)).to(decoder.device)
             return self._adapter.embed(halves, rope)
@@ -209,6 +222,8 @@ class Restorer:
         decoder, done = self._adapter.layers[layer], self._advanced.get(layer, 0)
         if decoder.recurrence is None:
             raise InvalidArgument(field="layer", problem=f"{layer} keeps no state")
+        # Two books of one fact: the cache's own mark, and how far this restore has come. A cache that
+        # somebody else filled, or reset, differs from it.
         if begin != done or cache.has_previous_state(layer) != (done > 0):
             raise IncompleteRestore(layer=layer, row_count=done, token_count=begin)
         with torch.no_grad():
@@ -224,6 +239,7 @@ class Restorer:
         if size is None:
             problem = f"{method.value} rows cannot be restored for {adapter.architecture}"
             raise InvalidArgument(field="method", problem=problem)
+        # Packed rows are checked by their bytes here, and by their marks and places when they are made wide.
         dtype = adapter.model.dtype if method.is_exact else torch.uint8
         width = size if method.is_exact else packing_of(method.kind).row_bytes(size)
         what = f"layer {layer} {method.value} rows at token {begin}"
@@ -238,6 +254,7 @@ class Restorer:
         """Rows of tokens from `begin` on as the model has them. Raises ShapeMismatch, BaseMismatch."""
         size = self._adapter.element_count(method.kind, layer)
         if method.is_delta or self.is_chained(layer):
+            # A delta without a chain has no base: the empty chain refuses it by name.
             chain = self._chain or Chain(frozenset(), self._token_count, self._adapter.hidden_size)
             return chain.wide(layer, method.kind, rows, begin).to(self._adapter.model.dtype)
         if method.is_exact or size is None:
@@ -279,6 +296,13 @@ class Modules:
         if decoder.recurrence is not None:
             if room.cache is None:
                 raise InvalidArgument(field="cache", problem=f"has no room for the state of layer {layer}")
+            # A layer with both; its state is a snapshot's of 512 tokens, the batch tokens 448 to 704:
+            #
+            #     rows     448 ....... 512 ............... 704
+            #     state    has these   │ advance over these
+            #     K, V     all of them: a snapshot has no rows
+            #
+            # A layer with a state alone is read from 512 on (`first_token`): nothing of its rows is known.
             # Keys and values need all rows; a state that is there already, those behind it.
             known = max(self._standing.get(layer, 0) - begin, 0) if decoder.has_rows else 0
             if known < len(rows):
@@ -298,6 +322,8 @@ class Modules:
         is_apart = scratch is None
         cache = DynamicCache(config=self._adapter.model.config) if scratch is None else scratch
         cut, count = schedule.recomputed_tokens, schedule.recomputed_layers
+        # Rows are put into such a cache by whole layers, and only
+        # where the layer holds nothing yet (`CacheTarget.finish`).
         if cut and not is_apart:
             raise InvalidArgument(
                 field="plan", problem="this cache takes no layer of which a part is recomputed"
@@ -314,6 +340,8 @@ def _take(cache: Cache, layer: int, end: int, target: Target) -> None:
     if isinstance(held, NOTHING_LAYERS):
         return
     if isinstance(held, STATE_LAYERS):
+        # A state of the first tokens cannot be joined with rows
+        # behind them here: they come by the store's inputs.
         if end != target.token_count:
             raise InvalidArgument(field="plan", problem=f"a part of layer {layer}, which keeps a state")
         target.adopt(layer, held)
@@ -323,7 +351,11 @@ def _take(cache: Cache, layer: int, end: int, target: Target) -> None:
     keys, values = held.keys[0].transpose(0, 1), held.values[0].transpose(0, 1)
     index = index_keys(held) if isinstance(held, INDEXED_LAYERS) else None
     if index is not None:
+        # Rooms of such layers have index keys behind the values, as rows have.
         values = with_index(values, index[0])
+    # held of a window:            [ end - len(keys) ......... end )
+    # wanted by the target: [ first_token ..................... )
+    # A cache of windows has only the last tokens; what it does not have, the next token does not see.
     begin = max(target.first_token(layer), end - len(keys))
     if begin < end:
         target.room(layer, begin, end).put(keys[begin - end :], values[begin - end :])
@@ -350,6 +382,8 @@ class KernelWeights:
         """
         if layer not in self._known:
             made = self._made(layer)
+            # The reference, which a CPU runs, has no use for
+            # folded weights: they would be a copy for nothing.
             if made is not None and (self._is_folded or made.key.weight.is_cuda):
                 made = replace(made, folded=_folded(made, layer))
             self._known[layer] = made
@@ -377,6 +411,7 @@ class KernelWeights:
             return NO_NORM
         if isinstance(norm, nn.LayerNorm):
             return Norm(NormKind.LAYER, norm.eps, norm.weight, norm.bias)
+        # `_is_known` has tried the module: it computes what these two numbers say.
         return Norm(NormKind.RMS, norm_epsilon(norm), _gain(norm))
 
     def _head_norm(self, norm: nn.Module | None) -> HeadNorm | None:
@@ -386,6 +421,7 @@ class KernelWeights:
 def _folded(weights: LayerWeights, layer: int) -> Folded | None:
     try:
         found = fold(weights)
+    # The engine's memory comes first: without the copy, rows are normed before the product.
     except torch.cuda.OutOfMemoryError:
         found = None
     if found is None:
@@ -395,6 +431,7 @@ def _folded(weights: LayerWeights, layer: int) -> Folded | None:
 
 def _gain(norm: nn.Module) -> Tensor:
     weight: Tensor = norm.weight  # type: ignore[assignment]  # transformers does not type its norms
+    # Gemma stores w of 1 + w. The sum is made in float32: in bfloat16 small gains would be lost beside 1.
     return weight.float() + 1 if norm_kind(norm) == _ONE_PLUS_WEIGHT else weight
 
 
@@ -402,6 +439,7 @@ def _is_known(decoder: DecoderLayer) -> bool:
     """Whether weights are all there is to know of a layer's projections and norms."""
     projection = decoder.projection
     if isinstance(projection, SeparateProjection):
+        # Kernels norm each head of K by itself, and multiply by nothing but weights.
         if projection.is_normed_whole or projection.is_scaled or decoder.recurrence is not None:
             return False
         linear, norms = [projection.k_proj, projection.v_proj], [decoder.norm, projection.k_norm]
@@ -425,6 +463,10 @@ def _linear(linear: nn.Module, head_count: int) -> ProjectionWeights:
 
 
 def _split(projection: FusedProjection, adapter: Adapter) -> tuple[ProjectionWeights, ProjectionWeights]:
+    # The weight's rows go through the same `split` as its output's columns, whichever layout that is:
+    #
+    #     Linear  weight [out, D]  ──T──► [D, out] ── split ──► K [D, H, C], V [D, H, C] ──► [H * C, D] each
+    #     Conv1D  weight [D, out]  ────────┘
     weight: Tensor = projection.qkv.weight  # type: ignore[assignment]
     bias: Tensor | None = projection.qkv.bias  # type: ignore[assignment]
     # The module's output for unit vectors, one row for each input: [1, D, out].
@@ -492,6 +534,7 @@ class Kernels:
 
     def _fits(self, room: LayerRoom) -> bool:
         adapter = self._adapter
+        # MLA's row is no K and V, and pairs in another order would be turned wrongly, without an error.
         if adapter.kind is not StateKind.KV or not adapter.is_half_split:
             return False
         caches = ((room.pages.keys, adapter.key), (room.pages.values, adapter.value))
@@ -499,12 +542,14 @@ class Kernels:
 
     def _rows(self, layer: int, method: Method, data: Tensor, begin: int) -> Rows:
         adapter, restorer = self._adapter, self._modules.restorer
+        # Deltas are added before the kernels: they need the layer below as float32, which no kernel keeps.
         if method.is_delta or restorer.is_chained(layer):
             stored = data.view(adapter.model.dtype) if method.is_exact else data
             return restorer.wide(layer, method, stored, begin)
         if method.is_exact:
             return data.view(adapter.model.dtype)
         size = adapter.element_count(method.kind, layer) or 0
+        # Views of the packed bytes. Kernels make them wide: in registers, or once in memory (long runs).
         return quantized(data, method.kind, size)
 
     def _rotation_at(self, layer: int, begin: int, end: int) -> Rotation | None:
@@ -527,6 +572,7 @@ def compute_for(
 
 def _rotation(rope: Rope) -> Rotation:
     """Tables [1, T, R], whose halves are alike -> [T, R/2]."""
+    # transformers lays each angle out twice, for both halves; kernels read it once.
     half = rope.cos.shape[-1] // 2
     with torch.no_grad():
         return Rotation(rope.cos[0, :, :half].contiguous(), rope.sin[0, :, :half].contiguous())

@@ -205,6 +205,7 @@ def _do(job: _Job) -> None:
     begin_ns = time.perf_counter_ns()
     error: CacheError | None = None
     try:
+        # On the lane's thread, not the submitter's: `submit` never waits.
         for event in job.after:
             event.wait(job.deadline)
         # Anew: waits for other lanes are not the time of this work.
@@ -218,6 +219,7 @@ def _do(job: _Job) -> None:
     if error is not None and job.on_error is not None:
         # Before the event: whoever waits for it must find the restore failed already.
         job.on_error(error)
+    # In every case: an event that never ends would hold a ring's buffer until the deadline.
     job.event.end(error, (time.perf_counter_ns() - begin_ns) / 1e9)
 
 
@@ -260,6 +262,12 @@ class Device(ABC):
         return HostLane(name)
 
 
+# Two moments of one piece of work on a GPU (R5):
+#
+#     issuing thread   ──[ wait for other issues ][ launch ]──► issued
+#     stream           ─────────────────────────────[ begin ═══ kernels ═══ end ]──► passed
+#
+# A wait for `end` before it is recorded returns at once, and orders nothing: hence `issued` first.
 _POLL_S = 20e-6
 
 
@@ -275,11 +283,13 @@ class CudaEvent(LaneEvent):
 
     def begin(self, stream: torch.cuda.Stream) -> None:
         """The work begins at this place of the stream."""
+        # Behind the waits for other streams: `busy_s` counts this work alone.
         self._begin.record(stream)
         self._is_begun = True
 
     def end(self, stream: torch.cuda.Stream) -> None:
         """The work ends at this place of the stream."""
+        # Recorded by the issuing thread, before `issued` is set: whoever saw `issued` may wait for it.
         self._end.record(stream)
 
     def order(self, stream: torch.cuda.Stream, deadline: Deadline) -> None:
@@ -293,6 +303,7 @@ class CudaEvent(LaneEvent):
 
     def settle_by(self, deadline: Deadline) -> bool:
         """See LaneEvent. Raises the device's own error where that has failed."""
+        # An event without a record answers `query` with True: not issued would look like passed (R3).
         if not self.issued.settle_by(deadline):
             return False
         while not self._end.query():  # type: ignore[no-untyped-call]
@@ -341,6 +352,7 @@ class CudaLane(Lane):
     def close(self, deadline: Deadline) -> None:
         """See Lane."""
         try:
+            # The stream first: the issuing thread has long returned while a kernel still writes.
             self.fence(deadline)
         finally:
             self._issuer.close(deadline)
@@ -385,12 +397,14 @@ class Cuda(Device):
         The earlier user of the memory has ended when it is handed out: other streams will use it.
         """
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        # torch's allocator orders reuse of memory within one stream only.
         torch.cuda.synchronize(self.device)
         return buffer
 
     def mark(self) -> LaneEvent:
         """See Device."""
         event = CudaEvent()
+        # The engine's own stream, as `mark` is called from its thread (R4).
         stream = torch.cuda.current_stream(self.device)
         event.begin(stream)
         event.end(stream)

@@ -55,6 +55,12 @@ POISON = 0xFF
 """Byte of poisoned buffers: NaN in every floating type."""
 
 
+# A buffer's life, between two lanes:
+#
+#     free ──take──► filled by the reading lane ──bind──► its consumer's ──event has passed──► free
+#                      └──────────── drop, where filling failed ────────────────────────────────┘
+#
+# Taking waits for the oldest consumer: no more than `count` batches are under way, however fast reads are.
 class BufferRing:
     """Buffers [size_bytes] uint8, all alike."""
 
@@ -67,6 +73,8 @@ class BufferRing:
         self._in_use: deque[tuple[Tensor, LaneEvent]] = deque()
         self._is_poisoned = is_poisoned
         self._count = len(buffers)
+        # NaN spreads through every sum: one element that is read
+        # too early shows in the cache (tests of R2 and R3).
         for buffer in buffers:
             self._poison(buffer)
 
@@ -106,6 +114,7 @@ class BufferRing:
             # All are taken and none is bound: their readers have not returned yet.
             raise RestoreTooLate(what="a staging buffer")
         buffer, consumer = self._in_use[0]
+        # It has passed on the device, not only been issued (R3).
         if not consumer.settle_by(deadline):
             raise RestoreTooLate(what="a staging buffer")
         self._in_use.popleft()
@@ -138,6 +147,7 @@ class LayerStates:
         """Both are called before anybody is told, one at a time, `on_failure` once; they must not wait."""
         self._states = [LayerState.INVALID] * layer_count
         self._error: CacheError | None = None
+        # Under the condition's lock: `announced` and `failed` of a target never run beside each other.
         self._on_usable, self._on_failure = on_usable, on_failure
         self._changed = threading.Condition()
 
@@ -243,6 +253,7 @@ class Restoration:
         self._lanes, self._rings, self._batch_tokens = lanes, rings, batch_tokens
         self._on_stuck, self._share = on_stuck, share
         self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
+        # Kept to the end for `observed_s`: a device's times are known when all has passed.
         self._events: list[tuple[Stage, LaneEvent]] = []
         # Landed rows that were not compared yet, by layer; the reading lane adds, the announcing lane takes.
         self._arrived: dict[int, list[Arrival]] = defaultdict(list)
@@ -288,6 +299,7 @@ class Restoration:
 
         Raises LaneStuck; then the target must not be used, nor the pipeline.
         """
+        # Not the restore's own deadline, which may have passed: writes are over only when the lanes are.
         until = deadline or Deadline.after_s(DRAIN_TIMEOUT_S)
         if self._states.error is not None:
             # A source that waits for the store would keep its lane until the deadline.
@@ -332,6 +344,13 @@ class Restoration:
 
         Called once, by the pipeline.
         """
+        # Order of submission, for layers r, r + 1, ... that come from rows (R1, R4, R8):
+        #
+        #     compute   [behind the engine] [recompute 0..r-1] [finish 0] ... [r: project] [finish r] ...
+        #     read      [begin computing] [r: batch] [r: batch] [r: check lease] [r+1: batch] ...
+        #     announce                                        [0 usable] ...             [r usable] ...
+        #
+        # Lanes keep this order by themselves; events order what is on different lanes.
         schedule = self.schedule
         # Refusals come before anything is submitted.
         batches = [[(part, self._batch(part)) for part in parts] for parts in schedule.parts]
@@ -350,6 +369,7 @@ class Restoration:
     def _batch(self, part: LayerPart) -> int:
         """Tokens that one buffer takes."""
         row_bytes = self._source.row_bytes(part.stream)
+        # Both limits: as many rows as keep the device busy, and no more than a buffer has room for.
         tokens = min(self._batch_tokens, self._rings.staging.size_bytes // row_bytes)
         if tokens > SEGMENT_TOKENS:
             # A chunk that is cut would be read twice.
@@ -367,6 +387,8 @@ class Restoration:
     def _do(self, work: Work) -> None:
         """Do a piece of work on its lane, unless the restore has failed or is late."""
         if self._states.error is not None:
+            # R9. The first error, whatever this work would have
+            # come to: the lane's queue empties without a write.
             raise self._states.error
         self.deadline.check("the restore")
         work()
@@ -375,6 +397,8 @@ class Restoration:
         if self.schedule.needs_token_ids:
             event = self._submit(self._lanes.compute, self._recompute)
             self._events.append((Stage.RECOMPUTE, event))
+        # R8. Layer 0 is announced when all of them are computed:
+        # the engine's pass would run the same modules.
         for layer in range(self.schedule.recomputed_layers):
             self._close_layer(layer)
 
@@ -389,6 +413,11 @@ class Restoration:
         """Read rows [begin, end) and hand them on. On the reading lane."""
         self._states.fill(part.layer)
         row_bytes = self._source.row_bytes(part.stream)
+        # With ranks each reads a part of the batch, and `compute` gathers the rest:
+        #
+        #     batch    begin .............................. end
+        #     rank 0   [ reads   )
+        #     rank 1             [ reads   )                      all ranks: room for all tokens of the batch
         first, last = (begin, end) if self._share is None else self._share(begin, end)
         if self._rings.landing is not None and isinstance(self._source, LandingRows):
             self._land(self._source, self._rings.landing, part, (begin, end), (first, last))
@@ -397,6 +426,8 @@ class Restoration:
         try:
             rows = slot[: (last - first) * row_bytes].view(last - first, row_bytes)
             begin_ns = time.perf_counter_ns()
+            # On this thread: reading is what the lane is for,
+            # and the others work on earlier batches meanwhile.
             self._source.fill(part.stream, first, last, rows.numpy())
             self._fill_s += (time.perf_counter_ns() - begin_ns) / 1e9
             if self._share is not None:
@@ -431,16 +462,28 @@ class Restoration:
         try:
             rows = place[: (last - first) * row_bytes].view(last - first, row_bytes)
             arrival = source.land(part.stream, first, last, rows, Cuts(*whole))
+            # Where each piece of work of a batch waits, and for what:
+            #
+            #     read       land: places ──┐
+            #     copy                      └► bring ──┐
+            #     verify                               └► sum up ──┐
+            #     compute                                          └► project ──┬► the buffer is free
+            #     announce   (with shares: check before project)                └► check ──► layer usable
             brought = self._submit_behind(self._lanes.copy, arrival)
             summed = self._submit(self._lanes.verify, arrival.sum_up, brought)
             if self._share is not None:
                 # Others use these rows: they are right, and the session's, before they leave.
                 summed = self._submit(self._lanes.announce, partial(self._verify, arrival), summed)
             else:
+                # Compared when the layer is announced: until then
+                # nothing waits for a checksum to come to the host (R11).
                 self._arrived[part.layer].append(arrival)
+            # Landing counts as copying: no thread of this process reads the rows.
             self._events.append((Stage.COPY, brought))
+            # Behind the sums: they read the buffer too, and `compute` would free it under them.
             landing.bind(place, self._project(part, tokens, rows, summed))
         except BaseException:
+            # A driver's read may still be on its way into the buffer, which the next batch gets.
             if arrival is not None:
                 arrival.settle()
             landing.drop(place)
@@ -469,6 +512,7 @@ class Restoration:
             return
         place = landing.take(self.deadline)
         landed = place[: rows.nbytes].view(rows.shape)
+        # R2. The compute lane waits for this event, and not for the copying lane's queue.
         copied = self._submit(self._lanes.copy, partial(_copy, rows, landed))
         self._events.append((Stage.COPY, copied))
         # The host's buffer is free behind the copy, the device's behind the projection.
@@ -479,6 +523,7 @@ class Restoration:
         self, part: LayerPart, tokens: tuple[int, int], rows: Tensor, *after: LaneEvent
     ) -> LaneEvent:
         def work() -> None:
+            # Made when it is needed: a target may lay out slots on the device, on this lane's stream.
             room = self.target.room(part.layer, *tokens)
             self._compute.restore(part.layer, part.method, rows, tokens[0], room)
 
@@ -488,11 +533,13 @@ class Restoration:
 
     def _end_reading(self, layer: int) -> None:
         """Behind a layer's last read: its rows were the session's, or the layer never becomes usable."""
+        # R7. Host reads are over here. Rows that the device copies are checked when those copies have passed.
         if layer not in self._arrived:
             self._source.check()
         self._close_layer(layer)
 
     def _close_layer(self, layer: int) -> None:
+        # R6. Behind the layer's last write on the same lane, so that its event covers all of them.
         finished = self._submit(self._lanes.compute, partial(self.target.finish, layer))
         self._submit(self._lanes.announce, partial(self._announce, layer), finished)
 
@@ -502,6 +549,7 @@ class Restoration:
             for arrival in self._arrived.pop(layer):
                 arrival.check()
             self._source.check()
+        # The last layer's time stays: each announcement writes over the former one's.
         self._restored_ns = time.perf_counter_ns()
         self._states.announce(layer)
 
@@ -565,6 +613,7 @@ class Pipeline(Closing):
             landing = BufferRing([device.device_buffer(size) for size in sizes], is_poisoned=own.is_poisoned)
         self.rings = Rings(staging, landing)
         self.lanes = Lanes(
+            # Reading and announcing are work of the host on every device.
             read=device.host_lane("read"),
             copy=device.lane("copy"),
             verify=device.lane("verify"),
@@ -624,6 +673,7 @@ class Pipeline(Closing):
         """End every lane behind what is under way. Raises LaneStuck; that lane ends when its work does."""
         deadline = Deadline.after_s(timeout_s)
         errors: list[Exception] = []
+        # From read to announce: a lane submits to those behind it, which must run until it has ended.
         for lane in self.lanes:
             try:
                 lane.close(deadline)

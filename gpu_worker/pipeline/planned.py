@@ -38,6 +38,14 @@ class Lead:
     size_bytes: float
 
 
+# The engine's pass takes p0, p1, ... through its layers; layer i is usable at t_i:
+#
+#     restore   0 ──── t0 ── t1 ─────── t2 ── t3
+#     pass                start [ p0 ][ p1 ][ p2 ][ p3 ]
+#
+#     start + p0 + ... + p(i - 1) >= t_i for every i, so start = max over i of (t_i - sum of p before i)
+#
+# S of CachedAttention is the same for like layers: bytes that are there when the pass begins.
 def lead(plan: Plan) -> Lead:
     """The earliest start after which no layer is late, if all goes as planned; one layer at least."""
     timeline, pass_s = alone(plan), pass_seconds(plan)
@@ -45,6 +53,7 @@ def lead(plan: Plan) -> Lead:
     before_s = accumulate(pass_s[:-1], initial=0.0)
     start_s = max(there_s - spent_s for there_s, spent_s in zip(restored_s, before_s, strict=True))
     start_s = max(start_s, restored_s[0])
+    # Layers become usable in their order, so that a count names them.
     count = sum(there_s <= start_s for there_s in restored_s)
     size_bytes = sum(piece.size_bytes for pieces in plan.layers[:count] for piece in pieces)
     return Lead(start_s, count, size_bytes)
@@ -77,6 +86,7 @@ def schedule_of(plan: Plan, first_tokens: Sequence[int]) -> RestoreSchedule:
     return RestoreSchedule.of_pieces(layers, plan.request.history, first_tokens)
 
 
+# In this order where a session lacks what was wanted: rows that need no projection first.
 _EXACT = (Method.KV, Method.LATENT, Method.KV_AS_CACHED, Method.HIDDEN)
 
 
@@ -93,6 +103,7 @@ class Choice:
     def schedule(self, target: Target) -> RestoreSchedule:
         """The pipeline's schedule. Raises InvalidArgument(field="plan")."""
         first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
+        # Token ids are read in every case: a turn compares them with its prompt before it uses a row.
         if self.plan is not None:
             return schedule_of(self.plan, first_tokens)
         methods = self.methods or RestorePlan(())
@@ -167,6 +178,8 @@ class Chooser:
         self._fixed, self._lossy_kinds = fixed, lossy_kinds
         self._shape = model_shape(adapter, adapter.architecture)
         self._planner: AdaptivePlanner | None = None
+        # The library's engine runs the model in this process:
+        # it can recompute, and begin at the first layers.
         if fixed is None and profile is not None:
             engine = EngineAbilities(
                 can_recompute=True, starts_by_layer=True, can_split=True, lossy_kinds=lossy_kinds
@@ -219,6 +232,7 @@ class Chooser:
                 for number, layer in enumerate(layers)
                 if layer.kind is LayerKind.LINEAR
                 and methods.methods[number] is Method.HIDDEN
+                # Without measured rates bytes decide, which both ways have to read.
                 and layer.state_bytes <= snapshot_tokens * layer.hidden_row_bytes
             )
             return Choice(methods, None, snapshot_tokens, smaller)
@@ -241,6 +255,7 @@ class Chooser:
         """
         if self._planner is None:
             plan = self._fixed or RestorePlan(())
+            # Shortest first: the order that brings the least mean wait when nothing else is known.
             order = sorted(range(len(sessions)), key=lambda i: sessions[i].history + sessions[i].new_tokens)
             return [(index, Choice(_held_of(plan, sessions[index].held), None)) for index in order]
         layer_count = len(self._shape.layers)
@@ -266,6 +281,7 @@ class Chooser:
         """
         if self._planner is None:
             raise InvalidArgument(field="profile", problem="none is known: the plan is the caller's")
+        # The store tells a count of tokens, not which: they are reckoned to be the first ones.
         spans = [HeldSpan(StatePlace.DRAM, 0, dram_count), HeldSpan(StatePlace.SSD, dram_count, history)]
         holding = _holding(held, len(self._shape.layers), spans, snapshot_tokens)
         chosen = self._planner.plan(holding, history)
@@ -284,6 +300,7 @@ class Chooser:
 
     def observe(self, choice: Choice, restoration: Restoration) -> None:
         """Learn from a restore that is whole and drained."""
+        # A restore that failed has stages that were cut short, and would teach rates that are too good.
         if self._planner is None or choice.plan is None or not restoration.is_whole:
             return
         if choice.snapshot_layers:
@@ -318,6 +335,7 @@ def _held_of(plan: RestorePlan, held: Collection[Stream]) -> RestorePlan:
     def method(layer: int, wanted: Method) -> Method:
         if wanted in (Method.TOKENS, Method.NOTHING):
             return wanted
+        # Only exact ones beside what was asked for: a caller's plan says which loss it accepts.
         found = (each for each in (wanted, *_EXACT) if Stream(layer, each.kind) in held)
         return next(found, Method.TOKENS)
 

@@ -43,6 +43,7 @@ class LayerRoom:
 
     def put(self, keys: Tensor, values: Tensor) -> None:
         """Copy keys [t, H, C] and values [t, H_v, C_v], as the engine caches them."""
+        # Assignment rounds nothing here: rows come in the cache's type.
         for cache, rows in ((self.pages.keys, keys), (self.pages.values, values)):
             if self.run_begin is not None:
                 cache[0, self.run_begin : self.run_begin + len(rows)] = rows
@@ -92,6 +93,17 @@ class Target(ABC):
         return
 
 
+# Where a session's tokens lie in an engine's blocks of P tokens, here 4:
+#
+#     block table    [5, 0, 2]
+#     tokens          0  1  2  3 │ 4  5  6  7 │ 8  9
+#     slots          20 21 22 23 │ 0  1  2  3 │ 8  9         block * P + place in the block
+#     layer's cache  [B, P, H, C]: a row is one token's heads
+#
+# A sliding layer needs the last tokens alone; its earlier slots are never written to:
+#
+#     0 ............ first_token ......... token_count
+#                    [ window - 1 tokens   )             the next token attends to these and itself
 class PagedTarget(Target):
     """Blocks of an engine's paged cache."""
 
@@ -114,7 +126,9 @@ class PagedTarget(Target):
         self._windows = windows or [None] * self.layer_count
         self._page_tokens = self._layers[0][0].shape[1]
         self._usable = torch.zeros(self.layer_count, dtype=torch.bool)
+        # The smallest layer bounds all: one list of slots is used for every layer.
         capacity = min(keys.shape[0] * keys.shape[1] for keys, _ in self._layers)
+        # Once, here, where waiting for the device costs little: kernels do not look at slots.
         if self.token_count and not 0 <= int(slots.min()) <= int(slots.max()) < capacity:
             raise InvalidArgument(field="slots", problem=f"not within [0, {capacity})")
         if any(keys.shape[1] != self._page_tokens for keys, _ in self._layers):
@@ -141,6 +155,7 @@ class PagedTarget(Target):
 
     def invalid_blocks(self) -> list[int]:
         """Blocks of this session that the engine must not use: all of them until every layer is usable."""
+        # An engine takes a session whole or not at all, so that one layer too few makes all blocks invalid.
         if bool(self._usable.all()):
             return []
         return sorted(set((self._slots // self._page_tokens).tolist()))
@@ -176,9 +191,15 @@ class CacheTarget(Target):
         self.token_count, self.layer_count = token_count, len(adapter.layers)
         self.standing: Mapping[int, int] = {} if snapshot is None else snapshot.standing
         """By layer, the token at which its state stands already."""
+        # Before anything is allocated or put: a refusal leaves the caller's cache as it was.
         self._check_room()
         if snapshot is not None:
             snapshot.check(adapter, token_count)
+        # Two sorts of transformers caches:
+        #
+        #     growing         `keys` and `values` are the engine's own tensors, filled in place by layers;
+        #                    the cache says from the start how many tokens it will hold
+        #     preallocated    filled apart, and put by `update` when the layer is whole
         self.is_by_layer = all(type(layer) in _GROWING for layer in self.cache.layers)
         self._held = [self._allocate(layer) for layer in range(self.layer_count)]
         if self.is_by_layer:
@@ -189,9 +210,12 @@ class CacheTarget(Target):
 
     def first_token(self, layer: int) -> int:
         """See Target."""
+        # Rows before a snapshot are not even read. A layer that
+        # keeps K and V beside its state needs all of them.
         if layer in self.standing and not self._adapter.layers[layer].has_rows:
             return self.standing[layer]
         window = self._adapter.layers[layer].window
+        # A cache that is preallocated for a window sorts out by itself which tokens stay.
         if window is None or type(self.cache.layers[layer]) is not DynamicSlidingWindowLayer:
             return 0
         return max(0, self.token_count - max(window - 1, 1))
@@ -213,6 +237,8 @@ class CacheTarget(Target):
 
     def finish(self, layer: int) -> None:
         """See Target."""
+        # A layer that was recomputed into this cache is there
+        # already: putting it again would double its tokens.
         if not self.is_by_layer and not int(self.cache.get_seq_length(layer)):
             self.cache.update(*self._held[layer], layer)
 
@@ -230,6 +256,7 @@ class CacheTarget(Target):
         # As the engine caches them: some families repeat heads.
         keys, values = adapter.embed_halves(empty[0], empty[1], None)
         count = self.token_count - self.first_token(layer)
+        # Tensors without elements: a layer with a state alone, or with nothing, has no room to fill.
         if not adapter.layers[layer].has_rows:
             nothing = torch.empty(1, 0, count, 0, dtype=dtype, device=device)
             return nothing, nothing
@@ -243,9 +270,13 @@ class CacheTarget(Target):
         if not isinstance(held, DynamicLayer):
             return
         if size := self._adapter.layers[layer].index_size:
+            # Views of one allocation: the restore writes rows
+            # whole, the engine finds both parts in their places.
             index, values = values[:, 0, :, -size:], values[..., :-size]
             held.lazy_initialization_indexer(index)  # type: ignore[attr-defined]  # of an indexed layer
             held.indexer_keys = index  # type: ignore[attr-defined]
+        # Sets type and device, which transformers otherwise learns
+        # from the first `update`; then the tensors are ours.
         held.lazy_initialization(keys, values)
         held.keys, held.values = keys, values
         if isinstance(held, DynamicSlidingWindowLayer):
