@@ -21,6 +21,13 @@ from gpu_worker.planning.profile import NO_LIMIT, Profile
 from gpu_worker.planning.shape import ModelShape
 from gpu_worker.planning.together import PlannedTogether, plan_together
 
+# Ratios are kept as logarithms: twice as long and half as long are as far from 0, and average to it.
+#
+#     log 1.25 ─ ─ ─ ─ ─ ─ ─ ─ ─┬──────●    enter, eight in a row: reported, the profile is corrected
+#     log 1.10 ─ ─ ─ ─ ─ ─ ─ ─ /│─ ─ ─ ─    leave: a report is over only within this
+#         0    ───●────●────●─'
+#    -log 1.10 ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─
+#    -log 1.25 ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─    the same for a stage that is faster than thought
 _MOST = math.log(4.0)
 """The most that one observation counts, so that a single stall is not a trend."""
 
@@ -73,6 +80,7 @@ class DriftDetector:
         Predictions are those of the profile in use, corrections included. Times that say nothing (0 or
         less, not finite) are passed over.
         """
+        # A stage that a plan does not use is predicted as 0, and has no logarithm.
         if not (0 < predicted_s < NO_LIMIT and 0 < observed_s < NO_LIMIT):
             return None
         trend = self._trends[stage]
@@ -93,6 +101,7 @@ class DriftDetector:
 
     def _judge(self, stage: Stage, trend: _Trend) -> Drift | None:
         off = abs(trend.smoothed)
+        # In a row: one observation within the border begins the count anew.
         trend.off_count = trend.off_count + 1 if off > math.log(self._bounds.enter) else 0
         if trend.is_off:
             trend.is_off = off > math.log(self._bounds.leave)
@@ -137,6 +146,7 @@ class AdaptivePlanner:
 
         Raises what `plan_together` raises.
         """
+        # Passes of several sessions share the device: each begins when its session is whole.
         engine = replace(self._engine, starts_by_layer=False)
         return plan_together(
             [
@@ -154,6 +164,7 @@ class AdaptivePlanner:
         if drift is not None:
             self.profile = self.profile.corrected({drift.stage: drift.factor})
             self._detector.rebase(drift.stage)
+            # Made by the profile before; all of them, as any plan may use the stage.
             self._plans.clear()
         return drift
 

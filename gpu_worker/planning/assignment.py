@@ -69,6 +69,13 @@ class Timeline:
         return max(ends, default=0.0)
 
 
+# In seconds, for each step in order (r, c, p: its reading, copying, computing):
+#
+#     read'    = read + r
+#     copy'    = max(copy, read') + c            a stream waits for itself, and for the step's bytes
+#     compute' = max(compute, copy') + p
+#
+# Buffers are taken to be unlimited: the real pipeline reads at most four batches ahead.
 def simulate(steps: Iterable[Step]) -> Timeline:
     """Let the steps through, in order."""
     read_s = copy_s = compute_s = 0.0
@@ -121,12 +128,17 @@ def timeline(
 def _steps(
     assignment: Assignment, layers: Sequence[LayerOptions], new_tokens: Pass, token_ids: StreamBlock
 ) -> Iterator[Step]:
+    # Before all layers: 4 bytes a token, which recomputation waits for and nothing else does.
     if assignment.needs_token_ids:
         yield Step(-1, TOKEN_IDS, token_ids.read_s, token_ids.copy_s)
     for layer, pieces in enumerate(pieces_of(assignment, layers)):
         for piece in pieces:
             what = piece.method.value if piece.method else "nothing"
             yield Step(layer, what, piece.read_s, piece.copy_s, piece.device_s)
+        # Behind each layer, or behind all of them:
+        #
+        #     by layer   [restore 0][pass 0][restore 1][pass 1] ...
+        #     otherwise  [restore 0][restore 1] ...   [pass 0][pass 1] ...
         if new_tokens.is_by_layer and new_tokens.seconds[layer]:
             yield Step(layer, PREFILL, compute_s=new_tokens.seconds[layer])
     if not new_tokens.is_by_layer:

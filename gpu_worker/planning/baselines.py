@@ -44,6 +44,14 @@ def hcache_schedule(layer_count: int, times: LayerTimes) -> MethodCounts:
     L_H = ceil(N IO_KV / (IO_KV + C_H - IO_H)). Otherwise recomputation of the first layers fills the
     computing one, L_H = ceil(N C_Token / (C_Token + IO_H - C_H)).
     """
+    # HCache section 4.1.2, for N like layers, L_H of them from hidden states:
+    #
+    #     C_H > IO_H    the device is busier than the bus: K and V of the last L_O layers load meanwhile
+    #                   L_H C_H = L_H IO_H + L_O IO_KV
+    #     else          the bus is busier: the first L_O layers are recomputed meanwhile
+    #                   L_O C_Token + L_H C_H = L_H IO_H
+    #
+    # Both have L_H = N other / (other + |C_H - IO_H|), with `other` IO_KV or C_Token.
     surplus_s = times.hidden_compute_s - times.hidden_io_s
     other_s = times.kv_io_s if surplus_s > 0 else times.token_compute_s
     hidden = (
@@ -60,6 +68,7 @@ def naive_hybrid_schedule(layer_count: int, times: LayerTimes) -> MethodCounts:
     """
     total_s = times.token_compute_s + times.kv_io_s
     balance = layer_count * times.kv_io_s / total_s if total_s else 0
+    # The balance is between two whole numbers of layers, and the better one is beside it.
     near = {math.floor(balance), min(layer_count, math.ceil(balance))}
     best = min(near, key=lambda r: max(r * times.token_compute_s, (layer_count - r) * times.kv_io_s))
     return MethodCounts(best, 0, layer_count - best)
@@ -80,6 +89,7 @@ def kvpr_split(
     l = 0 is best. `transfers_activations` false drops the first term (the row-by-row schedule).
     """
     x = activation_s if transfers_activations else 0.0
+    # 0 is looked at too: where activations cost more than they save (k <= x), the sum rises from the start.
     balance = token_count * kv_s / (recompute_s + kv_s)
     candidates = (0, math.floor(balance), math.ceil(balance))
     return min(candidates, key=lambda split: kvpr_time_s(token_count, split, x, recompute_s, kv_s))
@@ -114,6 +124,7 @@ def baselines(
     layers: Sequence[LayerOptions], history: int, split_at: SplitAt | None
 ) -> Mapping[str, Assignment]:
     """Return the assignments by name; `split_at` is None where the engine does not split layers."""
+    # Named as papers and operators name them; one that a layer cannot do is left out, not approximated.
     ways = _ways(layers)
     found = {
         RECOMPUTE: _assignment(ways, MethodCounts(len(layers), 0, 0)),
@@ -140,6 +151,7 @@ def split_everywhere(
 
 
 def _ways(layers: Sequence[LayerOptions]) -> list[_Ways]:
+    # By identity: like layers are one object, and are looked at once.
     kinds = {id(layer): layer for layer in layers}
     known = {
         key: _Ways(_option(layer, Method.HIDDEN), _option(layer, Method.KV), layer.recompute)
@@ -185,6 +197,8 @@ def _times(ways: Sequence[_Ways]) -> LayerTimes | None:
     if len(both) < len(ways) or not any(rows.method for _, rows in both):
         return None
     return LayerTimes(
+        # The papers have one transfer per layer. Reads and copies
+        # overlap here, so that the slower one stands for both.
         hidden_io_s=fmean(max(hidden.read_s, hidden.copy_s) for hidden, _ in both),
         kv_io_s=fmean(max(rows.read_s, rows.copy_s) for _, rows in both),
         hidden_compute_s=fmean(hidden.compute_s for hidden, _ in both),

@@ -25,6 +25,14 @@ A tuple, because searches make thousands.
 START: State = (0.0, 0.0, 0.0)
 
 
+# The six numbers as a matrix over (max, +); a dot is minus infinity, as nothing flows backwards:
+#
+#                from read          from copy          from compute
+#     read'    [ read_s             .                  .         ]
+#     copy'    [ read_to_copy_s     copy_s             .         ]
+#     compute' [ read_to_compute_s  copy_to_compute_s  compute_s ]
+#
+# `after` is this matrix times the state, `then` the product of two. Times is + there, and plus is max.
 class StreamBlock(NamedTuple):
     """Seconds that a run of layers keeps each stream busy, and seconds of the longest way between streams."""
 
@@ -45,6 +53,8 @@ class StreamBlock(NamedTuple):
             compute + compute2,
             max(read + read_copy2, read_copy + copy2),
             max(copy + copy_compute2, copy_compute + compute2),
+            # The longest way from the first read to the last
+            # computation changes streams in one run or the other.
             max(read + read_compute2, read_copy + copy_compute2, read_compute + compute2),
         )
 
@@ -64,6 +74,7 @@ class StreamBlock(NamedTuple):
 
     def never_later_than(self, other: "StreamBlock") -> bool:
         """Whether this block ends no later than `other` on every stream, from any state; rounding apart."""
+        # Sums of the same times in another order differ in their last bits, and would count as worse.
         return all(mine <= theirs * _ROUNDING for mine, theirs in zip(self, other, strict=True))
 
     def powers(self, count: int) -> list["StreamBlock"]:
@@ -101,5 +112,6 @@ def in_order(blocks: Sequence[StreamBlock]) -> list[int] | None:
     for index, block in enumerate(blocks):
         places = (i for i, other in enumerate(ordered) if not is_better_first(blocks[other], block))
         ordered.insert(next(places, len(ordered)), index)
+    # Every pair, not neighbours alone: with three streams the relation need not be transitive.
     is_sorted = all(is_better_first(blocks[one], blocks[other]) for one, other in combinations(ordered, 2))
     return ordered if is_sorted else None

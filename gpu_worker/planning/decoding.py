@@ -45,6 +45,8 @@ class DecodeRates:
 
 def step_s(rates: DecodeRates, token_count: int, split: int, layer_count: int) -> float:
     """Seconds of one step of `layer_count` layers over `token_count` tokens, `split` of them projected."""
+    # The layers' blocks are equal, so that n of them are a
+    # power: doubled in turn, in the logarithm of n steps.
     block = _layer(rates, token_count, split)
     whole, power = NOTHING, block
     while layer_count:
@@ -66,12 +68,18 @@ def closed_split(rates: DecodeRates, token_count: int) -> int:
 
 def searched_split(rates: DecodeRates, token_count: int, layer_count: int) -> int:
     """The split by which all layers are through first: none, all, the closed form's, or between segments."""
+    # The closed form's answer is among them: the search is never worse.
     cuts: set[int] = {0, token_count, closed_split(rates, token_count), *range(0, token_count, SPLIT_TOKENS)}
+    # The smaller split wins among equal times: it projects less.
     _, split = min((step_s(rates, token_count, cut, layer_count), cut) for cut in cuts)
     return split
 
 
 def _layer(rates: DecodeRates, token_count: int, split: int) -> StreamBlock:
+    # One layer at one step, l = split of T tokens, in seconds:
+    #
+    #     copy      [l * activation ][(T - l) * kv ]      ahead of the computing stream
+    #     compute                   [l * recompute]  [layer + T * attention]     behind the last copy
     inputs = step(copy_s=split * rates.activation_s, compute_s=split * rates.recompute_s)
     rest_s = rates.layer_s + token_count * rates.attention_s
     return inputs.then(step(copy_s=(token_count - split) * rates.kv_s, compute_s=rest_s))

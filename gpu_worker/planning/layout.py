@@ -26,6 +26,7 @@ from gpu_worker.planning.planner import PlanRequest, plan
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
 
+# lab/notes/quantization.md has the measurements; of several models and passages the worst counts.
 LOSSES_NATS: Mapping[StateKind, float] = {
     StateKind.HIDDEN_INT8: 7e-5,
     StateKind.KV_INT8: 7e-5,
@@ -66,6 +67,12 @@ def _kind(name: str) -> StateKind:
     return known[name]
 
 
+# Chains of deltas over 12 layers, with a base every 4 (B: 8 bits, d: a delta to the layer below):
+#
+#     layer   0 1 2 3 4 5 6 7 8 9 10 11
+#     kind    B d d d B d d d B d d  d
+#
+# Recomputation may end before a base only. More bases are more bytes, and more places to end at.
 _BASE = StateKind.HIDDEN_INT8
 _BASE_EVERY = (16, 8, 4)
 """Layers between two bases that are looked at, besides one base for all: recomputation may end at each."""
@@ -124,10 +131,12 @@ def choose_layout(
     `byte_price_s` is how many seconds of restoring one byte of storage is worth, so that state which
     saves little is not kept. Raises InvalidArgument(field="holding") where nothing works.
     """
+    # Returns that never happen are left out: planning for them would change nothing.
     case = _Case(model, profile, engine or EngineAbilities(), [each for each in returns if each.count > 0])
     layouts = [layout for kinds in dict.fromkeys(_candidates(case)) if (layout := _layout(case, kinds))]
     if not layouts:
         raise InvalidArgument(field="holding", problem="no layout lets every layer come back")
+    # Rent is for the session at its longest: shorter returns read a part of the same rows.
     longest = max((each.history for each in case.returns), default=1)
 
     def cost(layout: SessionLayout) -> tuple[float, float]:
@@ -154,6 +163,13 @@ def snapshot_every(model: ModelShape, profile: Profile, returns: Sequence[Return
         return 0
     longest = max(each.history for each in wanted)
     state_bytes = sum(layer.state_bytes for layer in layers)
+    # Seconds that a distance E between snapshots costs, over all returns of r tokens:
+    #
+    #     taking       (longest / E) * S          S: one snapshot's bytes to the slowest place
+    #     loading      S for each return
+    #     rebuilding   half of E on average, from rows: copying or the mixer, whichever is slower
+    #
+    # Taking falls with E and rebuilding rises: Young's checkpoint interval, sqrt(2 T S / (r c)).
     taking_s = max(sum(profile.transfer_s({each.place: state_bytes})) for each in wanted)
 
     def rebuilding_s(each: Return, tokens: int) -> float:
@@ -172,6 +188,8 @@ def snapshot_every(model: ModelShape, profile: Profile, returns: Sequence[Return
         back_s = sum(each.count * rebuilding_s(each, min(every // 2, each.history)) for each in wanted)
         return longest // every * taking_s + loading_s + back_s
 
+    # Powers of two times the grain: a distance that changes
+    # by a factor of 2 keeps the places of the longer one.
     grains = takewhile(lambda every: every <= longest, (SNAPSHOT_GRAIN_TOKENS << n for n in range(13)))
     return min((0, *grains), key=lambda every: (cost_s(every), every))
 
@@ -203,6 +221,9 @@ def kinds_of_form(layers: Sequence[LayerShape], kind: StateKind, held: Kinds) ->
 
 def _candidates(case: _Case) -> Iterator[Kinds]:
     layers = case.model.layers
+    # Candidates, each kept where every return can be planned by it:
+    #
+    #     token ids alone │ one kind for all layers │ chains of deltas │ the planner's choice of two kinds
     if case.engine.can_recompute:
         yield (None,) * len(layers)
     yield tuple(layer.saved_kind for layer in layers)

@@ -65,6 +65,12 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
+# The ways of a layer whose first needed token is `begin`, of T tokens:
+#
+#     options    [ ── one method ──────────── )      begin .. T
+#     splits     [ hidden ── cut ── K and V ── )      the projection hides the copy behind it (KVPR)
+#     frontier   [ recomputed ─ cut ─ rows ─── )      only right behind layers that are recomputed whole
+#     recompute  [ over the token ids ──────── )      0 .. T
 class LayerOptions:
     """All ways for one layer."""
 
@@ -81,6 +87,7 @@ def layer_options(
     """Return the ways to bring back one layer of `history` tokens."""
     recompute = _recomputed(layer, 0, history, profile) if engine.can_recompute else None
     if layer.kind is LayerKind.SHARED or not history:
+        # A piece of no tokens, so that each layer has one: timelines and explanations need no exception.
         nothing = Option((LayerPiece(None, history, history),))
         return LayerOptions((nothing,), (), (), recompute)
     maker = _Maker.of(layer, holding, history, profile, engine)
@@ -94,6 +101,7 @@ def layer_options(
     frontier: tuple[Option, ...] = ()
     if engine.can_split and layer.kind in _SPLIT_KINDS:
         cuts = _cuts(begin, history, engine.split_count)
+        # Both kinds over all tokens: a cut may be anywhere.
         if maker.hidden(begin, history) and maker.rows(begin, history):
             splits = tuple(maker.split(begin, cut) for cut in cuts)
         if recompute is not None:
@@ -136,6 +144,7 @@ def _methods(layer: LayerShape, engine: EngineAbilities) -> tuple[Method, ...]:
     """The methods that are allowed, exact ones first, otherwise those with the smallest rows."""
     kinds = [kind for kind in layer.kinds if kind not in LOSSY_KINDS or kind in engine.lossy_kinds]
     kinds.sort(
+        # The first wins among equal times, and is then the exact one.
         key=lambda kind: (kind in LOSSY_KINDS, 0 if kind not in LOSSY_KINDS else layer.row_bytes(kind))
     )
     return tuple(Method[kind.name] for kind in kinds)
@@ -160,6 +169,9 @@ def _is_no_later(one: LayerPiece, other: LayerPiece, *, is_first: bool) -> bool:
 
 def _cuts(begin: int, end: int, most: int) -> list[int]:
     """Where a layer may be cut: at segments' borders, `most` of them at even distances."""
+    # Borders of segments within (begin, end), evenly thinned to `most`:
+    #
+    #     begin = 100, end = 700, most = 3:   128, 192, ..., 640 (9 borders)  ──►  128, 320, 512
     first = begin // SPLIT_TOKENS + 1
     count = (end - 1) // SPLIT_TOKENS - first + 1
     stride = max(1, -(-count // max(most, 1)))
@@ -219,6 +231,7 @@ class _Maker:
         if method is Method.HIDDEN:
             compute_s = self.profile.project_s(self.layer, end)
             return self._piece(method, 0, end, self.layer.hidden_row_bytes, compute_s)
+        # A state is one row's worth of bytes at the end of the history, wherever that lies.
         last = self._piece(method, end - 1, end, self.layer.state_bytes, 0.0)
         return last and LayerPiece(
             method, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0, last.gather_s
@@ -232,12 +245,17 @@ class _Maker:
         layer, at = self.layer, self.holding.snapshot_tokens
         if layer.kind is not LayerKind.LINEAR or not 0 < at <= end or Method.HIDDEN not in self.methods:
             return None
+        # Only where all of the projection is for the state: K
+        # and V of the same layer need inputs from token 0 on.
         begin = at if layer.state_flops == layer.project_flops else 0
         sizes = dict(self.holding.sizes(StateKind.HIDDEN, begin, end, layer.hidden_row_bytes) or {})
         if not sizes and begin < end:
             return None
         place = next(iter(sizes), StatePlace.DRAM)
+        # The snapshot is taken to lie where the rows behind it do.
         sizes[place] = sizes.get(place, 0.0) + layer.state_bytes
+        # `project_s` is of the state, and of K and V. The state's
+        # share of the first `at` tokens is not done again.
         known_s = self.profile.project_s(layer, at) * layer.state_flops / layer.project_flops
         return self._sized(
             LayerPiece(Method.HIDDEN, begin, end, snapshot_tokens=at),

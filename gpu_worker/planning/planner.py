@@ -105,6 +105,8 @@ def plan(request: PlanRequest) -> Plan:
 
     Chains of deltas come back whole, or no delta is used: `_with_chains`.
     """
+    # Deltas make choices depend on the layer below, which the
+    # search does not know: chains are fixed outside of it.
     deltas = _delta_kinds(request)
     if not deltas:
         return _plan(request, _Problem.of(_without_deltas(request)))
@@ -132,6 +134,7 @@ def _delta_kinds(request: PlanRequest) -> Mapping[int, StateKind]:
         layer, below = request.model.layers[number], request.model.layers[number - 1]
         kinds = held[number].intersection(DELTAS, layer.kinds)
         bases = held[number - 1].intersection(CHAIN_KINDS, below.kinds)
+        # A base that is a delta itself needs its own base in turn: chains are found from below.
         if kinds and len(bases) == 1 and (number - 1 in found or not bases.intersection(DELTAS)):
             found[number] = min(kinds, key=layer.row_bytes)
     return found
@@ -151,6 +154,13 @@ def _with_chains(request: PlanRequest, deltas: Mapping[int, StateKind]) -> Itera
         layers[number] = known.setdefault((id(held), kept), replace(held, kinds=kept))
     bound = replace(request, holding=Holding(tuple(layers)))
     count = len(layers)
+    # Recomputation may end where the next layer is no delta, for bases B at 0 and 4:
+    #
+    #     layer        0 1 2 3 4 5 6 7
+    #     held         B d d d B d d d
+    #     recomputed   0 ───── 4                between these, the layer behind would lack its base
+    #
+    # Behind the last chain no delta is left: plans without deltas have those counts.
     for recomputed in range(count + 1 if request.engine.can_recompute and request.history else 1):
         if recomputed not in deltas:
             with suppress(InvalidArgument):
@@ -164,6 +174,8 @@ def _plan(request: PlanRequest, problem: "_Problem", *, is_bound: bool = False) 
     solution = solve(_choices(problem), token_ids=problem.token_ids)
     if solution is None:
         raise InvalidArgument(field="holding", problem="a layer is not held and cannot be recomputed")
+    # The search knows blocks; pieces and the timeline are
+    # laid out from its picks again, and give the same end.
     best = _assignment(solution, problem.layers)
     at = problem.timeline(best)
     others = [] if is_bound else _not_searched(request, problem, is_exact=solution.is_exact)
@@ -183,6 +195,7 @@ def _plan(request: PlanRequest, problem: "_Problem", *, is_bound: bool = False) 
 def _not_searched(request: PlanRequest, problem: "_Problem", *, is_exact: bool) -> Iterable[Assignment]:
     """The papers' assignments that the search may have missed: all of them, or many splits only."""
     splitter = _splitter(request)
+    # A search that was cut short may have missed what the papers would do: none of them may be better.
     if not is_exact:
         return baselines(problem.layers, request.history, splitter).values()
     everywhere = split_everywhere(problem.layers, request.history, splitter)
@@ -241,6 +254,10 @@ class _Problem:
         known: dict[tuple[int, bool, bool], LayerOptions] = {}
 
         def bound(number: int, layer: LayerOptions) -> LayerOptions:
+            # Layers of a problem with r recomputed ones and a chain that ends at `last`:
+            #
+            #     0 ........ r - 1   r ........ last        last + 1 ...
+            #     recompute only     by rows only           as before
             is_before, is_open = number < recomputed, number > max(last, recomputed - 1)
             if is_open:
                 return layer

@@ -58,7 +58,13 @@ class Curve:
     def seconds(self, tokens: int) -> float:
         """Seconds for so many tokens; none for none."""
         if tokens <= self.points[0][0] or len(self.points) == 1:
+            # One point has no slope: in proportion from there on.
             return self.points[0][1] * max(1.0, tokens / self.points[0][0]) if tokens else 0.0
+        # seconds
+        #     │                      ●- - -     beyond the last: as between the last two
+        #     │              ●──────'
+        #     │ - - - ●─────'                   before the first: level, as a launch costs the same
+        #     └─────────────────────── tokens
         after = min(bisect_right(self.points, (tokens, NO_LIMIT)), len(self.points) - 1)
         (left, left_s), (right, right_s) = self.points[after - 1], self.points[after]
         return max(left_s + (right_s - left_s) * (tokens - left) / (right - left), self.points[0][1])
@@ -110,6 +116,12 @@ class Profile:
         """`count` such devices that share the work, each with a bus of its own. SSDs are those of all."""
         if count == 1:
             return self
+        # Rates of all ranks together, for n ranks:
+        #
+        #     read    the same SSDs                          unchanged
+        #     copy    n buses                                n times
+        #     work    n devices                              n times
+        #     gather  (n - 1) / n of the bytes, by `gather`  one more stage
         return replace(
             self,
             name=f"{count}x {self.name}",
@@ -137,6 +149,7 @@ class Profile:
         ssd, remote = size_bytes.get(StatePlace.SSD, 0.0), size_bytes.get(StatePlace.REMOTE, 0.0)
         staged, read_s, copy_s = sum(size_bytes.values()), self.remote.seconds(remote), 0.0
         if self.is_direct and ssd:
+            # Both in one: the bytes pass the SSD and the bus at the same time, and DRAM not at all.
             slower = min(self.ssd.bytes_per_s, self.copy.bytes_per_s)
             staged, copy_s = staged - ssd, Link(slower, self.ssd.latency_s).seconds(ssd)
         else:
@@ -146,6 +159,10 @@ class Profile:
 
     def project_s(self, layer: LayerShape, tokens: int, method: Method = Method.HIDDEN) -> float:
         """Seconds from hidden rows, packed ones too, to the engine's cache."""
+        # A roofline per token: the larger of
+        #
+        #     FLOPs          2 D (K and V's width)        over gemm_flops_per_s
+        #     bytes moved    row in, K and V out          over memory_bytes_per_s
         flops_s = tokens * layer.project_flops / self.gemm_flops_per_s
         moved_bytes = layer.row_bytes(method.kind) + layer.kv_row_bytes + _widened_bytes(layer, method)
         return self._seconds(
@@ -161,6 +178,8 @@ class Profile:
         """Seconds to run a layer over tokens [begin, end), those before being in its cache."""
         curve = self.curves.get((Stage.RECOMPUTE, layer))
         if curve is not None:
+            # Later tokens attend to more, hence the difference; noise
+            # in the curve must not make them cheaper than first ones.
             seconds = max(curve.seconds(end) - curve.seconds(begin), curve.seconds(end - begin))
             return seconds / self.rank_count * self.factor(Stage.RECOMPUTE)
         flops_s = (end - begin) * layer.linear_flops / self.gemm_flops_per_s

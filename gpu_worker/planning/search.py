@@ -54,6 +54,11 @@ class SearchBound(NamedTuple):
         return self.read * seconds[0] + self.copy * seconds[1] + self.compute * seconds[2]
 
 
+# The bound by weights (a, b, c) >= 0 with a + b + c = 1, from a state (read, copy, compute):
+#
+#     end >= a read + b copy + c compute + sum over layers left of min over choices of (a r + b c' + c p)
+#
+# Each stream ends no earlier than it is free plus its work, and the end is no earlier than any of the three.
 def least_end_s(
     bounds: Sequence[SearchBound], state: State, layer: int, too_late_s: float = math.inf
 ) -> float:
@@ -67,6 +72,7 @@ def least_end_s(
         end_s = read * free_read + copy * free_copy + compute * free_compute + rest_s[layer]
         if end_s > least:
             least = end_s
+            # The tightest bound comes first: most ways fall at the first one.
             if least >= too_late_s:
                 break
     return least
@@ -83,6 +89,7 @@ def bounds(
     options = {id(blocks): blocks[:count] for blocks, count in zip(choices, option_counts, strict=True)}
     kinds = {id(blocks): blocks for blocks in choices}
     layers = [id(blocks) for blocks in choices]
+    # One list of sums for each set of weights, made once: a bound in the search is then three products.
     found = (
         SearchBound(*weights, _rest(layers, kinds, weights)) for weights in _all_weights(options.values())
     )
@@ -111,6 +118,7 @@ def _way(block: StreamBlock, weights: Weights) -> float:
 
 
 def _all_weights(kinds: Collection[tuple[StreamBlock, ...]]) -> list[Weights]:
+    # One stream by itself is a bound too; reading only where anything is read.
     streams: list[Weights] = [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
     if any(block.read_s for blocks in kinds for block in blocks):
         streams.append((1.0, 0.0, 0.0))
@@ -168,6 +176,7 @@ class LikeLayers:
             yield from self.kind.splits if may_split else ()
             return
         count = self.end - begin
+        # By bound, the weighted seconds that these layers may take at most; negative: nothing here can win.
         slack = [best_s - bound.cost(state) - bound.rest_s[self.end] for bound in limits]
         yield from self._counts(count, slack, None)
         for split in range(self.option_count, len(self.blocks)) if may_split else ():
@@ -227,6 +236,7 @@ def runs_of(
         blocks, option_count = choices[begin], option_counts[begin]
         if id(blocks) not in kinds:
             kinds[id(blocks)] = _kind(blocks, option_count, limits)
+        # A run whose choices have no better order is cut into single layers, which are decided one by one.
         kind = kinds[id(blocks)]
         end = begin + 1
         # By identity: `_Search` shares one object among equal layers.
@@ -252,6 +262,7 @@ def _kind(blocks: tuple[StreamBlock, ...], option_count: int, limits: Sequence[S
 
 def _orders(blocks: tuple[StreamBlock, ...], option_count: int) -> tuple[tuple[int, ...], ...] | None:
     """The better order of the options, and of the options with each split; at most one is taken."""
+    # Three options in order leave two numbers open: ways of a run would grow with the square of its length.
     if not 0 < option_count <= 2:
         return None
     options = blocks[:option_count]
@@ -353,6 +364,10 @@ class _Search:
 
     def run(self) -> Solution | None:
         """Search once."""
+        # A root is a count of recomputed layers, with the streams as they are behind them:
+        #
+        #     root 0   START
+        #     root r   token ids, then r recomputed layers      they keep the computing stream busy alone
         roots = sorted(self._roots())
         # A good end first: all later bounds prune by it.
         for root in roots[:2]:
@@ -363,6 +378,7 @@ class _Search:
         ends = [run.end for run in self._runs]
         for root in sorted(chain(roots, splits)):
             entering[bisect_right(ends, root.layer)].append(root)
+        # By run: a way in the front stands behind run i - 1, and roots enter at the run in which they begin.
         front: list[_Way] = []
         for i, run in enumerate(self._runs):
             front = self._through(run, front, entering[i], len(self._runs) - i)
@@ -386,6 +402,7 @@ class _Search:
 
     def _first(self) -> int:
         """Layers that must be recomputed, since the last of them has no choice."""
+        # Recomputed layers are a prefix: all layers before one without a choice are recomputed too.
         return max((i + 1 for i, blocks in enumerate(self._choices) if not blocks), default=0)
 
     def _roots(self) -> Iterator[_Way]:
@@ -476,6 +493,8 @@ class _Search:
                 if bound_s >= self._best_s:
                     continue
                 has_split = way.has_split or is_split
+                # A way keeps its own picks and a link to the way
+                # before it: thousands of them share their beginnings.
                 after = _Way(bound_s, run.end, state, has_split, way.recomputed_count, picks, way)
                 if is_last:
                     self._finish(after)
@@ -502,6 +521,8 @@ class _Search:
 
     def _kept(self, front: list[_Way], runs_left: int) -> list[_Way]:
         steps_left = max(0, self._step_limit - self._step_count)
+        # Steps that are left are shared out among the runs
+        # that are left, so that the last ones are not starved.
         limit = max(LEAST_FRONT, steps_left // runs_left)
         if len(front) <= limit:
             return front
@@ -538,6 +559,7 @@ def _undominated(ways: list[_Way]) -> list[_Way]:
     """Drop every way that another one beats or equals on all streams, with the split no less open."""
     if len(ways) <= 1:
         return ways
+    # A way that has not used its split drops ways of both sorts; one that has, its own sort only.
     ways.sort(key=_STATE_AND_SPLIT)
     kept: list[_Way] = []
     if ways[0].state[0] == ways[-1].state[0]:
@@ -558,4 +580,5 @@ def _undominated(ways: list[_Way]) -> list[_Way]:
 
 
 def _beats(one: _Way, other: _Way) -> bool:
+    # Reading is compared by the order of sorting.
     return one.state[1] <= other.state[1] and one.end_s <= other.end_s and one.has_split <= other.has_split

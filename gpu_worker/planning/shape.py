@@ -88,6 +88,7 @@ class LayerShape:
         if self.kind is LayerKind.SHARED:
             return ()
         wide = tuple(kind for kind in (self.is_from_hidden and StateKind.HIDDEN, own) if kind)
+        # Latents and states are kept exact: what packing loses in a state would add up.
         if self.kind not in (LayerKind.FULL, LayerKind.SLIDING):
             return wide
         sizes = {kind: _element_count(self, kind) for kind in PACKINGS if PACKINGS[kind].unpacked in wide}
@@ -98,10 +99,15 @@ class LayerShape:
 
     def needed_from(self, history: int) -> int:
         """The first of `history` tokens whose row a later token may see."""
+        # The next token sees itself and window - 1 before it.
+        # One row at least, as engines know no empty layer.
         return 0 if self.window is None else max(0, history - max(self.window - 1, 1))
 
     def pair_count(self, begin: int, end: int) -> float:
         """Pairs of a token of [begin, end) and one that it sees."""
+        # Token t sees t + 1 tokens, itself included: over [begin, end) the sum
+        # is (end - begin)(begin + end + 1) / 2. With a window it sees `window`
+        # at most: the sum goes as before up to there, and is level behind.
         if self.window is None:
             return (end - begin) * (begin + end + 1) / 2
         full = max(begin, min(end, self.window))
@@ -130,6 +136,7 @@ def attention_layer(
     """A layer with K and V per token; `ffn_size` is that of all experts that one token passes."""
     kv_size = 2 * kv_head_count * head_size
     project = MULTIPLY_ADD_FLOPS * hidden_size * kv_size
+    # Two matrices: queries in, and attention's output back to the model's width.
     queries = 2 * MULTIPLY_ADD_FLOPS * hidden_size * head_count * head_size
     return LayerShape(
         kind=LayerKind.FULL if window is None else LayerKind.SLIDING,
@@ -137,6 +144,7 @@ def attention_layer(
         kv_row_bytes=kv_size * element_bytes,
         project_flops=project,
         linear_flops=project + queries + MULTIPLY_ADD_FLOPS * ffn_matrix_count * hidden_size * ffn_size,
+        # Two products for each pair: query by key, and weight by value.
         attention_flops=2 * MULTIPLY_ADD_FLOPS * head_count * head_size,
         window=window,
         element_bytes=element_bytes,

@@ -28,6 +28,8 @@ from gpu_worker.planning.block import NOTHING, START, State, StreamBlock, step
 from gpu_worker.planning.option import LayerPiece
 from gpu_worker.planning.planner import Plan, PlanRequest, alternatives, plan
 
+# A session alone would use all of bus and device. A dear device favours plans that copy, a cheap one those
+# that compute: these leave the other stream to the sessions behind.
 PRICES = (0.3, 3.0)
 """How many times as long computation seems to take when a session's plans are looked for."""
 WIDTH = 8
@@ -109,10 +111,14 @@ def ways(request: PlanRequest) -> tuple[Way, ...]:
 def arranged(sessions: Sequence[Sequence[Way]]) -> PlannedTogether:
     """The order of sessions, and a way for each, of those given."""
     blocks = [[way.block for way in some] for some in sessions]
+    # The order that is best for one stream, by the time of a session alone.
     shortest = sorted(range(len(blocks)), key=lambda index: blocks[index][0].read_to_compute_s)
     as_given = list(range(len(blocks)))
     # As asked for, each as if it were alone: never worse than that.
     order, best = as_given, _followed(blocks, as_given)
+    # Three beginnings, of which the best one is improved on:
+    #
+    #     as asked for, plans as if alone  │  shortest first, plans chosen  │  as asked for, plans chosen
     for other in (shortest, as_given):
         chosen = _choose(blocks, other)
         if chosen.total_s < best.total_s:
@@ -164,6 +170,7 @@ def _choose(blocks: Sequence[Sequence[StreamBlock]], order: Sequence[int]) -> _C
 
 def _kept(found: list[_Chosen], *, left: int) -> list[_Chosen]:
     """The most promising: the next session waits for the stream that is free last."""
+    # Sessions behind wait for the streams: the mean of the three is a guess of how long.
     found.sort(key=lambda chosen: (chosen.total_s + left * sum(chosen.state) / len(START), chosen.state))
     kept: list[_Chosen] = []
     for chosen in found:
@@ -189,6 +196,8 @@ def _improved(
     is_better = True
     while is_better and left > 0:
         is_better = False
+        # One session taken out and put in elsewhere; the first
+        # change that helps is kept and the search goes on from it.
         for begin, end in ((i, j) for i in range(len(order)) for j in range(len(order)) if i != j):
             left -= 1
             if left < 0:
@@ -203,7 +212,9 @@ def _improved(
 
 def _priced(request: PlanRequest, price: float) -> Plan:
     """The best plan where computation takes `price` times as long, with the seconds that it really takes."""
+    # The planner knows one session. Others that use the device, or the bus, are told to it as this price.
     factors = {stage: price for stage in Stage if stage not in _TRANSFERS}
+    # Chosen by the price, then told in true seconds: prices must not add up in the sum of ends.
     seeming = plan(replace(request, profile=request.profile.corrected(factors)))
     timeline = simulate(
         Step(each.layer, each.what, each.read_s, each.copy_s, each.compute_s / price)
