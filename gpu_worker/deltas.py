@@ -30,6 +30,16 @@ from gpu_worker.rows import as_stored, widen
 ZERO_STEPS = 16
 """A group's zero is stored in so many parts of its step."""
 _MOST_ZERO = 255
+# One row of D elements in b bits, groups of G, 4 outliers (docs/chunk_format.md):
+#
+#     codes      D * b / 8 bytes        4 bits: halves of bytes; 2 bits: quarters; 3 bits: see `_put_codes`
+#     outliers   4 float32              differences, exact
+#     base       uint32                 the mark of the stored row below
+#     scales     D / G float16
+#     places     4 uint16
+#     zeros      D / G uint8            sixteenths of a step
+#
+# An element is what is below, and (code - zero / 16) * scale.
 _WORD = 0xFFFF_FFFF
 _WORD_FACTOR, _LAYER_FACTOR = 0x9E37_79B1, 0x85EB_CA6B
 _HALF = 1 << 31
@@ -56,7 +66,9 @@ def chained_layers(streams: Collection[Stream]) -> frozenset[int]:
 def marks_of(stored: Tensor, layer: int) -> Tensor:
     """Stored rows [T, any] of a layer -> [T] int32: a sum over their words of 32 bits, modulo 2^32."""
     words = stored.contiguous().view(torch.int32).long()
+    # Odd factors are invertible modulo 2^32: a change of any one word changes the sum.
     odd = torch.arange(1, 2 * words.shape[1], 2, device=stored.device)
+    # Products wrap in 64 bits, which leaves their low 32 bits right; the sum of 2^15 of those fits.
     sums = ((words * (odd * _WORD_FACTOR & _WORD)) & _WORD).sum(1) + (layer + 1) * _LAYER_FACTOR
     return (((sums & _WORD) ^ _HALF) - _HALF).to(torch.int32)
 
@@ -77,6 +89,8 @@ def pack_delta(delta: Tensor, kind: StateKind, base_marks: Tensor, upper: Tensor
     packed = torch.zeros(len(delta), at.row_bytes, dtype=torch.uint8, device=delta.device)
     if not len(delta):
         return packed
+    # The largest differences, not the largest inputs: those
+    # of a residual stream hardly change between layers.
     places = delta.abs().topk(at.outlier_count, dim=1).indices
     outliers = delta.gather(1, places)
     rest = delta.scatter(1, places, 0.0)
@@ -92,7 +106,9 @@ def pack_delta(delta: Tensor, kind: StateKind, base_marks: Tensor, upper: Tensor
     most = (1 << packing.bits) - 1
     scales = ((greatest - least) / most).half()
     steps = torch.where(scales > 0, scales.float(), torch.inf)
+    # In steps from the group's begin: at most 15.9 of them fit into a byte, and 4 bits have 15 steps.
     zeros = (-least / steps * ZERO_STEPS).round_().clamp_(0, _MOST_ZERO)
+    # Nearest codes, for saving beside a request; with `upper`, an element at a time (`rounding.py`).
     if upper is None:
         codes = (groups / steps.unsqueeze(-1) + (zeros / ZERO_STEPS).unsqueeze(-1)).round_().clamp_(0, most)
         codes = codes.view(len(delta), -1)[:, : delta.shape[1]]
@@ -123,6 +139,7 @@ def add_delta(packed: Tensor, kind: StateKind, base: Tensor) -> Tensor:
             actual=f"{list(packed.shape)} {packed.dtype}",
         )
     places = _part(packed, at.places, 2 * at.outlier_count, torch.int16).long()
+    # `scatter_` with a place outside a row writes to other memory on a GPU.
     if len(packed) and not bool(((places >= 0) & (places < size)).all()):
         raise ShapeMismatch(
             what=f"outliers of {kind.name.lower()} rows",
@@ -135,6 +152,7 @@ def add_delta(packed: Tensor, kind: StateKind, base: Tensor) -> Tensor:
     spread = [each.repeat_interleave(packing.group_size, 1)[:, :size] for each in (zeros, scales)]
     delta = codes.sub_(spread[0]).mul_(spread[1])
     outliers = _part(packed, at.outliers, 4 * at.outlier_count, torch.float32)
+    # Outliers are differences too, so that both kinds of elements are added in float32.
     return base + delta.scatter_(1, places, outliers)
 
 
@@ -148,6 +166,9 @@ def _put_codes(codes: Tensor, bits: int, packed: Tensor) -> None:
     if bits == 4:
         packed[:, : size // 2] = codes[:, 0::2] | (codes[:, 1::2] << 4)
         return
+    # 3 bits a code: the low two in quarters of a byte, the high one in a plane of bits behind them.
+    #
+    #     codes c0 ... c7     [c3c2c1c0 low pairs][c7c6c5c4 low pairs] ... [high bits of c7 ... c0]
     for place in range(4):
         packed[:, : size // 4] |= (codes[:, place::4] & 3) << (2 * place)
     for place in range(8 if bits > 2 else 0):
@@ -201,6 +222,8 @@ class Chain:
             rows = widen(stored, kind, self._shape[1], torch.float32)
         else:
             rows = stored.float()
+        # The mark is of the stored bytes, not of the wide rows: it
+        # finds a base of the same values that was packed otherwise.
         if layer in self.layers:
             kept, marks = self._room(stored.device)
             kept[tokens], marks[tokens] = rows, marks_of(stored, layer)
@@ -222,10 +245,12 @@ class Chain:
             if self._kept is None:
                 raise BaseMismatch(stream=str(spec.stream), below=layer - 1, token=0)
             base, marks = self._kept
+            # From the base as it comes back, not as it was: a layer's error is that of its own codes alone.
             stored = pack_delta(rows.float() - base, kind, marks, self._rounding(layer))
         else:
             stored = as_stored(rows, spec)
         if layer in self.layers:
+            # Widened as a restore will do it, so that both keep the same base for the layer above.
             self.wide(layer, kind, stored, 0)
         return stored
 
@@ -240,6 +265,7 @@ class Chain:
         if self._kept is None:
             raise BaseMismatch(stream=str(stream), below=layer - 1, token=tokens.start)
         rows, marks = (each[tokens] for each in self._kept)
+        # Before the sum: a delta on a wrong base gives rows that look like any other.
         is_wrong = _part(stored, at.base, 4, torch.int32)[:, 0] != marks
         if bool(is_wrong.any()):
             token = tokens.start + int(is_wrong.int().argmax())

@@ -48,6 +48,13 @@ def transfer(rows: Tensor, place: Tensor) -> None:
     place.copy_(rows, non_blocking=True)
 
 
+# Two slots on the device, by turns; layer i + 1 comes while layer i is computed:
+#
+#     slot 0    layer 0: rows [l, n) copied, [0, l) projected from inputs    │ layer 2 ...
+#     slot 1    layer 1 on its way ─────────────────────────────────────────►│ layer 1 computed
+#
+#     a slot    inputs [capacity, D]            tokens 0 .. l from the host
+#               rows [capacity, H C + H C_v]    tokens 0 .. l projected here, l .. n from the host, n .. new
 class _Slot(NamedTuple):
     """One layer on the device: inputs [capacity, D], rows [capacity, H C + H C_v]."""
 
@@ -143,9 +150,11 @@ class HostCache(Cache):
         """
         keys, values = halves
         count = len(inputs)
+        # `_layer` is at -1 until the first pass begins.
         if self._layer >= 0 or count > self.capacity or keys.shape[2] != count or values.shape[2] != count:
             raise InvalidArgument(field="tokens", problem=f"{count} of a layer cannot be put into this cache")
         self._inputs[layer][:count] = inputs
+        # With their positions, unlike rows of the store: attention takes them at every step as they are.
         self._rows[layer][:count] = self._joined(keys, values)
         self.token_count = count
 
@@ -205,6 +214,7 @@ class HostCache(Cache):
     def _begin_of(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         # Any: a hook sees whatever the model passes to its layer, and families name the cache in their way.
         def hook(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A pass of the same model over another cache is none of this one's.
             if any(value is self for value in (*args, *kwargs.values())):
                 self._begin(layer, args[0] if args else kwargs["hidden_states"])
 
@@ -215,6 +225,8 @@ class HostCache(Cache):
         if len(inputs) != 1:
             raise UnsupportedBatch(batch_size=len(inputs))
         new_count = inputs.shape[1]
+        # Behind the layer before, or behind the last one: a
+        # pass that broke midway leaves another number for good.
         if self._layer not in (layer - 1, layer - 1 + len(self.layers)):
             raise IncompleteRestore(layer=layer, row_count=self._layer, token_count=self.token_count)
         if self.token_count + new_count > self.capacity:
@@ -223,6 +235,7 @@ class HostCache(Cache):
         self._layer = layer
         current = self._coming or self._have_come(layer, self.token_count)
         self._current = current
+        # New rows go to the host before the next layer's copy is ordered behind it (`mark`).
         self._inputs[layer][self.token_count : self.token_count + new_count].copy_(
             inputs[0], non_blocking=True
         )
@@ -230,6 +243,7 @@ class HostCache(Cache):
         # Behind the last layer the next pass begins, with what is new in this one.
         after = self.token_count + (new_count if is_last else 0)
         self._coming = self._have_come(0 if is_last else layer + 1, after)
+        # On the engine's stream: the projection waits for the inputs alone, while K and V still come.
         if current.split:
             current.inputs.wait(Deadline.after_s(COPY_TIMEOUT_S))
             self._project(layer, current.slot, current.split)
@@ -238,6 +252,7 @@ class HostCache(Cache):
         """Begin to copy a layer into the slot whose layer has been computed."""
         slot = self._slots[self._turn % len(self._slots)]
         self._turn += 1
+        # Asked for each layer: the rates may have been measured anew between two passes.
         split = self.split(token_count)
         if not 0 <= split <= token_count:
             raise InvalidArgument(field="split", problem=f"{split} of {token_count} tokens")
@@ -254,6 +269,7 @@ class HostCache(Cache):
             token_count,
             split,
             self._lane.submit(copy(inputs, slot.inputs[:split]), after=[before], deadline=deadline),
+            # Behind the inputs on one lane: the projection begins while these are under way.
             self._lane.submit(copy(rows, slot.rows[split:token_count]), deadline=deadline),
         )
 
@@ -271,10 +287,12 @@ class HostCache(Cache):
         if current is None or layer != self._layer:
             raise IncompleteRestore(layer=layer, row_count=0, token_count=self.token_count)
         begin, end = self.token_count, self.token_count + keys.shape[2]
+        # Only now: the projection has had the time of the copy.
         current.rows.wait(Deadline.after_s(COPY_TIMEOUT_S))
         rows = current.slot.rows
         rows[begin:end] = self._joined(keys, values)
         self._rows[layer][begin:end].copy_(rows[begin:end], non_blocking=True)
+        # All layers have the new tokens: a pass that breaks before this point has brought none.
         if layer + 1 == len(self.layers):
             self.token_count = end
         first, second = rows[:end, : self._key_size], rows[:end, self._key_size :]
@@ -324,6 +342,7 @@ class _HostLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See CacheLayerMixin."""
+        # (keys that attention sees, offset of the first): full attention sees all from token 0 on.
         return self._cache.token_count + query_length, 0
 
     def get_seq_length(self) -> int:

@@ -37,6 +37,12 @@ Positions are in queries and keys.
 """
 
 
+# A pass over three sequences, t new tokens of each (a prefill chunk and two decode steps), in one row:
+#
+#     input ids    [1, 512 + 1 + 1]   [ A A A ... A │ B │ C ]
+#     everything but attention        one product for all tokens
+#     attention                       [ A over A's cache │ B over B's │ C over C's ]
+#     logits       [3, V]             behind the last token of each
 class SequenceCache:
     """Keys and values of one sequence, room for `capacity` tokens."""
 
@@ -52,6 +58,7 @@ class SequenceCache:
         if layer not in self.layers:
             self.layers[layer] = (self._empty(keys), self._empty(values))
         end = self.token_count + keys.shape[2]
+        # In place: room for all tokens was made at once, and a step copies only its own.
         for cache, new in zip(self.layers[layer], (keys, values), strict=True):
             cache[:, :, self.token_count : end] = new
         first, second = self.layers[layer]
@@ -70,6 +77,8 @@ class SequenceCache:
             for half in (held.keys, held.values):
                 # Not left as it comes: what is masked is multiplied by zero.
                 room = half.new_zeros(*half.shape[:2], capacity, half.shape[3])
+                # A sliding layer holds its last tokens only: they lie
+                # at their own places, so that windows mask as usual.
                 room[:, :, token_count - kept : token_count] = half
                 halves.append(room)
             own.layers[layer] = (halves[0], halves[1])
@@ -105,6 +114,7 @@ class PackedModel:
         self.model, self._windows = model, _windows(model)
         self.layer_shapes: dict[int, tuple[int, int, int]] = {}
         """Heads of each layer's cache, and how wide its keys and values are."""
+        # Registered for the process, as transformers has it; a model is switched by its own setting.
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
         before = model.config._attn_implementation  # noqa: SLF001  transformers has a way to set it, none to ask
         model.set_attn_implementation(ATTENTION)
@@ -150,6 +160,7 @@ class PackedModel:
                 for work in batch
             ]
         )
+        # The head runs over the last token of each sequence alone.
         lasts = torch.tensor([len(work.token_ids) for work in batch]).cumsum(0) - 1
         with torch.no_grad():
             output = self.model(
@@ -158,6 +169,8 @@ class PackedModel:
                 past_key_values=_Packed(),
                 use_cache=True,
                 logits_to_keep=lasts.to(device),
+                # Unknown to transformers: models hand such arguments
+                # through to their attention, which is `_attend`.
                 packed=batch,
                 windows=self._windows,
             )
@@ -201,6 +214,8 @@ def _attend(
     Raises UnsupportedArchitecture.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
+    # An argument that is ignored gives other tokens than
+    # transformers, and rows saved under a true fingerprint.
     unknown = sorted(name for name, value in others.items() if name not in _HARMLESS and value is not None)
     if packed is None:
         raise _refused(module, "its attention is not told which sequences are in a pass")
@@ -208,6 +223,7 @@ def _attend(
         raise _refused(module, f"its attention takes {unknown[0]!r}, which packed passes do not know")
     if dropout or is_causal is False or not getattr(module, "is_causal", True):
         raise _refused(module, "its attention drops out, or looks ahead")
+    # Both are used elsewhere: the configuration's by restores, the module's by its own attention.
     if sliding_window not in (None, windows[layer]):
         problem = f"layer {layer} attends to {sliding_window} tokens, its configuration says {windows[layer]}"
         raise _refused(module, problem)
@@ -247,7 +263,9 @@ def _scored(
         scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    # float32 as in the models' own attention, which rounds at the same place.
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    # A sink takes weight and has no value.
     return weights[..., : keys.shape[2]] @ values
 
 
@@ -257,6 +275,11 @@ def _visible(new_count: int, token_count: int, window: int | None, device: torch
         return None
     every = torch.ones(new_count, token_count, dtype=torch.bool, device=device)
     seen = every.tril(token_count - new_count)
+    # Two new tokens behind three, window 2; x is seen:
+    #
+    #     token        0 1 2 3 4
+    #     new token 3  . . x x .
+    #     new token 4  . . . x x
     return seen if window is None else seen.triu(token_count - new_count - window + 1)
 
 

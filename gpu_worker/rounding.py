@@ -41,6 +41,7 @@ class Roundings:
             return self._known[layer]
         made = self._made(layer)
         size_bytes = 4 * self._adapter.hidden_size**2
+        # D^2 floats a layer: 64 MiB at D = 4,096. Beyond the bound a matrix is made again for each use.
         if made is None or (len(self._known) + 1) * size_bytes <= KEPT_BYTES:
             self._known[layer] = made
         return made
@@ -49,10 +50,15 @@ class Roundings:
         weights = self._weights(layer)
         if weights is None:
             return None
+        # A: the layer's way from input to K and V, [D, out]. An error e [D] costs |e A|^2 = e (A A') e':
+        #
+        #     cost   A A' + damping       [D, D]
+        #     upper  Cholesky factor of its inverse: row i makes up for an error of element i behind it
         cost = weights @ weights.T
         mean = float(cost.diagonal().mean())
         if not 0 < mean < float("inf"):
             return None
+        # Grouped heads leave A A' without full rank: without damping it has no inverse.
         cost.diagonal().add_(DAMPING * mean)
         factor, problem = torch.linalg.cholesky_ex(
             torch.cholesky_inverse(torch.linalg.cholesky(cost)), upper=True
@@ -65,12 +71,15 @@ class Roundings:
         if not decoder.has_rows or decoder.recurrence is not None:
             return None
         with torch.no_grad():
+            # Each input by itself: a projection's rows are then its
+            # matrix, whatever module it is (fused, packed, adapted).
             unit = torch.eye(adapter.hidden_size, dtype=adapter.model.dtype, device=decoder.device)
             # Half the difference of both signs: what a norm adds, and its mean, are gone.
             normed = (decoder.normed(unit) - decoder.normed(-unit)) / 2
             zero = adapter.pack(*decoder.projection.project(torch.zeros_like(normed[:, :1])))
             whole = (adapter.pack(*decoder.projection.project(normed)) - zero).float()
             twice = (adapter.pack(*decoder.projection.project(2 * normed[:, :_PROBES])) - zero).float()
+        # A norm of K makes the way depend on the row. A few inputs show it: norms are the same for all.
         is_linear = (twice - 2 * whole[:_PROBES]).abs().max() <= _LINEAR * twice.abs().max()
         return whole if bool(is_linear) else None
 
@@ -83,8 +92,14 @@ def rounded(rows: Tensor, steps: Tensor, zeros: Tensor, most: int, places: Tenso
     """
     size = rows.shape[1]
     work, codes = rows.clone(), torch.empty_like(rows)
+    # Outliers are stored exactly. Errors that are shifted onto them go on to elements that can take them.
     is_outlier = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, places, value=True)
     scale = torch.where(torch.isinf(steps), 0.0, steps)
+    # Elements of all T rows at once, one column after the other:
+    #
+    #     columns   done │ block of 64           │ behind
+    #                    │ i: code, error ──►    │          within the block at once, a column at a time
+    #                    │ ─── errors @ upper ───┼──►       behind it once per block, as one product
     for begin in range(0, size, BLOCK):
         end = min(begin + BLOCK, size)
         errors = rows.new_zeros(len(rows), end - begin)

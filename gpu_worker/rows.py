@@ -34,6 +34,7 @@ def pack(rows: Tensor, kind: StateKind) -> Tensor:
             expected="[T, an even number up to 32768]",
             actual=str(list(rows.shape)),
         ) from error
+    # Zeros behind the parts: padding is a part of the checksum, and equal rows must be equal bytes.
     packed = torch.zeros(len(rows), layout.row_bytes, dtype=torch.uint8, device=rows.device)
     if not len(rows):
         return packed
@@ -77,6 +78,7 @@ def widen(packed: Tensor, kind: StateKind, element_count: int, dtype: torch.dtyp
     Raises ShapeMismatch, for places outside a row too.
     """
     rows = quantized(packed, kind, element_count)
+    # Checked on the host's way only: kernels compare places with columns, and take none outside of a row.
     places = rows.places
     if len(rows) and not bool(((places >= 0) & (places < element_count)).all()):
         raise ShapeMismatch(
@@ -89,6 +91,11 @@ def widen(packed: Tensor, kind: StateKind, element_count: int, dtype: torch.dtyp
 
 def _views(packed: Tensor, packing: Packing, layout: PackedLayout) -> Quantized:
     def part(begin: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
+        # A row of a packed kind, each part on a multiple of its element's size (docs/chunk_format.md):
+        #
+        #     [ codes │ outliers float32 │ scales float16 │ zeros float16 │ places uint16 │ padding ]
+        #
+        # A view of other elements needs just that alignment, so that nothing is copied.
         return packed[:, begin : begin + size_bytes].view(dtype)
 
     groups, kept = layout.group_count, layout.outlier_count
@@ -144,6 +151,7 @@ def as_stored(rows: Tensor, spec: StreamSpec, *, token_count: int | None = None)
 
     `token_count` is the T to expect, if one is. Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable.
     """
+    # Rows that were packed where they were computed come as bytes, and are not packed again.
     if spec.dtype is DType.PACKED and rows.dtype is not torch.uint8:
         rows = pack(rows, spec.stream.kind)
     width = spec.row_bytes // spec.dtype.size_bytes

@@ -73,6 +73,7 @@ class Snapshot:
         return cls(
             token_count,
             {
+                # transformers writes into the state's own tensor at the next token.
                 layer: {name: state.clone() for name, state in states_of(cache, layer).items()}
                 for layer in adapter.state_layers
             },
@@ -89,6 +90,7 @@ class Snapshot:
             if not 0 < self.token_count <= token_count:
                 problem = f"it is of {self.token_count} tokens, the session has {token_count}"
                 raise SnapshotMismatch(layer=layer, problem=problem)
+            # By the tensors that the model's own pass left in the proof: names, shapes and types.
             _check(adapter, layer, states)
 
     def put(self, adapter: Adapter, cache: Cache) -> None:
@@ -130,6 +132,7 @@ class Identity:
 
     def key(self, layer: int) -> bytes:
         """The key of one layer's block, 32 bytes."""
+        # One block for each layer: a plan takes the states of some layers and rebuilds the others.
         return hashlib.sha256(self.digest + struct.pack("<i", layer)).digest()
 
 
@@ -141,6 +144,10 @@ def identities(fingerprint: bytes, token_ids: Sequence[int], counts: Sequence[in
     for count in counts:
         running.update(data[done:count].tobytes())
         done = count
+        # Keys of a session's prefixes in one pass over its tokens:
+        #
+        #     running   H(domain, model) ── tokens 0..31 ── tokens 32..63 ── ...
+        #     copies                     └─► + 32 = key    └─► + 64 = key
         digest = running.copy()
         digest.update(struct.pack("<q", count))
         yield Identity(fingerprint, digest.digest(), count)
@@ -164,6 +171,7 @@ def encoded(identity: Identity, layer: int, states: States) -> Bytes:
         role, _, number = name.partition(" ")
         sizes = [*state.shape, *[0] * (_MOST_AXES - state.ndim)]
         head += _TENSOR.pack(_NUMBERS[role], int(number), row_dtype(state.dtype), state.ndim, *sizes)
+    # A block: [ head │ a record of each tensor ][ tensor ][ tensor ] ..., each begun on 16 bytes.
     begins = [_aligned(len(head))]
     for state in states.values():
         begins.append(_aligned(begins[-1] + state.nbytes))
@@ -204,6 +212,7 @@ def _decoded(identity: Identity, layer: int, block: Bytes) -> States:
         tensor = torch.from_numpy(block[begin : begin + size_bytes]).view(kind).view(shape)
         states[f"{_ROLES[role]} {number}"] = tensor
         begin = _aligned(begin + size_bytes)
+    # A block that is cut or has more behind it is damaged, or of another layout.
     if begin != len(block):
         raise SnapshotMismatch(layer=layer, problem=f"it has {len(block)} bytes, its tensors take {begin}")
     return states
@@ -233,10 +242,13 @@ class Snapshots:
         Looks at all of them, and at every GRAIN_TOKENS before. A store that fails has none.
         """
         count = len(token_ids)
+        # The end is looked for too: turns end anywhere, and leave a snapshot there.
         counts = [*range(GRAIN_TOKENS, count, GRAIN_TOKENS), count] if count else []
         found = list(identities(self._fingerprint, token_ids, counts))[::-1]
+        # One layer stands for all: its block is put last (`take`), so that the others are there already.
         first, space = self._adapter.state_layers[0], self._space(salt)
         try:
+            # From the longest prefix down: most restores find theirs in the first request.
             for begin in range(0, len(found), _LOOK_UP_KEYS):
                 some = found[begin : begin + _LOOK_UP_KEYS]
                 answers = self._client.blocks.look_up(space, [each.key(first) for each in some])
@@ -244,6 +256,7 @@ class Snapshots:
                     if answer.state is LookupState.HIT:
                         return identity.token_count
         except CacheError as error:
+            # No restore needs a snapshot: a store that fails costs the shortcut, not the session.
             log.warning("snapshots_not_found reason=%s error=%s", error.reason, error)
         return 0
 
@@ -267,6 +280,8 @@ class Snapshots:
         except CacheError as error:
             log.warning("snapshot_not_loaded tokens=%d reason=%s error=%s", token_count, error.reason, error)
             return None
+        # Plans count on all of these layers: some of them
+        # alone would stand at a token that no rows go on from.
         return Snapshot(token_count, states) if len(states) == len(layers) else None
 
     def take(
@@ -278,6 +293,7 @@ class Snapshots:
         """
         while self._pending and self._pending[0].done():
             _settle(self._pending.popleft())
+        # Copies of states take memory: behind a slow store they would pile up.
         if len(self._pending) >= PENDING_LIMIT:
             self.skipped_count += 1
             return False
