@@ -89,6 +89,7 @@ class Libcuda:
     def open_ipc(self, handle: bytes) -> int:
         """See Driver."""
         address = ctypes.c_uint64()
+        # By value, as the function takes it.
         packed = _IpcHandle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), packed, _LAZY_PEER_ACCESS)
         return address.value
@@ -158,11 +159,15 @@ class Libcuda:
     def map(self, address: int, size_bytes: int, handle: int, device: int) -> None:
         """See Driver."""
         at, size = ctypes.c_uint64(address), ctypes.c_size_t(size_bytes)
+        # A VMM allocation becomes memory of this process in four steps:
+        #
+        #     import (handle) ─ reserve (addresses) ─ map (both) ─ set access (this device)
         self._call("cuMemMap", at, size, ctypes.c_size_t(0), ctypes.c_uint64(handle), ctypes.c_ulonglong(0))
         access = _Access(_Location(_ON_DEVICE, device), _READ_WRITE)
         try:
             self._call("cuMemSetAccess", at, size, ctypes.byref(access), ctypes.c_size_t(1))
         except OSError:
+            # The caller undoes what returned: a mapping without access is this function's to undo.
             self.unmap(address, size_bytes)
             raise
 
@@ -181,6 +186,7 @@ class Libcuda:
 
     def register_host(self, address: int, size_bytes: int) -> None:
         """Pin memory that is mapped here to be read, for all contexts: copies come straight from it."""
+        # Read-only, as the arena is mapped so here: the driver refuses to pin such memory for writing.
         flags = ctypes.c_uint(_PORTABLE | _READ_ONLY)
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), flags)
 

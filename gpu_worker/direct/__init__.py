@@ -48,6 +48,13 @@ class KvikioFound:
     version: str = ""
 
 
+# Paths by what is wanted (columns) and what the machine has (rows):
+#
+#                       auto     gds      kvikio-compat   posix    off
+#     GDS works         gds      gds      kvikio-compat   posix    off
+#     kvikio alone      compat   compat   kvikio-compat   posix    off
+#     kvikio fails      posix    posix    posix           posix    off
+#     no GPU            off      posix    posix           posix    off
 def choose(wanted: Wanted, found: KvikioFound | None) -> Live:
     """The path for what is wanted; `found` of kvikio, None where there is no GPU."""
     if wanted is Wanted.OFF:
@@ -56,6 +63,8 @@ def choose(wanted: Wanted, found: KvikioFound | None) -> Live:
         return Live(DirectPath.POSIX, "asked for")
     if found is not None:
         return _on_gpu(wanted, found)
+    # The store's read stays in the arena for all who come
+    # after; without a GPU nothing is gained by going past it.
     if wanted is Wanted.AUTO:
         return Live(DirectPath.OFF, "no GPU to read into; what the store reads stays for the next one")
     return Live(DirectPath.POSIX, f"no GPU to read into by {wanted.value}")

@@ -26,6 +26,14 @@ from ctxcache.format.streams import Stream
 from gpu_worker.kernels.chunk_checksum.reference import WORD_BYTES, ChunkPiece
 from gpu_worker.pipeline.sources import BatchLanding, Cuts, Expected, LeasedSource, SumsChunks
 
+# A restore from files, and what takes over where one fails:
+#
+#     land     begin reads ──┐                                   a read cannot begin: the store, this batch on
+#     bring                  └► wait for them ──┐                a read ends short: the store, this batch on
+#     sum up                                    └► sums ──┐
+#     check                                               └► compare with the lease's: wrong is a miss
+#
+# A miss and not a second read: rows were projected already, and the layer is never announced.
 THREADS = 32
 """Reads of kvikio under way at a time: fewer leave an NVMe device idle between them."""
 TASK_BYTES = 1 << 20
@@ -105,6 +113,7 @@ class DirectSource:
         self._rows, self._again, self._on_failure = rows, again, on_failure
         # The reading lane's, and the copying lane's where a read fails there.
         self._lock = threading.Lock()
+        # None while files serve. Once they are given up, the store serves for the rest of this restore.
         self._instead: LeasedSource | None = None
         self._others: SessionRows | None = None
         self.read_bytes = 0
@@ -129,6 +138,7 @@ class DirectSource:
     def check(self) -> None:
         """See Source. Also where the store took over: earlier rows are of the first lease."""
         self._rows.check()
+        # Rows of both leases are in the target: either one that ended makes them doubtful.
         if self._others is not None:
             self._others.check()
 
@@ -144,6 +154,7 @@ class DirectSource:
             self._others.close()
 
     def _count(self, stream: Stream, begin: int, end: int) -> None:
+        # A run without a slot lies in the arena already, and is not read from a file.
         runs = (run for run in self._rows.runs(begin, end) if run.slot is not None)
         self.read_bytes += sum(run.row_end - run.row_begin for run in runs) * self.row_bytes(stream)
 
@@ -183,9 +194,16 @@ class FileLanding(BatchLanding):
         failures = self._ended()
         if failures:
             rows = self.instead(failures[0])
+            # A chunk whose first piece came from the file before, and whose rest came another way:
+            #
+            #     on the device   [ piece 0: from the file, summed up ][ piece 1: through the store ]
+            #
+            # Its checksum needs the device's sums of both pieces,
+            # and what the store reads is verified by other sums.
             if any(piece.begin or not piece.is_last for piece in self.pieces):
                 # The rest of the chunk is on the device already, and could not be verified any more.
                 raise failures[0]
+            # The whole batch comes through the store, which verifies it: nothing is left to be summed up.
             for planned in (self.targets, self.sources, self.pieces, self.expected):
                 planned.clear()
             self.copy(0, rows)
@@ -203,6 +221,7 @@ class FileLanding(BatchLanding):
     def _failure(self, each: _Reading) -> TierFailure | None:
         path = self.path_of(each.chunk.path_index)
         try:
+            # kvikio's threads read; only this call waits, on the copying lane.
             count = each.reading.get()
         except Exception as error:  # noqa: BLE001  # a driver's own, of whatever class
             return TierFailure(path=path, problem=f"kvikio: {type(error).__name__}: {error}")
@@ -236,6 +255,8 @@ class LandingSource(DirectSource):
             path_of=self._rows.files.paths.__getitem__,
             instead=lambda error: self._other_rows(error, stream, (begin, end), into.shape[1]),
         )
+        # Taken before `_begin`, which changes it: it says whether
+        # the batch before this one left a chunk unfinished.
         is_open = stream in self._open
         if self._instead is None:
             try:
@@ -247,6 +268,8 @@ class LandingSource(DirectSource):
             else:
                 self._count(stream, begin, end)
                 return landing
+        # The store could bring the rows, but the chunk's first
+        # piece is on the device and could never be verified.
         if is_open:
             problem = f"rows of {stream} from token {begin} on could not be read behind those of their chunk"
             raise TierFailure(path=self._rows.files.paths[0], problem=problem)
@@ -265,6 +288,7 @@ class LandingSource(DirectSource):
         """Begin to read a piece of a chunk; False where the device cannot verify it."""
         row_bytes = landing.into.shape[1]
         chunk_begin = run.token_begin - run.row_begin
+        # A run of a part of a chunk has no checksum of its own: the host reads and verifies the whole chunk.
         if run.slot is None or not run.is_of_whole or offset % WORD_BYTES:
             return False
         if not cuts.pieces(chunk_begin, chunk_begin + run.slot.token_count, row_bytes):
@@ -282,6 +306,8 @@ class LandingSource(DirectSource):
             self._open.discard(stream)
             landing.expected.append(
                 Expected(
+                    # Sums on SSD are bound to their segment and
+                    # stream: right bytes of another chunk do not pass.
                     lambda found: bound_checksum(chunk.seed, stream, found) == chunk.checksum,
                     lambda: self._differs(slot, stream),
                 )

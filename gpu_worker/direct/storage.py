@@ -55,6 +55,8 @@ def probe_kvikio(device: torch.device, *, timeout_s: float = PROBE_TIMEOUT_S) ->
         return None
     if find_spec("kvikio") is None:
         return KvikioFound("not installed: pip install 'ctxcache[direct]'")
+    # A process of its own: a driver that crashes takes that
+    # one down, and one that hangs is killed by the time limit.
     command = (sys.executable, "-c", _PROGRAM, str(device))
     try:
         ran = subprocess.run(  # noqa: S603
@@ -70,6 +72,7 @@ def probe_kvikio(device: torch.device, *, timeout_s: float = PROBE_TIMEOUT_S) ->
 def read_answer(status: int, said: str, complained: str) -> KvikioFound:
     """The answer of a probe's process when it ended."""
     lines = said.strip().splitlines()
+    # The last line of a traceback says what is wrong; the rest is where.
     if status or not lines:
         last = (complained.strip().splitlines() or [f"ended with status {status}"])[-1]
         return KvikioFound(last[:200])
@@ -124,11 +127,13 @@ class DirectStorage:
 
         Raises as Client.read.
         """
+        # Asked for in the usual way: the store reads into the arena, and promotes the session.
         if self._machine.path is DirectPath.OFF:
             return self._client.sessions.open(session, model).read(
                 streams=streams, end=end, if_generation_match=if_generation_match
             )
         self._look(self._client.ssd_files())
+        # Through the store once: it verifies what it reads, and cuts or mends what is wrong.
         is_suspect = session.name in self._suspects
         rows = self._client.sessions.open(session, model).read(
             streams=streams,
@@ -136,6 +141,7 @@ class DirectStorage:
             if_generation_match=if_generation_match,
             leave_on_ssd=not is_suspect,
         )
+        # Behind the read: one that raises leaves the session suspect.
         if is_suspect:
             self._suspects.discard(session.name)
         return rows
@@ -170,6 +176,8 @@ class DirectStorage:
         def failed(error: CacheError) -> None:
             self._failed(error)
             if isinstance(error, (CorruptSegment, TierFailure)):
+                # Forgetting costs a further miss at most; the set
+                # must not grow with every session of a broken disk.
                 if len(self._suspects) >= SUSPECTS_LIMIT:
                     self._suspects.clear()
                 self._suspects.add(rows.session.name)
@@ -202,12 +210,14 @@ class DirectStorage:
         if self._machine.path not in (DirectPath.GDS, DirectPath.COMPAT):
             return None
         with self._lock:
+            # A store that was started again has files of its own: those of the former one are opened anew.
             if self._opened is not None and self._opened[0] is files:
                 return self._opened[1]
         try:
             opened = self._open(files)
         except TierFailure as error:
             self._failed(error)
+            # For good: a file that kvikio cannot open now would fail at every restore.
             self._machine = Live(DirectPath.POSIX, str(error))
             self._say(self._machine)
             return None
