@@ -46,6 +46,15 @@ def parse_rendezvous(url: str) -> str:
     return url
 
 
+# Ranks meet at two places, for two purposes:
+#
+#     store    small messages: terms, plans, ready, end        one TCPStore or FileStore for all ranks
+#     group    rows, all-gathered                              NCCL or Gloo, among one stage's tensor ranks
+#
+# Rank = stage * tensor_ranks + tensor_rank:
+#
+#     stage 0 (layers 0..15)     rank 0   rank 1        gather among these two
+#     stage 1 (layers 16..31)    rank 2   rank 3        and among these two
 class EngineRanks:
     """This rank among the others, as long as its engine is attached."""
 
@@ -67,6 +76,8 @@ class EngineRanks:
 
         Raises RankLost.
         """
+        # Connecting waits for rank 0, and a second restore
+        # must not wait longer than its own deadline for that.
         if not self._store_lock.acquire(timeout=deadline.left_s):
             raise RankLost(rank=0, problem="cannot be reached")
         url, timeout = urlsplit(self._url), timeout_of(deadline)
@@ -78,10 +89,12 @@ class EngineRanks:
                     self._store = _distributed.TCPStore(
                         url.hostname or "",
                         url.port or 0,
+                        # The first rank listens; waiting for the others here would hold up every attach.
                         is_master=self.share.rank == 0,
                         timeout=timeout,
                         wait_for_workers=False,
                     )
+            # torch's client blocks in `wait`: a clone has a connection of its own.
             found = self._store.clone()
             found.set_timeout(timeout)
         except RuntimeError as error:
@@ -104,6 +117,7 @@ class EngineRanks:
         """Take a name of a round; False for one that was used."""
         if name in self._rounds:
             return False
+        # Names are kept as long as their messages: one that comes again would find the former round's.
         self._rounds.append(name)
         return True
 
@@ -118,6 +132,7 @@ class EngineRanks:
     def connect(self, name: str, device: torch.device, deadline: Deadline) -> ProcessGroup | None:
         """The stage's connections of that name; None for one rank alone. Raises RankLost."""
         share = self.share
+        # Connections last over rounds, and a failed round ends them: a name that differs asks for new ones.
         if name != self._group_name:
             self.disconnect()
             if share.tensor_ranks > 1:
@@ -131,6 +146,7 @@ class EngineRanks:
 
     def disconnect(self) -> None:
         """End the connections: whoever waits on them is told."""
+        # The object's end closes its sockets, and ranks that wait on them get an error.
         self._group, self._group_name = None, ""
 
     def forget_store(self) -> None:

@@ -48,6 +48,13 @@ class Gather(Protocol):
         ...
 
 
+# One batch of 10 tokens on 4 ranks, rows of one layer:
+#
+#     rank 0 reads 0..2    rank 1 reads 3..5    rank 2 reads 6..8    rank 3 reads 9 (and 2 rows of zeros)
+#                     all-gather: [4 * 3, row_bytes], cut to 10
+#     each rank projects all 10 rows into its own heads
+#
+# Each byte is read from the store once in all, and goes over the links between devices to the others.
 class Gathering:
     """See Compute: `compute` on the rows of all ranks."""
 
@@ -58,6 +65,7 @@ class Gathering:
     def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
         """See Compute; `data` are this rank's rows of the tokens that `room` is for."""
         began_ns = time.perf_counter_ns()
+        # Room is for all tokens of the batch; `data` is this rank's part of them.
         rows = self._gather.gather(data, len(room.pages.slots))
         self._seconds[Stage.of(method)] += (time.perf_counter_ns() - began_ns) / 1e9
         self._compute.restore(layer, method, rows, begin, room)
@@ -72,10 +80,18 @@ class Gathering:
 
     def apart(self, observed_s: Mapping[Stage, float]) -> Mapping[Stage, float]:
         """Seconds of the stages. Gathering, which ran within others, is a stage of its own."""
+        # The pipeline times both as one piece of work: gathering is taken out of the stage that it ran in.
         within = {stage: max(0.0, observed_s.get(stage, 0.0) - part) for stage, part in self._seconds.items()}
         return {**observed_s, **within, Stage.GATHER: sum(self._seconds.values())}
 
 
+# A stage with layers 16 to 31 of 32 runs a schedule of all 32:
+#
+#     model's layer   0 .. 15          16 .. 31
+#     parts           none             from rows
+#     own target      .                0 .. 15
+#
+# The schedule keeps the model's numbers, by which streams are named.
 class StageTarget(Target):
     """The model's layers, of which `own` has those of the share."""
 
@@ -153,9 +169,18 @@ class SharedRound:
 
     def agree(self, terms: Mapping[str, Any], pieces: Sequence[Any]) -> Sequence[Any]:
         """See Round."""
+        # Messages of a round, left in the store under its name:
+        #
+        #     terms            by rank 0            which session, generation, range; the group's name
+        #     pieces/STAGE     by a stage's first   the plan
+        #     ready/RANK       by each              it holds its lease
+        #     end/RANK         by each              its part is whole
+        #
+        # A rank that fails leaves {"failed": reason} in place of each message that it has not left yet.
         if self._share.rank == 0:
             self._enter()
             self._take_name(is_said=self._store.check([self._key("terms")]))
+            # Told with the terms, so that all ranks make new connections in the same round or none does.
             self._group_name = self._ranks.group_name()
             self._say("terms", _encode({"group": self._group_name, "terms": terms}))
         else:
@@ -167,6 +192,8 @@ class SharedRound:
         if self._share.tensor_rank == 0:
             self._say(f"pieces/{self._share.stage}", _encode({"pieces": pieces}))
             return pieces
+        # One plan per stage: drift may have taught ranks
+        # different ones, and gathering needs the same batches.
         first = self._share.stage * self._share.tensor_ranks
         heard = self._hear(f"pieces/{self._share.stage}", first)
         found: Sequence[Any] = heard["pieces"]
@@ -190,6 +217,7 @@ class SharedRound:
         group, ranks = self._group, self._share.tensor_ranks
         if group is None:
             raise RankLost(rank=self._share.rank, problem="the round is over")
+        # All-gather wants equal parts: shorter ones are filled up, and what was filled in is cut off behind.
         most = -(-count // ranks)
         if len(own) < most:
             own = torch.cat((own, own.new_zeros(most - len(own), own.shape[1])))
@@ -210,13 +238,16 @@ class SharedRound:
     def fail(self, error: BaseException) -> None:
         """Tell the others, as far as they can be told, and end the connections."""
         self._group = None
+        # Only the round that holds the connections ends them: one that never entered would end another's.
         if self._is_entered:
             self._ranks.disconnect()
         problem = _encode({"failed": error.reason if isinstance(error, CacheError) else type(error).__name__})
         own = [f"pieces/{self._share.stage}"] if self._share.tensor_rank == 0 else []
         first = ["terms"] if self._share.rank == 0 else []
+        # Messages of that name belong to the round that used it first.
         if self._is_foreign:
             return
+        # In place of all that others may still wait for: each of them hears of the failure at its next wait.
         for what in (*first, *own, self._mine("ready"), self._mine("end")):
             try:
                 self._say(what, problem)
@@ -263,6 +294,7 @@ class SharedRound:
 
     def _say(self, what: str, message: bytes) -> None:
         """Leave a message, once."""
+        # A rank that said `ready` cannot take it back: its failure is told by `end`.
         if what in self._said:
             return
         try:
@@ -278,6 +310,7 @@ class SharedRound:
             self._store.wait([self._key(what)], timeout_of(self._deadline))
             message = self._store.get(self._key(what))
         except RuntimeError as error:
+            # A wait that timed out is the other rank's; one that broke earlier is the store's.
             if self._deadline.left_s:
                 self._broke()
             raise RankLost(rank=rank, problem=f"says nothing: {problem_of(error)}") from error

@@ -27,6 +27,11 @@ from gpu_worker.parallel.share import ModelShare
 
 
 @dataclass(frozen=True, slots=True)
+# Rows are whole on every rank, K and V are of its own heads (H = 4, 2 ranks):
+#
+#     k_proj.weight [4 * C, D]   rank 0: rows 0 .. 2C     rank 1: rows 2C .. 4C      views
+#     x [T, D]                   the same on both
+#     keys of own heads          [T, 2, C]                [T, 2, C]
 class ShardedProjection:
     """Some heads of a layer's projection."""
 
@@ -36,6 +41,8 @@ class ShardedProjection:
     def project(self, normed: Tensor) -> Halves:
         """See Projection: normed [1, T, D] -> halves [T, own heads, C]."""
         whole = self.whole
+        # Fused and adapted projections do not say which rows
+        # are whose: all heads are computed, and some kept.
         if not _is_linear(whole):
             first, second = whole.project(normed)
             return first[:, self.heads], second[:, self.heads]
@@ -71,6 +78,7 @@ def shard(adapter: Adapter, share: ModelShare) -> Adapter:
     """The adapter of one rank; the one given where a rank has all heads. Raises InvalidArgument."""
     if share.tensor_ranks == 1:
         return adapter
+    # A state has heads of its own sorts, which models lay out in their own ways.
     if adapter.is_recurrent:
         raise InvalidArgument(field="tensor_ranks", problem="states are not shared among ranks")
     if not adapter.is_uniform:

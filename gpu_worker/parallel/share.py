@@ -49,6 +49,7 @@ class ModelShare:
 
         Parts are disjoint, in order of ranks, and all but the last ones as long.
         """
+        # 10 tokens on 4 ranks: [0, 3) [3, 6) [6, 9) [9, 10); 2 tokens: [0, 1) [1, 2) [2, 2) [2, 2).
         most = -(-(end - begin) // self.tensor_ranks)
         first = min(begin + self.tensor_rank * most, end)
         return first, min(first + most, end)
@@ -59,6 +60,7 @@ class ModelShare:
         Raises InvalidArgument.
         """
         ranks = self.tensor_ranks
+        # 8 heads, 4 ranks: 2 each. 2 heads, 4 ranks: ranks 0 and 1 keep head 0, ranks 2 and 3 head 1.
         if head_count % ranks and ranks % head_count:
             problem = f"{head_count} heads cannot be shared out among {ranks} ranks"
             raise InvalidArgument(field="tensor_ranks", problem=problem)
