@@ -12,6 +12,7 @@ from gpu_worker.sidecar.attachment import Attachment
 from gpu_worker.sidecar.restoring import RestoreOrder
 from gpu_worker.v1 import worker_pb2
 
+# Bounds on what one message may ask for: a plan, and arrays of slots, are made of these numbers.
 TOKEN_LIMIT = 1 << 24
 LENGTH_LIMIT = 1 << 16
 LENGTHS_LIMIT = 8
@@ -30,6 +31,7 @@ def restore(
         raise InvalidArgument(field="token_end", problem=problem)
     if request.new_token_count < 0:
         raise InvalidArgument(field="new_token_count", problem="is negative")
+    # Before the session is looked at: a request that is wrong by itself costs the store nothing.
     attachment.layout.check_blocks(request.block_ids, request.token_end)
     if request.token_ids and len(request.token_ids) != request.token_end:
         problem = f"{len(request.token_ids)}, there are {request.token_end} tokens"
@@ -49,6 +51,10 @@ def restore(
 
 def touched_blocks(asked: RestoreOrder, block_tokens: int) -> Sequence[int]:
     """The blocks that a restore writes to."""
+    # token_begin = 20, blocks of 16: block 1 has tokens 16 to 31, and is written to from its row 4 on.
+    #
+    #     blocks   [ 0: untouched ][ 1 ........ ][ 2 ........ ]
+    #     tokens   0               16   20        32
     return asked.block_ids[asked.begin // block_tokens :]
 
 

@@ -58,6 +58,7 @@ class RestoreControl:
 
     def write(self, begin: Callable[[], Callable[[], None]]) -> None:
         """Begin to write, unless it has ended. `begin` returns what cancels it. Raises as `check` does."""
+        # Checking and beginning are one step: an end that comes between them would find nothing to cancel.
         with self._lock:
             self.check()
             self._cancel = begin()
@@ -91,6 +92,7 @@ class Running:
         """The blocks that it may write to."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when its thread has ended."""
+        # Unbounded, but for a layer and one end each: a restore has only so many layers.
         self._events: asyncio.Queue[int | End] = asyncio.Queue()
 
     def layer(self, layer: int) -> None:
@@ -99,6 +101,7 @@ class Running:
 
     def over(self, error: CacheError | None) -> None:
         """Its thread has ended; nothing is written any more."""
+        # Before the error is told: from there on it may be kept for long.
         _forget_frames(error)
         self._events.put_nowait(End(error))
         self.ended.set_result(None)
@@ -108,6 +111,7 @@ class Running:
 
         True: nothing was written, nor will be; else it is cancelled, and `ended` says when that is so.
         """
+        # It writes: the pipeline is cancelled, and its thread tells the end when all lanes are at rest.
         if not self.control.end(error):
             return False
         self._events.put_nowait(End(error))
@@ -166,6 +170,7 @@ class Attachment:
 
     def shares_memory(self, other: "Attachment") -> bool:
         """Whether a byte of its keys and values may be one of another's."""
+        # Exports of VMM memory have no identity: two of them may be one, and are taken to be.
         if self.memory.kin & other.memory.kin:
             return True
         mine, theirs = (list(each.memory.covered(each.layout)) for each in (self, other))
@@ -179,10 +184,12 @@ class Attachment:
         """Take a restore on. Raises RestoreAlreadyExists, BlockInUse."""
         if restore_id in self.running:
             raise RestoreAlreadyExists(restore_id=restore_id)
+        # Blocks of one engine alone: those of others are in other memory (`shares_memory`).
         for other_id, other in self.running.items():
             if shared := running.block_ids & other.block_ids:
                 raise BlockInUse(block_id=min(shared), restore_id=other_id)
         self.running[restore_id] = running
+        # Apart from `running`, which forgets a restore as soon as nothing is written for it.
         self.threads.add(running.ended)
         running.ended.add_done_callback(self.threads.discard)
 
@@ -195,6 +202,7 @@ class Attachment:
         """End what is under way, and wait until nobody uses the memory any more."""
         for running in list(self.running.values()):
             running.stop(error)
+        # Cancelled ones too: unmapping under a thread that writes would kill the process.
         await asyncio.gather(*self.threads)
 
     def close(self) -> None:
@@ -207,6 +215,7 @@ class Attachment:
         """Bytes of the save area. Raises InvalidArgument."""
         if self.save_area is None:
             raise InvalidArgument(field="attachment_id", problem="was attached without a save area")
+        # Before each use: an engine may have shrunk its shared memory, and touching what is gone is SIGBUS.
         self.save_area.check()
         if not 0 <= offset <= self.save_area.size_bytes - size_bytes:
             problem = f"{stream}: bytes [{offset}, {offset + size_bytes}) are not within the save area"
@@ -235,5 +244,6 @@ class BlocksTarget(PagedTarget):
 
 def slots_of(block_ids: Sequence[int], block_tokens: int, token_end: int) -> Tensor:
     """Where tokens [0, token_end) go: [T] int64, block * block_tokens + row."""
+    # block_ids [7, 2], blocks of 4, 6 tokens:  [28 29 30 31 | 8 9 10 11] cut to 6 slots.
     starts = torch.tensor(block_ids, dtype=torch.int64) * block_tokens
     return (starts[:, None] + torch.arange(block_tokens)).flatten()[:token_end]

@@ -54,6 +54,10 @@ class Attachments:
         self, settings: WorkerSettings, client: Client, models: AttachedModels, opener: Opener
     ) -> None:
         self._settings, self._client, self._models, self._opener = settings, client, models, opener
+        # An attachment is in up to three books:
+        #
+        #     _by_id, _by_engine    listed: requests find it; taken out at once when it ends
+        #     _mapped               its memory is mapped: until its threads are at rest
         self._by_id: dict[str, Attachment] = {}
         self._by_engine: dict[str, Attachment] = {}
         self._mapped: list[Attachment] = []
@@ -89,6 +93,7 @@ class Attachments:
 
     async def attach(self, hello: attachment_pb2.AttachHello) -> Attachment:
         """Attach an engine; one of the same name is detached first. Raises as the proto says."""
+        # All that the hello says by itself is checked before a weight is read, which may take minutes.
         spec, directory = _checked(hello)
         share = _share(hello, spec.layer_count)
         self.room.take()
@@ -97,6 +102,8 @@ class Attachments:
                 model = await asyncio.to_thread(
                     self._known, directory, spec, probe_from_wire(hello.model), share
                 )
+            # In a thread: comparing the tensors of a large cache
+            # takes time, and the loop serves other engines meanwhile.
             layout = await asyncio.to_thread(_layout, hello.kv_cache, model)
             memory, save_area = self._open(hello)
         except TimeoutError:
@@ -117,6 +124,7 @@ class Attachments:
             evicted=asyncio.get_running_loop().create_future(),
             ranks=None if share is None else EngineRanks(share, hello.rank.rendezvous),
         )
+        # Counted before the wait for another engine: two attaches at once must not both see the same room.
         self._mapped_bytes += attachment.mapped_bytes
         try:
             # Again and again: another one may come while the one before it is waited for.
@@ -125,6 +133,7 @@ class Attachments:
         except BaseException:
             self._let_go(attachment)
             raise
+        # No await between the last look at the others and here: nobody can come between.
         self._mapped.append(attachment)
         self._by_id[attachment.attachment_id] = self._by_engine[hello.engine] = attachment
         return attachment
@@ -134,6 +143,7 @@ class Attachments:
 
         Raises MemoryInUse.
         """
+        # Not listed ones too: a restore of an engine that left may still write to that memory.
         sharing = [each for each in self._mapped if attachment.shares_memory(each)]
         for other in sharing:
             if other.attachment_id in self._by_id and other.engine != attachment.engine:
@@ -147,8 +157,10 @@ class Attachments:
 
     async def evict(self, attachment: Attachment, error: CacheError) -> None:
         """End an attachment's stream with an error, and wait until nothing is written for it any more."""
+        # The first reason stays: an engine that is taken over while the worker drains hears of the takeover.
         if not attachment.evicted.done():
             attachment.evicted.set_result(error)
+        # A caller that is cancelled must not stop the unmapping.
         await asyncio.shield(self.detach(attachment))
 
     def detach(self, attachment: Attachment) -> "asyncio.Task[None]":
@@ -166,6 +178,7 @@ class Attachments:
 
     async def _detach(self, attachment: Attachment) -> None:
         await attachment.end_all(RestoreCancelled())
+        # Its stream and whoever evicts it both detach: memory is unmapped once.
         if not attachment.is_closed:
             attachment.is_closed = True
             self._mapped.remove(attachment)
@@ -180,6 +193,7 @@ class Attachments:
         self, directory: Path, spec: ModelSpec, probe: ModelProbe | None, share: ModelShare | None
     ) -> AttachedModel:
         """The model, read and registered with the store."""
+        # Read first: the store learns of a model only when the files are known to be the engine's.
         model = self._models.get(directory, spec, share)
         self._client.models.register(spec, probe)
         return model

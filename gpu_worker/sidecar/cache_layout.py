@@ -54,13 +54,22 @@ class Box:
         )
 
 
+# Keys and values of one layer, side by side in each block (vLLM) and apart:
+#
+#     interleaved   |K0 V0|K1 V1|K2 V2|        boxes of one stride, shifted by half of it: no byte shared
+#     apart         |K0 K1 K2|V0 V1 V2|
+#
+# Boxes are compared from the longest stride inward. Where both have it, repetitions that come near are
+# compared by their insides; where one has it, each of its repetitions is compared with the other box.
 def overlap(one: Box, other: Box) -> bool:
     """Whether two boxes, each of which covers itself once, share a byte.
 
     True also where that is not known.
     """
+    # Most pairs are far apart: the first bytes and the last decide.
     if one.end <= other.offset or other.end <= one.offset:
         return False
+    # Two plain runs of bytes that come together share one.
     if not one.axes and not other.axes:
         return True
     outer, which = _outermost(one, other)
@@ -221,6 +230,7 @@ def _place(
         problem = f"offset and strides are no multiples of {dtype.size_bytes} bytes"
         raise InvalidArgument(field=field, problem=problem)
     shape = (cache.block_count, cache.block_tokens, cache.head_count, size)
+    # The product of the sizes is bounded by the region below: a layout cannot reach beyond what is mapped.
     place = TensorPlace(tensor.region, tensor.offset_bytes, shape, strides, dtype.size_bytes)
     if not place.box.covers_itself_once():
         raise InvalidArgument(field=f"{field}.strides", problem="elements overlap one another")
@@ -260,6 +270,7 @@ def _check_apart(layers: Sequence[tuple[TensorPlace, TensorPlace]]) -> None:
         for i, places in enumerate(layers)
         for half, place in zip(("keys", "values"), places, strict=True)
     ]
+    # Sorted, so that a tensor is compared with others only where one before it reaches so far.
     named.sort(key=lambda item: (item[1].region, item[1].offset_bytes))
     boxes = [place.box for _, place in named]
     reach = 0

@@ -71,11 +71,13 @@ def cuda_region(
     driver = driver or Libcuda()
     try:
         driver.use(device)
+        # Asked first: cuIpcGetMemHandle's own error for such memory says nothing of the reason.
         if not driver.is_ipc_capable(address):
             raise InvalidArgument(field="address", problem=NO_IPC)
         ipc = attachment_pb2.CudaIpc(
             handle=driver.ipc_handle(address),
             device_uuid=driver.uuid(device),
+            # A handle is of a whole allocation, of which torch's tensors are parts.
             offset_bytes=address - driver.allocation_begin(address),
         )
     except OSError as error:
@@ -89,6 +91,7 @@ class WorkerClient(Closing):
     def __init__(self, path: str | os.PathLike[str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._path, self._timeout_s = os.fspath(path), timeout_s
         self._target = f"unix:{self._path}"
+        # A Unix socket that only its user can open: the file's mode is the authentication.
         self._channel = grpc.insecure_channel(self._target, options=_OPTIONS)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
@@ -126,6 +129,7 @@ class WorkerClient(Closing):
             yield
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
+        # grpc raises it for a call on a channel that was closed.
         except ValueError as error:
             raise Unavailable(target=self._target, problem="the client is closed") from error
 
@@ -139,6 +143,12 @@ class AttachedEngine(Closing):
 
     def __init__(self, client: WorkerClient, hello: attachment_pb2.AttachHello, timeout_s: float) -> None:
         self._client = client
+        # The attachment is this stream: gRPC takes requests from the queue, on a thread of its own.
+        #
+        #     queue    hello ................. farewell, None (the end)
+        #     stream   ──► hello ──► welcome ... ──► farewell ──► farewell
+        #
+        # None alone ends it without a farewell, which the worker counts as lost.
         self._requests: queue.SimpleQueue[worker_pb2.AttachRequest | None] = queue.SimpleQueue()
         self._requests.put(worker_pb2.AttachRequest(hello=hello))
         self._error: CacheError | None = None
@@ -155,6 +165,7 @@ class AttachedEngine(Closing):
                 self.welcome: worker_pb2.AttachResponse = next(self._call)
         except CacheError as error:
             self._requests.put(None)
+            # The timer has run: what gRPC says is that this client cancelled, and the deadline is why.
             if not late.is_alive():
                 raise DeadlineExceeded(target="attach", timeout_s=f"{timeout_s:g}") from error
             raise
@@ -212,6 +223,7 @@ class AttachedEngine(Closing):
                     return response.result
                 if on_layer is not None:
                     on_layer(response.layer_usable.layer)
+        # A stream that ends in order without a result is a worker that was stopped in between.
         raise Unavailable(target=session, problem="the restore ended without a result")
 
     def cancel(self, restore_id: str) -> bool:
@@ -290,6 +302,7 @@ class PassedDescriptors(Closing):
             self._socket.connect(path)
             rights = array.array("i", fds)
             self._socket.sendmsg([self.ticket], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            # Waited for: an attach that names the ticket may reach the worker before the descriptors do.
             is_taken = self._socket.recv(1) == b"\x01"
         except OSError as error:
             self._socket.close()

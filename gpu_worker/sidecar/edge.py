@@ -22,6 +22,13 @@ log = logging.getLogger(__name__)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# One rpc through the edge:
+#
+#     bytes ──► decode ──► handler ──► messages ──► bytes
+#       │          │          │
+#       │          │          └ CacheError: its code, reason and retry advice; others: INTERNAL, and a log
+#       │          └ no message: INVALID_ARGUMENT
+#       └ a span around all of it, with the caller's trace
 OWN_SERVICES = "/gpu_worker."
 
 
@@ -47,6 +54,7 @@ class AdmissionLimit:
 
     def take(self, count: int = 1) -> None:
         """Take so much more. Raises Draining, TooManyRequests."""
+        # Before the limit: a caller that hears TOO_MANY_REQUESTS would try again here.
         if self._is_draining:
             self.refused[Draining.reason] += 1
             raise Draining
@@ -86,6 +94,7 @@ class WorkerEdge(grpc.aio.ServerInterceptor):
     ) -> "Handler | None":
         """See grpc.aio.ServerInterceptor."""
         method = handler_call_details.method
+        # Wrapped once by its name: grpc asks for the handler at every call.
         if method.startswith(OWN_SERVICES) and method not in self._wrapped:
             handler = await continuation(handler_call_details)
             if handler is not None:
@@ -95,6 +104,7 @@ class WorkerEdge(grpc.aio.ServerInterceptor):
 
 # grpc's handlers are untyped tuples
 def _wrap(handler: Any, spans: Spans, method: str) -> Handler:
+    # grpc answers bytes that it cannot decode with INTERNAL and no reason: decoding is done here instead.
     read, write = handler.request_deserializer, handler.response_serializer
     if handler.unary_unary:
 

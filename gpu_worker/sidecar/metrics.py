@@ -65,6 +65,12 @@ class Counts:
     """By how: LEFT, LOST, or the reason for which the worker ended it."""
 
 
+# Counts cross from the event loop to the threads that answer scrapers:
+#
+#     event loop   adds to Counts, AdmissionLimit, Attachments
+#     scraper      collect() ──► dict(...) copies, then numbers
+#
+# No lock: each number is read whole, and one that is a scrape old is right enough.
 TABLE = Group(
     "Workers",
     (
@@ -253,6 +259,7 @@ class WorkerCollector(Collector):
     def _done(self) -> Iterator[_Value]:
         counts = self._counts
         yield _Value("restores", counts.restored, ("restored", ""))
+        # A copy: the loop may add a reason while this is walked.
         for reason, count in dict(counts.missed).items():
             yield _Value("restores", count, ("missed", reason))
         yield _Value("restored_tokens", counts.restored_tokens)
@@ -296,6 +303,7 @@ def _families(table: Group, who: str, values: Iterable[_Value]) -> Iterable[Metr
     }
     for value in values:
         name = f"ctxcache_{who}_{value.name}"
+        # Counters' names end in `_total` in the table; gauges' names do not.
         families[name if name in families else f"{name}_total"].add_metric(value.labels, value.value)
     return families.values()
 

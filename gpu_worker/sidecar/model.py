@@ -55,6 +55,12 @@ _DTYPES = {
 }
 
 
+# The parts of a model that a worker holds, and when:
+#
+#     attach          config.json ──► modules without memory (meta) ──► adapter, fingerprint
+#                     files ────────► buffers; weights pass through for their digest, and are not kept
+#     first restore   norm, K and V projections of the layers that are projected
+#     never           queries, attention's output, feed-forward parts, embeddings
 class LazyWeights:
     """One model's adapter, whose layers are loaded one by one."""
 
@@ -64,8 +70,10 @@ class LazyWeights:
         Raises InvalidArgument, UnsupportedArchitecture, ModelFingerprintMismatch.
         """
         self.device = device
+        # Names of tensors only: files are opened anew for each tensor, and none is held open.
         self._files = _index(directory)
         model = _without_memory(directory, _torch_dtype(spec))
+        # Before the adapter: positions are turned by buffers, and the fingerprint has all of them.
         _fill_buffers(model, self._files, device)
         described = adapt(model)
         self.shape = model_shape(described, spec.model_id)
@@ -113,6 +121,7 @@ class LazyWeights:
         if decoder.norm is not None:
             yield decoder.norm
         projection = decoder.projection
+        # All modules of the projection, whichever sort it is: fused, apart, latent.
         names = getattr(type(projection), "__dataclass_fields__", {})
         for value in (getattr(projection, name) for name in names):
             if isinstance(value, nn.Module):
@@ -122,6 +131,7 @@ class LazyWeights:
         prefix = self._names[id(module)]
         for name, parameter in list(module.named_parameters()):
             tensor = _read(self._files, f"{prefix}.{name}", parameter)
+            # A copy: safetensors gives a view of the mapped file, which the engine's owner may replace.
             tensor = tensor.to(device=self.device, dtype=parameter.dtype, copy=True)
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
@@ -131,6 +141,7 @@ class LazyWeights:
 def _anchored(layers: Iterable[DecoderLayer], device: torch.device) -> Iterator[DecoderLayer]:
     """Layers that are on `device`, whatever of them is loaded."""
     for layer in layers:
+        # In the block's place an empty one with a device: the real one is on `meta`, and says so.
         block = nn.Module()
         block.anchor = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
         yield replace(layer, block=block)
@@ -155,6 +166,7 @@ def _fill_buffers(model: PreTrainedModel, files: Mapping[str, Path], device: tor
     """Have all buffers: those that are stored from the files, the others computed as transformers does."""
     stored = dict(model.named_buffers()).keys() - dict(model.named_non_persistent_buffers()).keys()
     kept = sorted(model._keep_in_fp32_modules_strict or ())  # noqa: SLF001
+    # Buffers that transformers keeps in float32 whatever the model's type; "(?!)" matches none.
     exact = re.compile("|".join(map(re.escape, kept)) or "(?!)")
     for name, buffer in list(model.named_buffers()):
         owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
@@ -168,6 +180,7 @@ def _fill_buffers(model: PreTrainedModel, files: Mapping[str, Path], device: tor
         # transformers leaves a tensor with this mark as it is.
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001
     for module in model.modules():
+        # So that `initialize_weights` computes the buffers that are not stored, in the way that loading does.
         module._is_hf_initialized = False  # type: ignore[assignment]  # noqa: SLF001
     model.initialize_weights()  # type: ignore[no-untyped-call]
     for module in model.modules():
@@ -204,6 +217,7 @@ def _digest(directory: Path, files: Mapping[str, Path], model: PreTrainedModel, 
 
 def _stored(files: Mapping[str, Path], names: Sequence[str], tensor: Tensor) -> Tensor:
     """A tensor's contents, by the first of its names that a file has."""
+    # Tied weights are stored once, under whichever of their names the checkpoint chose.
     name = next((name for name in names if name in files), names[0])
     return _read(files, name, tensor).to(tensor.dtype)
 
@@ -269,6 +283,7 @@ class AttachedModel:
         # packed kinds takes them.
         lossy = frozenset(kind for kind in self.kinds if kind in LOSSY_KINDS)
         self._engine = EngineAbilities(can_recompute=False, starts_by_layer=True, lossy_kinds=lossy)
+        # One planner for all engines of the model: what one restore teaches is of use to all.
         self._planner = self._made(profile)
         self._lock = threading.Lock()
 
@@ -370,6 +385,7 @@ class AttachedModels:
 
     def __init__(self, device: torch.device, profile_directory: Path | None) -> None:
         self._device, self._profile_directory = device, profile_directory
+        # Weak: the last engine of a model takes its weights with it.
         self._models: weakref.WeakValueDictionary[tuple[Path, bytes, ModelShare | None], AttachedModel] = (
             weakref.WeakValueDictionary()
         )
@@ -382,6 +398,7 @@ class AttachedModels:
         """
         key = (directory, spec.fingerprint(), share)
         with self._lock:
+            # Under the lock, which is held while weights are read: two engines of one model read them once.
             found = self._models.get(key)
             if found is None:
                 weights = LazyWeights(directory, spec, self._device)
@@ -407,4 +424,5 @@ class AttachedModels:
         except InvalidArgument as error:
             log.warning("profile_damaged path=%s error=%s", path, error)
             return None
+        # A profile of a model of the same name and other sizes would predict another model's times.
         return measured.profile if measured.model.layers == weights.shape.layers else None

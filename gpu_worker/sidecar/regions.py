@@ -48,6 +48,10 @@ class Memory(Protocol):
         """Let go of it."""
 
 
+# From an engine's handles to its tensors:
+#
+#     region (handle, size) ──► Memory: bytes [size], mapped once
+#     layout (region, offset, strides) ──► views [blocks, tokens, heads, elements], as_strided, nothing copied
 class Opener:
     """Opens regions for a worker that computes on one device."""
 
@@ -64,6 +68,7 @@ class Opener:
             problem = f"{len(regions)} is not within [1, {REGION_LIMIT}]"
             raise InvalidArgument(field=field, problem=problem)
         passed = [region.cuda_vmm.descriptor for region in regions if region.HasField("cuda_vmm")]
+        # VMM memory has no identity: one allocation that is mapped twice would not be seen to overlap itself.
         if len({(one.ticket, one.index) for one in passed}) < len(passed):
             raise InvalidArgument(field=field, problem="two regions have one descriptor of cuda_vmm")
         with ExitStack() as opened:
@@ -72,6 +77,7 @@ class Opener:
                 memory = self._open(region, where, f"{field}[{i}]")
                 opened.callback(memory.close)
                 memories.append(memory)
+            # All are open: from here on closing is the caller's.
             kept = opened.pop_all()
         return Regions(memories, kept)
 
@@ -82,6 +88,7 @@ class Opener:
             raise InvalidArgument(field=f"{field}.size_bytes", problem=problem)
         way = region.WhichOneof("handle")
         on_device = "cuda" if way in ("cuda_ipc", "cuda_vmm") else "cpu"
+        # Kernels of a GPU cannot write to the host's memory here, and a save area is read by the host.
         if way and where != on_device:
             problem = f"leads to {on_device} memory, that of {where} is needed"
             raise InvalidArgument(field=f"{field}.{way}", problem=problem)
@@ -146,12 +153,15 @@ class Regions:
 
     def close(self) -> None:
         """Let go of the memory. Views of it must not be used any more."""
+        # First the tensors, then the mappings: a view that
+        # outlives its memory crashes the process that touches it.
         self._memories.clear()
         self._opened.close()
 
     def _view(self, place: TensorPlace, dtype: torch.dtype) -> Tensor:
         size = place.element_bytes
         data = self._memories[place.region].data
+        # A region's end may lie in the middle of an element; the layout's offsets and strides are whole ones.
         elements = data[: len(data) // size * size].view(dtype)
         strides = (*(stride // size for stride in place.stride_bytes), 1)
         return elements.as_strided(place.shape, strides, place.offset_bytes // size)

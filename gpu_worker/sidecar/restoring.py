@@ -38,6 +38,13 @@ from gpu_worker.v1 import worker_pb2
 RING_SLOTS = 4
 
 
+# Threads of one restore, and what each waits for:
+#
+#     event loop          the rpc ──► run_in_executor ────────────► messages to the engine
+#     ctxcache-restore    plan, lease, start ──► wait for each layer ──► drain
+#     lanes               read, copy, verify, compute, announce
+#
+# A pipeline for each: one that waits for a slow store holds up no other restore.
 class Pipelines:
     """Pipelines of one device, made when they are first needed."""
 
@@ -53,6 +60,7 @@ class Pipelines:
     def lent(self) -> Iterator[Pipeline]:
         """One that nobody else uses."""
         with self._lock:
+            # The one that was used last: its buffers are in caches still.
             pipeline = self._free.pop() if self._free else None
         if pipeline is None:
             pipeline = Pipeline(device_of(self.device), self._settings)
@@ -137,6 +145,7 @@ def _restore(
     _check_session(session, asked, attachment)
     held = session.streams()
     plan = outcome.plan = model.plan(held, asked.end, asked.new_tokens)
+    # All that makes ranks read the same rows into the same places: one that differs refuses the round.
     terms = {
         "session": session.name,
         "uid": session.uid,
@@ -150,11 +159,13 @@ def _restore(
     pieces = together.agree(terms, _pieces(plan))
     target = _target(attachment, asked)
     schedule = _schedule(pieces, target, attachment)
+    # Weights before the lease: reading files may take longer than a lease lasts.
     for layer, parts in enumerate(schedule.parts):
         if any(part.method.unpacked is Method.HIDDEN for part in parts):
             model.load(layer)
     control.check()
     streams: set[Stream] = {*schedule.streams(), *([TOKENS] if asked.token_ids else [])}
+    # Ranks agreed on this one; alone, any generation will do unless the engine names one.
     generation = session.generation if isinstance(together, SharedRound) else asked.generation
     with direct.read(
         session, model.own, streams=streams, end=asked.end, if_generation_match=generation
@@ -163,6 +174,7 @@ def _restore(
         outcome.read_bytes = _read_bytes(schedule, rows, share)
         compute = model.compute(torch.arange(asked.end))
         gathering = None
+        # Leases of all ranks are held from here on: none of them can find the session gone.
         together.ready()
         control.check()
         if isinstance(together, SharedRound) and share.tensor_ranks > 1:
@@ -172,6 +184,7 @@ def _restore(
             begun: list[Restoration] = []
 
             def begin() -> Callable[[], None]:
+                # At the last moment before the first write, as named memory may shrink at any time.
                 attachment.memory.check()
                 begun.append(
                     pipeline.start(
@@ -183,6 +196,7 @@ def _restore(
                         share=None if gathering is None else share.tokens,
                     )
                 )
+                # From here on whoever ends the restore cancels the pipeline, which comes to rest by itself.
                 return begun[0].cancel
 
             control.write(begin)
@@ -206,7 +220,9 @@ def _follow(
         for layer in range(share.first_layer, share.end_layer):
             restoration.wait(layer)
             on_layer(layer - share.first_layer)
+        # Layers of other stages too: they have no parts here, and are usable at once.
         restoration.wait_all()
+        # Before the pipeline is left: a rank that failed makes this one's part a miss as well.
         together.whole()
 
 
@@ -260,6 +276,7 @@ def _check_session(session: SessionInfo, asked: RestoreOrder, attachment: Attach
 
 
 def _check_tokens(rows: SessionRows, token_ids: Sequence[int]) -> None:
+    # Not asked for: the engine trusts the session's name.
     if not token_ids:
         return
     stored = rows.token_ids()
@@ -287,6 +304,7 @@ def _rows_to_save(
     found = {}
     for stream, each in zip(streams, request.streams, strict=True):
         size_bytes = request.token_count * specs[stream].row_bytes
+        # A view: rows go from the engine's memory into the store's, without a copy between.
         data = attachment.rows_in_save_area(stream, each.offset_bytes, size_bytes)
         found[stream] = data.numpy().reshape(request.token_count, specs[stream].row_bytes)
     return found
@@ -299,6 +317,7 @@ def _session_to_extend(
     try:
         session = client.sessions.get(request.session)
     except SessionNotFound:
+        # A session that is gone cannot be extended in the middle; from 0 on it may be made anew.
         if request.write_offset:
             raise
         session_id = request.session.removeprefix("sessions/")

@@ -53,6 +53,13 @@ class Worker:
         self, settings: WorkerSettings, on_stuck: Callable[[LaneStuck], None], *, spans: Spans = NO_SPANS
     ) -> None:
         self.settings = settings
+        # The life of a worker, and the end in reverse:
+        #
+        #     start   metrics ─ lock on the path ─ descriptor socket ─ gRPC ─ health: SERVING
+        #     stop    health: NOT_SERVING ─ take no more ─ wait ─ engines' streams end ─ gRPC
+        #             ─ sockets ─ threads ─ pipelines ─ arena ─ store ─ lock
+        #
+        # Engines' memory is unmapped in `settle`, when their threads are at rest; lanes end only then.
         self._files = ExitStack()
         device = _device(settings.device)
         self._client = connect(
@@ -110,6 +117,7 @@ class Worker:
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
         await self._grpc.start()
+        # gRPC makes the socket's file by the umask.
         path.chmod(0o600)
         await self._say_health(health_pb2.HealthCheckResponse.SERVING)
 
@@ -119,6 +127,7 @@ class Worker:
         rooms = (self._service.restores, self._service.saves)
         for room in (*rooms, self._attachments.room):
             room.drain()
+        # Restores that have not ended by then are cancelled below, and their blocks are named as invalid.
         with suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await asyncio.gather(*(room.empty() for room in rooms))
@@ -188,6 +197,7 @@ async def serve(
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
+        # In the loop and not in a handler: restores under way end in order.
         loop.add_signal_handler(number, ended.set)
     with ExitStack() as files:
         worker = Worker(settings, on_stuck, spans=_spans(settings, files))
@@ -218,6 +228,7 @@ def _tls(settings: WorkerSettings) -> ClientTls | None:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
+        # The device is tried now: a wrong name should end the start, and not the first restore.
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InvalidConfiguration(

@@ -69,6 +69,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self.counts = Counts()
         self.restores = AdmissionLimit("restores under way", settings.max_concurrent_restores)
         self.saves = AdmissionLimit("saves under way", settings.max_concurrent_saves)
+        # One at a time: two measurements on one device would measure each other.
         self._measuring = AdmissionLimit("measurements", 1)
         # A thread for each that is admitted: nothing waits for one.
         self._restorers = ThreadPoolExecutor(settings.max_concurrent_restores, "ctxcache-restore")
@@ -89,9 +90,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         hello = await _hello(request_iterator)
         attachment = await self._attachments.attach(hello)
         log.info("attached engine=%s attachment=%s", attachment.engine, attachment.attachment_id)
+        # Read all along: the end of the engine's requests is how its end is seen.
         ended = asyncio.ensure_future(_has_left(request_iterator))
         how = LOST
         try:
+            # Within the try: an engine that goes before it hears of the welcome is detached as well.
             yield self._welcome(attachment)
             ends: set[asyncio.Future[Any]] = {ended, attachment.evicted}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -127,6 +130,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """See the proto."""
         del context
         begin_ns = time.monotonic_ns()
+        # A restore's life in the event loop:
+        #
+        #     checked ─► admitted (restores.take) ─► blocks and name taken (attachment.begin) ─► thread
+        #     thread ends ─► place, name and blocks are given back ─► End ─► result
+        #
+        # Once it writes, its blocks are free when the thread has ended, not when the engine stops listening.
         attachment = self._attachments.used(request.attachment_id)
         asked, timeout_s = asking.restore(request, attachment, self._settings.longest_restore_s)
         touched = asking.touched_blocks(asked, attachment.layout.block_tokens)
@@ -141,9 +150,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             # Also behind a broken stream. A restore that is over already is not changed by this.
             running.stop(RestoreCancelled())
+            # Nothing was written and nothing will be: the blocks are free before the thread has ended.
             if not running.control.is_writing:
                 attachment.over(request.restore_id, running)
         self._count(asked, outcome, event.error)
+        # Before the first write blocks are as they were, and the engine may keep them.
         invalid = touched if event.error and running.control.is_writing else ()
         result = _result(outcome, event.error, invalid)
         result.actual.FromNanoseconds(time.monotonic_ns() - begin_ns)
@@ -170,6 +181,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise
 
         def tell(layer: int) -> None:
+            # The restore's thread owns nothing of the loop's.
             loop.call_soon_threadsafe(running.layer, layer)
 
         restore = self._traced("restore", asked.end - asked.begin, restoring.restore)
@@ -206,6 +218,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Work for a thread as a part of the rpc that asks for it: with its trace, and a span of its own."""
         if not self._spans.is_on:
             return work
+        # Threads of a pool have no context of the rpc: the span would have no parent.
         context = copy_context()
 
         def spanned(*arguments: P.args, **named: P.kwargs) -> R:
@@ -237,6 +250,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         running = self._attachments.get(request.attachment_id).running.get(request.restore_id)
         if running is None:
             return worker_pb2.CancelResponse()
+        # It writes: the answer is owed when nothing of it is written any more.
         if not running.stop(RestoreCancelled()):
             await asyncio.shield(running.ended)
         return worker_pb2.CancelResponse(was_running=True)
@@ -252,6 +266,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         asking.check_save(request)
         self.saves.take()
         loop = asyncio.get_running_loop()
+        # A save's thread reads the save area, which is unmapped only behind it.
         ended: asyncio.Future[None] = loop.create_future()
         attachment.threads.add(ended)
         ended.add_done_callback(attachment.threads.discard)
@@ -270,6 +285,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 self.counts.failed_saves[getattr(error, "reason", CacheError.reason)] += 1
 
         work.add_done_callback(over)
+        # An engine that gives up must not stop a save between its reservation and its commit.
         return worker_pb2.SaveResponse(session=session_to_wire(await asyncio.shield(work)))
 
     # -- planning ----------------------------------------------------------------------------------
@@ -354,6 +370,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 def measure(model: AttachedModel, device: torch.device, lengths: Sequence[int]) -> Profile:
     """Measure at these lengths, ascending, and plan by it from here on."""
     for layer in range(model.spec.layer_count):
+        # Measured layers are projected: their weights must be there.
         model.weights.load(layer)
     measured: Measured = measure_restoring(
         model.weights.adapter, model.weights.shape, hardware=hardware_name(device), lengths=lengths

@@ -84,6 +84,10 @@ class DeviceMemory:
         self._opened.close()
 
 
+# Steps of opening, each with the one that undoes it; a step that fails undoes those before it, in reverse:
+#
+#     cuda_ipc    open handle ── close                    the whole allocation, at one address
+#     cuda_vmm    import ── release, reserve ── free, map ── unmap        the descriptor is closed in any case
 class CudaOpener:
     """Opens what other processes share of one GPU's memory."""
 
@@ -103,6 +107,8 @@ class CudaOpener:
             self._begin(uuid, field)
             address = self._driver.open_ipc(handle)
             opened.callback(self._close, self._driver.close_ipc, address)
+            # The allocation's size by the driver, not the engine's
+            # word: a kernel beyond it would fault on the device.
             there = self._driver.allocation_bytes(address)
             if there < offset_bytes + size_bytes:
                 problem = f"{there:,} bytes are there, {offset_bytes + size_bytes:,} were said"
@@ -122,6 +128,7 @@ class CudaOpener:
             handle = self._driver.import_descriptor(fd)
             opened.callback(self._close, self._driver.release, handle)
             step = self._driver.granularity(self._device)
+            # The driver maps multiples of its granularity (2 MiB as a rule).
             whole = -(-size_bytes // step) * step
             address = self._driver.reserve(whole)
             opened.callback(self._close, self._driver.free_addresses, address, whole)
@@ -173,6 +180,7 @@ class _Shown:
         self.__cuda_array_interface__ = {
             "shape": (size_bytes,),
             "typestr": "|u1",
+            # The flag says whether it is read-only.
             "data": (address, False),
             "version": 3,
             "strides": None,

@@ -38,12 +38,14 @@ class HostMemory:
     def __init__(self, fd: int, size_bytes: int, field: str) -> None:
         """Takes the descriptor over. Raises InvalidArgument for less memory than `size_bytes`."""
         self._fd, self._field, self.size_bytes = fd, field, size_bytes
+        # Device and inode name the memory, whichever way it was passed: two engines with one file are found.
         status = os.fstat(fd)
         self.identity: Hashable = ("file", status.st_dev, status.st_ino)
         self.kin: Hashable = None
         self.begin_bytes = 0
         try:
             self.check()
+            # The tensor holds the mapping: it ends with the last view, and not with the descriptor.
             self.data: Tensor = torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
         except OSError as error:
             os.close(fd)
@@ -71,6 +73,8 @@ def open_named(name: str, size_bytes: int, field: str) -> HostMemory:
     if not _NAME.fullmatch(name) or name in ("/.", "/.."):
         raise InvalidArgument(field=field, problem=f"{name!r} is no name of shared memory")
     try:
+        # NOFOLLOW and NONBLOCK: a link could lead out of the
+        # directory, and opening a fifo would wait for its other end.
         fd = os.open(f"{_DIRECTORY}{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         problem = f"{name} cannot be opened: {getattr(error, 'strerror', None) or error}"
@@ -84,6 +88,7 @@ def open_named(name: str, size_bytes: int, field: str) -> HostMemory:
 def open_descriptor(fd: int, size_bytes: int, field: str) -> HostMemory:
     """Map a memfd; takes the descriptor over. Raises InvalidArgument."""
     try:
+        # Only memfds have seals; for other files the call fails.
         is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:
         is_sealed = 0
@@ -118,6 +123,7 @@ class DescriptorSocket:
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         )
         try:
+            # The mode is set before anybody is listened to.
             listener.bind(self._path)
             Path(self._path).chmod(0o600)
             listener.listen(CONNECTION_LIMIT)
@@ -133,6 +139,7 @@ class DescriptorSocket:
         if not 0 <= index < len(fds):
             problem = f"descriptor {index} of that ticket was not passed, or its connection has ended"
             raise InvalidArgument(field=field, problem=problem)
+        # A copy: the connection that passed it may end while the memory is mapped.
         return os.dup(fds[index])
 
     async def close(self) -> None:
@@ -149,6 +156,8 @@ class DescriptorSocket:
         loop = asyncio.get_running_loop()
         while True:
             connection, _ = await loop.sock_accept(listener)
+            # The kernel says who connected (SO_PEERCRED): a
+            # second guard beside the mode of the socket's file.
             if len(self._peers) >= CONNECTION_LIMIT or not _is_trusted(connection):
                 connection.close()
                 continue
@@ -166,6 +175,8 @@ class DescriptorSocket:
                     len(ticket) not in TICKET_BYTES
                     or not fds
                     or count > DESCRIPTOR_LIMIT
+                    # A ticket that exists is another connection's:
+                    # taking it over would hand out its descriptors.
                     or ticket in self._passed
                 ):
                     _close(fds)
@@ -185,6 +196,7 @@ async def _receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
     """One message; None at the end. Descriptors of a message that was cut are closed."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
+    # asyncio has no `sock_recvmsg`: the loop is asked for readiness, and the message is read at once.
     loop.add_reader(connection, _settle, readable)
     try:
         await readable
@@ -195,6 +207,7 @@ async def _receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
     fds = array("i")
     for level, kind, content in control:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            # A control message may be cut in the middle of a number.
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     if not data or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
         _close(fds.tolist())
