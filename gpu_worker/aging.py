@@ -68,6 +68,13 @@ STAGED_TTL_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
+# A form's cost is a line over the time that its session is idle: back_s + make_s + rent * bytes * idle.
+#
+#     hot     begins lowest: comes back at once            rises fastest: most bytes
+#     warm    between                                      between
+#     cold    begins highest: a prefill to come back       rises slowest: token ids alone
+#
+# The lowest line at a moment is the form that is due then; together these are the lower envelope.
 class Form:
     """A form of one session: its kinds by layer, its size, and seconds of the machine.
 
@@ -83,6 +90,7 @@ class Form:
 
     def cost_s(self, idle_s: float, rent_s_per_gb_hour: float, returning: float = 1.0) -> float:
         """Seconds of the machine for a session that is idle for so long and then so likely to come back."""
+        # Seconds of the machine: s / (GB h) * GB * h.
         rent_s = rent_s_per_gb_hour * self.size_bytes / 1e9 * idle_s / 3600.0
         return returning * (self.back_s + self.again_s) + self.make_s + rent_s
 
@@ -190,19 +198,23 @@ class Aging:
         return SessionLook(session, idle_s, current, due, self._rent * current.size_bytes / 1e9)
 
     def _due(self, current: Form, count: int, idle_s: float) -> Form | None:
+        # Used a moment ago: the session has the form of sessions in use again, where it pays.
         if idle_s < self._thaw_s:
             return self._form(self._hot, count, current.kinds) if current.again_s else None
         forms = self._forms(current.kinds, count)
+        # Only smaller ones while it is idle: growing again is what `thaw` is for.
         smaller = [each for each in forms if each.size_bytes < current.size_bytes]
         returning = self.returning
         best = min((current, *smaller), key=lambda each: each.cost_s(idle_s, self._rent, returning))
         return None if best is current else best
 
     def _forms(self, held: Kinds, count: int) -> Iterator[Form]:
+        # Token ids are always held, and a prefill makes all rows of them.
         yield self._form((None,) * len(held), count, held)
         for kind in sorted(self._allowed - {StateKind.TOKENS}):
             kinds = kinds_of_form(self._shape.layers, kind, held)
             if kinds != held and self._allowed.issuperset(each for each in kinds if each):
+                # A form that cannot come back on this machine is none.
                 with suppress(InvalidArgument):
                     yield self._form(kinds, count, held)
 
@@ -213,8 +225,12 @@ class Aging:
         make_s = again_s = 0.0
         if kinds != held:
             writing_s = sum(self._profile.transfer_s({StatePlace.SSD: size_bytes}))
+            # A form that is made of rows is priced by its write, another one by its prefill.
             make_s = writing_s if self._is_from_rows(kinds, held) else computing_s
         hot_bytes, hot_back_s = self._measured(self._hot, count)
+        # Making the first form again pays where a prefill costs less than two returns lose by this form:
+        #
+        #     computing_s < 2 * (back_s of this form - back_s of the first)
         if size_bytes < hot_bytes and computing_s < THAW_RETURNS * (back_s - hot_back_s):
             again_s = computing_s
         return Form(kinds, size_bytes, back_s, make_s, again_s)
@@ -231,6 +247,7 @@ class Aging:
     def _is_from_rows(self, kinds: Kinds, held: Kinds) -> bool:
         """Whether the rows that are held suffice: each layer's as they are, or exact ones."""
         return all(
+            # Packed rows are made of exact ones only: packing twice would add a second loss.
             kind is None or kind is has or unpacked(kind) is has
             for kind, has in zip(kinds, held, strict=True)
         )
@@ -245,12 +262,14 @@ class Aging:
         for listed in self._watch.seen(self._listed()):
             at_s = time.time() if now_s is None else now_s
             idle_s = at_s - (listed.access_time_ns or 0) / 1e9
+            # A pin says that somebody wants it as it is.
             found = None if listed.is_pinned else self.look(listed, idle_s)
             if found is not None:
                 yield found
 
     def _listed(self) -> Iterator[SessionInfo]:
         for listed in self._client.sessions.list(self._model.name):
+            # Another model under the same name has other rows: its sessions are not read here.
             is_own = listed.model_fingerprint == self._model.fingerprint
             if is_own and not listed.name.startswith(f"sessions/{STAGED}"):
                 yield listed
@@ -272,6 +291,7 @@ class Aging:
         session, reason = look.session, ""
         try:
             self.reencode(session, look.due.kinds)
+        # The store is gone: the sweep ends, and the next one begins anew. Other errors are of one session.
         except Unavailable:
             raise
         except CacheError as error:
@@ -298,15 +318,24 @@ class Aging:
         streams = self._streams(kinds)
         self._model.check(session.name, session.model_fingerprint)
         now = self._client.sessions.get(session.name)
+        # A session of the same name that was made since: its forms are another's.
         if now.uid != session.uid:
             raise SessionNotFound(session=session.name)
         if now.generation != session.generation:
             raise GenerationMismatch(session=session.name, expected=session.generation, actual=now.generation)
+        # Lost tokens leave a gap in the positions, and pictures
+        # are more than their token ids: a prefill would differ.
         if now.whole_token_count < now.token_count or now.contents:
             problem = (
                 f"{now.name} has lost tokens, or has other contents: it is not computed from its token ids"
             )
             raise InvalidArgument(field="session", problem=problem)
+        # One session's change of form, and what a crash leaves at each step:
+        #
+        #     create "aging.<id>", with a ttl     an empty session, which expires
+        #     append rows, piece by piece         an unfinished one, which expires; the old one is as it was
+        #     fork onto the old name              one step: the old session before it, the new one behind
+        #     delete "aging.<id>"                 left over: it expires, its segments are shared
         staged = self._client.sessions.create(
             self._model,
             id=STAGED + uuid.uuid4().hex,
@@ -321,9 +350,12 @@ class Aging:
                 staged.name,
                 id=now.name.removeprefix("sessions/"),
                 if_generation_match=staged.info.generation,
+                # A turn that came meanwhile has another generation:
+                # the store refuses, and the session keeps its rows.
                 replaces_generation=now.generation,
             )
         finally:
+            # It expires anyway; the error of the work matters more.
             with suppress(CacheError):
                 self._client.sessions.delete(staged.name)
 
@@ -333,6 +365,7 @@ class Aging:
             raise InvalidArgument(field="kinds", problem=f"{len(kinds)} layers, the model has {len(layers)}")
         streams = tuple(Stream(layer, kind) for layer, kind in enumerate(kinds) if kind is not None)
         self._model.specs(streams)
+        # For its error: a delta without a base below it must not be begun.
         chained_layers(streams)
         return (TOKENS, *streams)
 
@@ -350,6 +383,7 @@ class Aging:
         self, streams: Sequence[Stream], rows: Mapping[Stream, Tensor], count: int
     ) -> dict[Stream, Bytes]:
         """Wide rows, or rows as they are stored, as they are to be stored."""
+        # For each piece anew: a piece has the rows of all layers for its own tokens.
         chain = Chain(chained_layers(streams), count, self._adapter.hidden_size, rounding=self._roundings.of)
         packed: dict[Stream, Bytes] = {}
         for stream, spec in self._model.specs(streams).items():
@@ -386,6 +420,7 @@ class Aging:
                 for stream, source in needed.items():
                     part = torch.from_numpy(rows.array(source))
                     found[stream] = part if source.kind in LOSSY_KINDS else part.view(dtype)
+            # Behind the lease: `array` has copied the rows.
             yield token_ids, found
 
     def _computed_rows(
@@ -399,6 +434,7 @@ class Aging:
         adapter, found = self._adapter, dict[Stream, list[Tensor]]()
 
         def sink(layer: int, kind: StateKind, part: Tensor) -> None:
+            # The model uses the memory of its activations again at the next pass.
             found.setdefault(Stream(layer, kind), []).append(part.clone())
 
         cache = DynamicCache(config=adapter.model.config)
@@ -431,6 +467,7 @@ class _Watching:
             there.add(session.name)
             self._see(session.name, session.access_time_ns or 0)
             yield session
+        # A session that is gone has ended without a further return, and counts so.
         for name in self._access_ns.keys() - there:
             del self._access_ns[name]
             self._enter(name)
@@ -442,6 +479,7 @@ class _Watching:
             self._early.add(name)
         elif known_ns is None:
             self.returns.turn(is_first=True)
+        # Quiet reads leave the time of access: only turns move it.
         elif access_ns > known_ns:
             self._enter(name)
             self.returns.turn(is_first=False)

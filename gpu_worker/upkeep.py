@@ -71,6 +71,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.is_set = False
+        # Non-blocking: a handler that waited for room in a pipe would hang the process.
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._asked)
@@ -81,6 +82,8 @@ class Stop:
         select.select([self._read], [], [], timeout_s)
 
     def _asked(self, number: int, _frame: object) -> None:
+        # The second signal of that number ends the process, in
+        # the middle of a session: it stays whole either way.
         signal.signal(number, signal.SIG_DFL)
         self.is_set = True
         os.write(self._write, b".")
@@ -194,6 +197,7 @@ class SessionUpkeep:
                     else:
                         counts.changed += 1
                         counts.freed_bytes += max(aged.before_bytes - aged.after_bytes, 0.0)
+                    # Told before `stop` is looked at: a session that was changed is never untold.
                     yield look, aged
                     if stop.is_set:
                         return
@@ -217,6 +221,7 @@ class SessionUpkeep:
             try:
                 for look, aged in self.sweep(stop):
                     tell(look, aged)
+            # A store that restarts is no reason to end a process that has a model loaded.
             except (Unavailable, DeadlineExceeded) as error:
                 failed(error)
             stop.wait(every_s)
@@ -235,6 +240,7 @@ def _found(client: Client, wanted: UpkeepSettings) -> tuple[PreTrainedModel, lis
     candidates = [info.spec for info in infos if wanted.models or _may_be(info, wanted.directory)]
     refused: list[CacheError] = []
     found: dict[torch.dtype, tuple[PreTrainedModel, list[ModelSpec]]] = {}
+    # Loaded once for each type that the store has the model in; two that match need a choice by name.
     for dtype in dict.fromkeys(torch_dtype(spec.dtype) for spec in candidates):
         loading = _Directory(wanted.directory, dtype, wanted.device)
         same = []
@@ -242,6 +248,7 @@ def _found(client: Client, wanted: UpkeepSettings) -> tuple[PreTrainedModel, lis
             try:
                 loading.check(spec)
                 same.append(spec)
+            # Kept for the case that the model was asked for by name: then the reason is told.
             except (InvalidArgument, ModelFingerprintMismatch) as error:
                 refused.append(error)
         if same:
@@ -263,6 +270,7 @@ def _may_be(info: ModelInfo, directory: Path) -> bool:
     """Whether a model of the store has the directory's size: only those are compared by their weights."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
+    # From config.json alone: weights of other sizes are not read for a comparison that must fail.
     return (info.layer_count, info.hidden_size) == (text.num_hidden_layers, text.hidden_size)
 
 
@@ -319,6 +327,7 @@ def _profile(model: PreTrainedModel, spec: ModelSpec, wanted: UpkeepSettings) ->
             "makes one, --hardware takes a datasheet"
         )
         raise InvalidArgument(field="--profile", problem=problem)
+    # Prices of another shape would throw rows away that are dear to make.
     if found.model.layers != model_shape(adapt(model), found.model.name).layers:
         problem = f"that of {found.model.name} is of another model than {spec.model_id}, or of another type"
         raise InvalidArgument(field="--profile", problem=problem)

@@ -51,6 +51,8 @@ def hardware_name(device: torch.device) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+# One call on a GPU:    synchronize ─ t0 ─ call (launches) ─ synchronize ─ t1
+# Without the first, work of before would be counted; without the second, launching alone would.
 class Stopwatch:
     """Times calls on one device: what they started there has ended when the time is taken."""
 
@@ -60,6 +62,7 @@ class Stopwatch:
 
     def seconds(self, call: Callable[[], object]) -> list[float]:
         """Call once to warm up, then `repeat_count` times; seconds of each."""
+        # The first call compiles kernels, fills caches and allocates: it is none of what is measured.
         call()
         return [self.once(call) for _ in range(self.repeat_count)]
 
@@ -85,6 +88,7 @@ def copy_bytes_per_s(
     device: torch.device, stopwatch: Stopwatch, *, size_bytes: int = TRANSFER_BYTES
 ) -> float:
     """Measure copying from memory onto `device`; from pinned memory where it is a GPU."""
+    # Written first: pages that were never touched are one page of zeros, and are copied from the cache.
     source = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
@@ -97,8 +101,10 @@ def copy_bytes_per_s(
 def read_bytes_per_s(directory: Path, stopwatch: Stopwatch, *, size_bytes: int = TRANSFER_BYTES) -> float:
     """Measure reading a file of `directory`, which is written first and removed after. Raises OSError."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".ctxcache-profile-") as file:
+        # Random bytes: some devices and file systems store compressible ones without writing them.
         file.write(os.urandom(_READ_PIECE_BYTES) * (size_bytes // _READ_PIECE_BYTES))
         file.flush()
+        # Direct reads of pages that are dirty would wait for their write.
         os.fsync(file.fileno())
         fd = _open_direct(file.name)
         try:
@@ -109,6 +115,7 @@ def read_bytes_per_s(directory: Path, stopwatch: Stopwatch, *, size_bytes: int =
 
 def _open_direct(path: str) -> int:
     try:
+        # tmpfs and some overlays refuse O_DIRECT.
         return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -235,6 +242,7 @@ def _machine(hardware: str, watch: Stopwatch, ssd_directory: Path | None, size_b
     copy = Link(copy_bytes_per_s(watch.device, watch, size_bytes=size_bytes), base.copy.latency_s)
     ssd = base.ssd
     if ssd_directory is not None:
+        # The rate is measured, the latency is the datasheet's: one transfer of 64 MiB does not show it.
         ssd = Link(read_bytes_per_s(ssd_directory, watch, size_bytes=size_bytes), ssd.latency_s)
     return replace(base, name=hardware, copy=copy, ssd=ssd, is_direct=False, is_measured=True)
 
@@ -251,6 +259,7 @@ def _restored(
         # Deltas take the stage of 4 bits: what they add is one addition.
         if size is None or kind in DELTAS:
             continue
+        # Values do not change the time; ones pack into few bits without a refusal.
         example = torch.ones(length, size, dtype=dtype, device=device)
         if not method.is_exact:
             example = pack(example, kind)
@@ -276,12 +285,14 @@ def _recomputed(
     ids, positions = torch.zeros(length, dtype=torch.int64), torch.arange(length)
     taken: dict[LayerShape, list[float]] = defaultdict(list)
     for repeat in range(watch.repeat_count + 1):
+        # A clock waits for the device at each layer: their sum is more than a pass without clocks.
         clocks = [_LayerClock(decoder.block, watch) for decoder in adapter.layers]
         try:
             recompute_layers(adapter, DynamicCache(config=adapter.model.config), ids, positions, len(layers))
         finally:
             for clock in clocks:
                 clock.remove()
+        # The first pass warms up.
         if repeat:
             for layer, clock in zip(layers, clocks, strict=True):
                 taken[layer].append(clock.seconds)
