@@ -34,6 +34,11 @@ from ctxcache.runtime.files import (
     write_facts,
 )
 
+# Order of writes, so that a crash between any two leaves something that the next start understands:
+#
+#     creation   RUNS ──► FORMAT ──► name of the directory      no FORMAT: it is not a store yet
+#     import     RESTORING ──► records, segments ──► RUNS ──► FORMAT ──► RESTORING goes
+#     a run      RUNS not clean ──► ... ──► RUNS clean          not clean at the start: a crash is counted
 DATA_FORMAT = 5
 _LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"
 METADATA = "metadata"
@@ -68,11 +73,14 @@ class DataDirectory:
         path = Path(path)
         with _refusals(path):
             claim_directory(path)
+            # Before the lock, which would be the first of our files in somebody's directory.
             _check_not_foreign(path)
             lock_fd = _lock(path)
+            # Everything is read under the lock.
             try:
                 facts = _read_or_create_format(path, created_by)
                 runs = _read_runs(path)
+                # The run that is over counts now. It is written down when the next run begins.
                 crash_count = int(runs["crash_count"]) + (not runs["is_clean"])
                 return cls(
                     path,
@@ -97,6 +105,7 @@ class DataDirectory:
             check_not_restoring(path)
             lock_fd = _lock(path)
             try:
+                # A newer format is no damage: FormatTooNew passes through.
                 _mend_format(path, instance_id, created_by)
                 try:
                     _read_runs(path)
@@ -175,6 +184,8 @@ class FreshDirectory:
             with _refusals(path):
                 # Again: another one may have finished meanwhile.
                 _check_fresh(path)
+                # The id is drawn once: an import that was cut off goes on with it, and its SSD directories
+                # are still its own.
                 if not (path / RESTORING).exists():
                     write_facts(path / RESTORING, {"instance_id": secrets.token_hex(16)})
                 yield cls(path, str(read_facts(path / RESTORING)["instance_id"]), lock_fd)
@@ -188,6 +199,7 @@ class FreshDirectory:
 
     def finish(self, *, crash_count: int, created_by: str) -> None:
         """Make it a data directory. All that is in it is on disk by now. Raises OSError."""
+        # RUNS before FORMAT: a directory that has FORMAT and no RUNS has lost it.
         _note_run(self.path, crash_count, is_clean=True)
         _write_format(self.path, self.instance_id, created_by)
         sync_directory(self.path.parent)
@@ -235,6 +247,7 @@ def _refusals(path: Path) -> Iterator[None]:
 def _check_not_foreign(path: Path) -> None:
     check_not_restoring(path)
     names = {entry.name for entry in path.iterdir()}
+    # What mkfs leaves, and what our own interrupted creation leaves, is nobody's work.
     foreign = sorted(names - _MAY_PRECEDE)
     if _FORMAT not in names and foreign:
         problem = f"it is not empty and has no {_FORMAT} file, so it is not ours ({foreign[0]} is in it)"
@@ -244,6 +257,7 @@ def _check_not_foreign(path: Path) -> None:
 def _lock(path: Path) -> int:
     fd = open_private(path / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
+        # The lock goes with the process, however it ends. A pid in the file is for people, not for the check.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
@@ -271,6 +285,7 @@ def _read_or_create_format(path: Path, created_by: str) -> dict[str, Any]:
 
 
 def _parse_format(path: Path) -> dict[str, Any]:
+    # Format first, checksum later: a format of the future may write its checksum in another way.
     facts = read_facts(path / _FORMAT, is_checksum_needed=False)
     try:
         found, _ = int(facts["format"]), str(facts["instance_id"])
@@ -286,6 +301,7 @@ def _parse_format(path: Path) -> dict[str, Any]:
             " new one"
         )
         raise DataDirectoryUnusable(path=str(path), problem=problem)
+    # Read once more with its checksum, now that the format is known.
     return read_facts(path / _FORMAT)
 
 

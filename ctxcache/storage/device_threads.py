@@ -55,6 +55,13 @@ class _UnderWay:
     begun_ns: int
 
 
+# One queue, several threads, and what becomes of a job when the device hangs:
+#
+#     queued ──► under way ──► returned ──► answered
+#        │           │ give up
+#        │           └──► answered with a failure ──► owed ──► returned late: the buffer is free
+#        │ give up
+#        └──► answered with a failure, skipped
 class Threads:
     """A fixed number of threads over one queue, in the order of asking. They end with `close`."""
 
@@ -90,6 +97,8 @@ class Threads:
         """
         if ranges:
             transfer = _Transfer(piece, len(ranges))
+            # All pieces at once: a thread goes on with the next piece of any transfer, and no barrier is
+            # between them.
             for begin, end in ranges:
                 self._work.put(_Step(transfer, begin, end))
             await transfer.wait()
@@ -105,18 +114,21 @@ class Threads:
 
         A call under way keeps its thread until it returns.
         """
+        # Under way first, then queued. Each job is answered once, however many of its pieces are where.
         jobs = {found.job for found in self._under_way if found}
         queued: list[_Step | None] = []
         with suppress(Empty):
             while True:
                 queued.append(self._work.get_nowait())
         for step in queued:
+            # A mark for `close` is no job, and goes back.
             if step is None:
                 self._work.put(None)
             else:
                 jobs.add(step.job)
         for job in jobs:
             job.give_up(failure())
+        # Skipped pieces are counted as ended, so that the last one under way lets go of the buffer.
         for step in filter(None, queued):
             step.job.skip()
 
@@ -129,6 +141,7 @@ class Threads:
             self._work.put(None)
         for i, thread in enumerate(self._threads):
             found = self._under_way[i]
+            # A thread in a call that never returns cannot be joined.
             if not (found and found.job.is_given_up):
                 thread.join()
         self._threads = []
@@ -138,6 +151,7 @@ class Threads:
             # Noted before it begins: an operation that never returns is found by its age.
             self._under_way[number] = _UnderWay(step.job, self._clock.monotonic_ns())
             step.job.do(step.begin, step.end)
+            # Its own entry, so that no lock is needed.
             self._under_way[number] = None
             # Or the last one's buffer would live until the next comes.
             del step
@@ -155,6 +169,7 @@ class _Call:
     def do(self, begin: int, end: int) -> None:  # noqa: ARG002  there is nothing to cut
         """See Job."""
         with self._lock:
+            # A call that was cancelled before it began is not begun.
             if self.is_given_up or not self.future.set_running_or_notify_cancel():
                 return
         failure: BaseException | None = None
@@ -163,6 +178,7 @@ class _Call:
         except BaseException as error:  # noqa: BLE001  # raised where the future is waited for
             failure = error
         with self._lock:
+            # The caller has its failure. This result comes too late for anybody.
             if self.is_given_up:
                 return
             if failure is None:
@@ -197,6 +213,7 @@ class _Transfer:
         self._returned = self._loop.create_future()
 
     async def wait(self) -> None:
+        # Two ends, and two futures: `_answered` for the caller, `_returned` for the buffer.
         """Wait for the last piece, also when cancelled, or until the transfer is given up."""
         while not self._answered.done():
             try:
@@ -204,6 +221,8 @@ class _Transfer:
             except asyncio.CancelledError:
                 self._is_cancelled = True
         # The slot's owner must learn that the device has the buffer yet, cancelled or not.
+        # A cancellation is raised only when the device has let go; given up, the failure is raised, for it
+        # carries `returned`.
         if self._is_cancelled and not self.is_given_up:
             raise asyncio.CancelledError
         if self._failure is not None:
@@ -212,6 +231,7 @@ class _Transfer:
     def do(self, begin: int, end: int) -> None:
         """See Job."""
         failure = None
+        # After the first failure the other pieces are only counted.
         if not self._is_cancelled and self._failure is None:
             try:
                 self._piece(begin, end)
@@ -226,6 +246,7 @@ class _Transfer:
     def give_up(self, failure: TierFailure) -> None:
         """See Job."""
         with self._lock:
+            # Everything is back already: the answer is on its way.
             if not self._left or self.is_given_up:
                 return
             self.is_given_up = True
@@ -240,6 +261,7 @@ class _Transfer:
             self._failure = self._failure or failure
             self._left -= 1
             is_last = not self._left
+        # The last piece, from any thread: one wake-up of the loop for all of them.
         if is_last:
             # No caller waits any more when the loop is closed.
             with suppress(RuntimeError):

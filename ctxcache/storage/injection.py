@@ -82,6 +82,7 @@ class Faults:
 
     def active(self) -> list[Fault]:
         """Faults that may strike yet, the oldest first."""
+        # Expired ones are forgotten at the look: no timer is needed.
         now_ns = self.clock.monotonic_ns()
         self._injected = {i: fault for i, fault in self._injected.items() if fault.end_ns > now_ns}
         return list(self._injected.values())
@@ -104,6 +105,7 @@ class Faults:
         """The oldest fault of that kind on that path, which has struck by that; None: all goes well."""
         # Nearly always: there is none at all.
         for fault in self.active() if self._injected else ():
+            # On every path, or on this one.
             if fault.kind is kind and fault.path_index in (None, path_index):
                 if fault.left_count > 1:
                     self._injected[fault.fault_id] = replace(fault, left_count=fault.left_count - 1)
@@ -133,10 +135,12 @@ class FaultySsdFiles(SsdFiles):
         then: Callable[[int, int], None] | None = None,
     ) -> None:
         """See Tier."""
+        # A path that owes operations refuses first, as the real one would.
         self._files[slot.path_index].check_returns()
         await self._delay(FaultKind.SSD_READ_DELAY, slot)
         if fault := self._faults.strike(FaultKind.SSD_READ_ERROR, slot.path_index):
             problem = _problem("read", fault, slot)
+            # Counted by the path's health, so that three of them fence it.
             self._files[slot.path_index].health.read_failed(problem)
             raise TierFailure(path=self.paths[slot.path_index], problem=problem)
         if self._faults.strike(FaultKind.SSD_READ_BIT_FLIP, slot.path_index):
@@ -182,6 +186,7 @@ def _flipping(
 ) -> Callable[[int, int], None]:
     """`then`, before which a bit is flipped in the last page that is read: its first, which is no padding."""
     flat = into.cast("B")
+    # The last page of the last piece is never the header, whose damage would be found in another way.
     end = pieces[-1][1] if pieces else flat.nbytes
     position = (end - 1) // ALIGN_BYTES * ALIGN_BYTES
 
@@ -216,5 +221,6 @@ class SlowMetadata(RocksDbMetadata):
         As on a slow device, it is the sync that takes long: changes keep their order.
         """
         await super().commit(changes, is_durable=is_durable)
+        # Behind the commit: it is acknowledged late, and keeps its place among the others.
         if is_durable and (fault := self._faults.strike(FaultKind.COMMIT_DELAY)):
             await asyncio.sleep(fault.delay_ns / 10**9)

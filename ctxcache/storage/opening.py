@@ -54,13 +54,19 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     TierFailure.
     """
     faults = Faults(SystemClock()) if settings.fault_injection else None
+    # Said in the log of every start: a store with faults must not be taken for one without.
     if faults:
         log.warning("fault_injection_on data_directory=%s", settings.data_directory)
     named = ssd_directories_of(settings)
     if settings.ssd_copies > len(named):
         problem = f"{settings.ssd_copies} copies need as many SSD directories, and {len(named)} is named"
         raise InvalidConfiguration(source="ssd_copies", problem=problem)
+    # Looks before locks, locks before writes. Nothing is made before all of it can be made:
+    #
+    #     not half imported, not orphaned ──► data directory locked ──► SSD directories recognised
+    #       ──► arena ──► SSD files locked, allocated ──► numbers written ──► witness, catalog, metadata
     check_not_restoring(settings.data_directory)
+    # SSD directories in use without their data directory: a fresh one would give their slots to others.
     check_not_orphaned(settings.data_directory, named)
     directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
     files.callback(directory.close)
@@ -79,6 +85,7 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
         ssd = SsdFiles(paths, hang_after_s=hang_after_s)
     files.callback(ssd.close)
     absent = {i for i, refusal in ssd.refusals.items() if refusal.is_lost}
+    # Behind the locks of the files: two servers that start at once must not both give numbers.
     write_down(directory.path, directory.instance_id, ordered, absent=absent)
     metadata = _open_metadata(directory, ordered, absent, faults, hang_after_s)
     files.callback(metadata.close)
@@ -86,6 +93,7 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
 
 
 def _open_arena(settings: Settings, directory: DataDirectory) -> DramArena:
+    # Memory of servers that were killed stays taken until somebody removes it.
     for abandoned in remove_abandoned(settings.arena_directory):
         log.warning("abandoned_arena_removed path=%s", abandoned)
     try:
@@ -116,6 +124,7 @@ def _size_bytes(settings: Settings, directory: Directory) -> int:
         problem = f"{directory.absence}, and how large its file was is not noted: start once with it"
         raise DataDirectoryUnusable(path=str(path), problem=problem)
     try:
+        # Made private before its size is looked at.
         claim_directory(path)
         tighten(entries(path))
         return align(settings.ssd_size_bytes) or ssd_bytes(path, FILE_NAME)
@@ -131,11 +140,13 @@ def _open_metadata(
     hang_after_s: float,
 ) -> RocksDbMetadata:
     """Without its first SSD directory it has no catalog, until a start with that."""
+    # The witness first, and closed if the metadata refuses.
     with ExitStack() as opened:
         present = [path for i, path in enumerate(ssd_directories) if i not in absent]
         witness = Witness(present, data.instance_id)
         opened.callback(witness.close)
         catalog = None
+        # The catalog lies in the first directory alone: a second copy, on another device than the metadata.
         if 0 not in absent:
             path = ssd_directories[0] / "catalog"
             catalog = Catalog(path, data.instance_id, hang_after_s=hang_after_s)

@@ -37,6 +37,12 @@ from ctxcache.storage.ssd_directories import (
     write_down,
 )
 
+# From what, and in which order it is believed:
+#
+#     catalog   which sessions there are, and the header checksum of each segment
+#     scan      at which places headers with that checksum are
+#     chunks    whether every byte there is what the header says
+#     witness   whether the catalog itself ends too early
 CATALOG = "catalog"
 Place = tuple[int, ScannedSegment]
 """The number of a directory, and where in its file."""
@@ -80,6 +86,7 @@ def rebuild(
         with _claimed(ssd_directories):
             if not is_dry_run:
                 forget_unreadable(data_directory, ssd_directories)
+            # Numbers come from the directories, before PATHS is needed.
             given = _numbered(ssd_directories)
             owners = [*map(instance_id_of, given), DataDirectory.instance_id_at(data_directory)]
             # The SSD directories come first: the data directory may be what was lost.
@@ -90,6 +97,7 @@ def rebuild(
             if instance_id is None:
                 problem = "no SSD directory says whose it is, so there is nothing to make metadata from"
                 raise CorruptMetadata(where=str(data_directory), problem=problem)
+            # Another store's directories would be given this store's sessions.
             if owners[-1] not in (None, instance_id):
                 problem = f"the SSD directories belong to another data directory ({instance_id})"
                 raise DataDirectoryUnusable(path=str(data_directory), problem=problem)
@@ -119,6 +127,7 @@ def _claimed(directories: Sequence[Path]) -> Iterator[None]:
 
 def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, created_by: str) -> Rebuilt:
     contents = read_catalog(given[0] / CATALOG, instance_id)
+    # Generations of commits that are gone were seen by clients.
     generations = (s.generation for s in _sessions(contents.records))
     # Above each generation that a record names, since no generation may stand for two contents.
     crash_count = (max(generations, default=0) >> records.GENERATION_BITS) + 1
@@ -131,6 +140,7 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
         result, entries = _collect(ordered, instance_id)
         write_down(data_directory, instance_id, ordered)
         fresh = data_directory / f"{METADATA}.rebuilt"
+        # What an earlier rebuild left half done.
         shutil.rmtree(fresh, ignore_errors=True)
         store = RocksDbMetadata(fresh)
         # Behind the witnessed commits: otherwise the next start would take this metadata for an old copy.
@@ -162,6 +172,7 @@ def _collect(directories: Sequence[Path], instance_id: str) -> tuple[Rebuilt, li
     kept = dict(_segments(contents, directories, places, result))
     sessions = list(_sessions(contents.records))
     listed = {segment_id for session in sessions for segment_id in session.segment_ids}
+    # Places that no record names: deleted segments, and earlier copies of tails that grew.
     result.unlisted_segment_count = sum(map(len, places.values())) - sum(
         len(record.places) for record in kept.values()
     )
@@ -169,6 +180,7 @@ def _collect(directories: Sequence[Path], instance_id: str) -> tuple[Rebuilt, li
         _count(session, kept, result)
     result.segment_count = len(kept)
     others = [(k, v) for k, v in contents.records.items() if not k.startswith(records.SEGMENT_PREFIX)]
+    # Only segments that a session lists: a record of another would be removed at the next start.
     segments = [
         (records.segment_key(i), records.encode_segment(kept[i])) for i in sorted(listed & kept.keys())
     ]
@@ -241,6 +253,7 @@ def _count(session: SessionRecord, kept: Mapping[int, SegmentRecord], result: Re
     for begin, end in session.live:
         position = begin
         for identity in sorted(identities, key=lambda i: i.begin):
+            # Segments may overlap where newest tokens were dropped and written anew.
             if identity.begin <= position < identity.begin + identity.token_count:
                 position = min(identity.begin + identity.token_count, end)
         if position < end:

@@ -23,6 +23,7 @@ from ctxcache.format.layout import (
     header_checksum,
 )
 
+# Pages of eight megabytes, looked at by their first eight bytes alone: one comparison of a vector each.
 BLOCK_BYTES = 8 << 20
 _STREAM_COUNT_OFFSET = 96
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
@@ -44,6 +45,7 @@ def scan(path: Path) -> Iterator[ScannedSegment]:
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         block = memoryview(bytearray(BLOCK_BYTES))
+        # Holes were never written: a large file that is nearly empty is scanned in seconds.
         for begin, end in _extents(fd):
             for offset in range(begin, end, BLOCK_BYTES):
                 count = os.preadv(fd, [block[: min(BLOCK_BYTES, end - offset)]], offset)
@@ -88,6 +90,7 @@ def _extents(fd: int) -> Iterator[tuple[int, int]]:
 
 
 def _headers(fd: int, offset: int, block: memoryview) -> Iterator[ScannedSegment]:
+    # One word of each page.
     words = np.frombuffer(block, "<u8")[::_WORDS_PER_PAGE]
     for page in np.flatnonzero(words == _MAGIC_WORD):
         if found := _header(fd, offset + int(page) * ALIGN_BYTES):
@@ -96,6 +99,7 @@ def _headers(fd: int, offset: int, block: memoryview) -> Iterator[ScannedSegment
 
 def _header(fd: int, begin: int) -> ScannedSegment | None:
     fixed = os.pread(fd, HEADER_FIXED_BYTES, begin)
+    # Before the checksum is known: a damaged count must not ask for gigabytes.
     stream_count = int.from_bytes(fixed[_STREAM_COUNT_OFFSET : _STREAM_COUNT_OFFSET + 4], "little")
     raw = os.pread(fd, HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * min(stream_count, 1 << 16), begin)
     try:

@@ -19,6 +19,13 @@ from typing import Any
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.runtime.files import read_facts, write_facts
 
+# What is on disk says which directory is which. The list of paths only helps to find what is missing:
+#
+#     DEVICE there, ours, number n          directory n, wherever it is mounted
+#     DEVICE there, another store's         refused
+#     no DEVICE, path known as n, file      directory n: its DEVICE was lost
+#     no DEVICE, path known as n, empty     not mounted: refused, or absent
+#     no DEVICE, path not known             new: the next number
 DEVICE, PATHS, SEGMENTS = "DEVICE", "PATHS", "segments.dat"
 log = logging.getLogger(__name__)
 
@@ -50,6 +57,7 @@ def look(
     A directory that was in use and is missing now is absent, unless all are missing.
     """
     known = _read_known(data_directory)
+    # Absolute, because PATHS is read by a start from another working directory.
     given = [path.absolute() for path in directories]
     _check_each_once(given)
     absent: dict[int, Directory] = {}
@@ -58,16 +66,21 @@ def look(
         try:
             numbers[path] = _number(path, instance_id)
         except DataDirectoryUnusable as error:
+            # Only a path that was in use can be absent; a new one that cannot be read is an error.
             if not may_be_absent or not isinstance(error.__cause__, OSError) or str(path) not in known:
                 raise
             _put_absent(absent, known, known.index(str(path)), str(error.facts["problem"]))
+    # By numbers that directories say themselves. Paths come second.
     placed = _placed(numbers)
     new = [path for path, number in numbers.items() if number is None]
     if may_be_absent:
         _leave_out(absent, placed, new, known)
+    # PATHS is lost: whether a directory without DEVICE is new, or a mount point without its filesystem, is
+    # unknown.
     if placed and not known:
         _check_new(new)
     _place_new(placed, new, known, absent)
+    # All absent is no store that could serve anything.
     if not placed:
         raise DataDirectoryUnusable(path=str(data_directory), problem="every SSD directory is missing")
     _check_complete(data_directory, {**placed, **{i: gone.path for i, gone in absent.items()}}, known)
@@ -87,14 +100,17 @@ def write_down(
     """
     try:
         for number, path in enumerate(ordered):
+            # A number once given stays.
             if number not in absent and _number(path, instance_id) is None:
                 write_facts(path / DEVICE, {"instance_id": instance_id, "index": number})
         names = [str(path) for path in ordered]
         before = _read_sizes(data_directory)
         sizes = [
+            # The size of an absent file is what it last was: slots in it stay where they are.
             (before[i] if i < len(before) else 0) if i in absent else _size_bytes(path / SEGMENTS)
             for i, path in enumerate(ordered)
         ]
+        # Written only when something changed.
         if names != _read_known(data_directory) or sizes != before:
             write_facts(data_directory / PATHS, {"directories": names, "sizes_bytes": sizes})
     except OSError as error:
@@ -167,6 +183,7 @@ def _number(directory: Path, instance_id: str) -> int | None:
 def _check_each_once(given: Sequence[Path]) -> None:
     seen: dict[Path, Path] = {}
     for path in given:
+        # Resolved: two names of one directory would be written by two files' worth of slots.
         if (before := seen.setdefault(path.resolve(), path)) is not path:
             problem = f"it is named twice, as {before} before" if before != path else "it is named twice"
             raise DataDirectoryUnusable(path=str(path), problem=problem)
@@ -176,6 +193,8 @@ def _placed(numbers: Mapping[Path, int | None]) -> dict[int, Path]:
     placed: dict[int, Path] = {}
     for path, number in numbers.items():
         if number is not None:
+            # A copy of an SSD directory says the same number. Which of them has the newer bytes cannot be
+            # told.
             if number in placed:
                 problem = f"it is the same SSD directory as {placed[number]}, or a copy of it"
                 raise DataDirectoryUnusable(path=str(path), problem=problem)
@@ -190,6 +209,7 @@ def _leave_out(
     for path in [path for path in new if _is_unmounted(path, known, placed)]:
         new.remove(path)
         _put_absent(absent, known, known.index(str(path)), "it is missing, empty or not mounted")
+    # Directories that are not named at all keep their numbers, too.
     by_path = {known.index(str(path)) for path in new if str(path) in known}
     for number in sorted(set(range(len(known))) - placed.keys() - absent.keys() - by_path):
         _put_absent(absent, known, number, "it is not named")
@@ -202,6 +222,7 @@ def _put_absent(absent: dict[int, Directory], known: Sequence[str], number: int,
 
 def _is_unmounted(path: Path, known: Sequence[str], placed: Mapping[int, Path]) -> bool:
     is_known = str(path) in known and known.index(str(path)) not in placed
+    # The segments file is made at the first start, so that its absence says that something else lies there.
     return is_known and not os.path.lexists(path / SEGMENTS)
 
 
@@ -237,6 +258,7 @@ def _place_new(
             placed[known.index(str(path))] = path
         else:
             rest.append(path)
+    # Behind every number that was ever given: a number of an absent directory must not be given again.
     next_number = max(len(known), max((*placed, *absent), default=-1) + 1)
     placed.update(enumerate(rest, next_number))
 

@@ -48,6 +48,7 @@ def streams_texts(spec: ModelSpec) -> Iterator[str]:
     """The longest part of a model's record, in pieces that take a fraction of a millisecond each."""
     for begin in range(0, len(spec.streams), STREAMS_PER_TEXT):
         # Plain numbers: the encoder takes ten times as long for each that is a member of an enumeration.
+        # Brackets off: parts are joined into one list.
         yield as_json(
             [
                 (layer, int(kind), row_bytes, int(dtype))

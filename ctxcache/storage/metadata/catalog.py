@@ -46,6 +46,14 @@ from ctxcache.runtime.clock import SystemClock
 from ctxcache.runtime.files import claim_directory, open_private
 from ctxcache.storage.device_threads import Threads
 
+# A directory with two logs, and how it is read:
+#
+#     00000007.base   records as of commit 100, END
+#     00000007.log    BEGIN 100, changes of 101 .. 180, a torn end
+#     00000008.log    BEGIN 178, changes of 179 ..
+#
+# The base counts first, then log 7 up to commit 178, where log 8 goes on: commits 179 and 180 of log 7 were
+# taken back by a power cut, which log 8 knows. Base 8 is not whole yet; when it is, the files of 7 go.
 _HEAD = struct.Struct("<IIQ")
 _CHECKSUM = struct.Struct("<Q")
 _DELETED = (1 << 32) - 1
@@ -90,16 +98,19 @@ def read_catalog(directory: str | Path, instance_id: str) -> CatalogContents:
     first = _newest_base(directory, seed, contents) if directory.is_dir() else None
     if first is None:
         contents.problems.append(f"{directory} has no base that is whole")
+    # Logs before the newest whole base have nothing that it lacks.
     logs = {n: directory / f"{n:08d}.log" for n in sorted(numbers(directory, "log")) if n >= (first or 0)}
     begins = {number: _begin(path, seed) for number, path in logs.items()}
     if first is not None:
         _join(directory, contents, first, begins)
     for number, path in logs.items():
+        # The earliest later log decides: it says up to where this one counts.
         later = [begin for n, begin in begins.items() if n > number and begin is not None]
         _replay(path, seed, contents, until=min(later, default=None))
     return contents
 
 
+# Every entry carries its own checksum: after a torn end all before it can be read.
 def pack(seed: int, sequence: int, key: bytes, value: bytes | None) -> bytes:
     """An entry as it is written."""
     value_bytes = _DELETED if value is None else len(value)
@@ -119,6 +130,7 @@ def numbers(directory: Path, kind: str) -> Iterable[int]:
 
 
 def _newest_base(directory: Path, seed: int, contents: CatalogContents) -> int | None:
+    # From the newest: one that is not whole is told, and the one before it counts.
     for number in sorted(numbers(directory, "base"), reverse=True):
         found = CatalogContents()
         if _replay(directory / f"{number:08d}.base", seed, found):
@@ -167,8 +179,10 @@ def _replay(path: Path, seed: int, contents: CatalogContents, *, until: int | No
         if until is not None and sequence > until:
             return False
         is_ended = not key and value == END
+        # Within a commit: it counts when its mark comes.
         if key and pending is not None:
             pending.append((key, value))
+        # In a base there are no commits: each entry is a record.
         elif key:
             contents.apply([(key, value)], sequence)
         elif value == BEGIN:
@@ -187,6 +201,7 @@ def _replay(path: Path, seed: int, contents: CatalogContents, *, until: int | No
 
 def _unpack(seed: int, data: memoryview, offset: int) -> tuple[Entry, int, int] | None:
     """An entry, its sequence, and where the next one begins; None when it is not whole."""
+    # Sizes are checked before anything is read by them: damaged ones point anywhere.
     if offset + MARK_BYTES > len(data):
         return None
     key_bytes, value_bytes, sequence = _HEAD.unpack_from(data, offset)
@@ -233,6 +248,11 @@ class Catalog:
             claim_directory(self._directory)
         except OSError as error:
             raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
+        # Three threads, so that a base that takes a minute delays neither a commit's write nor a sync:
+        #
+        #     catalog        the log, in the order of the commits
+        #     catalog-base   all records, unhurried, while commits go on
+        #     catalog-sync   one fdatasync a second at most
         self._fd = -1
         """The newest log. The writing thread's, from `begin` on."""
         self._number = 0
@@ -288,6 +308,7 @@ class Catalog:
         """
         self._snapshot = snapshot
         with self._noticed():
+            # The newest log decides: it ends where the metadata ends, or the catalog begins anew.
             self._number = max(numbers(self._directory, "log"), default=0)
             if self._number and self._ends_at(sequence):
                 self._fd = os.open(self._path("log", self._number), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -295,6 +316,8 @@ class Catalog:
                 self._base_bytes = self._path("base", self._number).stat().st_size
                 self._is_begun = True
             elif self._number:
+                # Cut off: nothing may follow on it, for what it has behind the last synced commit is not
+                # known.
                 self._is_cut_off = True
             else:
                 self._rotate(sequence)
@@ -306,22 +329,27 @@ class Catalog:
         """
         self._end_hang()
         # Without changes is the first commit only: the next one says what it follows.
+        # Without a begun log the first commit begins one. After a failure nothing is written until the next
+        # start.
         if not entries or self._is_failed or self._is_hung or not (self._is_begun or self._is_cut_off):
             return
         # Commits wait here also when their callers have gone, so that their bytes are bounded.
         if self._put_bytes - self._written_bytes > BACKLOG_LIMIT_BYTES:
             self._give_up_hung(f"{BACKLOG_LIMIT_BYTES} bytes of commits wait for it")
             return
+        # The snapshot of the new base has this commit already; the log repeats it, which does no harm.
         if self._is_cut_off:
             self._rotate(sequence)
         # Each log says which commit it follows: a hole between two logs is found.
         begin = b"" if self._is_marked else pack_mark(self._seed, sequence - 1, BEGIN)
         changes = b"".join(pack(self._seed, sequence, key, value) for key, value in entries)
+        # All of a commit in one write: its mark is behind its changes.
         packed = begin + changes + pack_mark(self._seed, sequence, COMMIT)
         self._put_bytes += len(packed)
         self.last_write = self._writer.submit(partial(self._write, packed, self._hang_count))
         self._is_marked = True
         self._log_bytes += len(packed)
+        # A log as long as its base costs at a start what the base costs.
         if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes) and not self._is_base_due:
             self._rotate(sequence)
 
@@ -336,6 +364,8 @@ class Catalog:
         # A given-up write is no caller's error: it was logged, and commits go on.
         waited.add_done_callback(lambda done: done.exception())
         await asyncio.wait([waited], timeout=self._hang_after_s)
+        # Commits must not wait for a second copy. It goes on without them, and is made anew when the device
+        # is back.
         if not write.done():
             self._give_up_hung(f"a write has not come back for {self._hang_after_s:g} s")
 
@@ -345,8 +375,10 @@ class Catalog:
         A device that hangs is not waited for.
         """
         self._closing.set()
+        # In the order writer, base, syncer: each may ask the next one for something.
         # The mark says that the base is there.
         for threads in (self._writer, self._base_writer, self._syncer):
+            # Whoever is late is given up, and the rest is not waited for.
             self._finish(threads, threads.submit(_nothing))
         if not self._is_hung:
             self._finish(self._writer, self._writer.submit(partial(self._end, sequence)))
@@ -379,6 +411,7 @@ class Catalog:
 
         Commits are missing before it.
         """
+        # Everything that was owed is back, so that no late write can land in the new log.
         if self._is_hung and not self._is_failed and not self._writer.is_owed and not self._is_base_due:
             log.warning("catalog_begun_anew directory=%s", self._directory)
             self._is_hung, self._is_cut_off = False, True
@@ -391,6 +424,7 @@ class Catalog:
     def _noticed(self) -> Iterator[None]:
         try:
             yield
+        # Never raised: a commit does not fail for its second copy.
         except OSError as error:
             log.error("catalog_failed directory=%s error=%s", self._directory, error.strerror)  # noqa: TRY400
             self._is_failed = True
@@ -411,6 +445,7 @@ class Catalog:
         if not self._path("base", self._number).exists() or path.stat().st_size < MARK_BYTES:
             return False
         with path.open("rb") as file:
+            # The last bytes alone: a log may have tens of megabytes.
             file.seek(-MARK_BYTES, os.SEEK_END)
             return file.read() == end
 
@@ -432,6 +467,7 @@ class Catalog:
             return
         with self._noticed():
             fd = open_private(self._path("log", number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            # The old log is synced once more: up to here it is what counts until the new base is whole.
             if self._fd >= 0:
                 self._syncer.submit(partial(_sync, self._fd))
             self._fd, self._is_sync_due = fd, False
@@ -451,6 +487,7 @@ class Catalog:
         # Without descriptors the next commit asks again.
         with contextlib.suppress(OSError):
             if not self._is_sync_due:
+                # A duplicate: the log may be closed before the sync is due.
                 fd = os.dup(self._fd)
                 self._is_sync_due = True
                 self._syncer.submit(partial(self._sync_soon, fd))
@@ -466,7 +503,9 @@ class Catalog:
 
     def _sync_soon(self, fd: int) -> None:
         # The last commit of all is followed by no other that could ask for a sync.
+        # Commits within this second share the sync.
         self._closing.wait(SYNC_INTERVAL_S)
+        # Before the sync: a write that comes during it asks for the next one.
         self._is_sync_due = False
         _sync(fd)
 
@@ -475,6 +514,7 @@ class Catalog:
         partial_path = path.with_suffix(".partial")
         try:
             with os.fdopen(open_private(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                # A batch and then a pause: the thread holds Python's lock while it packs.
                 for batch in _unhurried(records, self._closing):
                     file.write(b"".join(pack(self._seed, sequence, key, value) for key, value in batch))
                     self._piece_count += 1
@@ -487,6 +527,7 @@ class Catalog:
             self._base_bytes = path.stat().st_size
             # Only now: until the new base is there the old one and its logs are the only whole copy.
             for old in self._directory.iterdir():
+                # By number: whatever is older than the base that has just got its name.
                 if old.stem.isdigit() and int(old.stem) < number:
                     old.unlink()
         except (OSError, CorruptMetadata) as error:

@@ -58,8 +58,13 @@ RECORD_VERSION = 1
 GENERATION_BITS = 32
 """Changes that one session can see in one run before its generations reach those after the next crash."""
 UID_BYTES = 16
+# Values, byte by byte. The fixed part tells the lengths of the rest:
+#
+#     | 1 | fixed part ............. | tenant | ... variable parts ... | XXH3-64 |
+#      version        counts ─────────────────────► lengths             over all before it, seeded by the key
 _CHECKSUM = struct.Struct("<Q")
 _SEGMENT = struct.Struct("<16sqqq32sIqqQIH")
+# A key is unpacked as one field: iteration over many is one call into C.
 _PREFIX_KEY = struct.Struct("<32s")
 _SESSION = struct.Struct("<qqqqqqBHHHIIIHI")
 _STREAM = struct.Struct("<ii")
@@ -83,6 +88,7 @@ Record = TypeVar("Record")
 def model_key(tenant: str, model_id: str) -> bytes:
     """Where a model's record is kept."""
     raw = tenant.encode()
+    # A length before the tenant: "a" + "bc" and "ab" + "c" are two models.
     return MODEL_PREFIX + len(raw).to_bytes(2, "big") + raw + model_id.encode()
 
 
@@ -95,6 +101,7 @@ def session_key(uid: bytes) -> bytes:
 
 def segment_key(segment_id: int) -> bytes:
     """Where a segment's record is kept; keys sort as ids do."""
+    # Big endian: a database sorts bytes, and ids are read in ascending order.
     return SEGMENT_PREFIX + segment_id.to_bytes(8, "big")
 
 
@@ -133,6 +140,7 @@ def encode_session(record: SessionRecord) -> bytes:
     """Pack the value kept under `session_key`. Raises struct.error for a number out of its range."""
     names = [name.encode() for name in (record.tenant, record.session_id, record.model_id)]
     block = record.block
+    # A record of one copy and no block is the usual one, and takes no byte for either.
     flags = _IS_PINNED * record.is_pinned | _HAS_TTL * (record.ttl_ns is not None) | _IS_BLOCK * bool(block)
     flags |= _HAS_COPIES * (record.copies > 1)
     fixed = _SESSION.pack(
@@ -143,6 +151,7 @@ def encode_session(record: SessionRecord) -> bytes:
         record.expire_time_ns,
         record.ttl_ns or 0,
         flags,
+        # Lengths in the order of the parts that follow.
         *map(len, names),
         len(record.layout),
         len(record.segment_ids),
@@ -154,6 +163,7 @@ def encode_session(record: SessionRecord) -> bytes:
     segment_ids = struct.pack(f"<{len(record.segment_ids)}Q", *record.segment_ids)
     live = struct.pack(f"<{2 * len(record.live)}q", *chain.from_iterable(record.live))
     contents = [_CONTENT.pack(*content) for content in record.contents] if record.contents else []
+    # Behind everything else: the record of a session has nothing there.
     besides = b"" if block is None else _packed_block(block)
     parts = [fixed, *names, *streams, segment_ids, live, record.salt, *contents, besides]
     return _seal(session_key(record.uid), b"".join(parts))
@@ -179,6 +189,7 @@ def encode_model(record: ModelRecord) -> bytes:
     body["create_time_ns"] = record.create_time_ns
     if record.probe is not None:
         body["probe"] = base64.b64encode(record.probe.encode()).decode()
+    # Put in as text: the streams of a large model are encoded a part at a time, before the commit.
     streams = record.streams_text or ",".join(streams_texts(spec))
     # Quotes within a string are escaped: these are the field's.
     text = as_json(body).replace('"streams":[]', f'"streams":[{streams}]')
@@ -231,6 +242,7 @@ def seal_of(value: bytes) -> int:
 def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:
     """The entries that changes put, by key, None for a deleted one; deletions last, so that they win."""
     found: list[tuple[bytes, bytes | None]] = []
+    # Deletions last. Within one commit a record may be put and deleted, and then it is gone.
     found += [(model_key(m.tenant, m.spec.model_id), encode_model(m)) for m in changes.models]
     found += [(segment_key(s.segment_id), encode_segment(s)) for s in changes.segments]
     found += [(session_key(s.uid), encode_session(s)) for s in changes.sessions]
@@ -263,6 +275,7 @@ def _decode(key: bytes, value: bytes, read: Callable[[bytes, bytes], Record]) ->
 def _open(key: bytes, value: bytes) -> bytes:
     sealed = value[: -_CHECKSUM.size]
     if not sealed:
+        # The checksum first, then the version: a damaged byte must not be told as a later version.
         raise _corrupt(key, f"{len(value)} bytes are too few for a record")
     if _CHECKSUM.pack(_checksum(key, sealed)) != value[-_CHECKSUM.size :]:
         raise _corrupt(key, "checksum does not match")
@@ -291,6 +304,7 @@ def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
     ) = _SEGMENT.unpack_from(body)
     tenant_end = _SEGMENT.size + tenant_bytes
     tenant = _exactly(body, _SEGMENT.size, tenant_end).decode()
+    # What is left behind whole keys is the copy, or nothing.
     end = len(body) - (len(body) - tenant_end) % _PREFIX_KEY.size
     keys = tuple([key for (key,) in _PREFIX_KEY.iter_unpack(body[tenant_end:end])])
     identity = SegmentIdentity(tenant, uid, generation, begin, token_count, fingerprint)
@@ -326,6 +340,7 @@ def _read_session(key: bytes, body: bytes) -> SessionRecord:
         content_count,
     ) = _SESSION.unpack_from(body)
     sizes = (
+        # `name_bytes` are three, in the order of the names.
         *name_bytes,
         stream_count * _STREAM.size,
         segment_count * 8,
@@ -375,6 +390,7 @@ def _read_layout(packed: bytes) -> tuple[Stream, ...]:
 
 
 def _split(data: bytes, sizes: tuple[int, ...]) -> Iterator[bytes]:
+    # Not a byte more or less: a record that parses and leaves bytes behind is not understood.
     if sum(sizes) != len(data):
         raise ValueError(f"{len(data)} bytes where {sum(sizes)} are announced")
     begin = 0

@@ -61,6 +61,14 @@ from ctxcache.storage.metadata.records import Commit
 from ctxcache.storage.metadata.witness import PATIENCE_S as WITNESS_PATIENCE_S
 from ctxcache.storage.metadata.witness import Witness
 
+# What a commit goes through, and what it survives at each step:
+#
+#     in memory     RocksDB's memtable, on the event loop     nothing
+#     in the log    flush_wal(sync=False), in a thread        the death of the process
+#     synced        flush_wal(sync=True), in a thread         a power cut
+#     witnessed     a number in each SSD directory            a database that lost it and does not know
+#
+# Callers that come while the log is written are one round: one write for all of them, and one sync.
 MEMTABLE_BYTES = 8 << 20
 LOG_LIMIT_BYTES = 64 << 20
 """Past this many bytes of write-ahead log the oldest memtable is flushed: it bounds replay at start."""
@@ -77,6 +85,7 @@ SPACE_PATIENCE_S = 0.05
 """How long the loop waits for the answer of such a filesystem, once per question."""
 REOPEN_PAUSE_S = 1.0
 """Between two looks at whether what lacked is there again."""
+# RocksDB has no error numbers to offer, so that its sentences are compared with the system's words.
 _LACKING = tuple(
     os.strerror(number)
     for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN)
@@ -107,6 +116,13 @@ Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 
 
+# A round is the only thing between memory and log: while one is under way, commits wait in `_waiting`.
+#
+#     commit a, b ──► round 1: in memory, log being written
+#     commit c, d ──► _waiting ──► round 2 when round 1 is in the log
+#
+# If round 1 fails, all four are refused. Which of a and b arrived is not known until the database is opened
+# anew: they are `_doubtful`.
 @dataclass(slots=True)
 class _Round:
     """Commits that are in memory and on their way into the log together, and what their callers wait for."""
@@ -142,6 +158,7 @@ class RocksDbMetadata:
         # One thread: syncs follow one another, and each covers whoever has written before it began.
         self._syncer = Threads(1, "metadata-sync", self._clock)
         self._beside = Threads(1, "metadata-beside", self._clock)
+        # Work of seconds has a thread of its own, or commits would wait behind a scan.
         """Opening and scanning the database, questions to the filesystem: no commit waits for this thread."""
         self._space_asked: Future[None] | None = None
         self._is_remote = _kind_of_filesystem(self._path).startswith(REMOTE_FILESYSTEMS)
@@ -158,6 +175,7 @@ class RocksDbMetadata:
         self._is_resting = False
         """Whether the failure is one that passes."""
         self._next_look_s = 0.0
+        # By key, so that many refused commits of one session cost one record.
         self._owed: dict[bytes, bytes | None] = {}
         """By key, what commits that a rest refused would have left: the cache has gone on with that."""
         self._doubtful: list[tuple[Sequence[Entry], Commit]] = []
@@ -169,6 +187,7 @@ class RocksDbMetadata:
         """The checksum of each session's record, by uid; None until they were read."""
         try:
             self._is_counted, self._last = self._read_last()
+        # Whoever fails here must give up the lock of the directory, or the next try would find it held.
         except BaseException:
             for threads in (self._writer, self._syncer, self._beside):
                 threads.close()
@@ -177,6 +196,7 @@ class RocksDbMetadata:
         self._written = self._last
         """The last commit that is in memory; `_last` is the last one that is in the log."""
         if catalog:
+            # Each run says with its first commit where its catalog goes on.
             catalog.begin(self._last.sequence, self.raw)
 
     @property
@@ -216,10 +236,13 @@ class RocksDbMetadata:
         """See MetadataStore. One statvfs."""
         self._check()
         if is_growing:
+            # Only what grows needs room: deletions must go on when the disk is full, for they make room.
             self._check_room(self._space_now())
 
     def _space_now(self) -> os.statvfs_result:
         """The filesystem's free room; the last figure while the filesystem does not answer."""
+        # The local kernel answers at once. A remote filesystem may hang, so that it is asked in a thread, and
+        # not again while it owes an answer.
         if not self._is_remote:
             self._look_at_space()
         elif self._space_asked is None or self._space_asked.done():
@@ -239,6 +262,7 @@ class RocksDbMetadata:
                 free_bytes=free_bytes,
                 limit_bytes=space.f_blocks * space.f_frsize,
             )
+        # Some filesystems count no inodes, and say 0 of 0.
         if space.f_files and space.f_favail < ROOM_INODES:
             raise CapacityExceeded(
                 tier=f"inodes of metadata {self._path}",
@@ -256,6 +280,8 @@ class RocksDbMetadata:
         seals: dict[bytes, int] = {}
 
         def decode(key: bytes, value: bytes) -> SessionRecord:
+            # The seals are collected while records are read anyway, and compared at the end with what the
+            # last commit noted.
             record = records.decode_session(key, value)
             seals[record.uid] = records.seal_of(value)
             return record
@@ -277,6 +303,7 @@ class RocksDbMetadata:
 
         Raises CorruptMetadata while it is iterated over.
         """
+        # A cursor is a snapshot: commits that come while it is read are not in it.
         cursor = self._db.iter()
         cursor.seek(b"")
 
@@ -294,6 +321,7 @@ class RocksDbMetadata:
 
         Durable once the store is closed. Raises TierFailure.
         """
+        # Every session is counted from nothing.
         self._seals, self._written = {}, Commit(sequence, 0, 0)
         remaining = iter(entries)
         # The number counts also where there are no records.
@@ -320,6 +348,7 @@ class RocksDbMetadata:
 
     async def _settle(self, *, is_durable: bool) -> None:
         """Wait until what is in the log is where it must be."""
+        # The catalog's write of this commit, looked up before anything awaits: later commits have later ones.
         noted = self._catalog.last_write if self._catalog else None
         if is_durable:
             sync = asyncio.wrap_future(self._join_sync())
@@ -331,6 +360,7 @@ class RocksDbMetadata:
     # -- into the log ------------------------------------------------------------------------------
 
     def _put(self, entries: Sequence[Entry]) -> "asyncio.Future[None]":
+        # The caller's future is made before the round, so that a round which fails at once finds its callers.
         """Have changes written in the order of the calls; done when they are in the log."""
         if self._waiting_logged is None:
             self._waiting_logged = asyncio.get_running_loop().create_future()
@@ -338,6 +368,7 @@ class RocksDbMetadata:
             self._waiting_logged.add_done_callback(lambda done: done.exception())
         logged = self._waiting_logged
         self._waiting.append(entries)
+        # A round under way: this commit waits for the next one.
         if self._round is None:
             self._begin_round()
         return logged
@@ -354,12 +385,16 @@ class RocksDbMetadata:
         waiting, self._waiting, self._waiting_logged = self._waiting, [], None
         try:
             for entries in waiting:
+                # Counted and appended before the write: what failed half way is doubtful, not forgotten.
                 begun.commits.append((entries, self._counted(entries)))
                 self._write(*begun.commits[-1])
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            # Those that were not begun are refused with it.
             self._waiting = waiting[len(begun.commits) :] + self._waiting
             self._refuse(error)
             return
+        # Only this thread writes the log, and the database's lock is held meanwhile: the loop must not write
+        # beside it.
         begun.work = self._writer.submit(self._write_log)
         loop = asyncio.get_running_loop()
         begun.work.add_done_callback(partial(_call_soon, loop, partial(self._end_round, begun)))
@@ -371,6 +406,7 @@ class RocksDbMetadata:
 
     def _end_round(self, ended: _Round) -> None:
         """The log is written: tell the callers, and begin the next round where commits wait."""
+        # Given up as overdue: its callers have their answer, and its changes are owed.
         if self._round is not ended or ended.work is None:
             # It was given up, and this is its late answer.
             return
@@ -378,6 +414,7 @@ class RocksDbMetadata:
             self._refuse(error)
             return
         self._round = None
+        # In order, and only now: the catalog must never have a commit that the log lacks.
         for entries, last in ended.commits:
             self._last = last
             if self._catalog:
@@ -396,6 +433,8 @@ class RocksDbMetadata:
         if failed:
             self._doubtful += failed.commits
             callers.append(failed.logged)
+            # Doubtful commits are the older changes: they come before those that waited, or an old value
+            # would win.
             waiting = [entries for entries, _ in failed.commits] + waiting
         for entries in waiting:
             self._owed.update(entries)
@@ -414,11 +453,13 @@ class RocksDbMetadata:
         """Give up operations that are late; watch on while others are under way."""
         self._watch = None
         begun = [at_ns for at_ns in (self._writer.oldest_ns, self._syncer.oldest_ns) if at_ns is not None]
+        # Given up already: that device owes, and no new caller is waiting for it.
         if not begun or self._writer.is_owed or self._syncer.is_owed:
             return
         if self._clock.monotonic_ns() - min(begun) < self._patience_s * 1e9:
             self._start_watch(loop)
             return
+        # Refused before the threads are given up: whoever is answered finds the store resting.
         self._refuse(_Overdue(f"the device has not answered for {self._hang_after_s:g} s"))
         self._give_up()
 
@@ -430,6 +471,7 @@ class RocksDbMetadata:
         """See MetadataStore."""
         if not self._is_resting or time.monotonic() < self._next_look_s:
             return False
+        # An answer that comes after the database was opened anew would be of the old one.
         if self._writer.is_owed or self._syncer.is_owed:
             # The device has not answered yet.
             return False
@@ -440,11 +482,14 @@ class RocksDbMetadata:
             await asyncio.shield(back)
         opened = await self._in_thread(self._open_again)
         self._next_look_s = time.monotonic() + REOPEN_PAUSE_S
+        # Fenced meanwhile by a failure that does not pass.
         if opened is None or not self._is_resting:
             return False
         last, seals = opened
         # Neither the last acknowledged commit nor a doubtful one: something is lost, and no change may
         # follow.
+        # What is there must be one of the states that were possible. Anything else lost an acknowledged
+        # commit.
         if last not in {self._last, *(commit for _, commit in self._doubtful)}:
             self._is_resting = False
             self._failure = f"opened again it ends with {last}, and {self._last} was acknowledged"
@@ -454,12 +499,15 @@ class RocksDbMetadata:
         for entries, commit in self._doubtful:
             # This one had arrived after all: only the catalog lacks it.
             if self._catalog and commit.sequence <= last.sequence:
+                # In their order, and behind those that the catalog has.
                 self._catalog.append(entries, commit.sequence)
         self._last = self._written = last
         self._seals, self._doubtful = seals, []
         self._failure, self._is_resting = None, False
+        # One commit for all that was refused: its records are those of the cache at this moment.
         if owed:
             await asyncio.shield(self._put(list(owed.items())))
+        # Also what arrived before the rest and was never synced.
         await self._settle(is_durable=True)
         self.reopened_count += 1
         log.warning("metadata_reopened path=%s commit=%d owed=%d", self._path, last.sequence, len(owed))
@@ -476,6 +524,7 @@ class RocksDbMetadata:
         _release(self._db)
         try:
             self._db = Rdict(self._path, _options())
+            # Opened in a thread: it replays the log.
             value = self._db.get(records.COMMIT_KEY)
             last = records.decode_commit(value) if value else Commit(0, 0, 0)
             seals = {
@@ -508,6 +557,7 @@ class RocksDbMetadata:
     async def recorded_slots(self) -> set[Slot]:
         """See MetadataStore."""
         if logged := self._logging:
+            # What is on its way into the log may name slots too.
             await asyncio.wait([logged])
         return await self._in_thread(self._recorded_slots)
 
@@ -535,9 +585,12 @@ class RocksDbMetadata:
         try:
             self._finish_rounds()
             if self._failure is None:
+                # A fenced store has told its callers; another sync could only lie.
                 self._finish(self._syncer.submit(self._sync)).result()
         finally:
             for threads in (self._writer, self._syncer, self._beside):
+                # Threads that owe nothing finish their work. Those of a hanging device are left to the
+                # process's end.
                 if not threads.is_owed:
                     self._finish(threads.submit(_nothing))
             is_owed = self._writer.is_owed or self._syncer.is_owed
@@ -547,6 +600,7 @@ class RocksDbMetadata:
                 self._catalog.close(self._last.sequence)
             if self._witness:
                 self._witness.close()
+            # A database in the hands of a hanging device must not be closed: the call would hang as well.
             if not is_owed:
                 _release(self._db)
                 del self._db
@@ -584,6 +638,7 @@ class RocksDbMetadata:
 
     def _write(self, entries: Sequence[Entry], last: Commit) -> None:
         """Put a commit into memory. Raises what the database raises."""
+        # One batch with the commit's number: records and number come and go together.
         batch = WriteBatch(raw_mode=True)
         for key, value in entries:
             if value is None:
@@ -609,6 +664,8 @@ class RocksDbMetadata:
         """Count the next commit: its number and what it leaves, with these changes."""
         if self._seals is None:
             for _ in self.sessions():
+                # XOR: each record can be taken out and put in without reading the others, in any order of
+                # commits.
                 continue
         assert self._seals is not None  # noqa: S101  # the loop has just read them
         digest = self._written.session_digest
@@ -631,12 +688,14 @@ class RocksDbMetadata:
             value = self._db.get(records.COMMIT_KEY)
         except Exception as error:  # rocksdict raises nothing narrower
             raise CorruptMetadata(where=self._path, problem=str(error)) from error
+        # The witness is outside the database: what was put back from an older copy cannot know.
         last = records.decode_commit(value) if value else Commit(0, 0, 0)
         witnessed = self._witness.sequence if self._witness else 0
         # Metadata that was put back from an earlier copy, or a device that lost what it had synced.
         if last.sequence < witnessed:
             problem = f"commits {last.sequence + 1} to {witnessed} were on disk and are gone"
             raise CorruptMetadata(where=self._path, problem=problem)
+        # No commit at all, and a catalog with some: deleted metadata, not a new store.
         if value is None and self._catalog:
             self._catalog.check_new(lambda key: self._db.get(key) is not None)
         return value is not None, last
@@ -691,6 +750,7 @@ class RocksDbMetadata:
 
     def _note_failure(self, error: BaseException) -> None:
         said = str(error)
+        # The path is taken out of the text, because a directory may have any word in its name.
         is_passing = isinstance(error, _Overdue) or _is_passing(said.replace(self._path, ""))
         # A failure that does not pass may come late, from a device that was given up.
         if self._failure is None or (self._is_resting and not is_passing):
@@ -717,6 +777,7 @@ def _is_passing(said: str) -> bool:
 
     Never of a sync, which may lose bytes.
     """
+    # A failed sync never passes: what it lost is not known.
     return "sync" not in said.lower() and any(lack in said for lack in _LACKING)
 
 
@@ -732,6 +793,7 @@ def _open(path: str) -> Rdict:
         problem = str(error)
         # The message of RocksDB; the path that it names may have any word in it.
         said = problem.replace(path, "")
+        # A manifest that is gone is damage; a directory that cannot be entered is not.
         if "Corruption" in said or ("MANIFEST" in said and "No such file" in said):
             raise CorruptMetadata(where=path, problem=problem) from error
         if "LOCK" in said:
@@ -741,6 +803,7 @@ def _open(path: str) -> Rdict:
 
 def _kind_of_filesystem(path: str) -> str:
     """The kernel's word for it, like `ext4`; empty where it does not say."""
+    # The longest mount point that the path lies under.
     place, found = os.path.realpath(path) + "/", (0, "")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():

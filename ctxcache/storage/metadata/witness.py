@@ -56,6 +56,7 @@ class Witness:
         self.sequence = 0
         """The last commit that is known to have been on disk."""
         for directory in directories:
+            # A directory that was there and has no file yet gets one; a process that only looks makes none.
             path = Path(directory) / NAME
             if not is_read_only or path.exists():
                 self._open(path)
@@ -76,8 +77,10 @@ class Witness:
         # By turns: a write that is torn leaves the number before it whole.
         place = _PLACES[sequence % len(_PLACES)]
         raw = body + _CHECKSUM.pack(xxh3_64_intdigest(body))
+        # All are begun before any is waited for: devices write side by side.
         for file in [file for file in self._files if file.begin(raw, place)]:
             file.wait(self._patience_s)
+        # Behind the writes: only what a file may say is known.
         self.sequence = sequence
 
     def close(self) -> None:
@@ -104,6 +107,7 @@ class Witness:
             raw = os.pread(fd, _BODY.size + _CHECKSUM.size, place)
         except OSError:
             return None
+        # Zeros: a file that was just made, or its second place.
         if not any(raw):
             return 0
         if len(raw) < _BODY.size + _CHECKSUM.size:
@@ -127,6 +131,8 @@ class _File:
 
     def begin(self, raw: bytes, place: int) -> bool:
         """Write that, unless the last write has not come back; whether it was begun."""
+        # The last write has not come back: this one is left out, so that no queue grows behind a hanging
+        # device.
         if not self._is_free.is_set():
             return False
         self._is_free.clear()
@@ -154,5 +160,6 @@ class _File:
                 os.pwrite(self._fd, *write)
             self._is_free.set()
         with contextlib.suppress(OSError):
+            # The descriptor is given up by its own thread: nobody else knows when the last write is over.
             os.fdatasync(self._fd)
         os.close(self._fd)

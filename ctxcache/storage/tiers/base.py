@@ -31,6 +31,11 @@ class TierRefusal:
         return f"{self.state}{' until a restart' * (self.state == 'fenced')}: {self.problem}"
 
 
+# Who calls, and in which thread the work is:
+#
+#     event loop ──► read, write, sync ──► queue of pieces ──► threads of the path ──► device
+#          ▲                                                        │
+#          └── one wake-up when the last piece is done ◄────────────┘   `then` runs there, piece by piece
 class Tier(Protocol):
     """Bytes at slots, on one or more paths.
 

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 ARENA_FILE_NAME = "ctxcache-{}.arena"
 ARENA_ID_BYTES = 16
 INLINE_COPY_BYTES = 1 << 20
+# Two thread switches cost more than copying a megabyte.
 """Copies up to this size run on the event loop: about 0.2 ms, less than two thread switches are worth."""
 COPY_THREADS = 2
 
@@ -53,10 +54,13 @@ class DramArena:
         if size_bytes % ALIGN_BYTES or size_bytes < 2 * ALIGN_BYTES:
             problem = f"{size_bytes} B is not a multiple of {ALIGN_BYTES} B, or not two of them"
             raise InvalidConfiguration(source="DRAM size", problem=problem)
+        # Allocated now, and not at the first touch: a full tmpfs kills a process that touches a page by
+        # SIGBUS.
         self._memory = create_shared(str(path), size_bytes, huge_pages, is_sealed=is_sealed)
         self._size_bytes = size_bytes
         self._map = self._memory.map
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        # Drawn anew for each arena. A client that has an older one mapped finds another id in its first page.
         self._arena_id = secrets.token_bytes(ARENA_ID_BYTES)
         self._map[:ARENA_ID_BYTES] = self._arena_id
         self._copiers = started_pool(COPY_THREADS, "arena-copy")
@@ -124,6 +128,7 @@ class DramArena:
     ) -> None:
         """See Tier."""
         offset, flat = self._offset(slot, begin, into.nbytes), np.frombuffer(into, np.uint8)
+        # One piece where nobody cuts it.
         for first, last in [(0, into.nbytes)] if pieces is None else pieces:
             await self._copy(flat[first:last], self._bytes[offset + first : offset + last])
             if then:
@@ -180,6 +185,7 @@ class DramArena:
 
     def _offset(self, slot: Slot, begin: int, size_bytes: int) -> int:
         """Where in the file the range is. Raises ValueError: an unaligned or stray range is a bug."""
+        # Not the first page: it says which arena this is.
         is_in_slot = begin >= 0 and begin + size_bytes <= slot.size_bytes
         is_in_file = self.first_offset_bytes <= slot.offset_bytes <= self._size_bytes - slot.size_bytes
         if slot.path_index or not is_in_slot or not is_in_file:
@@ -225,6 +231,7 @@ def remove_abandoned(directory: Path) -> list[str]:
     this user may not remove, stay.
     """
     removed = []
+    # A name that a server's crash left. The lock says whether its owner lives, for the mapping keeps it.
     for path in sorted(directory.glob(ARENA_FILE_NAME.format("*"))):
         with contextlib.suppress(OSError), path.open("rb") as file:
             # A living server holds this lock, and then the file stays.

@@ -20,6 +20,13 @@ from typing import Literal
 from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
 from ctxcache.runtime.files import FILE_MODE
 
+# Who may do what with the arena:
+#
+#     server           maps it to write, before the seal
+#     local writer     write_fd: none exists where the memory is sealed
+#     local reader     read_fd: a description for reading, of a file whose mode is 0600
+#
+# A reader cannot open its descriptor again through /proc to write: the mode refuses that.
 HugePages = Literal["auto", "on", "off"]
 HUGE_PAGE_BYTES = 2 << 20
 SMALL_PAGE_BYTES = 4096
@@ -91,6 +98,7 @@ def create_shared(
         # A stale name of an earlier run still holds memory.
         with contextlib.suppress(OSError):
             _remove_stale(path)
+    # Looked at and taken in two steps: another process may take the pages between them.
     if not problem and (memory := _create_huge(size_bytes, is_sealed=is_sealed)) is not None:
         return memory
     if huge_pages == "on":
@@ -139,11 +147,13 @@ def _pool_problem(size_bytes: int) -> str:
 
 def _create_huge(size_bytes: int, *, is_sealed: bool) -> SharedMemory | None:
     """Reserve huge pages; None when another process was faster."""
+    # Huge pages of 2 MiB, whatever the machine's default is.
     try:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | _MFD_HUGE_2MB
         fd = os.memfd_create(MEMFD_NAME, flags)
     except OSError:
         return None
+    # Size first, then the mapping: hugetlbfs reserves when it is mapped.
     try:
         os.ftruncate(fd, size_bytes)
         # Reserves every page: a touch cannot fail afterwards.
@@ -161,6 +171,7 @@ def _create_sealed(path: str, size_bytes: int, reason: str) -> SharedMemory:
     except OSError as error:
         raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
     try:
+        # A tmpfs has a bound, and a memfd has none: the tmpfs that would be used says how much there may be.
         # Nameless memory has no bound of its own but the machine's, where the kernel kills for it.
         space = os.fstatvfs(directory)
     finally:
@@ -183,14 +194,18 @@ def _nameless(fd: int, mapping: mmap.mmap, page_bytes: int, reason: str, *, is_s
     """
     try:
         # By itself everybody may open it again through /proc, to write as well.
+        # In this order: mode, the reader's descriptor, then the seal, behind which neither can be changed.
         os.fchmod(fd, FILE_MODE)
         read_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         write_seal = _F_SEAL_FUTURE_WRITE if is_sealed else 0
+        # Size seals: nobody can shorten the memory under those that have it mapped. F_SEAL_SEAL: nobody adds
+        # another.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL | write_seal)
     except OSError as error:
         os.close(fd)
         problem = f"this kernel cannot seal such memory: {error.strerror}"
         raise InvalidConfiguration(source="arena_sealed", problem=problem) from error
+    # The mapping that was made before the seal goes on to write. Nothing else can.
     if is_sealed:
         os.close(fd)
     return SharedMemory(mapping, read_fd, None if is_sealed else fd, "", page_bytes, reason)
@@ -200,14 +215,17 @@ def _create_file(path: str, size_bytes: int, reason: str) -> SharedMemory:
     try:
         _remove_stale(path)
         _names.add(path)
+        # O_EXCL and O_NOFOLLOW: nobody's link or file is opened in the place of ours.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, mode=FILE_MODE)
     except OSError as error:
         raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
     try:
+        # Locked before it is allocated: a server that starts beside would take it for a stale one.
         _claim(fd, path)
         mapping = _allocate(fd, path, size_bytes)
         # Not the claimed description: a process that is given these must not keep our claim alive.
+        # A lock belongs to the description, and a duplicate would carry it into other processes.
         read_fd, write_fd = (
             os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC) for access in (os.O_RDONLY, os.O_RDWR)
         )
@@ -222,12 +240,14 @@ def _create_file(path: str, size_bytes: int, reason: str) -> SharedMemory:
 def _claim(fd: int, path: str) -> None:
     """Say that the owner lives: the mapping keeps the file description, and so the lock, until it goes."""
     fcntl.flock(fd, fcntl.LOCK_EX)
+    # Unlinked between creation and lock, by a server that removed stale arenas.
     if not os.fstat(fd).st_nlink:
         raise TierFailure(path=path, problem="another server took the new arena for a stale one; start again")
 
 
 def _remove_stale(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
+        # Not every thing of that name is ours to remove.
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(errno.EEXIST, "something that is not a file has that name")
         Path(path).unlink()
@@ -236,6 +256,7 @@ def _remove_stale(path: str) -> None:
 def _allocate(fd: int, path: str, size_bytes: int) -> mmap.mmap:
     space = os.fstatvfs(fd)
     try:
+        # Every page is allocated here, or the failure comes here.
         os.posix_fallocate(fd, 0, size_bytes)
         return mmap.mmap(fd, size_bytes)
     except OSError as error:

@@ -42,9 +42,19 @@ REST_NS = 2 * 10**9
 HELD = "an operator took it out of use"
 READ_FAILURE_LIMIT = 3
 """Reads failing one after the other, none that succeeds between, until the path takes no more writes."""
+# Lack of these passes: somebody deletes files, or memory comes back. Anything else is taken for a broken
+# device.
 _LACKING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN))
 
 
+# Two scales that move on their own, and what each lets through:
+#
+#     writes   open ──► rests 2 s ──► open              lacked room or memory
+#              open ──► fenced, until a restart         a sync failed, a write was refused, 3 reads in a row
+#     reads    there ──► doubted ──► lost ──► there     probes of the whole device decide
+#
+# A fence is never lifted by a success: after a failed fdatasync the kernel forgets the lost pages, and the
+# next one reports that all is well.
 class PathHealth:
     """Whether one path works. The threads that do its I/O report to it; the event loop asks it."""
 
@@ -74,6 +84,7 @@ class PathHealth:
     def refusal(self) -> TierRefusal | None:
         """Why it takes no writes now; None while it does."""
         if self._loss:
+            # Loss first: it is what callers have to know, whatever else is wrong.
             return TierRefusal(self._loss, is_final=bool(self._fence), is_lost=True)
         if self._fence:
             return TierRefusal(self._fence, is_final=True)
@@ -96,6 +107,7 @@ class PathHealth:
 
     def check_fence(self) -> None:
         """Raise TierFailure once it is fenced. Writes before a rest may be synced in it."""
+        # A rest is no reason to refuse a sync: what was written before it must become durable.
         if self._fence:
             self.check()
 
@@ -105,6 +117,7 @@ class PathHealth:
 
     def read_failed(self, problem: str) -> None:
         """A read was not."""
+        # Several threads read at a time, and each failure must count once.
         with self._lock:
             self._read_failure_count += 1
             is_last = self._read_failure_count == READ_FAILURE_LIMIT
@@ -116,6 +129,7 @@ class PathHealth:
         if number not in _LACKING:
             self.fence(problem)
             return
+        # Two threads may be refused at once.
         with self._lock:
             self._lack, self._rest_ends_ns = problem, self._clock.monotonic_ns() + REST_NS
         log.warning("path_rests path=%s problem=%s", self._path, problem)
@@ -142,6 +156,7 @@ class PathHealth:
 
         It is there again.
         """
+        # Said once, not with each probe.
         was, self._displacement = self._displacement, problem
         if problem and not was:
             log.error("path_displaced path=%s problem=%s", self._path, problem)
@@ -149,12 +164,16 @@ class PathHealth:
     def fence(self, problem: str) -> None:
         """Take no more writes."""
         with self._lock:
+            # The first reason stays: later ones follow from it.
             is_first, self._fence = not self._fence, self._fence or problem
             self._is_doubted = True
         if is_first:
             log.error("path_fenced path=%s problem=%s", self._path, problem)
 
 
+# One path and its threads. No kind of operation waits in line behind another:
+#
+#     ssd-read x 4     ssd-write x 4     ssd-sync x 1     ssd-probe x 1
 FILE_NAME = "segments.dat"
 PIECE_BYTES = 1 << 20
 SECOND_NS = 10**9
@@ -269,12 +288,14 @@ class SsdFiles:
         now_ns = self._clock.monotonic_ns()
         is_due = now_ns >= self._next_probe_ns
         if is_due:
+            # Set before the probes: one that hangs does not make the next look come early.
             self._next_probe_ns = now_ns + PROBE_INTERVAL_NS
         doubted = [i for i, file in enumerate(self._files) if is_due or file.health.is_doubted]
         await asyncio.gather(*map(self._probe, doubted))
 
     async def _probe(self, index: int) -> None:
         probe = self._files[index].start_probe()
+        # A probe that is late is not waited for. Its thread reports when it is back.
         if probe is not None:
             await asyncio.wait([asyncio.wrap_future(probe)], timeout=PROBE_PATIENCE_S)
 
@@ -305,6 +326,7 @@ class SsdFiles:
     ) -> None:
         """See Tier."""
         file = self._file(slot, begin, data.nbytes, pieces)
+        # Refused before it takes a thread: a path that is closed while data waits refuses at once.
         file.health.check()
         await file.write(slot.offset_bytes + begin, data, pieces)
 
@@ -323,12 +345,15 @@ class SsdFiles:
 
     def _file(self, slot: Slot, begin: int, size_bytes: int, pieces: Sequence[Range] | None) -> "_File":
         """Find the slot's file. Raises ValueError: an unaligned or stray range is a bug."""
+        # A slot that a bug made would overwrite another session's bytes: the range is checked here, behind
+        # all callers.
         file = self._files[slot.path_index]
         is_in_slot = begin >= 0 and begin + size_bytes <= slot.size_bytes
         if not is_in_slot or not 0 <= slot.offset_bytes <= file.size_bytes - slot.size_bytes:
             raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not in {file.path}")
         if (slot.offset_bytes | begin | size_bytes) % ALIGN_BYTES:
             raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not {ALIGN_BYTES} B-aligned")
+        # Pieces too: each is one operation, and O_DIRECT takes aligned ones only.
         for first, last in pieces or ():
             if not 0 <= first < last <= size_bytes or (first | last) % ALIGN_BYTES:
                 raise ValueError(
@@ -349,9 +374,12 @@ class _File:
         self.is_new = False
         self._place, self._allow_direct = place, allow_direct
         self._fd, self.io_mode = -1, IoMode(self.path, is_direct=False, reason="it is not there")
+        # Kept open: a thread may still be within a call on it, and its number would be given to another file.
         self._old_fds: list[int] = []
         """Descriptors of files that are gone. Reads may still be under way on them."""
         self._open_first()
+        # Two bounds on one device: reads behind writes would wait for their burst, which a flush of a long
+        # session is.
         self._clock = clock
         self._readers = Threads(thread_count, "ssd-read", clock)
         self._writers = Threads(thread_count, "ssd-write", clock)
@@ -397,8 +425,10 @@ class _File:
         await (self._readers if is_read else self._writers).transfer(lambda *_: work(), [(0, 0)])
 
     def _read_piece(self, offset: int, into: memoryview, *, is_placed: bool) -> None:
+        # The arena is page-aligned, and is read into directly. Other buffers go through a thread's own page.
         target = into if is_placed else self._aligned(into.nbytes)
         try:
+            # `_fd` is read at each call: a device that came back has another one.
             _loop(self._fd, os.preadv, offset, target)
         except OSError as error:
             problem = f"read of {error.strerror}"
@@ -439,6 +469,7 @@ class _File:
         """Lose the device when an operation is older than that, and answer all who wait for it."""
         begun = [threads.oldest_ns for threads in self._threads]
         oldest_ns = min((ns for ns in begun if ns is not None), default=None)
+        # The oldest of all kinds: one operation that does not return tells of the device.
         if oldest_ns is None or self._clock.monotonic_ns() - oldest_ns < limit_s * SECOND_NS:
             return
         self._hang = f"an operation has not come back for {limit_s:g} s"
@@ -446,6 +477,7 @@ class _File:
         # it.
         self.health.lose(self._hang)
         for threads in self._threads:
+            # Each caller gets a failure of its own, for each has its own buffer to wait for.
             threads.give_up(lambda: TierFailure(path=self.path, problem=self._hang))
 
     def close(self) -> None:
@@ -458,6 +490,7 @@ class _File:
             threads.close()
         if any(threads.is_owed for threads in self._threads):
             return
+        # The lock goes with the descriptor, so that it goes last.
         for fd in (self._fd, *self._old_fds):
             if fd >= 0:
                 os.close(fd)
@@ -472,6 +505,7 @@ class _File:
                 self.path, self._place, allow_direct=self._allow_direct
             )
         except DataDirectoryUnusable as error:
+            # Another server that holds the file is no absence.
             is_held = isinstance(error.__cause__, BlockingIOError)
             if not self._place.may_be_absent or is_held or not isinstance(error.__cause__, OSError):
                 raise
@@ -479,6 +513,7 @@ class _File:
 
     def start_probe(self) -> "Future[None] | None":
         """Look at the device, in a thread; what is found is its health's to say. None while one looks."""
+        # One probe at a time, and none while one hangs.
         if self._prober.is_owed or not (self._last_probe is None or self._last_probe.done()):
             return None
         self._last_probe = self._prober.submit(self._probe)
@@ -489,7 +524,10 @@ class _File:
             return
         if self._fd >= 0:
             self._look_for_file()
+            # One page in the usual case. A device that is doubted is read in eight places, spread over its
+            # size: a few bad places are damage, all of them are a loss.
             first = self._probe_in(self._fd, PROBE_COUNT if self.health.is_doubted else 1)
+            # One bad page is looked at more closely before anything is said.
             problems = first if not any(first) else self._probe_in(self._fd, PROBE_COUNT)
             if not any(problems):
                 self._found()
@@ -499,6 +537,8 @@ class _File:
                 if not self.health.is_lost:
                     self.health.stands()
                 return
+            # Every place failed: lost, and what is open may be a dead descriptor. So the path is looked up
+            # anew.
             self.health.lose(next(filter(None, problems)))
         if self._reopen():
             self._found()
@@ -524,6 +564,7 @@ class _File:
             view = memoryview(page)
             for i in range(count):
                 try:
+                    # Spread over the file: devices fail in regions.
                     _loop(fd, os.preadv, page_count * i // count * ALIGN_BYTES, view)
                 except OSError as error:
                     problems.append(f"read of {error.strerror}")
@@ -539,6 +580,8 @@ class _File:
         """
         try:
             there, open_now = os.stat(self.path), os.fstat(self._fd)  # noqa: PTH116  no Path in this class
+            # By device and inode: a directory that was moved has the same file under another path, and an
+            # unmounted one shows what lies below its mount point.
             is_there = (there.st_dev, there.st_ino) == (open_now.st_dev, open_now.st_ino)
             problem = "" if is_there else "another file has taken its place"
         except OSError as error:
@@ -548,20 +591,24 @@ class _File:
     def _reopen(self) -> bool:
         """Open the file that is at the path now, if that is ours and whole."""
         try:
+            # Whose directory it is, first: a mount point without its filesystem belongs to nobody.
             if not self._place.is_ours():
                 return False
+            # O_NOFOLLOW: a link that somebody put there leads to another file.
             fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return False
         try:
             _claim(fd, self.path, self._place)
             mode = _choose_mode(fd, self.path, allow_direct=self._allow_direct)
+            # Whole and readable everywhere it is looked at, or not taken.
             is_whole = os.fstat(fd).st_size == self.size_bytes and not any(self._probe_in(fd, PROBE_COUNT))
         except (OSError, DataDirectoryUnusable):
             is_whole = False
         if not is_whole:
             os.close(fd)
             return False
+        # Reads of before the loss may still be within the kernel.
         if self._fd >= 0:
             self._old_fds.append(self._fd)
         self._fd, self.io_mode = fd, mode
@@ -571,8 +618,11 @@ class _File:
     def _sync(self) -> None:
         # One at a time: the kernel reports a lost write to one fdatasync only, and a second one
         # beside it would be told that all is well.
+        # Asked again in the thread: an earlier sync in the queue may have failed meanwhile.
         self.health.check_fence()
         try:
+            # fdatasync: the file's size never changes, and its blocks are allocated, so that no metadata has
+            # to follow.
             os.fdatasync(self._fd)
         except OSError as error:
             problem = f"fdatasync: {error.strerror}"
@@ -580,6 +630,7 @@ class _File:
             raise TierFailure(path=self.path, problem=problem) from error
 
     def _is_placed(self, buffer: memoryview) -> bool:
+        # Through the page cache any address is right.
         return not self.io_mode.is_direct or np.frombuffer(buffer, np.uint8).ctypes.data % ALIGN_BYTES == 0
 
     def _aligned(self, size_bytes: int) -> memoryview:
@@ -597,12 +648,14 @@ def _loop(
     Raises OSError whose `strerror` also says where.
     """
     done = 0
+    # Less than asked for is no error of POSIX, and happens at signals and at a full device.
     while done < buffer.nbytes:
         where = f"{buffer.nbytes - done} B at byte {offset + done}"
         try:
             moved = call(fd, [buffer[done:]], offset + done)
         except OSError as error:
             raise OSError(error.errno, f"{where}: {error.strerror}") from error
+        # The file has its full size from the start: an end before it means that somebody cut it.
         if moved == 0:
             raise OSError(errno.EIO, f"{where}: the file ends there")
         done += moved
@@ -619,7 +672,9 @@ def _open(path: str, place: SsdPath, *, allow_direct: bool) -> tuple[int, IoMode
             source=path, problem=f"{place.size_bytes} B is not a multiple of {ALIGN_BYTES} B"
         )
     try:
+        # The directory is made private before a file is in it.
         claim_directory(Path(place.directory))
+        # The lock comes before any look at the size: another server may be growing it.
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise DataDirectoryUnusable(path=place.directory, problem=f"{path}: {error.strerror}") from error
@@ -647,6 +702,7 @@ def _claim(fd: int, path: str, place: SsdPath) -> None:
 def _allocate(fd: int, path: str, place: SsdPath) -> None:
     """Grow the file to its size, every block allocated, or leave it as it was."""
     present_bytes = os.fstat(fd).st_size
+    # Shrinking would cut slots that records name.
     if present_bytes > place.size_bytes:
         problem = (
             f"the file has {present_bytes} B and cannot shrink to {place.size_bytes} B; delete it to start"
@@ -655,9 +711,11 @@ def _allocate(fd: int, path: str, place: SsdPath) -> None:
         raise InvalidConfiguration(source=path, problem=problem)
     if present_bytes == place.size_bytes:
         return
+    # Asked before: a filesystem that is filled up by the attempt harms others.
     _check_room(fd, path, place.size_bytes - present_bytes)
     try:
         os.posix_fallocate(fd, present_bytes, place.size_bytes - present_bytes)
+        # Size and name: without the first a power cut leaves a short file, without the second none.
         os.fsync(fd)
         _sync_directory(place.directory)
     except OSError as error:
@@ -692,6 +750,7 @@ def _choose_mode(fd: int, path: str, *, allow_direct: bool) -> IoMode:
         return IoMode(path, is_direct=False, reason="direct I/O is switched off")
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
+        # Some filesystems accept the flag and refuse the first read: only a read tells.
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         with mmap.mmap(-1, ALIGN_BYTES) as page:
             os.preadv(fd, [page], 0)
