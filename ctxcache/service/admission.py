@@ -57,6 +57,11 @@ log = logging.getLogger(__name__)
 
 
 class Admission:
+    # One sort of rpc, and what may be refused:
+    #
+    #     refusal()    draining, or full: asked before a request is read, and costs next to nothing
+    #     begin()      the same, and the tenant's part: when it is known whose it is
+    #     linger()     over, but its client has not taken the answer: still in memory
     """How many rpcs of one sort run, and whether new ones are taken. Owned by the event loop."""
 
     def __init__(
@@ -93,6 +98,7 @@ class Admission:
         """Why a new rpc would be refused now; None when it would not be."""
         if self.is_draining:
             return self.when_draining
+        # Lingering ones count apart: a crowd that takes nothing must not close the door for those that do.
         is_full = self.running_count >= self.limit or self._lingering >= self.limit
         return self.when_full if is_full else None
 
@@ -151,6 +157,7 @@ class Refusal:
     def again(self) -> CacheError:
         """The error as a new exception."""
         self.count += 1
+        # A new exception each time: one that is raised twice gathers tracebacks.
         return type(self._error)(**self._error.facts)
 
     async def _tell(self, _: object, context: Context) -> None:
@@ -191,6 +198,7 @@ class Admissions:
         return self.calls, self.streams, self.local_clients, self.engines
 
 
+# Health and admission change together: a client that hears "serving" is let in.
 class Doors:
     """Whether the server takes work, as health says it and as rpcs meet it. Closed at first.
 
@@ -215,6 +223,7 @@ class Doors:
 
     def close(self) -> None:
         """Take no more work of clients; operators are answered."""
+        # Health first: balancers stop sending before calls are refused.
         self._health.tell(is_serving=False)
         for admission in self.admissions.of_clients:
             admission.drain()
@@ -243,6 +252,7 @@ class Timer:
 
     def ended(self, took_s: float, end: str) -> None:
         """One is over."""
+        # Made when first needed: most methods end in one or two ways.
         histogram = self.by_end.get(end)
         if histogram is None:
             histogram = self.by_end[end] = Histogram(QUICK_S)
@@ -314,6 +324,7 @@ class Connections:
         for descriptor in _descriptors():
             inode = _socket_inode(descriptor)
             if inode is not None:
+                # By descriptor and inode: a number is given again when a connection ends.
                 before = self._known.get(descriptor)
                 is_same = before is not None and before.inode == inode
                 known[descriptor] = before if before and is_same else self._meet(descriptor, inode)
@@ -324,6 +335,7 @@ class Connections:
         counts: Counter[str] = Counter()
         ended = 0
         for descriptor in order:
+            # What was ended and not closed yet by gRPC must not count again.
             item = known[descriptor]
             if not item.host or (descriptor, item.inode) in self._ended:
                 continue
@@ -337,8 +349,10 @@ class Connections:
         return ended
 
     def _meet(self, descriptor: int, inode: int) -> _Known:
+        # `dup`: the descriptor may be closed by gRPC's threads at any time, and its number be another's.
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connected:
             if connected.family in {socket.AF_INET, socket.AF_INET6}:
+                # An IPv4 peer of an IPv6 socket.
                 host = connected.getpeername()[0].removeprefix("::ffff:")
                 if connected.getsockname()[1] in self._ports:
                     return _Known(inode, host)

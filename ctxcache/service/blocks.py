@@ -97,6 +97,8 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         if first is None or first.WhichOneof("message") != "header":
             raise InvalidArgument(field="header", problem="the first message must be the header")
         header, pace = first.header, LoopSlice(self._turns)
+        # A number of its own below 0: writers are told apart by numbers, and local clients have those above
+        # 0.
         asked, blocks, writer = _asked(header.blocks), self._cache.blocks, next(_WRITERS)
         is_durable = validate.is_durable(header.durability, "header.durability")
         tenant = current().tenant
@@ -116,9 +118,11 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                     raise InvalidArgument(field="message", problem="only bytes follow the header")
                 arriving.take(request.bytes)
             await blocks.commit(arriving.written(), writer=writer, pace=pace)
+        # Whatever happened, parts that were not committed are let go.
         finally:
             arriving.release()
         keys = [one.key for one in asked.wanted]
+        # Also blocks that were there already: the caller asked for all of them to be durable.
         if is_durable:
             await blocks.flush(blocks.there(tenant, asked.space.fingerprint, keys))
         states = [found.state for found in blocks.look_up(tenant, asked.space.fingerprint, keys)]
@@ -159,6 +163,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
     ) -> AsyncGenerator[block_pb2.BlockNews]:
         """See the proto."""
         subscriptions, limit = self._cache.blocks.subscriptions, self._admission.limit // 2
+        # Half of the places of engines: queues must not be kept out by subscriptions.
         space, tenant = _space(request.space), current().tenant
         own_count = subscriptions.count_of(tenant)
         if self._cache.state.limits.bound(limit).is_reached(len(subscriptions), own_count):
@@ -167,6 +172,8 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         drained = asyncio.ensure_future(self._admission.drained())
         pace = LoopSlice(self._turns)
         try:
+            # Subscribed first, then told what is there: what comes in between is told twice, and nothing is
+            # missed.
             for _ in subscriptions.present(news):
                 if pace.is_over:
                     await pace.rest()
@@ -174,12 +181,14 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             while True:
                 waiting = asyncio.ensure_future(news.has_news.wait())
                 await asyncio.wait({waiting, drained}, return_when=asyncio.FIRST_COMPLETED)
+                # A waiter per round: the event may have been set before it was waited for.
                 waiting.cancel()
                 if drained.done():
                     raise Draining
                 yield _told(self._cache, news)
         finally:
             drained.cancel()
+            # A subscription follows thousands of blocks; letting go of them takes slices too.
             await self._let_go(subscriptions.end(news), pace)
 
     async def _let_go(self, steps: Iterator[None], pace: LoopSlice) -> None:
@@ -206,6 +215,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                         break
                     begin_bytes = 0
                     for data, checksum in await blocks.summed(one, part, MESSAGE_BYTES):
+                        # Asked before each message: a slow reader's lease may have ended.
                         self._cache.leases.check(one)
                         message = block_pb2.BlockBytes(
                             block=block,
@@ -218,6 +228,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                         yield block_pb2.ReadBlocksResponse(bytes=message)
         finally:
             if not request.token:
+                # The lease of a token belongs to whoever made it.
                 self._cache.leases.tokens.let_go(leased)
 
 
@@ -236,12 +247,15 @@ class _Arriving:
             raise InvalidArgument(field="bytes.part", problem=f"{given.part} is none of the header's")
         validate.within(len(given.data), 1, CHUNK_BYTES_LIMIT, "bytes.data")
         room, place = self._rooms[number], (number, given.part)
+        # There already, or another writer has it: its bytes are passed over, and are no error.
         if not room.reservation_id:
             return
         arrived_bytes = self._arrived_bytes.get(place, 0)
+        # In order within a part, so that one hasher adds them up.
         if given.begin_bytes != arrived_bytes:
             problem = f"{given.begin_bytes} is not where the part goes on, at {arrived_bytes}"
             raise InvalidArgument(field="bytes.begin_bytes", problem=problem)
+        # Before they are placed: bytes that changed on the way never reach the arena.
         if wire_checksum(given.data) != given.checksum:
             raise ChecksumMismatch(field="bytes.data")
         data = memoryview(given.data)
@@ -315,6 +329,7 @@ def _alike(one: FoundBlock, count: int) -> bytes:
 
 def _tell(found: Sequence[FoundBlock], response: block_pb2.LookupBlocksResponse) -> None:
     """Put what was found behind what the answer says already."""
+    # Sizes are added up once for each layout, not for each key.
     sums = {sizes: sum(sizes) for sizes in {one.part_bytes for one in found}}
     response.states.extend([_STATES[one.state] for one in found])
     response.size_bytes.extend([sums[one.part_bytes] for one in found])
@@ -337,6 +352,7 @@ async def reserve(
     )
     if is_durable:
         keys = [one.key for one, room in zip(asked.wanted, rooms, strict=True) if not room.reservation_id]
+        # Blocks without room are there already, and have no commit that could be waited for.
         try:
             await cache.blocks.flush(cache.blocks.there(tenant, asked.space.fingerprint, keys))
         except BaseException:
@@ -428,6 +444,7 @@ def _location(one: Lease | None) -> block_pb2.BlockLocation:
     return block_pb2.BlockLocation(
         offset_bytes=[slot.offset_bytes + offset for offset in segment.layout.offsets],
         part_bytes=_sizes(one),
+        # What the writer said of them, for the reader to verify by.
         checksums=segment.settled.values,
     )
 
@@ -465,6 +482,7 @@ def _state(block: Session) -> BlockState:
 
 def _space(given: block_pb2.BlockSpace) -> Space:
     """Raises InvalidArgument."""
+    # By its bytes: an engine sends the same space with each request.
     return _space_of(given.SerializeToString())
 
 
@@ -483,6 +501,7 @@ def _space_of(encoded: bytes) -> Space:
 def _keys(keys: Sequence[bytes]) -> list[bytes]:
     validate.within(len(keys), 1, KEYS_LIMIT, "keys")
     found = list(keys)
+    # One look at all lengths; which of them is wrong is found out afterwards.
     if {*map(len, found)} != {KEY_BYTES}:
         for i, key in enumerate(found):
             check_key(key, f"keys[{i}]")
@@ -531,5 +550,6 @@ def _parts(given: Iterable[int], part_count: int) -> Iterator[int]:
     parts = list(given)
     if len(set(parts)) < len(parts):
         raise InvalidArgument(field="parts", problem="names one twice")
+    # No parts named means all.
     for part in parts or range(part_count):
         yield validate.within(part, 0, part_count - 1, "parts")

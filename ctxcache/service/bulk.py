@@ -96,10 +96,12 @@ class BulkListener:
     async def drain(self, timeout_s: float) -> None:
         """Take no more, let requests under way finish until the time is over, end every connection."""
         self.close()
+        # Those that answer nothing are shut at once; those that answer finish.
         for accepted in self._running.values():
             accepted.drain()
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
+        # At the deadline every socket is shut, which ends the reads and writes of their threads.
         for accepted in self._running.values():
             accepted.framed_shut()
         if self._running:
@@ -123,6 +125,7 @@ class BulkListener:
             listening = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             raise _unusable(f"{host}:{port}", error) from error
+        # Noted before it is bound: whatever fails, `close` closes it.
         self._listening.append(listening)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -153,9 +156,12 @@ class BulkListener:
             return
         except OSError as error:
             log.warning("bulk_accept_failed error=%s", error)
+            # The connection is still in the queue of the kernel: asked again at once it would fail again, and
+            # again.
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listening)
             return
+        # Full: a connection that has not said who it is makes way for one that may.
         if len(self._running) >= self._limit and not self._make_way():
             connected.close()
             return
@@ -170,6 +176,7 @@ class BulkListener:
             return
         self._running[ended] = accepted
         ended.add_done_callback(self._running.pop)
+        # A thread that cannot begin says nothing.
         loop.call_later(BEGIN_TIMEOUT_S, _check_begun, accepted, ended)
 
     def _make_way(self) -> bool:
@@ -200,6 +207,7 @@ class _Accepted:
     @property
     def is_silent(self) -> bool:
         """Whether its peer has not been let in yet, and was not told to go."""
+        # Given way once: it is ending, and the next one has to find another.
         is_known = self._connection is not None and self._connection.is_known
         return not is_known and not self.has_given_way
 
@@ -208,6 +216,7 @@ class _Accepted:
         self.has_begun = True
         try:
             if self._tls is not None and self._connected.family != socket.AF_UNIX:
+                # The handshake is the thread's too: a client that stalls in it holds up nobody else.
                 self._connected.settimeout(PIECE_TIMEOUT_S)
                 self._connected = self._tls.context.wrap_socket(self._connected, server_side=True)
             framed = FramedSocket(self._connected)
@@ -217,6 +226,7 @@ class _Accepted:
             return
         properties = peer_properties(self._connected)
         self._connection = BulkConnection(framed, self._transfers, self._loop, properties)
+        # The drain may have come during the handshake.
         self._connection.is_draining = self._is_draining
         self._connection.serve()
 
@@ -240,6 +250,7 @@ def _serve(accepted: _Accepted, loop: asyncio.AbstractEventLoop, ended: asyncio.
     try:
         accepted.serve()
     finally:
+        # From a thread: the loop's objects are the loop's.
         loop.call_soon_threadsafe(_end, ended)
 
 

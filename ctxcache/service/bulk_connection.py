@@ -66,6 +66,17 @@ from ctxcache.wire.framed_socket import (
 )
 from ctxcache.wire.status import to_status
 
+# What goes over one connection:
+#
+#     client                            server
+#     HELLO ticket, version       ──►   used up, right or wrong
+#                                 ◄──   WELCOME
+#     READ                        ──►
+#                                 ◄──   READ_HEADER, CHUNK ..., END
+#     APPEND header               ──►
+#     CHUNK ..., COMMIT, ...      ──►   placed where they belong as they come in
+#     FINISH                      ──►
+#                                 ◄──   APPENDED, or ERROR at any time: what is on its way is passed over
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
@@ -104,6 +115,7 @@ class Tickets:
         """Make a ticket for one connection of that caller. Raises TooManyRequests."""
         now_ns = self._clock.monotonic_ns()
         self._forget_past(now_ns)
+        # Counted, not remembered: at most 1,024 are there.
         own = sum(issued.caller.tenant == caller.tenant for issued in self._issued.values())
         if self._bound.is_reached(len(self._issued), own):
             raise TooManyRequests(what="bulk tickets", limit=TICKET_LIMIT)
@@ -125,6 +137,7 @@ class Tickets:
 
     def _forget_past(self, now_ns: int) -> None:
         for ticket_id, issued in list(self._issued.items()):
+            # Oldest first: the first one that holds ends the look.
             if issued.deadline_ns > now_ns:
                 return
             del self._issued[ticket_id]
@@ -151,6 +164,7 @@ class ReadTransfer:
             asked, streams = read_request(request, caller.tenant)
             lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
             self._lease, self.streams = lease, tuple(chosen)
+            # Held besides the lease: the thread reads while the loop may end the lease.
             self.pieces = held.enter_context(self._reading.lend(lease))
             self.header = read_header(lease, streams, self._clock)
             # Only now: a failure above lets go of the lease and of the place among calls.
@@ -186,6 +200,7 @@ class AppendTransfer:
         """Begin. Raises what AppendSession raises for its header."""
         with ExitStack() as held:
             caller.check()
+            # The same order as for reads.
             held.enter_context(calls.enter(caller.tenant))
             self.append = await begin_append(self._writing, header, caller.tenant)
             held.callback(self.append.release)
@@ -196,6 +211,7 @@ class AppendTransfer:
 
         Raises as `Append.make_room`.
         """
+        # What was lent before is taken back, for its views end where the new room begins.
         await self.take_back()
         await self.append.make_room(token_end)
         return self._lent.enter_context(self._writing.lend(self.append.reservation))
@@ -243,6 +259,7 @@ class Transfers:
 
         `properties`: what the connection proves. Raises Unauthenticated, TooManyRequests.
         """
+        # Counted when it is known whose it is; before that the listener's own limit counts.
         caller = self._tickets.use(ticket)
         # A ticket that was seen on its way is worth nothing without its owner's certificate.
         self._identification.check_certificate(caller, properties)
@@ -294,6 +311,7 @@ class BulkConnection:
         """Run to the end; raises nothing."""
         try:
             caller = self._greet()
+            # One request after the other: a connection has one lease or one reservation at a time.
             while caller is not None and (frame := self._next_request()) is not None:
                 self._answer(frame, caller)
         except FrameError as error:
@@ -302,9 +320,11 @@ class BulkConnection:
             log.exception("bulk_connection_broken")
         finally:
             self._framed.close()
+            # On the event loop, whose count it is.
             self._await(self._transfers.leave(self._entered))
 
     def _greet(self) -> Caller | None:
+        # A connection that says nothing has a deadline, and gives way to others, see `BulkListener`.
         if not self._framed.wait(HELLO_TIMEOUT_S) or (frame := self._framed.receive()) is None:
             return None
         try:
@@ -330,12 +350,14 @@ class BulkConnection:
 
     def _next_request(self) -> SocketFrame | None:
         self.is_busy = False
+        # In a drain no further request is begun. A request that is under way is finished.
         if self.is_draining or not self._framed.wait(IDLE_TIMEOUT_S):
             return None
         self.is_busy = True
         return self._framed.receive()
 
     def _answer(self, frame: SocketFrame, caller: Caller) -> None:
+        # Set before it is carried out: a refusal must know that more frames of it are coming.
         self._is_unfinished = frame.kind is SocketFrameKind.APPEND
         try:
             self._carry_out(frame, caller)
@@ -346,6 +368,7 @@ class BulkConnection:
         except FrameError:
             raise
         except Exception as error:
+            # Refused memory passes; anything else ends the connection with a log line.
             refusal = refused_memory(error)
             self._refuse(refusal or CacheError())
             if refusal is None:
@@ -377,6 +400,7 @@ class BulkConnection:
         transfer = self._await(self._transfers.read(request, caller))
         with self._closing(transfer.close):
             self._framed.send(SocketFrameKind.READ_HEADER, transfer.header.SerializeToString())
+            # A slow reader's lease would end while its rows are being sent.
             renewed = time.monotonic()
             for stream in transfer.streams:
                 for message in _messages(self._parts(transfer, stream)):
@@ -392,7 +416,10 @@ class BulkConnection:
         for lent in transfer.pieces:
             row_bytes = lent.piece.segment.layout.row_bytes(stream)
             is_passing = lent.view is None
+            # Looked at again after each mending.
             for _ in range(TRIES):
+                # Rows in memory are read where they lie; others are read by the loop into one buffer, which
+                # is used again.
                 found = self._await(transfer.read_past(lent, stream)) if is_passing else lent.rows(stream)
                 if found is not None:
                     part = _Part(lent.piece.token_begin, found.data, found.checksum, is_passing)
@@ -430,6 +457,7 @@ class BulkConnection:
                     room, renewed = None, time.monotonic()
                 if frame.kind is SocketFrameKind.CHUNK:
                     room = self._receive(transfer, room, frame)
+                # A commit takes the room back: what is committed must not be written to any more.
                 elif frame.kind is SocketFrameKind.COMMIT:
                     room = None
                     self._await(transfer.commit(_parse(session_pb2.AppendCommit, frame)))
@@ -454,10 +482,13 @@ class BulkConnection:
         end = transfer.append.check(stream, chunk.token_begin, frame.data_bytes)
         parts = _parts_of(chunk, frame.data_bytes)
         places = room.places(stream, chunk.token_begin, end) if room else None
+        # Lent room that does not reach so far is asked for again.
         if room is None or places is None:
             room = self._await(transfer.room(end))
             places = room.places(stream, chunk.token_begin, end)
         # Bad rows lie in the arena by then. Without a commit they are not visible, and the room goes back.
+        # Received directly into the slots, and added up on the way. There is no copy between socket and
+        # arena.
         if not self._framed.receive_into(places or (), parts):
             raise ChecksumMismatch(field="chunk.data")
         transfer.append.received[stream] = end
@@ -466,6 +497,7 @@ class BulkConnection:
     # -- the event loop ------------------------------------------------------------------------------
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        # The thread waits for the loop, and never the loop for a thread.
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     @contextlib.contextmanager
@@ -504,6 +536,7 @@ class _Part(NamedTuple):
         """The part, or what it is cut into where one frame cannot carry it; None for damaged rows."""
         if len(self.data) <= CHUNK_BYTES_LIMIT:
             return [self]
+        # Several frames for one chunk: each gets a sum of its own.
         row_count, parts = max(MESSAGE_BYTES // row_bytes, 1), []
         for row in range(0, len(self.data) // row_bytes, row_count):
             data = self.data[row * row_bytes : (row + row_count) * row_bytes]
@@ -517,9 +550,11 @@ def _messages(parts: Iterator[_Part]) -> Iterator[_Message]:
     gathered: list[_Part] = []
     size_bytes = 0
     for part in parts:
+        # At most so many parts of a frame: their sizes and sums travel in its head.
         if gathered and (size_bytes + len(part.data) > MESSAGE_BYTES or len(gathered) == PARTS_LIMIT):
             yield _Message(gathered[0].token_begin, gathered)
             gathered, size_bytes = [], 0
+        # It lies in the buffer of the next one, so that it goes out alone.
         if part.is_passing:
             if gathered:
                 yield _Message(gathered[0].token_begin, gathered)
@@ -537,6 +572,7 @@ def _parts_of(chunk: bulk_pb2.BulkChunk, data_bytes: int) -> list[Part]:
     validate.within(len(sizes), 1, PARTS_LIMIT, "chunk.part_sizes")
     if len(sizes) != len(chunk.checksums):
         raise InvalidArgument(field="chunk.part_sizes", problem="every part has a checksum")
+    # Together exactly the frame's bytes: what is left over would be taken for the next frame.
     if min(sizes) < 1 or sum(sizes) != data_bytes:
         raise InvalidArgument(field="chunk.part_sizes", problem=f"are not together {data_bytes} bytes")
     return [Part(*part) for part in zip(sizes, chunk.checksums, strict=True)]

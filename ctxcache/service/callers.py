@@ -107,6 +107,7 @@ class Caller:
 
     def check(self) -> None:
         """Raise Unauthenticated when its credential was revoked since it came."""
+        # Raised at use, not by closing connections: whoever holds one finds it out at its next step.
         if self.is_revoked:
             raise Unauthenticated(f"{self.subject} was revoked")
 
@@ -117,6 +118,7 @@ class Caller:
 
     def acting_for(self, tenant: str) -> "Caller":
         """Itself with another tenant's sessions. Raises PermissionDenied, InvalidArgument."""
+        # No rights change by naming oneself.
         if tenant == self.tenant:
             return self
         self.check_operator(f"acting for tenant {tenant!r}")
@@ -158,6 +160,8 @@ class TokenFile:
         self._path = path
         self._seen = _stamp(path)
         self._tokens = read_tokens(path)
+        # Callers are objects that connections keep: a change of rights makes a new one, and revokes the old.
+        # In a thread: a file on a slow mount must not hold up the loop.
         self._callers = {digest: _caller(token) for digest, token in self._tokens.by_digest.items()}
 
     def caller(self, secret: str) -> Caller:
@@ -174,6 +178,7 @@ class TokenFile:
         """
         try:
             tokens = await asyncio.to_thread(self._read_changed, is_forced)
+        # A file that is half written is refused, and the tokens of before go on.
         except InvalidConfiguration as error:
             log.error("tokens_refused error=%s", error)  # noqa: TRY400  the sentence says all
             return
@@ -193,6 +198,7 @@ class TokenFile:
         before = self._callers
         self._tokens, self._callers = tokens, {}
         for digest, token in tokens.by_digest.items():
+            # Taken out of `before`: what is left there at the end has gone from the file.
             known = before.pop(digest, None)
             if known is not None and (known.grant != token.grant or known.subject != _subject(token)):
                 # Other rights are another caller: connections that hold the old one must come again.
@@ -248,12 +254,15 @@ class Identification:
             caller = ANYBODY if self.is_open else self._of_rpc(context)
             if method.startswith(OPERATORS_ONLY):
                 caller.check_operator(method.rpartition("/")[2])
+            # Only named calls: the header of any other call means nothing, so that rows are never shown
+            # across tenants.
             if method in FOR_OTHERS:
                 for key, value in context.invocation_metadata() or ():
                     if key == TENANT_HEADER:
                         caller = caller.acting_for(str(value))
                         break
         except CacheError as error:
+            # Refusals are logged without their secrets, and one line a second at most.
             self._refusals.note(error, peer=context.peer(), method=method)
             raise
         _CALLER.set(caller)
@@ -262,6 +271,7 @@ class Identification:
 
     def of_process(self, uid: int, token: str) -> Caller:
         """Find the caller of the control socket, on the kernel's word. Raises as `let_in`."""
+        # Nothing is configured: the same user and root are everybody.
         if self.is_open and uid in (0, os.geteuid()):
             return ANYBODY
         # Also with a token: a stolen token is of no use to another user.
@@ -273,6 +283,7 @@ class Identification:
         if not caller.is_certified:
             return
         found = find(self._rules, _names(properties))
+        # The very rule: another rule of the same tenant may give other rights.
         if found != (caller.subject, caller.grant):
             raise Unauthenticated(f"the ticket was given to {caller.subject}, who does not show it")
 
@@ -281,6 +292,8 @@ class Identification:
             metadata = context.invocation_metadata() or ()
             given = [str(value) for key, value in metadata if key == AUTHORIZATION]
             if given:
+                # A token that is wrong is refused. The certificate is not tried instead, or a typing error
+                # would go unnoticed.
                 return self._tokens.caller(_bearer(given))
         if context.peer().startswith("unix:"):
             # The socket's mode lets in no other user, root apart; gRPC does not say who it is.
@@ -304,6 +317,7 @@ class Identification:
             raise Unauthenticated(
                 "neither a token nor a certificate was given, and this server asks who calls"
             )
+        # The same certificate comes with each call: rules are matched once.
         known = self._met.get(subjects)
         if known is not None:
             return known
@@ -328,6 +342,7 @@ class _Refusals:
     def note(self, error: CacheError, *, peer: str, method: str) -> None:
         """Somebody at `peer` was refused."""
         now_s = time.monotonic()
+        # One line for a flood, with its number.
         if now_s < self._not_before_s:
             self._unwritten_count += 1
             return
@@ -358,6 +373,7 @@ def _names(properties: Properties) -> tuple[str, ...]:
     A name of one kind hides those of the kinds after it. Two SPIFFE ids are none.
     """
     uris = list(properties.get("peer_uri", ()))
+    # A SPIFFE id says what the workload is, and hides names that other authorities may have put there.
     if any(uri.startswith(SPIFFE) for uri in uris):
         # SPIFFE: a certificate has exactly one URI, and any other number is no identity.
         return tuple(_text(uri) for uri in uris) if len(uris) == 1 else ()
@@ -371,6 +387,7 @@ def _text(name: bytes) -> str:
 
 def _bearer(authorizations: Sequence[str]) -> str:
     scheme, _, secret = authorizations[0].partition(" ")
+    # Several headers might be read differently by proxies in between.
     if len(authorizations) > 1 or scheme.lower() != "bearer" or not secret:
         raise Unauthenticated("`authorization` is not one bearer token")
     return secret

@@ -42,6 +42,15 @@ from ctxcache.wire.status import to_status
 
 log = logging.getLogger(__name__)
 
+# A frame is a head and a protobuf message, see `wire/frames.py`. What goes over the socket:
+#
+#     client                          server
+#     HELLO version, token      ──►
+#                               ◄──   HELLO arena, limits     + the arena's descriptors, by SCM_RIGHTS
+#     ACCESS request 1          ──►
+#     ACCESS request 2          ──►   read, and answered in the order of coming
+#                               ◄──   ACCESS answer 1
+#     END                       ──►   nothing is abandoned; without an END everything is
 HELLO_TIMEOUT_S = 10.0
 ANSWER_LIMIT_BYTES = 16 << 20
 """See LocalClient."""
@@ -89,6 +98,8 @@ class ControlSocket:
 
         Raises AddressUnusable.
         """
+        # The socket's mode lets in no other user unless a rule names one. Then the mode lets in all, and the
+        # kernel's word says who comes.
         others = self.identification.uids - {0, os.geteuid()}
         try:
             # Others are looked at by their credentials.
@@ -104,12 +115,14 @@ class ControlSocket:
         """Take no more; let connections that hold something end, and cut them off at the deadline."""
         if self._server is None or self._drain is None:
             return
+        # Listening ends first, then the name goes: nobody finds a socket that nobody listens at.
         self._server.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # noqa: PTH108  # pathlib is taken for blocking
         left = {connection.ended for connection in self.connections}
         if left:
             await asyncio.wait(left, timeout=timeout_s)
+        # What holds something at the deadline is cut off, and counts as abandoned.
         for connection in list(self.connections):
             connection.cut_off()
         if left:
@@ -129,6 +142,8 @@ class ControlSocket:
         while True:
             await self.admission.drained()
             while self.admission.is_draining:
+                # Looked at again and again: a client that is silent holds what it holds until it ends by
+                # itself.
                 for connection in list(self.connections):
                     connection.go_on()
                 await asyncio.sleep(LOOK_INTERVAL_S)
@@ -156,6 +171,7 @@ class _Connection(asyncio.Protocol):
         """See asyncio.Protocol."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101  # a socket's is one
         self._transport = transport
+        # A client that does not read its answers must not fill the store's memory.
         transport.set_write_buffer_limits(high=UNSENT_LIMIT_BYTES)
         self._control.connections.add(self)
         try:
@@ -170,6 +186,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        # The usual case first: one request, whole, alone in its read.
         if not self._take_alone(data):
             self.go_on(data)
 
@@ -195,6 +212,7 @@ class _Connection(asyncio.Protocol):
         self._is_over = True
         if self._hello_timer is not None:
             self._hello_timer.cancel()
+        # While a batch is carried out it holds the client. The batch lets go at its own end.
         if self._batch is None:
             self._let_go()
         else:
@@ -217,11 +235,14 @@ class _Connection(asyncio.Protocol):
         """Say why, and close; without an error the client has finished in order."""
         if self._is_over or self._transport is None:
             return
+        # Over before anything is written: what follows must not answer as well.
         self._is_over = True
         if self._client is not None:
+            # With an END of the client's own nothing is left writing. After an error nobody can say so.
             self._client.end(is_abandoned=error is not None)
         status = b"" if error is None else to_status(error).SerializeToString()
         self._transport.write(encode_frame(FrameKind.END, status))
+        # `close` and not `abort`: what was written goes out first.
         self._transport.close()
 
     def _let_go(self) -> None:
@@ -243,9 +264,12 @@ class _Connection(asyncio.Protocol):
         if data:
             frames.feed(data)
         try:
+            # One frame after the other, as long as nothing is waited for. A client cannot have two requests
+            # under way: the second may depend on the first.
             while is_ready and frames.held_bytes and (frame := frames.next()) is not None:
                 self._take(frame)
                 if frames.held_bytes:
+                    # A client that sends without a pause gives the loop away after each slice.
                     part = part or LoopSlice(self._control.turns)
                     if part.is_over and self._is_ready():
                         self._finish_later(part.rest())
@@ -257,6 +281,7 @@ class _Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
+        # Not read any more, so that the kernel's buffer fills and the client waits: nothing is dropped.
         if self._is_stalled or frames.held_bytes > UNREAD_LIMIT_BYTES:
             self._is_paused = True
             transport.pause_reading()
@@ -270,14 +295,17 @@ class _Connection(asyncio.Protocol):
         The other steps of `go_on` have nothing to do then.
         """
         client, caller = self._client, self._caller
+        # What `go_on` would find out in several steps: greeted, nothing waiting, nothing under way.
         if client is None or caller is None or self._frames.held_bytes or not self._is_ready():
             return False
+        # A revoked caller and a drain need more than an answer.
         if caller.is_revoked or self._control.admission.is_draining or not is_alone(data, FrameKind.ACCESS):
             return False
         try:
             self._answer(client.answer_at_once(data[HEAD_BYTES:]))
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             self._end(known_error(error))
+        # The answer did not fit into the socket.
         if self._is_stalled:
             self.go_on()
         return True
@@ -309,7 +337,9 @@ class _Connection(asyncio.Protocol):
         if hello.protocol_version != PROTOCOL_VERSION:
             raise _bad("protocol_version", f"{hello.protocol_version} is not {PROTOCOL_VERSION}")
         assert self._transport is not None  # noqa: S101  # frames come after it was made
+        # Anew with its token: the process may act for a tenant of its own.
         self._caller = self._control.identification.of_process(_peer_uid(self._transport), hello.token)
+        # An arena's descriptor shows everybody's rows.
         self._caller.check_shared_memory()
         # The process was counted as its user's, which several tenants may share.
         self._admitted.close()
@@ -327,6 +357,7 @@ class _Connection(asyncio.Protocol):
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         # By itself and first: a descriptor comes with the byte that it was sent with.
+        # asyncio's transport cannot send descriptors.
         raw = socket.socket(fileno=self._transport.get_extra_info("socket").fileno())
         try:
             message = encode_frame(FrameKind.HELLO, self._control.welcome(may_write=may_write))
@@ -337,6 +368,7 @@ class _Connection(asyncio.Protocol):
         except OSError as error:
             raise _bad("hello", f"cannot be answered: {error.strerror}") from error
         finally:
+            # The descriptor belongs to the transport: closed here it would be closed twice.
             raw.detach()
 
     def _finish_later(self, work: Awaitable[bytes | None]) -> None:
@@ -346,6 +378,7 @@ class _Connection(asyncio.Protocol):
     async def _finish(self, work: Awaitable[bytes | None]) -> None:
         try:
             response = await work
+        # Cancelled: the connection is lost, and nothing is answered.
         except asyncio.CancelledError:
             self._batch = None
             self._let_go()
@@ -353,6 +386,7 @@ class _Connection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             self._batch = None
             known = known_error(error)
+            # In this order: a connection that is over ends by itself, and is not told why.
             if self._is_over:
                 self._let_go()
             self._end(known)
@@ -371,6 +405,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None  # noqa: S101  # frames come after it was made
         if isinstance(answer, bytes):
             self._transport.write(encode_frame(FrameKind.ACCESS, answer))
+        # Carried out in a task: only this client waits for it.
         elif self._client is not None:
             self._finish_later(self._client.carry_out(answer, is_tried=True))
 
@@ -380,6 +415,7 @@ def _bad(field: str, problem: str) -> InvalidArgument:
 
 
 def _peer_uid(transport: asyncio.Transport) -> int:
+    # Asked of the kernel, which noted it when the connection was made.
     raw = transport.get_extra_info("socket")
     credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     return int(_PEER_CREDENTIALS.unpack(credentials)[1])

@@ -261,6 +261,7 @@ def session_message(view: SessionView, clock: Clock) -> session_pb2.Session:
     return message
 
 
+# A message of a session's unchanging facts is copied, which is cheaper than setting each field anew.
 _CONSTANTS: dict[bytes, session_pb2.Session] = {}
 """By uid, what of a session's message never changes. Copying it is cheaper than making it."""
 
@@ -275,6 +276,7 @@ def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) 
     """Say a session's facts, its times as the wall clock counts them now."""
     constants = _CONSTANTS.get(view.uid)
     if constants is None:
+        # All at once: sessions that are asked for come back within their next calls.
         if len(_CONSTANTS) >= CONSTANTS_LIMIT:
             _CONSTANTS.clear()
         constants = _CONSTANTS[view.uid] = session_pb2.Session()
@@ -287,6 +289,7 @@ def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) 
     message.durable_token_count = view.durable_token_count
     message.is_pinned, message.copies = view.is_pinned, view.copies
     message.dram_bytes, message.ssd_bytes = view.memory_bytes, view.durable_bytes
+    # The store's time may stand behind the wall clock; clients are told the wall clock's.
     ahead_ns = clock.wall_ahead_ns()
     for told, time_ns in (
         (message.create_time, view.create_time_ns),
@@ -316,6 +319,7 @@ def fill_lease(
     Raises CapacityExceeded where all of it would take more than `limit_bytes`, reckoned from above.
     """
     in_slot = _in_slot(lease.view.layout)
+    # Reckoned from above: encoding it to find out would take what the bound is for.
     piece_bytes = RUN_BYTES if is_brief else SEGMENT_BYTES + 8 * len(lease.view.layout.specs)
     size_bytes = in_slot.ByteSize() + piece_bytes * len(lease.pieces)
     if size_bytes > limit_bytes:
@@ -343,6 +347,7 @@ class LeaseAnswer:
             fill_segments(message, lease, 0, len(lease.pieces))
         message.session.ClearField("access_time")
         message.session.ClearField("expire_time")
+        # Anew each time: number, times and what changes; the rest is bytes.
         self._session = message.session.SerializeToString()
         message.ClearField("lease_id")
         message.ClearField("expire_time")
@@ -358,6 +363,7 @@ class LeaseAnswer:
         None where the session is no longer what was said of it.
         """
         ahead_ns = clock.wall_ahead_ns()
+        # Compared before the bytes are used: an answer that is taken up must be what a new one would be.
         if self._facts != _changing(session, ahead_ns):
             return None
         accessed_ns = session.access_time_ns + ahead_ns
@@ -403,12 +409,14 @@ def too_large(size_bytes: int, limit_bytes: int) -> CapacityExceeded:
 
 def fill_segments(message: arena_pb2.Lease, lease: Lease, begin: int, end: int) -> None:
     """Say where pieces `[begin, end)` of a lease lie and how they are verified; those before were told."""
+    # A segment may be in two pieces, which are told as one location with two runs.
     last = lease.pieces[begin - 1].segment if begin else None
     for piece in lease.pieces[begin:end]:
         segment = piece.segment
         if segment is not last:
             location = message.segments.add()
             on_ssd = lease.on_ssd.get(segment.segment_id)
+            # In memory: the writers' sums. On SSD: the header's, by which the client verifies it itself.
             if on_ssd is None:
                 sums = segment.settled
                 _fill_identity(location, segment, _offset_bytes(segment), sums.row_end)
@@ -444,6 +452,7 @@ def _fill_runs(message: arena_pb2.Runs, pieces: Sequence[Piece | Run]) -> None:
     message.offset_bytes.extend([_offset_bytes(piece.segment) for piece in pieces])
     message.row_begin.extend([piece.row_begin for piece in pieces])
     message.row_end.extend([piece.row_end for piece in pieces])
+    # Left out where every segment has 64 rows: short answers stay short.
     capacities = [piece.segment.layout.segment_tokens for piece in pieces]
     if capacities and max(capacities) > SEGMENT_TOKENS:
         message.row_capacity.extend(capacities)
@@ -472,6 +481,7 @@ def _in_slot(layout: SegmentLayout) -> arena_pb2.Lease:
     """A lease that says no more than where the chunks of a slot are."""
     found = _IN_SLOT.get(id(layout))
     if found is None:
+        # Bounded by streams and not by layouts: a layout may have thousands.
         if sum(len(kept.specs) for kept, _ in _IN_SLOT.values()) + len(layout.specs) > IN_SLOT_LIMIT:
             _IN_SLOT.clear()
         chunks = (
@@ -490,6 +500,7 @@ def _in_slot(layout: SegmentLayout) -> arena_pb2.Lease:
 def entry(field: int, encoded: bytes) -> bytes:
     """A message that has this one as an entry of a field, whose number is below 16."""
     length = len(encoded)
+    # Lengths of one and two bytes are nearly all.
     if length < 0x80:
         return bytes((field << 3 | LENGTH_DELIMITED, length)) + encoded
     if length < 0x4000:
@@ -547,6 +558,7 @@ class Page(EncodedAnswer):
     def takes_encoded(self, listed_id: str, encoded: bytes) -> bool:
         """As `takes`, already encoded."""
         is_full = self._part_count == self.limit or self.size_bytes + len(encoded) > PAGE_LIMIT_BYTES
+        # One entry at least: a page that takes nothing would never end.
         if self._part_count and is_full:
             self.next_page_token = f"after:{self._last_id}"
             return False

@@ -56,6 +56,13 @@ from ctxcache.service.callers import (
 from ctxcache.service.fairness import Newcomers, Turns, Usage
 from ctxcache.wire.status import code_of, message_of, trailing_metadata
 
+# Who pays for what, before a request is whole. Bytes that a stranger can make the store hold are bounded at
+# each step:
+#
+#     connection    gRPC's limit, and one per host          `Connections`
+#     headers       an admission for each sort of rpc       refused without reading on
+#     message       ARRIVALS_LIMIT at a time, 256 KiB each  `Arrivals`; slow ones give way to others
+#     answer        the stall timeout                       a reader that takes nothing is cut off
 OWN_SERVICES = "/ctxcache."
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 WATCH_GRACE_S = 0.2
@@ -110,11 +117,13 @@ class Edge(grpc.aio.ServerInterceptor):
     ) -> "Handler | None":
         """See grpc.aio.ServerInterceptor."""
         method = handler_call_details.method
+        # Refused before anything of the request is read: no message is lost by that.
         admission = self._answered_once.get(method)
         if admission is not None and (refusal := admission.refusal()):
             return refusal.handler
         wrapped = self._wrapped.get(method)
         if wrapped is None and (handler := await continuation(handler_call_details)):
+            # By method: handlers are wrapped once, whatever number of calls comes.
             wrapped = self._wrapped[method] = self._wrap(handler, method)
         return wrapped
 
@@ -125,8 +134,10 @@ class Edge(grpc.aio.ServerInterceptor):
         behaviour = (
             handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
         )
+        # A watch of health has no end of its own, and would hold up the end of the server.
         if method == HEALTH_WATCH:
             behaviour = _until_drained(behaviour, self._admissions.operators)
+        # Streams that are kept open would be one span of days.
         if self._spans.is_on and is_own and method not in KEPT_OPEN:
             behaviour = (_traced_call if is_single else _traced_stream)(behaviour, self._spans, method)
         if is_audited(method):
@@ -136,6 +147,8 @@ class Edge(grpc.aio.ServerInterceptor):
         # Requests are decoded here: grpc would answer one that cannot be read with UNKNOWN.
         read = self._decoders.get(method) or handler.request_deserializer
         let_in: Callable[[Context], Caller]
+        # Everybody's methods and ours have admissions and arrivals of their own: strangers cannot take our
+        # places.
         if is_own:
             admission, timer = self._admissions.of(method), self._times.of(method)
             let_in, arrivals = partial(self._identification.let_in, method=method), self._arrivals
@@ -160,6 +173,8 @@ class Edge(grpc.aio.ServerInterceptor):
         )
         encode = partial(_encoded, handler.response_serializer)
         if is_single:
+            # To gRPC every method takes a stream: otherwise it would read the request before we see its
+            # caller.
             return grpc.stream_unary_rpc_method_handler(rpc.answer_once, None, encode)
         return grpc.stream_stream_rpc_method_handler(rpc.answer, None, encode)
 
@@ -171,9 +186,11 @@ def _until_drained(
 
     async def watch(request: object, context: Context) -> AsyncGenerator[Any]:
         watching = asyncio.ensure_future(behaviour(request, context))
+        # Both are waited for and cancelled: neither may be left behind.
         drained = asyncio.ensure_future(admission.drained())
         try:
             await asyncio.wait({watching, drained}, return_when=asyncio.FIRST_COMPLETED)
+            # The watcher is told of the drain before its stream ends, if it takes the message.
             await asyncio.wait({watching}, timeout=WATCH_GRACE_S)
         finally:
             watching.cancel()
@@ -195,6 +212,7 @@ class Line:
 
     async def stand(self, tenant: str) -> None:
         """Wait until this tenant may begin something: at once, but for greedy ones."""
+        # Only tenants that had more than their part wait here; others do not see a line.
         if self.usage.is_greedy(tenant):
             await self._turns.take()
 
@@ -232,16 +250,22 @@ class _Rpc:
         """With one response."""
         begun_ns, end, incoming = time.monotonic_ns(), CANCELLED, Incoming(context)
         admission, newcomer = self._admission, None
+        # The caller first, then the line, then the message: a stranger costs no byte.
         try:
             tenant = self._tenant(context, begun_ns)
+            # A call of one message counts as a newcomer, for which bulk work waits. Not of a greedy tenant,
+            # or a flood of small calls would stop all bulk work.
             if not (self._is_stream or self._usage.is_greedy(tenant)):
                 newcomer = self._newcomers.come(begun_ns)
+            # Before it is counted: a caller that never finishes takes no place among calls.
             request = await self._request(incoming, context)
             admission.begin(tenant)
             try:
                 await self._line.stand(tenant)
+                # Charged by what it takes of the loop, step by step.
                 response = await self._usage.metered(tenant, self._carry_out(request, context))
                 if isinstance(response, bytes):
+                    # Bytes of an answer cost gRPC's threads processor time.
                     self._usage.charge(tenant, len(response))
             finally:
                 admission.end(tenant)
@@ -253,6 +277,7 @@ class _Rpc:
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             known = known_error(error)
             end = known.reason
+            # Read on a little: a client that is answered while it sends may lose the answer.
             await self._arrivals.discard(incoming)
             await _abort(context, known)
         finally:
@@ -272,6 +297,7 @@ class _Rpc:
                 await self._line.stand(tenant)
                 async with aclosing(self._behaviour(self._read_one(request), context)) as responses:
                     while (response := await self._usage.metered(tenant, anext(responses, None))) is not None:
+                        # A stream lasts: the caller may have been revoked since its last message.
                         caller.check()
                         await _send(context, response, self._stall_timeout_s)
                         # Before the next one is made.
@@ -286,6 +312,7 @@ class _Rpc:
         except DeadlineExceeded as error:
             end = error.reason
             # The refusal waits behind the message that is not taken.
+            # It still holds its message in memory, and is counted among those.
             with admission.linger():
                 await _abort(context, error)
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
@@ -297,6 +324,7 @@ class _Rpc:
             self._timer.ended((time.monotonic_ns() - begun_ns) / 1e9, end)
 
     def _tenant(self, context: Context, begun_ns: int) -> str:
+        # Also of callers that are refused: bulk work has to know that gRPC is busy.
         self._newcomers.called_ns = begun_ns
         tenant = self._let_in(context).tenant
         self._usage.come(tenant)
@@ -311,12 +339,15 @@ class _Rpc:
 
     async def _request(self, incoming: "Incoming", context: Context) -> Any:
         """The one request as it came, or the stream of them. Raises as `Arrivals.receive`."""
+        # Asked again when it is known whose call it is, and still before its message is read.
         refusal = self._admission.refusal()
         if refusal:
             raise refusal.again()
+        # Each message of such a stream has its own time.
         if self._is_stream and self._is_anybodys:
             arriving = self._arrivals.receive_all(incoming, context.peer())
             return _each(self._read, None, arriving, self._line)
+        # An append's first message is its header: counted when it is there.
         if self._is_stream and not self._begins_whole:
             return _each(self._read, self._admission.turns, incoming, self._line)
         encoded = await self._arrivals.receive(incoming, context.peer())
@@ -325,6 +356,7 @@ class _Rpc:
             return _each(self._read, self._admission.turns, incoming, self._line)
         if encoded is None:
             raise InvalidArgument(field="request", problem="is missing")
+        # Rpcs that take one message take small ones: rows come by streams.
         if len(encoded) > SMALL_BYTES:
             raise InvalidArgument(field="request", problem=f"is larger than {SMALL_BYTES} bytes")
         return encoded
@@ -343,6 +375,7 @@ def _encoded(serialise: Callable[[Any], bytes], response: Any) -> bytes:
     return response if isinstance(response, bytes) else serialise(response)
 
 
+# gRPC's own decoder would answer UNKNOWN, without a reason.
 def _one(read: Callable[[bytes], Any], encoded: bytes) -> Any:
     try:
         return read(encoded)
@@ -367,6 +400,7 @@ def known_error(error: Exception) -> CacheError:
     """An error as the caller may see it; an unknown one is logged, with its traceback."""
     if isinstance(error, CacheError):
         return error
+    # Memory that the system refuses is a shortage, and no fault of the program.
     if refusal := refused_memory(error):
         log.warning("memory_refused error=%r", error)
         return refusal
@@ -406,6 +440,12 @@ def _traced_stream(
 
 # -- requests before they are whole ---------------------------------------------------------------------
 
+# How a message arrives:
+#
+#     _arriving < limit ──► arrives ──► whole
+#                             │ PATIENCE_S over, and others wait ──► cut off: DEADLINE_EXCEEDED
+#     else ──► _waiting, in order of coming ──► promised ──► arrives
+#                │ 1,024 wait, or 512 of one host ──► refused
 SMALL_BYTES = 256 << 10
 """Largest request of an rpc that takes one message."""
 ARRIVALS_LIMIT = 16
@@ -434,6 +474,7 @@ class Incoming:
         self._context = context
         self._coming: asyncio.Future[Any] | None = None
         self._returned: list[bytes] = []
+        # Why a read is never cancelled: gRPC writes into its future until the rpc is over.
         self._is_over = False
 
     def __aiter__(self) -> "Incoming":
@@ -459,6 +500,7 @@ class Incoming:
             coming = self._coming = asyncio.ensure_future(self._context.read())
         is_here = False
         try:
+            # `wait` and not `wait_for`: a time-out leaves the read as it is.
             is_here = bool((await asyncio.wait((coming,), timeout=timeout_s))[0])
         finally:
             if not is_here:
@@ -487,6 +529,7 @@ class Incoming:
         """
         loop, left_bytes = asyncio.get_running_loop(), DISCARD_BYTES
         end_s = loop.time() + DISCARD_TIMEOUT_S
+        # Bounded both ways: by bytes for those who send much, by time for those who send little.
         while left_bytes > 0 and (left_s := end_s - loop.time()) > 0:
             try:
                 message = await self.next(min(SILENCE_S, left_s))
@@ -529,6 +572,7 @@ class Arrivals:
 
         Raises DeadlineExceeded, TooManyRequests.
         """
+        # Those that wait go first, also if a place is free at this moment.
         if self._waiting or len(self._arriving) + self._promised_count >= self._limit:
             await self._wait(peer.rpartition(":")[0])
         loop = asyncio.get_running_loop()
@@ -536,6 +580,7 @@ class Arrivals:
         try:
             async with asyncio.timeout(ARRIVAL_TIMEOUT_S) as limit:
                 self._arriving[limit] = begun_s
+                # Others wait: the time of the oldest runs from now on.
                 if self._waiting and self._look is None:
                     self._make_way()
                 try:
@@ -557,6 +602,7 @@ class Arrivals:
 
     async def discard(self, incoming: Incoming) -> None:
         """As `Incoming.discard`, for as many at a time as may arrive: of more, nothing is read on."""
+        # Of more than that nothing is read on: they may lose their answer, and cost nothing.
         if self._discarding_count < self._limit:
             self._discarding_count += 1
             try:
@@ -566,6 +612,7 @@ class Arrivals:
 
     async def _wait(self, host: str) -> None:
         """Until it is this caller's turn to send. No host has more than half of the places."""
+        # By host: one machine with a thousand connections must not keep others from waiting.
         is_too_much = self._waiting_of[host] >= WAITING_LIMIT // 2
         if is_too_much or len(self._waiting) >= WAITING_LIMIT:
             self.cut_off_count += 1
@@ -580,6 +627,7 @@ class Arrivals:
             # Taken up by what follows, without a wait in between.
             self._promised_count -= 1
         except asyncio.CancelledError:
+            # Cancelled while it waited, or after its turn had been given: then the turn goes on to the next.
             if turn.cancelled():
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(place)
@@ -611,8 +659,10 @@ class Arrivals:
             if since_s + PATIENCE_S > loop.time():
                 self._look = loop.call_at(since_s + PATIENCE_S, self._make_way)
                 return
+            # Told once: what is out of the table is not told again.
             del self._arriving[oldest]
             if not oldest.expired():
+                # The deadline is now: the time-out ends its read as if its own time were over.
                 oldest.reschedule(loop.time())
 
 
@@ -631,6 +681,7 @@ UNCHANGING = (
     "/ctxcache.v1.AdminService/ListFaults",
 )
 REQUEST_CHARACTERS = 512
+# Building JSON of a large message takes milliseconds of the loop.
 WHOLE_REQUEST_BYTES = 16 << 10
 """Largest request that is written out. The log has only names and size of a larger one.
 
@@ -639,6 +690,7 @@ Spelling it out would hold up the event loop.
 
 
 def is_audited(method: str) -> bool:
+    # Operators' calls that change nothing are too many for a log that people read.
     """Whether it is an operator's and changes something."""
     return method.startswith(OPERATORS_ONLY) and method not in UNCHANGING
 
@@ -691,6 +743,7 @@ def audited_stream(
 
 def _write(method: str, request: Any, result: str) -> None:
     caller = current()
+    # JSON strings: a name with a line break or an equals sign cannot forge a line.
     asked = json.dumps(_plain(request), separators=(",", ":"))
     audit_log.info(
         "audit subject=%s tenant=%s role=%s method=%s request=%s result=%s",

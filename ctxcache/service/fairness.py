@@ -49,6 +49,10 @@ NEW_NS = 3_000_000
 work."""
 
 
+# Who is new, and for how long:
+#
+#     a call comes ──► newcomer ──► answered
+#                         │ rests by itself, or NEW_NS are over: then it is bulk, or waits for a disk
 class Newcomers:
     """Calls that came lately, and have neither ended nor rested. Owned by the event loop."""
 
@@ -63,6 +67,7 @@ class Newcomers:
         """Count this task's call among them, until it rests or `leave` is called with what this returns."""
         call = object()
         self._since_ns[call] = now_ns
+        # Of this task: the slice that rests finds the call to which it belongs.
         _COMING.set((self, call))
         return call
 
@@ -74,6 +79,7 @@ class Newcomers:
     def are_there(self) -> bool:
         """Whether a call has come within NEW_NS that is still one of them."""
         oldest_ns = time.monotonic_ns() - NEW_NS
+        # In order of coming, so that only the first ones are looked at.
         while self._since_ns:
             call, since_ns = next(iter(self._since_ns.items()))
             if since_ns >= oldest_ns:
@@ -106,6 +112,12 @@ TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """The tenant of this task, for turns."""
 
 
+# A mark per tenant, in the loop's time. Each use moves it PART times as far as the use took:
+#
+#     now ──┬────── CREDIT ──────┬───────── DEBT_LIMIT ──┐
+#           │ within its part    │ greedy                │ never further: forgotten
+#
+# A tenant that stops catches up with time by itself: no timer, no decay.
 class Usage:
     """How much of the loop each tenant has had lately. Owned by the event loop.
 
@@ -121,6 +133,7 @@ class Usage:
     def come(self, tenant: str) -> None:
         """Count a call of this tenant as this task's."""
         TENANT.set(tenant)
+        # A tenant that is alone harms nobody, however much it uses.
         if tenant != self._latest:
             if self._latest:
                 self._mixed_ns = time.monotonic_ns()
@@ -130,6 +143,7 @@ class Usage:
     def charge(self, tenant: str, took_ns: int) -> None:
         """Note what this tenant has had."""
         now_ns = time.monotonic_ns()
+        # Forgetting all is fair and rare: each begins with nothing.
         if len(self._marks_ns) >= TENANTS_LIMIT and tenant not in self._marks_ns:
             self._marks_ns.clear()
         mark_ns = max(self._marks_ns.get(tenant, 0), now_ns) + PART * took_ns
@@ -138,6 +152,7 @@ class Usage:
     def is_greedy(self, tenant: str) -> bool:
         """Whether this tenant has had more than its part, while others are there."""
         mark_ns = self._marks_ns.get(tenant, 0)
+        # Most tenants have used nothing lately: no look at the clock.
         if not mark_ns:
             return False
         now_ns = time.monotonic_ns()
@@ -154,6 +169,7 @@ class Metered(Generic[T]):
     def __init__(self, usage: Usage, tenant: str, work: Awaitable[T]) -> None:
         self._usage, self._tenant, self._work = usage, tenant, work
 
+    # The steps of a coroutine as asyncio takes them: time between them is others', and is not charged.
     def __await__(self) -> Generator[Any, Any, T]:
         steps = self._work.__await__()
         step: Callable[[Any], Any] = steps.send
@@ -164,10 +180,12 @@ class Metered(Generic[T]):
                 waited_for = step(argument)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]  # typed Any by the library
+            # In `finally`: the step that ends or fails took time as well.
             finally:
                 self._usage.charge(self._tenant, time.monotonic_ns() - begun_ns)
             try:
                 argument, step = (yield waited_for), steps.send
+            # A cancellation is thrown into the work, as asyncio would.
             except BaseException as error:  # noqa: BLE001  # the work's own to handle, a cancellation too
                 argument, step = error, steps.throw
 
@@ -192,6 +210,7 @@ class Turns:
 
         The turn before it is a few turns of the loop ago.
         """
+        # Nobody has a turn: it begins now, unless newcomers are there.
         if not self._is_taken:
             self._is_taken = True
             if not self._must_wait():
@@ -199,10 +218,12 @@ class Turns:
                 return
             self._let_newcomers_first()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # By tenant and not by caller: a tenant with a hundred streams has one line.
         self._waiting.setdefault(TENANT.get(), deque()).append(turn)
         await turn
 
     def _rest(self, count: int) -> None:
+        # gRPC's threads wake up when a request comes, and may have one processor with the loop.
         if count % YIELDING_TURNS == 0 and self._are_rpcs_there():
             # A thread that wakes does not interrupt one that computes: the kernel may let it wait for
             # milliseconds. Without rpcs the processor would go to strangers, for as long.
@@ -210,6 +231,7 @@ class Turns:
         asyncio.get_running_loop().call_soon(*((self._rest, count - 1) if count else (self._next,)))
 
     def _next(self) -> None:
+        # Newcomers have PATIENCE_NS, or until they are gone.
         if self._waiting and self._must_wait():
             self._let_newcomers_first()
         else:
@@ -229,6 +251,7 @@ class Turns:
 
     def _go_on(self) -> None:
         """The newcomers are gone, or have had their time: whichever is first."""
+        # Called by the timer and by the newcomers: the second call finds nothing to do.
         if self._patience is not None and self._newcomers is not None:
             self._patience.cancel()
             self._patience = None
@@ -237,12 +260,14 @@ class Turns:
 
     def _give(self) -> None:
         while self._waiting:
+            # Round robin: a tenant that has had a turn goes behind the others.
             tenant = next(iter(self._waiting))
             own = self._waiting.pop(tenant)
             turn = own.popleft()
             if own:
                 # Behind the others.
                 self._waiting[tenant] = own
+            # A caller that was cancelled has left its future behind.
             if not turn.done():
                 turn.set_result(None)
                 self._rest(TURNS_BETWEEN)
@@ -264,6 +289,7 @@ class LoopSlice:
 
     async def rest(self) -> None:
         """Leave the loop to others, and begin anew when it is this caller's turn again."""
+        # Resting ends the state of a newcomer: what rests is bulk.
         if coming := _COMING.get():
             newcomers, call = coming
             newcomers.leave(call)

@@ -51,6 +51,7 @@ class Health(HealthServicer):
     def tell(self, *, is_serving: bool) -> None:
         """Whether it takes work."""
         self._is_serving = is_serving
+        # The old event wakes those that wait, and a new one is there before they wait again.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -76,6 +77,7 @@ class Health(HealthServicer):
         """See grpc.health.v1; it ends with the client, or with the server."""
         told = None
         while True:
+            # Taken before the answer is made: a change in between wakes this watcher at once.
             changed, answer = self._changed, self._answer(request.service)
             if answer != told:
                 await context.write(answer)
@@ -85,6 +87,7 @@ class Health(HealthServicer):
     def _answer(self, service: str) -> HealthCheckResponse:
         if service not in self._names:
             return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+        # Reads go on while writes are refused: a balancer may send readers here.
         is_refused = service in WRITING and self._problem_of_writes()
         is_serving = self._is_serving and not is_refused
         return HealthCheckResponse(

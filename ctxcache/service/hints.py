@@ -44,6 +44,7 @@ class Scheduling:
         queue = self._queues.join(
             self._tenant, hello.engine, grace_ns=hello.grace_ns, fingerprint=hello.fingerprint
         )
+        # The event is this stream's right to the queue: another stream that takes over sets it.
         stream = queue.taken_over
         try:
             yield self._welcome(queue)
@@ -56,6 +57,7 @@ class Scheduling:
             self._queues.check(queue, stream)
             await self._queues.withdraw(queue, LoopSlice(self._turns))
         finally:
+            # Does nothing where it was withdrawn, or taken over.
             self._queues.lose(queue, stream)
 
     async def _hello(self, requests: Requests) -> convert.Hello:
@@ -81,6 +83,8 @@ class Scheduling:
     async def _conversation(
         self, requests: Requests, queue: Queue, stream: asyncio.Event
     ) -> AsyncGenerator[hints_pb2.ScheduleResponse]:
+        # Four things to wait for, and each is begun anew when it has come. `FIRST_COMPLETED` looks at all of
+        # them, so that news does not wait for requests, nor requests for news.
         """Answers and events until the requests end. Raises Draining, EngineTakenOver."""
         drained = asyncio.ensure_future(self._admission.drained())
         taken_over = asyncio.ensure_future(stream.wait())
@@ -89,6 +93,7 @@ class Scheduling:
         try:
             while True:
                 await asyncio.wait({drained, taken_over, coming, news}, return_when=asyncio.FIRST_COMPLETED)
+                # After every wait: the queue may be another stream's.
                 self._queues.check(queue, stream)
                 if drained.done():
                     raise Draining
@@ -117,8 +122,10 @@ class Scheduling:
             deltas = await LoopSlice(self._turns).work(self._deltas(request))
             self._queues.check(queue, stream)
             gone = deltas.gone
+            # A snapshot is a delta: what it does not name is gone.
             if deltas.is_whole:
                 gone = dict.fromkeys(self._queues.job_ids(queue) - deltas.put.keys(), False)
+            # Checked before anything is changed: a request is taken whole or refused.
             self._queues.check_room(queue, deltas.put.keys(), gone.keys())
         except CacheError as error:
             if request.WhichOneof("message") in ("hello", None):
@@ -126,6 +133,7 @@ class Scheduling:
             convert.fill_error(answer.error, error)
         else:
             part = LoopSlice(self._turns)
+            # What goes, before what comes: the limit holds at every moment.
             for job_id, is_started in gone.items():
                 self._queues.gone(queue, job_id, is_started=is_started)
                 await self._rest(part, queue, stream)
@@ -152,6 +160,7 @@ class Scheduling:
                 raise InvalidArgument(field="message", problem=f"{other or 'nothing'} is not expected here")
 
     def _count(self, request: hints_pb2.ScheduleRequest) -> None:
+        # Strictly ascending: a repeated or reordered message would change the queue twice.
         if request.sequence <= self._sequence:
             problem = f"{request.sequence} does not follow {self._sequence}"
             raise InvalidArgument(field="sequence", problem=problem)
@@ -174,6 +183,7 @@ class Scheduling:
         while len(events.events) < EVENTS_PER_MESSAGE and run_count < RUNS_PER_MESSAGE:
             news = queue.take_news()
             if news is None:
+                # Where it stands is looked up now: several changes of a session are one event.
                 break
             uid, name, changes = news
             session = self._cache.ledger.get(uid)

@@ -50,6 +50,13 @@ from ctxcache.v1 import arena_pb2, arena_pb2_grpc, session_pb2
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
+# Three ways to answer a request, from the quickest:
+#
+#     the same bytes again    a lease that lingers is taken up; nothing is parsed       `_answer_again`
+#     at once                 one operation that needs no wait: no task, no lock        `answer_at_once`
+#     carried out             a batch, or an operation that may wait, in a task         `carry_out`
+#
+# All give the same answers and errors. The quicker ones refuse to decide what they cannot do at once.
 OPERATIONS_LIMIT = 1024
 RESERVE_LIMIT = 1 << 20
 COMMITS_LIMIT = 1 << 16
@@ -135,6 +142,7 @@ class LocalClient:
         self._turns = turns
         self._tenant = tenant
         self._admission = admission
+        # One number in the whole process: budgets, the journal and operators name clients by it.
         self.client = next(_CLIENTS)
         self._leases: set[int] = set()
         self._reservations: set[int] = set()
@@ -143,6 +151,7 @@ class LocalClient:
         self._tokens: set[bytes] = set()
         """Tokens of block leases that end with this client."""
         self._prune_count = LEAST_PRUNED
+        # A lease that exists before its answer: if the answer is never made, `end` finds it among `_leases`.
         self._begun: Lease | None = None
         """The lease of the request under way, where only its answer is still to be made."""
         self._repeatable: dict[int, Repeatable] = {}
@@ -156,6 +165,7 @@ class LocalClient:
         The request, and nothing is done, where it may have to: that is for `carry_out`, whose answers and
         errors are the same. Raises InvalidArgument.
         """
+        # No look at the message where nothing could be found.
         if self._lingering or self._repeatable:
             answer = self._answer_again(message)
             if answer is not None:
@@ -181,6 +191,7 @@ class LocalClient:
                 is_done = self._do_at_once(kind, operation, result)
         except CacheError as error:
             is_done, end = True, _refuse(result, error)
+        # Nothing was done: the long way begins from the start.
         if not is_done:
             return request
         self._cache.state.seen.operations[kind, end] += 1
@@ -190,6 +201,7 @@ class LocalClient:
         self, request: arena_pb2.AccessRequest, message: bytes
     ) -> bytes | arena_pb2.AccessRequest:
         """See `answer_at_once`. No message is made for the answer: it is mostly one that was given before."""
+        # A number that is not at the front cannot be cut off: such a request is answered the long way.
         end = _number_end(message)
         if request.request_id and not end:
             return request
@@ -209,13 +221,16 @@ class LocalClient:
         None, and nothing is done, where that lease does not linger. The request is not looked into: the same
         bytes from the same client ask for the same, and `Leases.take_up` says whether it still is the same.
         """
+        # Long requests name many streams, and come again seldom.
         if len(message) > REPEATED_LIMIT_BYTES:
             return None
         number_end, state = _number_end(message), self._cache.state
         asked = message[number_end:]
+        # Taken out: one lease answers one request at a time.
         again = self._lingering.pop(asked, None)
         if again is None:
             return self._release_again(message, number_end)
+        # Spans would be missing, and a drain must not give out new leases.
         if self._admission.is_draining or state.spans.is_on:
             return None
         session = self._cache.leases.take_up(again.lease)
@@ -225,6 +240,7 @@ class LocalClient:
         self._leases.add(lease_id)
         self._repeatable[lease_id] = again
         state.seen.operations["acquire_lease", OK] += 1
+        # The request's own number is the answer's, and is put before it as it came.
         return message[:number_end] + again.encoded(session, state.clock)
 
     def _release_again(self, message: bytes, number_end: int) -> bytes | None:
@@ -234,6 +250,7 @@ class LocalClient:
             return None
         try:
             self._release_lease(lease_id)
+        # The lease is over: only the long way has an answer for that.
         except LeaseNotFound:
             # It ended by itself: the long way says so.
             return None
@@ -248,6 +265,7 @@ class LocalClient:
         TENANT.set(self._tenant)
         TRACE_PARENT.set(request.trace_parent)
         spans = self._cache.state.spans
+        # Tried without spans a moment ago: nothing can have come since.
         is_tried = is_tried and not spans.is_on
         if spans.is_on and request.trace_parent:
             with spans.local(request.trace_parent, len(request.operations)):
@@ -256,10 +274,12 @@ class LocalClient:
 
     async def _carry_out(self, request: arena_pb2.AccessRequest, *, is_tried: bool) -> bytes:
         response = arena_pb2.AccessResponse(request_id=request.request_id)
+        # One operation is not encoded twice.
         if len(request.operations) == 1:
             await self._do(request.operations[0], response.results.add(), is_tried=is_tried)
             return response.SerializeToString()
         validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
+        # A batch is cut at operations, and its answer at bytes: a client asks again for what was left out.
         part, answer = LoopSlice(self._turns), EncodedAnswer()
         answer.add(response)
         for operation in request.operations:
@@ -281,6 +301,7 @@ class LocalClient:
         """Do an operation, and say what came of it; `before_bytes` of the answer are made already."""
         kind, end = operation.WhichOneof("operation"), OK
         try:
+            # Operations behind too large an answer are refused one by one, each with its result.
             if before_bytes > self._batch_limit_bytes:
                 raise convert.too_large(before_bytes, self._batch_limit_bytes)
             match kind:
@@ -308,6 +329,7 @@ class LocalClient:
         self._cache.state.seen.operations[kind or "none", end] += 1
 
     async def _do_prefix(self, operation: arena_pb2.Operation, result: arena_pb2.OperationResult) -> None:
+        # In a drain nothing begins; what is held goes on.
         if self._admission.is_draining:
             raise Draining
         cache, tenant, pace = self._cache, self._tenant, LoopSlice(self._turns)
@@ -329,6 +351,7 @@ class LocalClient:
                 try:
                     committed = await blocks.commit(cache, commit, self.client, pace)
                 finally:
+                    # Whatever came of it: puts that ended are not owned any more.
                     self._puts = {i for i in self._puts if cache.blocks.is_open(i)}
                 result.committed_blocks.CopyFrom(committed)
                 return
@@ -345,11 +368,13 @@ class LocalClient:
             case "lease_blocks":
                 request = operation.lease_blocks
                 leased = await blocks.lease(cache, request, tenant, self.client, pace)
+                # A token that another connection may use does not end with this one.
                 if any(leased.leases) and not request.token and not request.outlives_connection:
                     self._tokens.add(leased.token)
                     self._prune_if_many()
                 result.leased_blocks.CopyFrom(blocks.lease_message(cache, leased))
             case "reserve_blocks":
+                # Blocks are put through shared memory: who may not write has no use of room.
                 if not self._may_write:
                     raise self._read_only()
                 room = await blocks.reserve(cache, operation.reserve_blocks, tenant, self.client, pace)
@@ -367,18 +392,21 @@ class LocalClient:
 
         `is_abandoned`: nobody can say that the client has stopped writing.
         """
+        # What ended by itself is no error here.
         for lease_id in self._leases:
             with suppress(LeaseNotFound):
                 self._cache.leases.release(lease_id)
         for reservation_id in self._reservations:
             with suppress(ReservationNotFound):
                 reservation = self._cache.appends.get(reservation_id)
+                # Abandoned: the process may be alive and still write.
                 self._cache.appends.release(reservation, is_abandoned=is_abandoned)
         for reservation_id in self._puts:
             self._cache.blocks.withdraw(reservation_id, self.client, is_abandoned=is_abandoned)
         for token in self._tokens:
             with suppress(LeaseNotFound):
                 self._cache.leases.tokens.release(self._tenant, token)
+        # Lingering leases of others end as well: their next requests are answered the long way.
         self._cache.leases.end_lingering()
         self._repeatable.clear()
         self._lingering.clear()
@@ -421,6 +449,7 @@ class LocalClient:
 
     def _prune_if_many(self) -> None:
         """Forget what ended by itself, once twice as much is owned as after the last time."""
+        # Amortised: each look costs as much as was owned, and comes after as much has been added.
         if len(self._leases) + len(self._reservations) + len(self._tokens) >= self._prune_count:
             self._prune()
             held_count = len(self._leases) + len(self._reservations) + len(self._tokens)
@@ -436,6 +465,7 @@ class LocalClient:
     async def _acquire(
         self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease, *, is_tried: bool
     ) -> None:
+        # The lease of the quick way, of which only the answer is missing.
         lease, self._begun = self._begun, None
         if lease is None and request.token:
             lease = await self._acquire_by_token(request)
@@ -447,6 +477,7 @@ class LocalClient:
         part: LoopSlice | None = None
         for begin in range(0, len(lease.pieces), PIECES_PER_PAUSE):
             if begin:
+                # Long answers are made in slices.
                 part = part or LoopSlice(self._turns)
                 if part.is_over:
                     await part.rest()
@@ -456,17 +487,21 @@ class LocalClient:
         self, request: arena_pb2.AcquireLease, result: arena_pb2.OperationResult, message: bytes
     ) -> bool:
         """Lease rows that are in DRAM. False where they are not, and where the answer takes long to make."""
+        # Those may have to wait, or take long.
         if request.token or request.leave_on_ssd:
             return False
         lease = self._cache.leases.acquire_at_once(self._asked(request))
         if lease is None:
             return False
         self._grant(request, lease, result.lease)
+        # Thousands of sums in one turn would hold up everybody: the lease is kept, and its answer is made in
+        # a task.
         if not request.is_brief and len(lease.pieces) * len(lease.view.layout.specs) > SUMS_AT_ONCE:
             self._begun = lease
             return False
         if not request.is_brief:
             convert.fill_segments(result.lease, lease, 0, len(lease.pieces))
+        # Short answers of short requests: what a decode loop asks for again and again.
         if len(message) <= REPEATED_LIMIT_BYTES and len(lease.pieces) <= PIECES_PER_PAUSE:
             asked = message[_number_end(message) :]
             self._repeatable[lease.lease_id] = Repeatable(lease, asked, is_brief=request.is_brief)
@@ -499,6 +534,7 @@ class LocalClient:
             request.range.end if has_range else None,
             self.client,
             leaves_on_ssd=request.leave_on_ssd,
+            # A brief answer says nothing of sums, so that none has to be made.
             is_summed=not request.is_brief,
         )
 
@@ -518,6 +554,7 @@ class LocalClient:
                 limit_bytes=self._answer_limit_bytes,
             )
         except CapacityExceeded:
+            # It cannot be told where the rows are, so that holding them is of no use.
             self._release_lease(lease.lease_id)
             raise
 
@@ -525,14 +562,17 @@ class LocalClient:
         if lease_id not in self._leases:
             raise LeaseNotFound(lease_id=lease_id)
         self._leases.discard(lease_id)
+        # Leases that may come again are set down; the others end.
         repeatable, leases = self._repeatable.pop(lease_id, None), self._cache.leases
         if repeatable is None:
             leases.release(lease_id)
             return
+        # Another one for the same request lingers already.
         other = self._lingering.get(repeatable.asked)
         if other is not None and leases.lingers(other.lease):
             leases.release(lease_id)
         elif leases.set_down(lease_id):
+            # Forgotten and not ended: each of them ends by the timer.
             if len(self._lingering) >= LINGERING_LIMIT:
                 # Most of them are over by now, and the others are let go a moment later.
                 self._lingering.clear()
@@ -582,6 +622,7 @@ class LocalClient:
                 reservation, request.token_count, keep_open=request.keep_open, checksums=request.checksums
             )
         finally:
+            # A refused commit may have ended the reservation, for instance if its session has expired.
             self._forget_if_ended(request.reservation_id)
         return reservation
 
@@ -596,18 +637,21 @@ class LocalClient:
         if len(request.token_counts) != count:
             raise InvalidArgument(field="token_counts", problem=f"{count} expected")
         if len(request.checksums) != count:
+            # Validated as a whole before the first commit: a batch that is refused has committed nothing.
             raise InvalidArgument(field="checksums", problem=f"{count} expected")
         is_durable = validate.is_durable(request.durability)
         if len(set(request.reservation_ids)) != count:
             raise InvalidArgument(field="reservation_ids", problem="names one twice")
         triples = zip(request.reservation_ids, request.token_counts, request.checksums, strict=True)
         outcomes = []
+        # One by one, and one failure does not keep the others from being committed: those are other sessions.
         for reservation_id, token_count, checksum in triples:
             if part.is_over:
                 await part.rest()
             outcomes.append(
                 self._commit_one(reservation_id, token_count, checksum, keep_open=request.keep_open)
             )
+        # All at once: their flushes share syncs.
         if is_durable:
             await asyncio.gather(*map(self._flush, outcomes))
         message.generations.extend(one.generation for one in outcomes)
@@ -639,6 +683,7 @@ class LocalClient:
                 outcome.error = error
 
     def _own(self, reservation_id: int) -> Reservation:
+        # Of this client, and open.
         if reservation_id not in self._reservations:
             raise ReservationNotFound(reservation_id=reservation_id)
         return self._cache.appends.get(reservation_id)
@@ -648,6 +693,7 @@ class LocalClient:
             self._reservations.discard(reservation_id)
 
     def _release_reservation(self, reservation_id: int) -> None:
+        # A block's reservation may have other writers: only this one's part is let go.
         if reservation_id in self._puts:
             self._cache.blocks.withdraw(reservation_id, self.client, is_abandoned=False)
             self._puts.discard(reservation_id)
@@ -669,6 +715,7 @@ class Repeatable:
     def encoded(self, session: Session, clock: Clock) -> bytes:
         """The answer to the request, but for its number, now that the lease was taken up again."""
         encoded = None if self.answer is None else self.answer.encoded(self.lease, session, clock)
+        # Facts may change between the making of the answer and its use: it is made anew until they agree.
         while encoded is None:
             self.answer = convert.LeaseAnswer(self.lease, session, clock, is_brief=self.is_brief)
             encoded = self.answer.encoded(self.lease, session, clock)
@@ -685,6 +732,7 @@ def parsed(parse: Callable[[bytes], M], message: bytes) -> M:
 
 def _number_end(message: bytes) -> int:
     """Where the number at the beginning of an encoded request or answer ends; 0 where none is there."""
+    # The field of a number is left out where the number is 0.
     if message[:1] != _NUMBER:
         return 0
     end = 1
@@ -697,11 +745,15 @@ def _released_id(message: bytes, begin: int) -> int:
     """The lease that an encoded request releases and does nothing else; 0 for any other request."""
     size = len(message) - begin
     # Five bytes and a number of at most ten.
+    # Read without protobuf: one field in one field in one field.
+    #
+    #     operations len | release_lease len | lease_id varint
     if not 5 < size <= 15:
         return 0
     if message[begin : begin + 5] != bytes((_OPERATION, size - 2, _RELEASE, size - 4, _NUMBER[0])):
         return 0
     lease_id = shift = 0
+    # All bytes but the last must say that another follows, or this is no number.
     for byte in message[begin + 5 : -1]:
         if byte < 0x80:
             return 0
@@ -783,6 +835,8 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
     def _may_write(self) -> bool:
         return current().grant.writes_in_place and not self._is_sealed
 
+    # Two futures are looked at: the drain, and the next request. A stream that holds something goes on in a
+    # drain.
     async def _until_drained(
         self, requests: AsyncIterator[arena_pb2.AccessRequest], client: LocalClient
     ) -> AsyncGenerator[arena_pb2.AccessRequest]:
@@ -792,6 +846,7 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         try:
             while True:
                 await asyncio.wait({drained, coming}, return_when=asyncio.FIRST_COMPLETED)
+                # What a silent client holds may end by itself.
                 while self._admission.is_draining and not coming.done():
                     client.check_empty()
                     await asyncio.wait({coming}, timeout=LOOK_INTERVAL_S)

@@ -34,6 +34,7 @@ class Recorder:
     def __init__(self, begun_ns: int) -> None:
         """`begun_ns`: of the monotonic clock."""
         self._begun_ns = begun_ns
+        # The key is forgotten with the recorder: hashes of two recordings cannot be compared.
         self._key = os.urandom(KEY_BYTES)
         self._hash = lru_cache(HASHES)(self._hashed)
         self._layouts: dict[tuple[bytes, int, int], int] = {}
@@ -72,6 +73,7 @@ class Recorder:
         return number
 
     def _hashed(self, tenant: str, name: str) -> int:
+        # The tenant is part of the name: two tenants' sessions of one name are two.
         digest = blake2b(f"{tenant}\0{name}".encode(), digest_size=8, key=self._key)
         return int.from_bytes(digest.digest(), "little")
 

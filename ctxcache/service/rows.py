@@ -71,6 +71,11 @@ class Append:
         self._writing = writing
         self.reservation = reservation
         self.layout = reservation.session.layout
+        # Every stream must have its rows up to a commit, whatever order the chunks of different streams come
+        # in:
+        #
+        #     received    tokens 0..300   layer 0: 0..300   layer 1: 0..256
+        #     commit 300  ──► IncompleteAppend: layer 1 has 256
         self.received = {spec.stream: reservation.committed for spec in self.layout.specs}
         self.view: SessionView = reservation.session.view()
 
@@ -79,6 +84,7 @@ class Append:
         if stream not in self.received:
             raise InvalidArgument(field="chunk.stream", problem=f"the session does not store {stream}")
         row_bytes = self.layout.row_bytes(stream)
+        # Bounded before the room for it is made.
         validate.within(size_bytes, 1, CHUNK_BYTES_LIMIT, "chunk.data")
         if size_bytes % row_bytes:
             raise InvalidArgument(field="chunk.data", problem=f"is not a multiple of {row_bytes} bytes")
@@ -92,6 +98,7 @@ class Append:
     async def make_room(self, token_end: int) -> None:
         """Let the reservation live on, and reach that token. Raises as `Appends.extend` does."""
         try:
+            # Renewed with each chunk: an append may take longer than a reservation lasts.
             self._writing.renew(self.reservation)
             await self._writing.extend(self.reservation, max(token_end - self.reservation.end, 0))
         except ReservationNotFound as error:
@@ -127,6 +134,8 @@ class Append:
                 raise IncompleteAppend(stream=str(stream), row_count=end, token_count=token_count)
 
     def _cut_off(self) -> CacheError:
+        # The writer's own view of its session is outdated: it is told what the session is now. Messages are
+        # of one stream: a reader places them by stream and token.
         """Why the reservation ended under the writer: what it has to know to go on."""
         session = self.reservation.session
         if session.is_gone:
@@ -184,6 +193,7 @@ async def packed(rows: AsyncIterator[Rows], layout: SegmentLayout, mend: Mend) -
 
 async def _cut(rows: Rows, row_bytes: int, mend: Mend) -> Sequence[Rows]:
     """Rows in messages' sizes. Those that pass are copied: the next ones come to lie where they are."""
+    # The buffer is used again for the next rows: what is gathered here has to be copied.
     if rows.is_passing:
         rows = rows._replace(data=memoryview(bytes(rows.data)))
     if len(rows.data) <= MESSAGE_BYTES:
@@ -213,11 +223,14 @@ async def _summed(make: Callable[[], T], known: Sequence[Rows], mend: Mend) -> T
 
     Rows that are not what they must be are mended where they lie. Raises CorruptSegment, TierFailure.
     """
+    # New sums first. If the rows change in between, either the old sum fails or the new one is wrong for the
+    # reader.
     for _ in range(TRIES):
         made = make()
         bad = next((rows for rows in known if rows_checksum(rows.data) != rows.checksum), None)
         if bad is None:
             return made
+        # A copy cannot be mended: it is read again by the reader.
         if bad.segment is None:
             break
         await mend(bad.segment)

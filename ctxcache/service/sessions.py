@@ -58,6 +58,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.CreateSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
+        # Pinned sessions leave for nobody: an operator decides about that.
         if request.is_pinned:
             current().check_operator("is_pinned")
         view = await self._sessions.create(
@@ -88,6 +89,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     ) -> bytes:
         """See the proto."""
         page, part = Page(request.page_size), LoopSlice(self._turns)
+        # In pieces: a page has a number of sessions and of bytes, whichever is reached first.
         listed = self._sessions.list(
             current().tenant,
             after=validate.page_token(request.page_token),
@@ -184,7 +186,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         validate.within(len(request.queries), 1, LOOKUP_LIMIT, "queries")
         asked: list[tuple[str, bytes]] = []
         part = LoopSlice(self._turns)
+        # All queries are looked at before the first is answered: an answer has no place for a field's error.
         for i, query in enumerate(request.queries):
+            # Validating and answering take their slices alike.
             if part.is_over:
                 await part.rest()
             try:
@@ -196,11 +200,13 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         tenant, ahead_ns = current().tenant, self._clock.wall_ahead_ns()
         answer = EncodedAnswer()
         for session_id, print_ in asked:
+            # An answer is bounded by bytes; what is missing at its end is asked for again.
             if answer.size_bytes > convert.PAGE_LIMIT_BYTES:
                 # The client asks for the rest.
                 break
             if part.is_over:
                 await part.rest()
+                # The wall clock may have been set while others had their turn.
                 ahead_ns = self._clock.wall_ahead_ns()
             result = _result(self._sessions.lookup(tenant, session_id, print_), ahead_ns)
             answer.add_encoded(convert.entry(RESULTS_FIELD, result))
@@ -219,6 +225,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         try:
             async for request in request_iterator:
                 await self._take(append, request)
+        # Whatever ends the stream: what was not committed goes back.
         finally:
             append.release()
         append.check_finished()
@@ -238,6 +245,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
     async def _place(self, append: Append, chunk: WireChunk) -> None:
         stream = validate.stream(chunk.stream, "chunk.stream")
+        # In this order: what can be refused, then the room, then the bytes, then their sum.
         end = append.check(stream, chunk.token_begin, len(chunk.data))
         await append.make_room(end)
         self._writing.place(append.reservation, stream, chunk.token_begin, chunk.data)
@@ -304,6 +312,8 @@ def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, tuple[Ranges
         begin, end = item.begin, item.end
         if begin > end:
             raise InvalidArgument(field=f"drop.ranges[{i}]", problem="ends before it begins")
+        # The one that reaches furthest stands for all in the check against the session, so that it is one
+        # comparison.
         if end > furthest[1]:
             furthest = begin, end
         if begin < lowest[0]:
@@ -330,6 +340,7 @@ def _result(found: Lookup, ahead_ns: int) -> bytes:
     result.generation, result.token_count = found.generation, found.token_count
     result.dram_token_count, end = found.dram_token_count, result.expire_time
     end.seconds, end.nanos = divmod(found.expire_time_ns + ahead_ns, 10**9)
+    # The kinds of a layout and a number of tokens are the same for many sessions: encoded once, and appended.
     return result.SerializeToString() + _KINDS.encoded(found.layout, found.token_count)
 
 
@@ -345,6 +356,8 @@ class _Kinds:
 
     def encoded(self, layout: SegmentLayout, token_count: int) -> bytes:
         """A LookupResult that says no more than the kinds of a session of so many tokens."""
+        # Keyed by identity, so that nothing is hashed. The entry keeps the layout alive, so that no other one
+        # gets it.
         key = id(layout), token_count
         known = self._known.get(key)
         if known is None:
@@ -354,6 +367,7 @@ class _Kinds:
                 kind.size_bytes *= token_count
             known = layout, result.SerializeToString()
             self._size_bytes += KINDS_ENTRY_BYTES + len(known[1])
+            # All at once: which of them are asked for again is not known.
             if self._size_bytes > KINDS_KEPT_BYTES:
                 self._known.clear()
                 self._size_bytes = 0
@@ -389,6 +403,7 @@ def _as_wire_chunk(chunk: session_pb2.Chunk) -> WireChunk:
 
 
 def _decode_append(encoded: bytes) -> AppendMessage:
+    # Chunks are read around their rows; whatever looks unusual is protobuf's to read.
     return scan_chunk(encoded) or session_pb2.AppendSessionRequest.FromString(encoded)
 
 

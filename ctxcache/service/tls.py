@@ -52,6 +52,8 @@ class _Loaded:
 class Tls:
     """The certificate that holds now. Handshakes take it in threads; changed by whole objects."""
 
+    # Handshakes run in gRPC's threads and in those of the bulk channel. Each takes the object that is there
+    # when it begins: the certificate is changed by one assignment.
     def __init__(self, files: TlsFiles) -> None:
         """Raises InvalidConfiguration."""
         self._files = files
@@ -60,6 +62,8 @@ class Tls:
         self.credentials = grpc.dynamic_ssl_server_credentials(
             self._now.configuration,
             self._changed,  # type: ignore[arg-type]  # its stub knows no None
+            # A client CA means that a certificate is required: a client without one is refused in the
+            # handshake.
             require_client_authentication=files.client_ca is not None,
         )
 
@@ -83,10 +87,12 @@ class Tls:
             loaded = _load(self._files)
         except InvalidConfiguration as error:
             # Two files arrive one after the other: the first alone is no pair.
+            # Changed while it was read: looked at again at the next round, and nothing is said.
             if self._files.stamps() == stamps:
                 self._seen = stamps
                 log.error("certificate_refused error=%s", error)  # noqa: TRY400  the sentence says all
             return
+        # The pair that was read is the pair that is there.
         if self._files.stamps() == stamps:
             self._seen, self._now = stamps, loaded
             log.info("certificate_loaded path=%s", self._files.certificate)
@@ -94,6 +100,7 @@ class Tls:
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Asked by gRPC at each handshake: None where it has what holds."""
         loaded = self._now
+        # gRPC keeps what it was given, and asks at each handshake.
         if loaded is self._given:
             return None
         self._given = loaded
@@ -154,6 +161,7 @@ def peer_properties(connected: socket.socket) -> Mapping[str, Sequence[bytes]]:
 
 def _read(path: Path, source: str, *, is_secret: bool = False) -> bytes:
     try:
+        # A key that others can read is refused by its mode.
         if is_secret:
             check_secret(path, secret_refusal(source, path))
         return path.read_bytes()

@@ -34,6 +34,7 @@ RANGES_LIMIT = 256
 """Ranges in which a session's layout, or what is read of it, may be given."""
 TTL_LIMIT_S = 3650 * 86400
 _MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
+# No slash: ids of blocks have one, and a client cannot name those.
 _SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 LATEST_NS = 2**63 - 1
@@ -98,6 +99,7 @@ def contents(given: Sequence[session_pb2.ContentRange], begin: int, field: str) 
     within(len(given), 0, CONTENTS_LIMIT, field)
     last = begin
     for i, one in enumerate(given):
+        # In order and apart: two contents at one token would make keys depend on their order.
         if not last <= one.begin < one.end:
             problem = f"[{one.begin}, {one.end}) is no range of tokens behind {last}"
             raise InvalidArgument(field=f"{field}[{i}]", problem=problem)
@@ -127,6 +129,7 @@ _LAYERED = {int(kind): kind for kind in StateKind if kind is not StateKind.TOKEN
 def stream_range(given: model_pb2.StreamRange, field: str, index: int | None = None) -> StreamRange:
     """Streams of one kind."""
     begin, end = given.layer_begin, given.layer_end
+    # Checked by numbers first. The text of a field's name is made only when there is something to say.
     if given.kind in _LAYERED and 0 <= begin < end <= LAYER_LIMIT:
         # A name of the field takes longer than this, and a layout has up to 256 of them.
         return StreamRange(_LAYERED[given.kind], begin, end)
@@ -146,6 +149,7 @@ def stream_ranges(given: Sequence[model_pb2.StreamRange], field: str) -> tuple[S
         raise InvalidArgument(field=field, problem=f"{len(given)} ranges are more than {RANGES_LIMIT}")
     found: list[StreamRange] = []
     count = 0
+    # Sorted first, so that overlaps are neighbours.
     for each in sorted(stream_range(item, field, i) for i, item in enumerate(given)):
         last = found[-1] if found and found[-1].kind is each.kind else None
         if last and each.layer_begin < last.layer_end:
@@ -155,6 +159,7 @@ def stream_ranges(given: Sequence[model_pb2.StreamRange], field: str) -> tuple[S
         else:
             found.append(each)
         count += each.layer_end - each.layer_begin
+    # Token ids may be named, and do not count.
     if count > STREAMS_LIMIT + 1:
         raise InvalidArgument(field=field, problem=f"{count} streams are more than {STREAMS_LIMIT}")
     return tuple(found)
@@ -190,12 +195,14 @@ def text(value: str, limit_bytes: int, field: str, *, is_required: bool = False)
 
 def page_size(value: int) -> int:
     """How many to list; 0 means PAGE_SIZE."""
+    # 0 is what protobuf sends for nothing.
     if value < 0:
         raise InvalidArgument(field="page_size", problem="is negative")
     return min(value or PAGE_SIZE, PAGE_SIZE_LIMIT)
 
 
 def page_token(value: str) -> str:
+    # A prefix, so that nobody builds tokens by himself and relies on it.
     """Where to go on listing: the last id of the page before, with a prefix so that it stays opaque."""
     if value and not value.startswith("after:"):
         raise InvalidArgument(field="page_token", problem="is not one of ours")
