@@ -80,6 +80,7 @@ class StoreLink(Generic[Subject]):
         """Whether the user heard that the store cannot be used, and not since that it is."""
         self._told: set[type[CacheError]] = set()
         """Owned by `_changed`: errors of which the user has heard."""
+        # A daemon: an engine that ends must not wait for a store that does not answer.
         self._thread = threading.Thread(target=self._keep, name="ctxcache-link", daemon=True)
         self._thread.start()
 
@@ -100,6 +101,7 @@ class StoreLink(Generic[Subject]):
         with self._changed:
             if self._state is not LinkState.READY or self._client is None or self._subject is None:
                 return None
+            # Both by one look: the link may be made again between two.
             return self._client, self._subject
 
     def call(self, work: Callable[[Client, Subject], Result], otherwise: Result) -> Result:
@@ -120,12 +122,14 @@ class StoreLink(Generic[Subject]):
         The same for one that came back empty and does not know the model any more: it is told anew.
         """
         with self._changed:
+            # The first failed call of many turns the state; the others find it turned.
             if isinstance(error, (*GONE, ModelNotFound)):
                 if self._state is LinkState.READY:
                     self._is_away = True
                     self._turn(LinkState.RESTING)
                     what = "does not answer" if isinstance(error, GONE) else "has lost the model"
                     log.warning("the context store %s, prompts are computed: %s", what, error)
+            # Once for each class: a full store would otherwise fill the engine's log.
             elif type(error) not in self._told:
                 self._told.add(type(error))
                 log.warning("the context store refuses a call, which is not said again: %s", error)
@@ -151,6 +155,7 @@ class StoreLink(Generic[Subject]):
                     return
                 if self._state is LinkState.RESTING:
                     end_s = time.monotonic() + PAUSE_S
+                    # A pause that `close` ends: a bare sleep would hold up the end of the engine.
                     self._changed.wait_for(lambda: self._is_closed, end_s - time.monotonic())
                     self._state = LinkState.CONNECTING
                     continue
@@ -160,6 +165,7 @@ class StoreLink(Generic[Subject]):
 
     def _try(self) -> LinkState:
         try:
+            # Kept over failures: gRPC connects anew by itself.
             if self._client is None:
                 self._client = self._connect()
             self._subject = self._describe(self._client)
@@ -209,6 +215,7 @@ class StoreSettings:
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str) -> Self:
         """The settings that a configuration gives at `where`. Raises Refused."""
+        # By name and before pydantic: a setting that is misspelt must not be passed over.
         for name in given:
             if name not in cls.names():
                 raise Refused(f"{where}.{name}: not one of {', '.join(cls.names())}")

@@ -38,6 +38,12 @@ from gpu_worker.model_spec import digest_checkpoint
 
 log = logging.getLogger(__name__)
 
+# Pieces of a page in SGLang's host memory depend on its layout, and are the parts of a block:
+#
+#     page_first     [ page 0: all layers ][ page 1: all layers ]     few pieces
+#     layer_first    layer 0 [ page 0 ][ page 1 ]   layer 1 ...       a piece for each layer, K and V apart
+#
+# The client gathers and scatters parts: SGLang's memory is read and written in place.
 MOST_PAGE_BYTES = 16 << 20
 """As large as a block of the store may be."""
 MOST_PIECES = 256
@@ -45,6 +51,7 @@ MOST_PIECES = 256
 FACTORY = ("backend_name", "module_path", "class_name", "interface_v1")
 """Names in the configuration that SGLang's own factory reads."""
 WHERE = "hicache_storage_backend_extra_config"
+# Two pools whose pages differ in any of these have other bytes under the same hash.
 FACTS = (
     "dtype",
     "layout",
@@ -102,6 +109,7 @@ class Pool:
         """The bytes of pages where they lie, of each its pieces. `indices`: of their tokens in the pool."""
         pointers, sizes = self.host.get_page_buffer_meta(indices)
         views = list(map(_view, pointers, sizes))
+        # SGLang lists pieces page by page.
         return [views[i : i + self.piece_count] for i in range(0, len(views), self.piece_count)]
 
     def copy_of(self, index: int) -> list[Bytes]:
@@ -122,6 +130,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         """Raises Refused."""
         del kwargs
+        # SGLang hands its factory's own fields on with the others.
         given = {k: v for k, v in (storage_config.extra_config or {}).items() if k not in FACTORY}
         self._settings = HiCacheSettings.of(given, WHERE)
         self._config = storage_config
@@ -180,6 +189,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
     ) -> PoolTransferResult:
         """How many of the first pages can be had with the state of all pools that goes with them."""
         del extra_info
+        # A page behind a gap is of no use: its tokens would attend to what is not there.
         kv_count = _leading(self._there(str(PoolName.KV), keys))
         counts = {str(PoolName.KV): kv_count} if kv_count else {}
         restorable = set(range(1, kv_count + 1))
@@ -188,6 +198,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             usable = _usable(transfer, there)
             if usable:
                 counts[transfer.name] = max(usable)
+            # A prefix counts where every pool can give its state at just that end.
             restorable &= usable
         return PoolTransferResult(max(restorable, default=0), counts, sorted(restorable))
 
@@ -249,6 +260,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
     def clear(self) -> None:
         """Delete all pages of this engine's model, layout and rank."""
         for name, pool in self._pools.items():
+            # Pages that SGLang copies itself (`set`) lie in a space of one part, beside those in pieces.
             for part_count in {pool.piece_count or 1, 1}:
                 self._link.call(
                     partial(_clear, name=name, space_of=partial(self._space, parts=part_count)), None
@@ -268,6 +280,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         def look(client: Client, weights: bytes) -> list[bool]:
             space = self._space(weights, name, parts=pool.piece_count or 1)
             found = client.blocks.look_up(space, list(map(_key, keys)))
+            # A block of another size is a page of another configuration: loading it would be refused.
             return [one.state is LookupState.HIT and one.size_bytes == pool.page_bytes for one in found]
 
         return self._link.call(look, [False] * len(keys))
@@ -291,6 +304,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             return [False] * len(keys)
         if pool.piece_count:
             return self._stored(name, keys, pool.pieces(indices), pool.piece_count)
+        # Indices are of tokens; a page's own are one behind the other.
         firsts = indices[:: pool.page_tokens].tolist()
         return self._stored(name, keys, list(map(pool.copy_of, firsts)), 1)
 
@@ -337,6 +351,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             config.attn_cp_rank,
             config.attn_cp_size,
         )
+        # The rank is part of it: each rank of tensor parallelism has other heads under one hash.
         tag = hashlib.sha256(f"{name} {pool.facts} {ranks}".encode()).hexdigest()
         return BlockSpace(
             weights,
@@ -350,6 +365,7 @@ def _clear(
 ) -> None:
     space = space_of(weights, name)
     keys: set[bytes] = set()
+    # The store lists a space's keys by a subscription: all that there are, then `is_current`.
     with client.blocks.subscribe(space) as subscription:
         for news in subscription:
             keys.update(one.key for one in news.changes if one.state is LookupState.HIT)
@@ -379,6 +395,9 @@ def _usable(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
         return set(range(1, _leading(there) + 1))
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
         count = max(1, len(transfer.keys or []))
+        # Windows: a prefix that ends at page 5 needs pages 4 and 5 only (count = 2).
+        #
+        #     there    x x . x x        ends 1, 2 and 5 are usable
         return {end for end in range(1, len(there) + 1) if all(there[max(0, end - count) : end])}
     # Nothing is promised for a policy that is not known here.
     return set()
@@ -387,6 +406,7 @@ def _usable(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
 def _piece_count(host: Any, page_tokens: int, page_bytes: int) -> int:
     """In how many pieces of host memory a page lies; 0 where the pool does not say, or in too many."""
     try:
+        # Asked of the pool itself, for a page at its begin: layouts differ by version of SGLang.
         _, sizes = host.get_page_buffer_meta(torch.arange(page_tokens))
     except (AttributeError, NotImplementedError, ValueError):
         return 0

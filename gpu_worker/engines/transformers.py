@@ -63,6 +63,11 @@ from gpu_worker.snapshots import GRAIN_TOKENS, Snapshot, Snapshots
 from gpu_worker.unchanged import Unchanged
 
 
+# The first pass of a turn, while later layers are still restored:
+#
+#     restore   [ layer 0 ][ layer 1 ][ layer 2 ][ layer 3 ]
+#     pass                 │0│        │1│        │2│        │3│       each block waits at its gate
+#     with a lead                       │0││1││2│         │3│       begun later, so that waits are short
 class LayerGate:
     """Context manager: within it, passes of the thread that entered wait before each block for its layer.
 
@@ -89,6 +94,8 @@ class LayerGate:
 
     def _waiting_for(self, layer: int) -> Callable[[nn.Module, object], None]:
         def hook(_block: nn.Module, _args: object) -> None:
+            # A restore may run the same blocks for layers that
+            # it recomputes: waiting for itself would never end.
             if threading.get_ident() == self._thread_id:
                 self._restoration.wait(layer)
 
@@ -162,11 +169,13 @@ class Restoring:
         """Cancel what is not done, and give the lease back. Once it is over, nothing."""
         if self._is_over:
             return
+        # First: what follows may raise, and must not be done twice.
         self._is_over = True
         try:
             self.restoration.cancel()
             self.restoration.drain()
             self._lent.close()
+            # Behind `drain`: the device's times are known then.
             self._chooser.observe(self.choice, self.restoration)
         finally:
             self._rows.close()
@@ -236,9 +245,11 @@ class SessionRestorer:
                 lent.enter_context(self._pins.source(rows)),
                 target,
                 _Apart(compute, self._recomputing),
+                # Restores share the lanes: the last of a batch waits for those before it.
                 deadline=Deadline.after_s(self._timeout_s * (1 + behind_count)),
                 token_ids=torch.tensor(token_ids),
             )
+            # The arena stays lent until the restore is drained; a start that raises gives it back here.
             kept = lent.pop_all()
         return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser, kept)
 
@@ -253,6 +264,7 @@ class SessionRestorer:
             _end(pipeline)
 
     def _usable(self) -> Pipeline:
+        # A lane that hangs keeps its thread and its buffers: the next restore has new ones.
         if self._pipeline is None or self._pipeline.is_stuck:
             self._replace()
             self._pipeline = Pipeline(device_of(self._adapter.layers[0].device), self._settings)
@@ -272,6 +284,14 @@ def _end(pipeline: Pipeline) -> None:
 
 
 @dataclass(slots=True)
+# A turn's tokens, and what is done with each part:
+#
+#     history known to the caller │ new tokens │ generated
+#     ├─ reused ─┼─ prefilled ────┴────────────┤
+#     the store's rows              computed, and saved as it goes
+#
+#     reused      the prefix that session and history have in common, if its restore is whole
+#     dropped     tokens between the sinks and the recent ones, where the context would be too long
 class Turn:
     """The result of one turn. Times in nanoseconds from its begin.
 
@@ -311,6 +331,10 @@ def context_window(model: PreTrainedModel) -> int:
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
+# Sorts of misses, and what becomes of the session's rows:
+#
+#     DAMAGED          cut, and written again: nobody could use them
+#     other misses     kept: the next turn, or another engine, may still have them
 DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
 """The store's rows are not usable by any engine: they are written again."""
 MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
@@ -325,6 +349,7 @@ def tokens_of(client: Client, model: CallerModel, session: SessionInfo) -> list[
 
 def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:
     """Keep the first tokens alone. Raises GenerationMismatch unless the session is as it was seen."""
+    # No call where nothing is to be cut: the generation stays, and with it others' conditions.
     if token_count == session.token_count:
         return session
     return client.sessions.keep_first(session.name, token_count, if_generation_match=session.generation)
@@ -345,6 +370,7 @@ def emptied(client: Client, model: CallerModel, session: SessionInfo, lost: Sequ
 def _remains(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
     """The session as it is now, if nothing but tokens at its end is gone: a store cuts damaged ones off."""
     now = client.sessions.get(session.name)
+    # The same session, and no longer: what was appended meanwhile is another engine's.
     is_shorter = now.uid == session.uid and now.token_count <= len(lost)
     if now.generation == session.generation or not is_shorter:
         return session
@@ -370,6 +396,7 @@ class Savers:
         found = self._by_layout.pop(layout, None)
         if found is None:
             while len(self._by_layout) >= LAYOUT_LIMIT:
+                # The one that was used longest ago; closing saves what it still has.
                 self._by_layout.popitem(last=False)[1].close()
             found = Saver(self._client, self._model, layout, device=self._device)
         self._by_layout[layout] = found
@@ -469,11 +496,13 @@ class _Taking:
         with passing:
             yield
         self._token_ids.extend(token_ids)
+        # Passes end at these (`Stops`), so that a pass never runs over one.
         if len(self._token_ids) % self._every == 0:
             self._take()
 
     def ended(self) -> None:
         """The turn has ended: as a rule the next one goes on from here."""
+        # A turn that is shorter is cheaper to run again than a copy of all states.
         if len(self._token_ids) - self._last >= GRAIN_TOKENS:
             self._take()
 
@@ -521,6 +550,7 @@ class TransformersEngine(Closing):
             plan.check(spec)
         elif profile is None:
             raise InvalidArgument(field="plan", problem="neither a plan nor a profile to plan by")
+        # The loaded model proves its rows here: what fails does so before a session is touched.
         self._adapter = adapt(model)
         self._model, self._client, self._spec = model, client, spec
         self._window = window or context_window(model)
@@ -549,6 +579,7 @@ class TransformersEngine(Closing):
             self._adapter, spec, lambda ids: prefill(model, DynamicCache(config=model.config), ids)
         )
         self._own = client.models.register(spec, probe)
+        # Behind the probe: some modules make tensors at their first pass, which would look like a change.
         self._unchanged = Unchanged(model, spec)
         self._savers = Savers(client, self._own, model.device)
         self._snapshots: Snapshots | None = None
@@ -559,6 +590,7 @@ class TransformersEngine(Closing):
         """Save what is still in staging, then end the threads that save and restore."""
         if self._host is not None:
             self._host.close()
+        # Saving first: rows in staging are lost with the process, a restore is only slower.
         self._savers.close()
         self._restorer.close()
         if self._snapshots is not None:
@@ -661,6 +693,7 @@ class TransformersEngine(Closing):
         with span("restore", token_count=len(known or ())):
             start = self._restore(session, known, len(new_token_ids), turn)
         turn.restore_ns = time.perf_counter_ns() - begin_ns
+        # Without a history from the caller, tokens that could be read are known though their rows are lost.
         missing = list(start.lost) if known is None else known[len(start.saved) :]
         turn.history_token_count = len(start.saved) + len(missing)
         turn.reused_token_count = start.reused_count
@@ -692,6 +725,8 @@ class TransformersEngine(Closing):
             return session, None if history is None else list(history)
         turn.dropped_token_count = history_count - cutting.kept_count
         known = tokens_of(self._client, self._own, session) if history is None else history
+        # Only a session that holds the whole history is cut in
+        # the store; another one differs, and is cut by `_begin`.
         if session.token_count == history_count:
             session = self._truncate(session, cutting.recent_count, turn)
         return session, cutting.apply(known)
@@ -712,6 +747,7 @@ class TransformersEngine(Closing):
                 sink_token_count=self._sink_count,
                 if_generation_match=session.generation,
             )
+        # Learned positions, states, rows as they are cached: nothing of the session fits at other positions.
         except PositionsNotRelocatable as error:
             turn.miss_reason = error.reason
             return cut(self._client, session, 0)
@@ -723,11 +759,13 @@ class TransformersEngine(Closing):
 
         A damaged session is tried once more, cut.
         """
+        # Twice: the store cuts what is damaged, and the second attempt restores what is left.
         for _attempt in range(2):
             try:
                 return self._restore_common(session, known, new_count, turn)
             except MISSES as error:
                 turn.miss_reason = error.reason
+                # Without a history the tokens are lost too: going on would answer another conversation.
                 if known is None:
                     raise
                 session = self._open(session.name.removeprefix("sessions/"))
@@ -790,15 +828,18 @@ class TransformersEngine(Closing):
         rows = self._client.sessions.open(session, self._own).read(streams=choice.streams())
         with ExitStack() as stack:
             stack.enter_context(rows)
+            # Found out by the first read; the plan of the next turn counts with it.
             self._place = StatePlace.DRAM if rows.is_local else StatePlace.REMOTE
             # As it is read: others may have changed it since it was looked up.
             session = rows.session
             ids = rows.token_ids()
             common = len(ids) if known is None else common_prefix(ids, known)
             missing_count = 0 if known is None else len(known) - common
+            # Before anything is appended: rows behind the common prefix are another conversation's.
             session = cut(self._client, session, common)
             if not common:
                 return _Start(session, [], self._empty_cache())
+            # The plan was made for what the look-up said; the read shows what is there.
             if missing_count or common != wanted.history:
                 # Only streams that were read can be chosen from.
                 choice = self._chooser.choose(
@@ -825,6 +866,7 @@ class TransformersEngine(Closing):
         new_count: int,
     ) -> tuple[Choice, Snapshot | None]:
         """The choice, and the states to go on from where the store has some and they pay."""
+        # By the tokens that are to be restored: a snapshot of more tokens has seen what was cut.
         found = snapshots.latest(token_ids, session.salt)
         if not found:
             return choice, None
@@ -866,6 +908,8 @@ class TransformersEngine(Closing):
         try:
             yield from self._generate(start, token_ids, max_new_tokens, eos_token_ids)
         except CacheError as error:
+            # An error behind the first token is the caller's:
+            # tokens that were given out cannot be taken back.
             if start.restoring is None or turn.token_ids or not start.restoring.is_failed_by(error):
                 raise
             turn.miss_reason, turn.reused_token_count, turn.snapshot_token_count = error.reason, 0, 0
@@ -903,6 +947,7 @@ class TransformersEngine(Closing):
         is_stepwise = self._adapter.is_stepwise
         if start.is_missing:
             prefill(self._model, start.cache, start.saved, is_stepwise=is_stepwise)
+        # At this generation: what another engine appends from here on makes the saves end, not mix.
         saver.open(session)
         try:
             with ExitStack() as first_pass, Capture(self._adapter, layout, saver.put, is_on_host=False):
@@ -919,7 +964,9 @@ class TransformersEngine(Closing):
                     is_stepwise=is_stepwise,
                     stops=stops,
                 ):
+                    # The first token is there, so all layers are: the lease goes back before a long reply.
                     first_pass.close()
+                    # The last token that was yielded has not gone through the model.
                     pending = [token]
                     yield token
                 if max_new_tokens:
@@ -928,4 +975,5 @@ class TransformersEngine(Closing):
                 if states is not None:
                     states.ended()
         finally:
+            # Also for a turn that broke: whole tokens before the break are the session's.
             saver.finish(session.name, durability=self._durability)

@@ -33,6 +33,12 @@ from gpu_worker.pipeline.planned import Choice, Wanted
 from gpu_worker.plan import RestorePlan
 from gpu_worker.saving import Saver, Slice
 
+# Sessions A, B, C of one batch:
+#
+#     lanes    [ restore A ][ restore B ........ ][ restore C ]
+#     passes                [ A: prefill ][ A: decode ][ A ][ A + B: prefill ][ A + B ][ A + B + C ] ...
+#
+# A pass and a layer that a restore recomputes take turns with the model (`_TurnsOfModel`).
 PASS_TOKENS = 512
 
 
@@ -76,6 +82,7 @@ class _Waiting:
     def is_ready(self) -> bool:
         """Whether to wait for it is to wait for nothing, or for nobody else."""
         restoring = self.restoring
+        # A restore that failed is ready as well: waiting for it returns at once.
         return restoring is None or restoring.restoration.is_whole or restoring.restoration.error is not None
 
     def is_restored(self) -> bool:
@@ -108,6 +115,7 @@ class _TurnsOfModel:
 
     def __enter__(self) -> None:
         with self._changed:
+            # Numbered tickets: a thread that asks again and again cannot starve another one.
             mine, self._next = self._next, self._next + 1
             self._changed.wait_for(lambda: self._serving == mine)
 
@@ -180,6 +188,7 @@ class TransformersBatchEngine(TransformersEngine):
         chosen = self._chooser.choose_together([one.wanted for one in batch], place=self._place)
         batch = [batch[index] for index, _ in chosen]
         with ExitStack() as ending, _keeping_attention(self._model):
+            # All are begun at once, in the order of the plan: the pipeline keeps it.
             for place, (one, (_, choice)) in enumerate(zip(batch, chosen, strict=True)):
                 ending.callback(one.end)
                 self._try_to_begin(one, choice, behind_count=place)
@@ -187,6 +196,7 @@ class TransformersBatchEngine(TransformersEngine):
             waiting = sorted(batch, key=lambda one: one.start is None)
             while waiting:
                 layout = frozenset(waiting[0].session.streams())
+                # Hooks capture one set of streams from a pass, so that a pass has sessions of one layout.
                 of_layout = deque(one for one in waiting if frozenset(one.session.streams()) == layout)
                 waiting = [one for one in waiting if one not in of_layout]
                 self._run(of_layout, batch, layout, begin_ns)
@@ -273,6 +283,7 @@ class TransformersBatchEngine(TransformersEngine):
     def _recomputing(self) -> Iterator[None]:
         """A pass that is not packed, by any thread."""
         with self._model_turns:
+            # The packed attention knows its own passes only; a plain one would be refused.
             self._attend_by(self._own_attention)
             yield
 
@@ -290,11 +301,14 @@ class TransformersBatchEngine(TransformersEngine):
         try:
             with Capture(self._adapter, layout, saver.put, is_on_host=False):
                 while waiting or any(one.waiting for one in running):
+                    # A session that is not ready is waited for only where nobody else has tokens to compute.
                     while waiting and (waiting[0].is_ready or not any(one.waiting for one in running)):
                         one = waiting.popleft()
                         if one.start is not None and not one.is_restored():
+                            # Behind the others: it needs room for its leases by itself.
                             waiting.append(one)
                             continue
+                        # Leases of others go back first: they may be what its own lease has no room beside.
                         if one.start is None:
                             _wait_for_all(batch)
                         started = self._started(one, begin_ns)
@@ -311,6 +325,7 @@ class TransformersBatchEngine(TransformersEngine):
     def _pass(self, chosen: Sequence[tuple[_Running, list[int]]], saver: Saver, begin_ns: int) -> None:
         slices = [Slice(one.name, one.saved_count + one.cache.token_count, len(ids)) for one, ids in chosen]
         tokens = [token for _, ids in chosen for token in ids]
+        # Within the model's turn: the saver files captured rows under the pass that is announced.
         with self._model_turns, saver.passing(slices, tokens):
             self._attend_by(ATTENTION)
             logits = self._packed.step([Work(one.cache, ids) for one, ids in chosen])
@@ -329,6 +344,7 @@ def _wait_for_all(batch: Sequence[_Waiting]) -> None:
 def _chosen(batch: Sequence[_Running]) -> list[tuple[_Running, list[int]]]:
     """The next pass: sessions, and the tokens of each; those with the fewest first."""
     room, chosen = PASS_TOKENS, []
+    # Sessions that generate have one token each, and go first: a long prefill takes what room is left.
     for one in sorted(batch, key=lambda one: len(one.waiting)):
         count = min(len(one.waiting), room)
         if count:
@@ -339,6 +355,7 @@ def _chosen(batch: Sequence[_Running]) -> list[tuple[_Running, list[int]]]:
 
 def _take(one: _Running, token: int, begin_ns: int) -> None:
     """A session's pass is over: where all of it has been computed, this token is the next of its reply."""
+    # Logits in the middle of a prefill are nobody's next token.
     if one.waiting or one.is_answered:
         return
     turn = one.turn

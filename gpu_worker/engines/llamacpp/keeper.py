@@ -32,6 +32,13 @@ from gpu_worker.engines.llamacpp import LlamaSettings
 
 log = logging.getLogger(__name__)
 
+# A conversation in the store:
+#
+#     block "session alice"   record: size, digest, tokens, keys k0 k1 k2
+#     blocks k0 k1 k2         the slot's file in parts of 4 MiB, under random keys
+#
+#     save    put k0' k1' k2' ─ delete the record ─ put the new record ─ delete k0 k1 k2
+#     crash   between any two: the old conversation, none, or the new one; never a mixture
 PART_BYTES = 4 << 20
 """Bytes of a slot's file in one block."""
 DRAIN_S = 10.0
@@ -56,6 +63,7 @@ class SlotRecord:
             record = cls(int(facts["size_bytes"]), str(facts["digest"]), int(facts["token_count"]), keys)
         except (ValueError, KeyError, TypeError):
             return None
+        # A record whose keys are not those of its size was not written by this code.
         return record if len(keys) == -(-record.size_bytes // PART_BYTES) > 0 else None
 
     def to_bytes(self) -> bytes:
@@ -95,6 +103,7 @@ class SlotKeeper:
         """
         with self._changed:
             self._changed.wait_for(
+                # A turn that comes right behind another one would find the state before that.
                 lambda: session not in self._pending and session != self._saved,
                 self._settings.store_timeout_s,
             )
@@ -113,6 +122,7 @@ class SlotKeeper:
         """Save a file and remove it, later. The newest file of a session is the one that is saved."""
         with self._changed:
             older = self._pending.get(session)
+            # Each file is a whole state on disk: more of them than the directory has room for must not wait.
             if older is None and len(self._pending) >= 2 * self._settings.slot_count:
                 log.warning("a conversation is not saved: %d others wait for it", len(self._pending))
                 older = (path, token_count)
@@ -120,6 +130,7 @@ class SlotKeeper:
                 self._pending[session] = (path, token_count)
                 self._changed.notify_all()
         if older is not None:
+            # The file that is not saved: the older one of the session, or the new one where too many wait.
             older[0].unlink(missing_ok=True)
 
     def drain(self, timeout_s: float) -> bool:
@@ -129,6 +140,7 @@ class SlotKeeper:
 
     def close(self) -> None:
         """Save what is left, for a bounded time, and end."""
+        # Bounded twice: a store that hangs must not keep the process from ending.
         self.drain(DRAIN_S)
         with self._changed:
             self._is_closed = True
@@ -159,6 +171,7 @@ class SlotKeeper:
                 path.unlink(missing_ok=True)
 
     def _put(self, client: Client, space: BlockSpace, session: str, path: Path, token_count: int) -> None:
+        # Mapped and not read: a state of gigabytes is put part by part.
         content = np.memmap(path, np.uint8, "r")
         parts = [content[begin : begin + PART_BYTES] for begin in range(0, content.size, PART_BYTES)]
         # Keys of their own each time: a block never changes, and an older file's blocks are never mixed in.
@@ -174,6 +187,7 @@ class SlotKeeper:
                 space, {key: record.to_bytes()}, ttl_s=self._settings.ttl_s, durability=durability
             )
         except CacheError as error:
+            # A store that is gone would let each of these deletes wait for its timeout.
             if not isinstance(error, GONE):
                 with suppress(CacheError):
                     client.blocks.delete(space, record.keys)
@@ -191,6 +205,7 @@ def _load(client: Client, space: BlockSpace, session: str, path: Path) -> int:
     record = _record(client, space, session)
     if record is None:
         return 0
+    # The store's client writes the parts right into the file that llama.cpp reads next.
     content = np.memmap(path, np.uint8, "w+", shape=(record.size_bytes,))
     parts = [content[begin : begin + PART_BYTES] for begin in range(0, content.size, PART_BYTES)]
     try:
@@ -198,6 +213,7 @@ def _load(client: Client, space: BlockSpace, session: str, path: Path) -> int:
     except InvalidArgument:
         # One of its blocks has another size.
         return 0
+    # llama.cpp aborts its process on half a file: anything but the whole is as good as nothing.
     if any(part is None for part in loaded) or _digest(content) != record.digest:
         return 0
     return record.token_count
@@ -221,10 +237,13 @@ class LlamaServer:
 
     def __init__(self, settings: LlamaSettings, directory: Path) -> None:
         self.directory = directory
+        # Opened before llama.cpp loads them: `space` digests the
+        # same files, even if the names lead elsewhere by then.
         self._files = [path.open("rb") for path in model_files(settings.model)]
         self._stats = [os.fstat(file.fileno()) for file in self._files]
         parameters = common_parameters(settings)
         parameters.model.path = str(settings.model)
+        # Port 0: the system chooses, and only this process knows which one.
         parameters.hostnames, parameters.port = ["127.0.0.1"], 0
         parameters.n_parallel, parameters.n_ctx = settings.slot_count, settings.context_tokens
         parameters.slot_save_path = f"{directory}/"
@@ -236,6 +255,8 @@ class LlamaServer:
         if address.hostname is None or address.port is None:
             raise RuntimeError(f"llama.cpp does not listen: {self._server.listening_address}")
         self.address = address.hostname, address.port
+        # All parameters count but those that are known not to:
+        # a new one of llama.cpp counts until it is listed.
         scalars = {name: getattr(parameters, name) for name in dir(parameters) if name not in NEUTRAL}
         self._facts = {
             "llama.cpp": [xllamacpp.__version__, xllamacpp.BUILD_INFO],
@@ -252,9 +273,11 @@ class LlamaServer:
             file.seek(0)
             digest.update(hashlib.file_digest(file, "sha256").digest())
             now = os.fstat(file.fileno())
+            # A file that changes under llama.cpp: states would be found under the digest of other weights.
             if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
                 raise ValueError(f"{file.name} changed after llama.cpp had loaded it")
         space = BlockSpace(digest.digest(), layout_tag="llama.cpp slot")
+        # For its error: a space that may not be used refuses the link now, and not the first save.
         client.blocks.look_up(space, [digest.digest()])
         return space
 

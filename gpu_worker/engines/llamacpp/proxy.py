@@ -45,6 +45,7 @@ SESSION_HEADER = "X-Session-ID"
 RESTORED_HEADER = "X-Ctxcache-Restored-Tokens"
 PINNED = {"/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions"}
 """Paths whose requests llama.cpp runs in the slot that they name."""
+# Headers of one connection, which the proxy's two connections each make for themselves (RFC 9110, 7.6.1).
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "content-length", "host"}
 
 
@@ -62,6 +63,13 @@ class NoSlot(Exception):
     """Too many requests wait for a slot."""
 
 
+# A request with a session, from its slot's view:
+#
+#     taken ─► has it the session? ── no ──► restore from the store ─┐
+#                      │ yes                                         │
+#                      └─────────────────────────────────────────────┴─► run
+#     a reply of 200    the slot has the session's tokens, and is saved
+#     anything else     nothing is known of the slot
 class Slots:
     """Which request has which slot. Thread-safe."""
 
@@ -82,6 +90,7 @@ class Slots:
             finally:
                 self._waiting_count -= 1
             free = [slot for slot in self._slots if not slot.is_taken]
+            # The session's own slot if it is free, else the one whose conversation is likeliest to be over.
             slot = min(free, key=lambda one: (one.session != session or session is None, one.last_use))
             self._use_count += 1
             slot.is_taken, slot.last_use = True, self._use_count
@@ -117,6 +126,7 @@ class LlamaProxy(ThreadingHTTPServer):
         if settings.durability.upper() not in Durability.__members__:
             raise InvalidArgument(field="durability", problem=f"{settings.durability!r} is not known")
         model_files(settings.model)
+        # A thread for each connection: without a bound, idle ones would take all memory.
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((settings.host, settings.port), _Handler)
         self._directory, self._lock = _own_directory(settings.directory or Path(tempfile.gettempdir()))
@@ -197,6 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
             body = self._body()
             request = self._request(body)
             if request is None:
+                # It may run in any slot, and overwrite what that had.
                 if self.command == "POST":
                     self.server.slots.forget()
                 self._forward(body, 0)
@@ -239,6 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if not isinstance(request, dict):
             return None
+        # llama.cpp would run it in a slot that may be another session's.
         if request.get("id_slot", -1) != -1:
             raise _Refused(400, "id_slot: slots are chosen by sessions")
         is_several = isinstance(prompt := request.get("prompt"), list) and not all(

@@ -66,6 +66,12 @@ def space_of(model_name: str, weights: bytes, *, tag: str, salt: str = "") -> Bl
     )
 
 
+# A chunk of 40 MiB, as three blocks:
+#
+#     chunk   [ 16 MiB ][ 16 MiB ][ 8 MiB ]
+#     keys    H(facts, 3, 0, hash)   H(facts, 3, 1, hash)   H(facts, 3, 2, hash)
+#
+# The count is in every key: a chunk of another size under the same hash finds none of these.
 def block_keys(facts: str, chunk_hash: bytes, size_bytes: int) -> list[bytes]:
     """The keys of a chunk's blocks: other ones where it has another number of them."""
     count = max(-(-size_bytes // MOST_BLOCK_BYTES), 1)

@@ -49,6 +49,12 @@ TAG = "lmcache chunk"
 Result = TypeVar("Result")
 
 
+# One task, between LMCache's loop and a thread:
+#
+#     loop      submit ──► number                       eventfd readable ──► take(number)
+#     thread               work ──► _ended[number] ──► eventfd_write
+#
+# Every number is answered, by `otherwise` where work fails: LMCache waits for it without a deadline.
 class _Tasks(Generic[Result]):
     """Tasks of one sort: carried out by threads, their ends told by an event descriptor. Thread-safe."""
 
@@ -73,6 +79,7 @@ class _Tasks(Generic[Result]):
             self._waiting_count += 1
         try:
             future = self._threads.submit(work)
+        # The pool is closed: the task ends at once, with nothing found.
         except RuntimeError:
             future = Future()
             future.set_result(otherwise)
@@ -94,6 +101,8 @@ class _Tasks(Generic[Result]):
         """Wait for what runs, leave out what waits, close the descriptor."""
         self._threads.shutdown(cancel_futures=True)
         with self._lock:
+            # Under the lock: a task that ends now must not write
+            # to a descriptor that is closed, or another's by then.
             self._is_closed = True
             os.close(self.descriptor)
 
@@ -143,6 +152,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         """Store chunks."""
         failed = L2StoreResult(success=False, bytes_transferred=0)
         if self._stores.waiting_count >= MOST_STORES:
+            # A number all the same, since LMCache waits for one.
             return self._stores.submit(lambda: failed, failed)
         return self._stores.submit(lambda: self._store(keys, objects), failed)
 
@@ -154,6 +164,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         self, keys: "list[ObjectKey]", group_layout_descs: "dict[int, MemoryLayoutDesc]"
     ) -> int:
         """Look chunks up, and hold those in the store's memory until they are unlocked."""
+        # The size gives the number of blocks, and with it their keys.
         sizes = [_layout_bytes(group_layout_descs.get(key.object_group_id)) for key in keys]
         return self._lookups.submit(lambda: _bitmap(self._look_up(keys, sizes)), Bitmap(len(keys)))
 
@@ -275,12 +286,14 @@ class _Locks:
             while len(self._held) > MOST_LOCKS:
                 oldest = next(iter(self._held))
                 del self._held[oldest]
+                # The oldest look-up is likeliest to be of no use any more.
                 oldest.release()
 
     def give_back(self, keys: "Sequence[ObjectKey]") -> None:
         """One look-up of each of these needs it no more."""
         with self._lock:
             for key in keys:
+                # The oldest one: two look-ups of a chunk hold it twice, and each unlock lets one go.
                 lease = next((lease for lease, held in self._held.items() if key in held), None)
                 if lease is None:
                     continue

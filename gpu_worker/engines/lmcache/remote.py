@@ -42,6 +42,12 @@ log = logging.getLogger(__name__)
 
 FACTORY = ("module_path", "class_name")
 """Settings of the plugin that LMCache itself reads."""
+# A chunk in the store, each block continuing the one before it:
+#
+#     block 0 ◄── block 1 ◄── head: shapes, types, format, length
+#
+# Look-ups ask for heads alone. A block that is evicted takes what continues it along, so that a head is a
+# promise of all blocks before it.
 HEAD = b"head"
 Result = TypeVar("Result")
 
@@ -50,6 +56,7 @@ class CtxcacheRemote(ConnectorAdapter):  # type: ignore[misc]  # untyped package
     """Makes the connector, for the plugin named `ctxcache`, or `ctxcache.` and more."""
 
     def __init__(self) -> None:
+        # LMCache 0.5.6 finds a plugin's adapter by this scheme.
         super().__init__("plugin://ctxcache")
 
     def create_connector(self, context: ConnectorContext) -> "CtxcacheConnector":
@@ -71,6 +78,7 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
         }
         self._settings = ChunkSettings.of({k: v for k, v in given.items() if k not in FACTORY}, where)
         self._model_name = str(context.metadata.model_name)
+        # Chunks are loaded into LMCache's own memory, which it then hands out.
         self._memory = context.local_cpu_backend
         self._link = self._settings.link()
         self._threads = ThreadPoolExecutor(2 * THREADS, "ctxcache-lmcache-remote")
@@ -139,6 +147,7 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
         if self._waiting_stores >= MOST_STORES:
             log.debug("%d chunks are not stored: %d puts wait", len(keys), self._waiting_stores)
             return
+        # Each holds LMCache's memory until it ends: behind a slow store they would take all of it.
         self._waiting_stores += 1
         try:
             await self._in_thread(lambda: self._store(keys, memory_objs))
@@ -195,6 +204,7 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
             )
             head = np.frombuffer(shape.serialize(), np.uint8)
             own = cut(_block_keys(key, data.nbytes), data) | {_head(key): head}
+            # `own` is in order: blocks first, the head last.
             parents |= {child: parent for parent, child in pairwise(own)}
             blocks |= own
 
@@ -239,6 +249,7 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
             return None
         shape = RemoteMetadata.deserialize(head)
         room = self._memory.allocate(shape.shapes, shape.dtypes, shape.fmt)
+        # The head is of another configuration: its blocks would not fit the room.
         if room is not None and bytes_of(room).nbytes != shape.length:
             room.ref_count_down()
             return None
