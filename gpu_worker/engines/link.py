@@ -80,7 +80,6 @@ class StoreLink(Generic[Subject]):
         """Whether the user heard that the store cannot be used, and not since that it is."""
         self._told: set[type[CacheError]] = set()
         """Owned by `_changed`: errors of which the user has heard."""
-        # A daemon: an engine that ends must not wait for a store that does not answer.
         self._thread = threading.Thread(target=self._keep, name="ctxcache-link", daemon=True)
         self._thread.start()
 

@@ -32,6 +32,12 @@ from gpu_worker.engines.llamacpp import LlamaSettings
 
 log = logging.getLogger(__name__)
 
+PART_BYTES = 4 << 20
+"""Bytes of a slot's file in one block."""
+DRAIN_S = 10.0
+"""How long the end of the process waits for what is still to be saved."""
+
+
 # A conversation in the store:
 #
 #     block "session alice"   record: size, digest, tokens, keys k0 k1 k2
@@ -39,12 +45,6 @@ log = logging.getLogger(__name__)
 #
 #     save    put k0' k1' k2' ─ delete the record ─ put the new record ─ delete k0 k1 k2
 #     crash   between any two: the old conversation, none, or the new one; never a mixture
-PART_BYTES = 4 << 20
-"""Bytes of a slot's file in one block."""
-DRAIN_S = 10.0
-"""How long the end of the process waits for what is still to be saved."""
-
-
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
     """The block under a session's own key: which blocks are the slot's file, in order, and what they give."""
