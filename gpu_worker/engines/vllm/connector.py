@@ -32,6 +32,14 @@ PATIENCE_S = 0.01
 """How long a step that computes nothing waits for rows: loops of them would keep the interpreter from it."""
 
 
+# vLLM makes one connector for each role, and calls it around its steps:
+#
+#     scheduler   on_new_request ─ get_num_new_matched_tokens (None: ask again) ─ update_state_after_alloc
+#                 ─ build_connector_meta ──StepPlan──► workers
+#     worker      bind_connector_metadata ─ start_load_kv ─ the pass ─ wait_for_save
+#                 ─ get_transfer_results ──StepReport──► scheduler
+#
+# Loads run between steps: a request is scheduled when its rows are there, and others compute meanwhile.
 class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector. `kv_connector_extra_config` takes the fields of ConnectorSettings."""
 
@@ -85,6 +93,8 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """See SchedulerSide.matched. Rows are restored between steps."""
         count = self._scheduler().matched(request, num_computed_tokens)
+        # The second one says that loading goes on beside steps:
+        # vLLM keeps the request out of them until it has ended.
         return count, bool(count)
 
     def update_state_after_alloc(
@@ -106,6 +116,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Rows are in staging by now: the blocks are free at once."""
         del block_ids
+        # False: vLLM need not keep the blocks for a save that is still to come.
         self._scheduler().finished(request)
         return False, None
 
@@ -154,6 +165,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         """See WorkerSide.take_loaded."""
         del finished_req_ids
         plan = self._get_connector_metadata()
+        # Only where no request computes: a step that has work must not wait for another request's rows.
         is_idle = isinstance(plan, StepPlan) and plan.is_idle
         loaded, failed = self._worker().take_loaded(PATIENCE_S if is_idle else 0)
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)

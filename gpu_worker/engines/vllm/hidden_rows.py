@@ -32,6 +32,13 @@ logger = init_logger("vllm.ctxcache")
 
 INPUT, REST = "hidden_states", "residual"
 """The names in vLLM's decoder layers of their input, and of the part of it that is not added yet."""
+# A layer of vLLM, and where the two ways end it:
+#
+#     (hidden_states, residual) ─ sum, norm ─► qkv_proj ─► split ─► k_norm ─► rotary ─► attention
+#                                              ▲                                        ▲
+#                                              lean: ended here, K and V's part alone   whole: ended here
+#
+# A row is hidden_states + residual: vLLM adds them up in the next norm, in one kernel.
 KNOWN = {INPUT, REST, "positions"}
 TRIAL_TOKENS = 4
 Way = functools.partial[Halves]
@@ -50,6 +57,7 @@ class HiddenRows(PassRows):
         for number, layer in enumerate(self._layers):
             signature = inspect.signature(layer.block.forward)
             asked = {name for name, one in signature.parameters.items() if _is_asked_for(one)}
+            # A layer that takes more than these gives other rows for the same input.
             if INPUT not in signature.parameters or asked - KNOWN:
                 names = ", ".join(sorted(asked - KNOWN)) or f"no {INPUT}"
                 raise Refused(f"layer {layer.name} takes {names}: not by its input alone; save state=blocks")
@@ -73,6 +81,7 @@ class HiddenRows(PassRows):
             return
         given = signature.bind(*args, **kwargs).arguments
         rest = given.get(REST)
+        # The first layer has no residual yet.
         self._emit(number, given[INPUT] if rest is None else given[INPUT] + rest)
 
     def _halves(self, layer: AttentionLayer, rows: Tensor, positions: Tensor) -> Halves:
@@ -95,7 +104,9 @@ def best_way(layer: AttentionLayer, dtype: torch.dtype) -> Way:
     device = layer.cache.device
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn((TRIAL_TOKENS, size), generator=draw).to(device, dtype)
+    # From 1 on: at 0 a rotary embedding changes nothing.
     positions = torch.arange(1, TRIAL_TOKENS + 1, device=device)
+    # Copies: vLLM's fused norms write into their input.
     expected = whole(rows.clone(), positions)
     projection = KvProjection(projections[0], dtype)
     for lean in _lean_ways(layer, projections[0], projection):
@@ -104,6 +115,7 @@ def best_way(layer: AttentionLayer, dtype: torch.dtype) -> Way:
         except (RuntimeError, TypeError, ValueError):
             # A norm over another part of K than this way has.
             continue
+        # By what it computes on this model, not by what its modules are called.
         if all(_is_near(one, other, ALLOWED[dtype]) for one, other in zip(expected, found, strict=True)):
             return lean
     return whole
@@ -124,6 +136,7 @@ class KvProjection:
         # The weights lie packed: what the projection makes of each unit is a column of them.
         device = joint.weight.device
         size: int = joint.hidden_size
+        # Without the bias, which is added in `__call__`.
         units = torch.eye(size, dtype=dtype, device=device)
         output = joint.quant_method.apply(joint, units, None)
         self._weight = output[:, begin:].t().contiguous()
@@ -139,6 +152,7 @@ def _lean_ways(layer: AttentionLayer, joint: nn.Module, project: KvProjection) -
     norms: list[Norm] = [lambda key: key]
     if isinstance(norm, nn.Module):
         size = layer.attention.head_size
+        # Each head by itself, or all heads as one row: the trial says which one the layer does.
         norms = [lambda key: norm(key.reshape(len(key), -1, size)).reshape(len(key), -1), norm]
     for normalised in norms:
         yield functools.partial(_lean, layer, joint, project, normalised)
@@ -180,6 +194,7 @@ _WANTED = _Wanted()
 
 def _end_where_wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if _WANTED.module is module:
+        # An exception ends a layer from within without a change to its code.
         raise _Arrived(*args, *kwargs.values())
 
 

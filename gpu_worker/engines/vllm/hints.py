@@ -37,6 +37,13 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.ctxcache")
 
+# A hint's outcome, as `vllm:ctxcache_hints_total{hint, outcome}` counts it:
+#
+#     invalid, ignored      here: a payload that is wrong, an action of another component
+#     unsent                here: no session, too many wait, closed
+#     unanswered            the call took too long; the store may still carry it out
+#     refused               the store raised
+#     any other             the store's own word
 VERSION = "1"
 """Version of the actions' payloads."""
 ACTIONS_LIMIT = 32
@@ -114,6 +121,7 @@ class HintTeller:
 
     def __init__(self, link: StoreLink[CallerModel]) -> None:
         self._link = link
+        # One thread: hints about a conversation reach the store in the order in which they were given.
         self._thread = ThreadPoolExecutor(1, "ctxcache-hints")
         self._lock = threading.Lock()
         """Over both that follow."""
@@ -128,6 +136,7 @@ class HintTeller:
                 self.count(action.kind.value, "unsent")
                 continue
             with self._lock:
+                # The pool's own queue has no bound.
                 is_full = self._waiting_count >= WAITING_LIMIT
                 self._waiting_count += not is_full
             if is_full:
@@ -185,6 +194,7 @@ class WaitingQueue:
     def waits(self, client: Client, model: CallerModel, job: QueuedJob) -> None:
         """A request waits for its turn. Its session is there."""
         with self._lock:
+            # A look-up may end behind `close`, and would make a queue that nobody withdraws.
             if self._is_closed:
                 return
             if self._queue is None:
@@ -238,6 +248,7 @@ def hints_of(request: "Request", teller: HintTeller) -> list[HintAction]:
 
 
 def _actions_of(request: "Request", teller: HintTeller) -> Iterator[KvHintAction]:
+    # By vLLM's own field, or within the parameters that callers hand through to a connector.
     given = [request.kv_hints, (request.kv_transfer_params or {}).get("kv_hints")]
     actions: list[KvHintAction] = []
     for envelope in given:
@@ -263,6 +274,7 @@ def _hint(kind: HintKind, action: KvHintAction) -> HintAction:
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False)
         raise ValueError(f"payload.{first['loc'][0]}: {first['msg']}") from None
+    # Both or neither: either says nothing of when it comes back.
     if kind is HintKind.EXPECT and payload.ended == (payload.return_in_s is not None):
         raise ValueError("payload: either ended or return_in_s is needed")
     return HintAction(

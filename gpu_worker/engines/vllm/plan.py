@@ -18,6 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ctxcache.client.types import HintAction, SessionInfo
 
 
+# One conversation on 2 ranks, each with a session of its own heads' blocks:
+#
+#     sessions/alice          rank 0: saved, restored by worker 0        the name in all messages
+#     sessions/alice.rank1    rank 1: saved, restored by worker 1
 class BlockLoad(NamedTuple):
     """Restore tokens `[begin, end)` of a session, into the request's blocks, all of which are listed."""
 

@@ -48,6 +48,14 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.ctxcache")
 
+# A request with a session, on the scheduler's side:
+#
+#     arrived ─► look-up in a thread ─► matched: n tokens ─► allocated: blocks ─► step: load, then save
+#        │                                 │ 0: computed             │
+#        │ the conversation's former       │                        └ preempted: lost_blocks, resumed anew
+#        └ request is being saved: asked again until SAVE_WAIT_S
+#
+#     finished ─► the worker saves to the end ─► reported by all ranks ─► the next request of it may begin
 LOOKUP_THREADS = 4
 LOOKUP_PATIENCE_S = 0.005
 """How long one question of the scheduler waits for a look-up: about as long as most of them take."""

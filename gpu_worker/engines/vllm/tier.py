@@ -74,6 +74,12 @@ OWNER = "ctxcache"
 """The tier that events name."""
 
 
+# A chunk is told to vLLM's publisher when both are so: this engine has met it, and the store has it.
+#
+#     met, there, not told    ──► BlockStored
+#     told, not there         ──► BlockRemoved, and forgotten
+#     there, never met        nothing: its tokens are not known here
+#     met, not there          nothing, until the store has it
 class StoreEvents:
     """Events of the chunks that the engine has met. Thread-safe. Close it."""
 
@@ -143,6 +149,8 @@ class StoreEvents:
             self._subscription = None if self._closed.is_set() else subscription
             if self._subscription is None:
                 return
+        # A new subscription tells all that is there, then `is_current`:
+        # what it has not told by then was lost meanwhile.
         confirmed: set[bytes] | None = set()
         try:
             for news in subscription:
@@ -233,8 +241,11 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
             raise Refused(f"{problem}: another adapter of the same name would be served their bytes")
         extra = transfer.kv_connector_extra_config
         # vLLM's own settings stand beside these.
+        # Checked here, where the field's name can be told; the
+        # tier reads them again in the scheduler's process.
         given = {name: extra[name] for name in StoreSettings.names() if name in extra}
         StoreSettings.of(given, WHERE)
+        # A configuration that is used twice has the tier in it already.
         others = [
             tier for tier in extra.get("secondary_tiers", []) if tier.get("type") != CtxcacheTier.__name__
         ]
@@ -249,6 +260,8 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
                 {
                     "type": CtxcacheTier.__name__,
                     "module_path": __name__,
+                    # vLLM gives a tier neither the model nor its
+                    # settings: they go with its own configuration.
                     "engine": engine_facts(vllm_config),
                     "directory": str(directory_of(vllm_config)),
                     **given,
@@ -296,6 +309,14 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         return [tier for tier in getattr(manager, "secondary_tiers", []) if isinstance(tier, CtxcacheTier)]
 
 
+# A chunk between vLLM's host memory and the store:
+#
+#     scheduler's thread   submit_store, submit_load, lookup        answers at once
+#     store threads (2)    put: chunks in host memory ──► store     host memory is read in place
+#     load threads (2)     load: store ──► host memory              verified in the copy
+#     vLLM's thread        look-ups of a step, in one message
+#
+# vLLM keeps a chunk's place in host memory until the job that names it has ended.
 class CtxcacheTier(SecondaryTierManager):
     """The tier. Its methods run in the scheduler's process, and wait for nothing but `drain_jobs`."""
 
@@ -317,11 +338,13 @@ class CtxcacheTier(SecondaryTierManager):
         if not engine:
             problem = "a tier does not see which model and settings its chunks are of"
             raise Refused(f"{problem}: use kv_connector CtxcacheOffloadingConnector, which says so")
+        # At the start, with the remedy: later each save would fail, and the log alone would say so.
         if self.block_size_bytes > MOST_CHUNK_BYTES:
             problem = f"chunks have {self.block_size_bytes} bytes, at most {MOST_CHUNK_BYTES} are stored"
             raise Refused(f"{problem}: lower kv_connector_extra_config.blocks_per_chunk, or --block-size")
         self._settings = StoreSettings.of(extra, WHERE)
         self._engine, self._directory = engine, Path(directory)
+        # No copy: rows of this array are vLLM's chunks.
         self._chunks: npt.NDArray[np.uint8] = np.asarray(primary_kv_view).view(np.uint8)
         """[chunks, bytes], host memory that vLLM shares with its workers."""
         self._layout = LAYOUTS.setdefault(offloading_spec.config.engine_id, Future())
@@ -386,6 +409,8 @@ class CtxcacheTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Save chunks, in a thread."""
         stores = sum(not job.is_promotion for job in self._running.values())
+        # A job that failed at once: vLLM gives the place in
+        # host memory free, where a waiting one would hold it.
         if stores >= MOST_STORES or self.link.state is not LinkState.READY:
             self._begin(job_metadata, Future()).set_result(JobResult(job_metadata.job_id, success=False))
         else:
@@ -403,6 +428,7 @@ class CtxcacheTier(SecondaryTierManager):
             job, result = self._running.pop(future), future.result()
             if job.is_promotion and not result.success:
                 loaded = set(result.successful_keys or ())
+                # vLLM would ask again for what a look-up found, and wait for the same load.
                 self._lookups.mark_miss([key for key in job.keys if key not in loaded])
             results.append(result)
         return results
@@ -490,6 +516,7 @@ class CtxcacheTier(SecondaryTierManager):
         return JobResult(
             job.job_id,
             success=len(done) == len(job.keys),
+            # Loads may succeed in part; vLLM takes a save as a whole.
             successful_keys=tuple(done) if job.is_promotion and done else None,
             transfer_time=time.perf_counter() - began_s,
             transfer_bytes=len(done) * self.block_size_bytes,
@@ -503,6 +530,7 @@ class CtxcacheTier(SecondaryTierManager):
     def _space(self, client: Client) -> BlockSpace:
         """Where the engine's chunks are looked for: what their bytes depend on is in it."""
         del client
+        # The layout comes from the workers, once they have their blocks: until then nothing is looked up.
         facts = [weights_digest(self._directory), self._engine, self._tokens, self._layout.result()]
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         return BlockSpace(digest, layout_tag=f"vllm chunks of {self.block_size_bytes} bytes")
@@ -543,6 +571,9 @@ def _chain(job: TransferJob) -> dict[bytes, bytes | None]:
     for key in job.keys:
         position = job.req_context.get_offload_key_position(key)
         places.append((get_offload_group_idx(key), -1 if position is None else position, _key(key)))
+    # Chunks of one job and group, by their places in a prompt; a gap is stepped over:
+    #
+    #     4 ◄── 5 ◄── 6 ◄── 9
     chain: dict[bytes, bytes | None] = {}
     before: tuple[int, bytes] | None = None
     for group, position, key in sorted(places):

@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.ctxcache")
 
+# Threads of a worker, for one conversation:
+#
+#     vLLM's thread      begin_step ─ load ─ pass (rows captured) ─ save ─ take_loaded, take_saved
+#     ctxcache-load      store ──► blocks that no step uses yet
+#     ctxcache-copy      blocks ──► staging, on a CPU; ended before the next step begins
+#     save threads       staging ──► store
+#     ctxcache-saved     waits for the saver, then take_saved tells the scheduler
 LOAD_THREADS = 2
 
 
