@@ -71,6 +71,13 @@ ROOM_TOKENS = 2 * SEGMENT_TOKENS
 """Room that a session which goes on keeps: the segment that is filled, and one ahead."""
 
 
+# A session's room in the store while a conversation goes on (segments of 64 tokens):
+#
+#     committed          │ room: two segments                   │
+#     0 ............ 200 │ 200 ......... 256 ............ 328    │
+#                          rows are written in place, and commits move the border
+#
+# Room is asked for once in two segments, and what is left of it is given back at the end.
 class SessionAppender:
     """Appends rows of `model` out of `staging` to a session, as it was when it was last looked at."""
 
@@ -88,6 +95,7 @@ class SessionAppender:
         Raises what an append raises; what is committed then, `session` says.
         """
         while runs:
+            # Up to the end of the room: a piece that reached beyond it would have to be split by the writer.
             first, runs = cut(runs, min(PIECE_TOKENS, self._room_left))
             self._append_piece(
                 staging, rows_of(first), sum(map(len, first)), scratch, is_last=is_last and not runs
@@ -127,6 +135,7 @@ class SessionAppender:
         self, staging: StagingBuffers, rows: Rows, count: int, scratch: Bytes, *, is_last: bool
     ) -> None:
         writer = self._writer = self._writer or self._open(count, is_last=is_last)
+        # Counted from where the writer's room begins, not from the session's begin.
         begin = self.session.token_count - writer.write_offset
         for stream in staging.specs:
             writer.write(stream, begin, staging.view(stream, rows, scratch))
@@ -141,6 +150,8 @@ class SessionAppender:
             return self._client.sessions.open(self.session, self._model).writer(
                 room, if_generation_match=generation, is_all_coming=room == count
             )
+        # Room ahead is a convenience: a store that is short
+        # of it gets a smaller request before rows are lost.
         except (CapacityExceeded, TooManyRequests):
             if room == count:
                 raise
@@ -188,6 +199,7 @@ class Progress:
     def is_ripe(self) -> bool:
         """Whether it is time: rows reach the end of a segment, or somebody waits for them."""
         waiting = sum(len(run) for _, run in self.parts)
+        # A full segment is sealed and flushed once; rows of a growing one may be flushed several times.
         begin = self.token_count - waiting
         return (
             self.is_finished
@@ -234,6 +246,12 @@ CLOSED_LIMIT = 4096
 """Sessions that are saved and that nobody has waited for: what became of the oldest is forgotten."""
 
 
+# The books of what is saved, all under one lock:
+#
+#     sessions    by name: open, or finished and not yet waited for
+#     _due        those whose turn it is, in order; each at most once
+#     _frames     passes in staging, oldest first: their rows go back to the ring in this order
+#     _closed     finished and settled: the oldest are forgotten beyond CLOSED_LIMIT
 class Board:
     """State that the engine's thread and the save threads share."""
 
@@ -251,6 +269,7 @@ class Board:
 
     def take_frame(self, token_ids: npt.NDArray[np.int32]) -> StagedPass | None:
         """Room for a pass; None where there is none now."""
+        # Only from the oldest on: the ring takes rows back in the order in which it handed them out.
         while self._frames and self._frames[0].is_free:
             self._frames.popleft()
             self._staging.ring.free_oldest()
@@ -261,6 +280,7 @@ class Board:
 
     def add(self, progress: Progress, frame: StagedPass, run: RowRun) -> None:
         """A session's rows of a pass are in staging, unless it takes no more by now."""
+        # A thread may have failed while the pass was under way.
         if progress.failure is not None:
             self._count(len(run), progress.failure)
             return
@@ -311,6 +331,7 @@ class Board:
                 return None
             progress = self._due.popleft()
             progress.is_due, progress.is_busy = False, True
+            # `is_finished` is taken with the rows: rows that come later make the session due again.
             return SaveJob(progress, progress.take(), progress.is_finished)
 
     def settle(self, job: SaveJob, saved_count: int, failure: CacheError | None) -> None:
@@ -383,10 +404,13 @@ class Sorter:
         progress, lane = job.progress, job.progress.lane
         try:
             for frame, _ in job.parts:
+                # Here and not in the engine's thread: only now has the host to have them (rule 2 of staging).
                 frame.wait(COPY_TIMEOUT_S)
             lane.append(self._staging, [run for _, run in job.parts], scratch, is_last=job.is_last)
             if job.is_last:
                 lane.close()
+                # Once, behind the last commit: a flush of each piece
+                # would write the growing tail again and again.
                 if progress.durability == Durability.DISK and progress.failure is None:
                     self._client.sessions.flush(progress.name)
         except CacheError as error:
