@@ -139,7 +139,7 @@ def add_delta(packed: Tensor, kind: StateKind, base: Tensor) -> Tensor:
             actual=f"{list(packed.shape)} {packed.dtype}",
         )
     places = _part(packed, at.places, 2 * at.outlier_count, torch.int16).long()
-    # `scatter_` with a place outside a row writes to other memory on a GPU.
+    # A GPU answers a place outside a row by an assertion, after which this process cannot use it any more.
     if len(packed) and not bool(((places >= 0) & (places < size)).all()):
         raise ShapeMismatch(
             what=f"outliers of {kind.name.lower()} rows",

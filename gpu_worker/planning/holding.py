@@ -33,6 +33,12 @@ class LayerHolding:
         self, kind: StateKind, begin: int, end: int, row_bytes: int
     ) -> Mapping[StatePlace, float] | None:
         """Bytes of tokens [begin, end) by place; None where a token's row is not held."""
+        # Spans of a kind, and tokens [begin, end) that are asked for:
+        #
+        #     spans    [ DRAM: 0 .. 512 )[ SSD: 512 .. 1024 )
+        #     asked            [ 256 .............. 800 )            DRAM 256 rows, SSD 288 rows
+        #
+        # At a gap `begin` stands still, and the tokens cannot be had by this kind.
         sizes: dict[StatePlace, float] = {}
         for span in dict(self.kinds).get(kind, ()):
             if span.begin <= begin < span.end:

@@ -115,7 +115,7 @@ def read_bytes_per_s(directory: Path, stopwatch: Stopwatch, *, size_bytes: int =
 
 def _open_direct(path: str) -> int:
     try:
-        # tmpfs and some overlays refuse O_DIRECT.
+        # Some file systems refuse O_DIRECT, such as tmpfs before Linux 6.6.
         return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -41,6 +41,7 @@ def _layer_shape(adapter: Adapter, number: int, layer: DecoderLayer) -> LayerSha
         own_config[number] if own_config else config, "head_dim", None
     ) or config.hidden_size // max(head_count, 1)
     row_size = sum(half.size for half in adapter.halves_of(number))
+    # Matrices alone: norms and biases are additions per element, which do not count beside products.
     weights = sum(parameter.numel() for parameter in layer.block.parameters() if parameter.ndim > 1)
     return LayerShape(
         kind=_kind(adapter, layer),

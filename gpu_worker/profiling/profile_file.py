@@ -43,6 +43,7 @@ def write_profile(path: Path, measured: Measured) -> None:
         with partial.open("w", encoding="utf-8") as file:
             json.dump(_document(measured), file, indent=1)
             file.flush()
+            # Before the rename: after a crash the name would lead to an empty file otherwise.
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
@@ -68,6 +69,7 @@ def _measured(document: Mapping[str, Any]) -> Measured:
 
 
 def _document(measured: Measured) -> dict[str, Any]:
+    # Each sort of layer once, and the order as numbers: like layers are one object again when it is read.
     layers = list(dict.fromkeys(measured.model.layers))
     profile = measured.profile
     return {

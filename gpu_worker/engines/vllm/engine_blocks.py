@@ -19,6 +19,13 @@ from gpu_worker.engines.vllm.settings import layer_specs
 from gpu_worker.saving import Saver, Slice
 
 
+# A block of the engine, 16 tokens of one layer, as rows of the store:
+#
+#     engine   page [page_bytes]     K and V in whatever order the backend has
+#     store    16 rows of page_bytes / 16 each: cut evenly, without regard to what they are
+#
+# Rows are of use in whole blocks only, for the same backend,
+# processor and version: all are in the model's description.
 class EngineBlocks:
     """The blocks of an engine with one group of caches."""
 
@@ -113,6 +120,7 @@ def _pages(cache: Tensor, block_count: int, page_bytes: int) -> Tensor:
     blocks = group_kernel_blocks(cache, block_count)
     element_bytes = blocks.element_size()
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
+        # By bytes over the whole storage: a view of another element type could not keep such strides.
         blocks.untyped_storage(),
         blocks.storage_offset() * element_bytes,
         (block_count, page_bytes),

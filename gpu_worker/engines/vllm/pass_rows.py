@@ -69,6 +69,15 @@ class Witness:
     halves: dict[int, Halves] = field(default_factory=dict)
 
 
+# One pass of an eager engine over two requests, blocks of 16 tokens; alice owns blocks 7 and 2, bob block 5:
+#
+#     row             0    1    2    3    4    5
+#     slot           112  113  114   89   33   34         by vLLM's attention metadata
+#     block            7    7    7    5    2    2         slot // 16
+#     position         0    1    2    9   17   18
+#     owner         alice ...     bob  alice ...          rows 0-2, 3 and 4-5 are three slices
+#
+# Rows of blocks that nobody owns have no name, and are passed over by the saver.
 class PassRows(ABC):
     """Rows of an engine whose model has these layers. Listens to its passes from the start on."""
 
@@ -167,6 +176,7 @@ class PassRows(ABC):
         """Save, drop and restore a few tokens of the loaded model. Raises Refused where that differs."""
         device = self.device
         vocabulary = config.model_config.get_vocab_size()
+        # A prime step spreads tokens over any vocabulary, so that no two rows are alike.
         ids = torch.tensor([(7919 * (i + 1)) % vocabulary for i in range(PROOF_TOKENS)], device=device)
         positions = torch.arange(PROOF_BEGIN, PROOF_BEGIN + PROOF_TOKENS, device=device)
         self._witness = witness = Witness()
@@ -177,6 +187,7 @@ class PassRows(ABC):
             for number, layer in enumerate(self._layers)
         ]
         try:
+            # Without metadata: no request's block is written to.
             with set_forward_context(None, config, num_tokens=PROOF_TOKENS):
                 model(input_ids=ids, positions=positions)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -207,8 +218,10 @@ class PassRows(ABC):
         restored = self._halves(layer, rows, positions)
         for name, expected, actual in zip("KV", halves, restored, strict=True):
             _check(layer, name, expected, actual, ALLOWED[self._dtype])
+        # A quantised cache has scales of its own: only what attention is given is compared.
         if not layer.cache.dtype.is_floating_point:
             return
+        # Through the engine's own write and back: an order of heads or elements that differs would show here.
         page = group_kernel_blocks(layer.cache, block_count)[min(1, block_count - 1)]
         self._write(layer, halves, slots)
         saved = page.clone()
@@ -219,8 +232,10 @@ class PassRows(ABC):
         page.zero_()
 
     def _pass_begins(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The proof's pass belongs to no request.
         if self._witness is not None:
             return
+        # vLLM keeps the metadata of a pass in a context of the thread that runs it.
         saver, slots = self._saver, _slots_of(get_forward_context())
         if saver is None or slots is None or not self._owners:
             return
@@ -255,6 +270,7 @@ class PassRows(ABC):
             yield Slice("", 0, row_count - len(owners))
 
     def _slices_of(self, name: str, begin: int, count: int) -> Iterator[Slice]:
+        # A preempted request computes tokens again that are saved already.
         saved_count = min(count, max(0, self._ends.get(name, 0) - begin)) if name else count
         if saved_count:
             yield Slice("", begin, saved_count)
@@ -295,6 +311,7 @@ def _layers_of(
     model: nn.Module, modules: Mapping[str, Any], caches: Mapping[str, Tensor]
 ) -> Iterator[AttentionLayer]:
     """The model's layers in its order."""
+    # torch's modules know their children and not their parents.
     parents = {child: module for module in model.modules() for child in module.children()}
     for name in sorted(caches, key=extract_layer_index):
         attention = modules[name]
@@ -329,6 +346,7 @@ def _model_with(attention: nn.Module) -> nn.Module:
     ]
     if not holders:
         raise Refused("the model of the K/V caches was not found")
+    # A wrapper of several models, such as one with pictures, runs the pass as a whole.
     return max(holders, key=lambda module: sum(1 for _ in module.modules()))
 
 

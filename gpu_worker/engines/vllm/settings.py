@@ -77,6 +77,11 @@ class ConnectorSettings(StoreSettings):
         return SavedState(self.state)
 
 
+# Engines that are served, by connector:
+#
+#     CtxcacheConnector            blocks: tensor parallelism; one group of full attention
+#                                  kv, hidden: one rank, eager mode, one position a token
+#     CtxcacheOffloadingConnector  whatever vLLM's own offloading serves
 def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", saved: SavedState) -> None:
     """Raise Refused for an engine whose state would not be right, or would not be seen."""
     parallel = config.parallel_config
@@ -153,6 +158,7 @@ def link_for(
                 _block_spec(config, directory, model_id, layout, rank)
                 for rank, layout in sorted(layouts.result().items())
             ]
+            # A model for each rank: its blocks have other heads in them.
             models = [client.models.register(spec) for spec in specs]
         else:
             described = _described(directory, model_id, config.model_config.dtype)
