@@ -60,6 +60,7 @@ from ctxcache.wire.frames import (
 )
 from ctxcache.wire.status import from_parts, from_rpc_error, from_status
 
+# Asked where a way has to prove itself: before an attachment is trusted, and where a gRPC stream was silent.
 # Ends a lease that never exists: an operation that changes nothing, and whose answer proves the way.
 PROBE = Operation(release_lease=ReleaseLease(lease_id=0))
 
@@ -106,6 +107,8 @@ class AccessStream(ABC):
         """Carry out a batch; a failed operation is a result. Raises DeadlineExceeded, Unavailable."""
         batch = list(operations)
         results = list(self.exchange(batch).results)
+        # Results have no names: the i-th is the i-th operation's, and a missing one would shift all behind
+        # it.
         if len(results) != len(batch):
             raise CacheError(f"{self.target}: {len(results)} results for {len(batch)} operations")
         return results
@@ -134,6 +137,7 @@ class AccessStream(ABC):
 
 def again(failure: CacheError) -> CacheError:
     """Copy an error: one exception raised in several threads would collect all their tracebacks."""
+    # Copied by class and facts, so that a caller may catch each thread's error by its class.
     return type(failure)(str(failure), **failure.facts)
 
 
@@ -144,6 +148,7 @@ def as_break(failure: CacheError, target: str) -> CacheError:
 
 def releases(response: AccessResponse) -> Iterator[Operation]:
     """The operations that give back all that an answer holds; its caller is not there any more."""
+    # Every result that holds something has its line here; one that is left out holds it until the way ends.
     for result in response.results:
         if result.HasField("lease"):
             yield Operation(release_lease=ReleaseLease(lease_id=result.lease.lease_id))
@@ -152,12 +157,21 @@ def releases(response: AccessResponse) -> Iterator[Operation]:
             yield Operation(release_reservation=release)
         if result.HasField("leased_blocks") and result.leased_blocks.token:
             yield Operation(release_blocks=ReleaseBlocksRequest(token=result.leased_blocks.token))
+        # Of blocks that are put, those that were there already have no room and no reservation.
         for room in result.reserved_blocks.rooms:
             if room.reservation_id:
                 release = ReleaseReservation(reservation_id=room.reservation_id)
                 yield Operation(release_reservation=release)
 
 
+# An `expire_time` is of the server's wall clock, and a hold is compared with the monotonic one. Both are read
+# before the request goes out:
+#
+#     sent ────── request ──────► server: now + ttl = expire_time
+#       │                                        │
+#       └ wall minus monotonic, here             ▼
+#         and once more at the answer     the deadline, by the larger difference
+#                                         (a clock that was set makes a hold shorter, never longer)
 @dataclass(frozen=True, slots=True)
 class ClockPair:
     """One instant on both clocks: what the server's times are compared with, and what never jumps."""
@@ -180,6 +194,10 @@ class ClockPair:
         return expire_time.ToNanoseconds() - ahead_ns
 
 
+# What a thread asks before and after it touches leased memory:
+#
+#     check         the server is asked, or the socket is looked at     a proof: after a copy, before a write
+#     check_known   flags and clocks of this process alone              cheap: before each view is handed out
 @dataclass(slots=True)
 class Hold:
     """A lease or reservation. `ended` makes the error to raise once it protects nothing any more."""
@@ -192,6 +210,7 @@ class Hold:
 
     def check(self) -> None:
         """Raise what `ended` makes unless the stream holds it for certain and the deadline has not passed."""
+        # First the way, which may take a while, then the deadline: the second answer is then the newer one.
         if not self.stream.still_holds():
             raise self.ended()
         self.check_known()
@@ -205,6 +224,7 @@ class Hold:
     def release_soon(self) -> None:
         """Give it back without waiting, once: later operations on the stream come after it."""
         if not self.is_released:
+            # Set before it is sent: views taken from now on are refused, though the server has not acted yet.
             self.is_released = True
             self.stream.send([self.release_operation])
 
@@ -236,6 +256,11 @@ class _Asked(NamedTuple):
     sent_ns: int
 
 
+# Who runs where:
+#
+#     caller ── put ──► SimpleQueue ── drawn by a thread of gRPC's ──► server
+#       ▲                                                                │
+#       └── Future ◄── `ctxcache-access`, the one that receives ◄────────┘
 class GrpcAccess(AccessStream):
     """One Access call."""
 
@@ -244,6 +269,7 @@ class GrpcAccess(AccessStream):
         self._lock = threading.Lock()
         self._request_ids = itertools.count(1)
         self._waiting: dict[int, _Asked] = {}
+        # Nothing is sure before the first answer, so the first use of a hold asks.
         self._sure_until_ns = 0
         self._failure: CacheError | None = None
         self._requests: SimpleQueue[AccessRequest | None] = SimpleQueue()
@@ -265,6 +291,7 @@ class GrpcAccess(AccessStream):
     def still_holds(self) -> bool:
         """See AccessStream. Without an answer of late, asks for one, for as long as a call may take."""
         deadline_s = time.monotonic() + self.timeout_s
+        # An answer proves the moment it was asked for: where it came late, another one is asked for.
         while self.is_in_doubt and self._failure is None:
             if time.monotonic() >= deadline_s:
                 self._end(self._too_late())
@@ -304,10 +331,13 @@ class GrpcAccess(AccessStream):
 
     def _submit(self, batch: list[Operation]) -> tuple[int, Future[AccessResponse]]:
         answer: Future[AccessResponse] = Future()
+        # One lock from the look at `_failure` to the entry: a request entered behind the break would wait out
+        # its deadline.
         with self._lock:
             if self._failure is not None:
                 raise again(self._failure)
             request_id = next(self._request_ids)
+            # Noted before it is queued: the receiving thread may have the answer before this one goes on.
             self._waiting[request_id] = _Asked(answer, time.monotonic_ns())
             request = AccessRequest(request_id=request_id, operations=batch, trace_parent=trace_parent())
             self._requests.put(request)
@@ -321,6 +351,7 @@ class GrpcAccess(AccessStream):
             self.send(releases(answer.result()))
 
     def _receive(self) -> None:
+        # gRPC ends the iteration without an error as well: then `failure` is what it began with.
         failure: CacheError = Unavailable(target=self.target, problem="the access stream ended")
         try:
             for response in self._call:
@@ -342,6 +373,7 @@ class GrpcAccess(AccessStream):
             self.send(releases(response))
 
     def _end(self, failure: CacheError) -> None:
+        # First every waiter has its error, then the call is cancelled: the cancellation is nobody's reason.
         self._break(failure)
         self._call.cancel()
 
@@ -377,6 +409,20 @@ _TIMEVAL = struct.Struct("@ll")
 _GONE = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 
 
+# Threads and locks. No thread of its own stands between a caller and the server: whoever waits first reads,
+# for all others as well, and hands the reading on when it has its answer.
+#
+#     thread A   _submit ──► _wait: nobody reads ──► _read ──► answer of B ──► `_answers`, notify all
+#     thread B   _submit ──► _wait: A reads ──► sleeps on `_changed` ────────► takes its answer
+#     `ctxcache-late`   reads only while an answer is owed whose caller gave up
+#
+#     `_sending`   held while a frame goes out: whole frames, numbered in the order in which they are sent
+#     `_changed`   the state below; taken within `_sending`, never the other way round
+#
+# A frame that goes out:
+#
+#     | u32 length | u8 kind = ACCESS | 0x08 | varint number | operations … | trace_parent |
+#                                      └ NUMBER first: an answer's is read without its message being parsed
 # The life of a request, by who waits for its answer:
 #
 #    awaited ──── answered ────► taken by its caller
@@ -392,6 +438,7 @@ class SocketAccess(AccessStream):
         super().__init__(target, timeout_s)
         # One call receives most answers: it blocks for a moment. A longer wait is a poll.
         connection.settimeout(None)
+        # `settimeout` would make Python poll before each call; with SO_RCVTIMEO one call waits and receives.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(SOON_S * 1e6)))
         self._socket = connection
         self._reader = reader
@@ -402,11 +449,13 @@ class SocketAccess(AccessStream):
         self._awaited: set[int] = set()
         self._overdue: set[int] = set()
         """Requests whose callers gave up: what their late answers hold is given back."""
+        # Answers that another thread has read, until their callers take them.
         self._answers: dict[int, _Answer] = {}
         self._heard_s = -LIVES_FOR_S
         self._unread_count = 0
         self._drainer: threading.Thread | None = None
         self._failure: CacheError | None = None
+        # A poll object refuses two threads at a time, so each thread has its own.
         self._polls = threading.local()
 
     @property
@@ -438,6 +487,8 @@ class SocketAccess(AccessStream):
 
     def ask(self, operation: bytes) -> bytes:
         """See AccessStream. Neither the request nor the answer is made into a message here."""
+        # The number is of field 1 and is added in front; fields of a protobuf message may come in any order
+        # and in several encoded pieces, so that a trace is appended likewise.
         request = _ONE_OPERATION + varint(len(operation)) + operation
         if parent := trace_parent():
             request += AccessRequest(trace_parent=parent).SerializeToString()
@@ -450,6 +501,8 @@ class SocketAccess(AccessStream):
         if not batch or self._failure is not None:
             return
         try:
+            # A sender that never reads would fill the socket: the server stops taking requests from one that
+            # takes no answers. Answers come in order, so that waiting for this one has read all before it.
             if self._unread_count >= UNREAD_LIMIT:
                 self.exchange(batch)
             else:
@@ -480,6 +533,8 @@ class SocketAccess(AccessStream):
         self._submit(request.SerializeToString(), time.monotonic() + self.timeout_s, is_awaited=False)
 
     def _submit(self, request: bytes, deadline_s: float, *, is_awaited: bool) -> int:
+        # The wait for the lock is part of the deadline: another thread may be in the middle of a frame that
+        # the server does not take.
         if not self._sending.acquire(timeout=max(deadline_s - time.monotonic(), 0)):
             raise self._too_late()
         try:
@@ -507,6 +562,8 @@ class SocketAccess(AccessStream):
         rest = memoryview(data)
         while rest:
             try:
+                # Never blocks in the kernel: a wait for room has the caller's deadline, and SO_RCVTIMEO is
+                # not for sending.
                 rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 if not self._has_event(select.POLLOUT, deadline_s - time.monotonic()):
@@ -529,6 +586,8 @@ class SocketAccess(AccessStream):
 
     def _wait(self, request_id: int, deadline_s: float) -> "_Answer":
         while True:
+            # A loop of two steps: whoever finds that nobody reads does so once, and looks again under the
+            # lock.
             with self._changed:
                 if request_id in self._answers:
                     return self._answers.pop(request_id)
@@ -547,6 +606,7 @@ class SocketAccess(AccessStream):
         """Take what comes next, as the only one who does. Raises DeadlineExceeded."""
         late = None
         try:
+            # A frame may have come whole with the last one, so bytes already here are looked at first.
             while (frame := self._reader.next()) is None:
                 if not self._receive():
                     self._wait_for_bytes(deadline_s)
@@ -559,6 +619,7 @@ class SocketAccess(AccessStream):
                 # A thread that waits finds its answer now, or reads from here on.
                 self._is_reading = False
                 self._changed.notify_all()
+        # Outside of the reader's turn: sending may wait for room, and another thread can read meanwhile.
         if late is not None:
             self._give_back(late)
 
@@ -596,6 +657,8 @@ class SocketAccess(AccessStream):
             elif is_overdue:
                 self._overdue.discard(request_id)
             else:
+                # A number that nobody knows is of a request for which nobody waits: releases are only
+                # counted.
                 self._unread_count -= 1
         return answer if is_overdue else None
 
@@ -610,6 +673,8 @@ class SocketAccess(AccessStream):
         """See that what a late answer holds is given back, by a thread that waits for it."""
         with self._changed:
             answer = self._answers.pop(request_id, None)
+            # Only while it is owed: a request whose frame was not sent whole has broken the way, and nothing
+            # is held then.
             if answer is None and request_id in self._awaited and self._failure is None:
                 self._awaited.discard(request_id)
                 self._overdue.add(request_id)
@@ -674,6 +739,8 @@ class _Answer(NamedTuple):
     begin: int
 
 
+# | 0x08 | 1 to 10 bytes of varint | results … |
+#          └ 7 bits each, low ones first; the eighth bit: more follow
 def _numbered(answer: bytes) -> _Answer:
     """Raises InvalidArgument where it begins with no number."""
     number = shift = 0
@@ -716,6 +783,10 @@ def connect_control(path: str, target: str, timeout_s: float, token: str = "") -
     Draining,
     Unauthenticated, PermissionDenied), DeadlineExceeded, Unavailable.
     """
+    # The descriptors come with the bytes of the welcome, and only there (SCM_RIGHTS). In order:
+    #
+    #     connect ──► whose process is it? ──► HELLO(version, token) ──► HELLO(arena) + 1 or 2 descriptors
+    #                                                                └─► END(why not)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         connection.settimeout(timeout_s)
@@ -737,6 +808,7 @@ def _greet(connection: socket.socket, target: str, timeout_s: float, token: str)
     with ExitStack() as received:
         reader = FrameReader(ANSWER_LIMIT_BYTES)
         fds: list[int] = []
+        # Descriptors that came belong to this process from then on, whatever the greeting turns out to be.
         received.callback(_close, fds)
         try:
             hello = ControlHello(protocol_version=PROTOCOL_VERSION, token=token, asks_to_write=True)
@@ -755,6 +827,7 @@ def _welcomed(frame: Frame, fds: list[int], target: str) -> ControlWelcome:
         raise from_status(status_pb2.Status.FromString(frame.message), target)
     welcome = ControlWelcome.FromString(frame.message)
     is_understood = frame.kind == FrameKind.HELLO and welcome.protocol_version == PROTOCOL_VERSION
+    # Two descriptors where writing is allowed, one where it is not: another count is another protocol.
     if not is_understood or len(fds) != 1 + welcome.arena.may_write:
         raise Unavailable(target=target, problem="its control socket answers with another greeting")
     return welcome
@@ -768,6 +841,7 @@ def _first_frame(
         connection.sendall(encode_frame(FrameKind.HELLO, hello.SerializeToString()))
     while (frame := reader.next()) is None:
         connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
+        # Room for four, though two are expected: a cut list of descriptors would pass for a shorter one.
         data, received, _, _ = socket.recv_fds(connection, _GREETING_READ_BYTES, 4)
         fds += received
         if not data:
@@ -806,6 +880,8 @@ class BoundedMemo(Generic[K, V]):
 
     def put(self, key: K, value: V) -> V:
         """Remember a fact, and return it."""
+        # All at once: no order of use is kept on the way of every call, and a fact that is in use is soon
+        # back.
         if len(self._known) >= MEMO_LIMIT:
             self._known.clear()
         self._known[key] = value

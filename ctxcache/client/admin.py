@@ -127,6 +127,8 @@ class AdminCalls:
         request = operations_pb2.UpdatePathRequest(path=path, resting=resting)
         return from_wire(TierStats, self._wire.call(self._wire.admin.UpdatePath, request))
 
+    # Without a deadline, as `verify` and `backup`: they take as long as what is there. A server that dies
+    # ends the stream, and keepalive finds a cut cable.
     def drain(self) -> Iterator[DrainStatus]:
         """Have the server take no more work; yields its progress until none is left, with no deadline."""
         with self._wire.errors():

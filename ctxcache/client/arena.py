@@ -41,6 +41,7 @@ from ctxcache.v1.arena_pb2 import ChunkLayout, Runs, SegmentLocation
 Bytes = npt.NDArray[np.uint8]
 _Open = Callable[[int], AbstractContextManager[int]]
 
+# The first page of the file begins with the arena's id: 16 random bytes that each server's start makes anew.
 _ID_BYTES = 16
 
 
@@ -57,6 +58,8 @@ class MappedArena:
         self._lock = threading.Lock()
         self._writable: Bytes | None = None
         self._ssd_files: SsdReader | None = None
+        # From here on in another thread: a server's arena may be hundreds of GiB, and the first read does not
+        # wait.
         self._populating = [_populate(readable, arena, is_for_writing=False)]
 
     @property
@@ -66,6 +69,8 @@ class MappedArena:
 
     def writable(self) -> Bytes | None:
         """Map the arena for writing on first use; None where we may only read."""
+        # One lock for two threads that write first at the same moment: two mappings would double what is
+        # populated.
         with self._lock:
             if self._writable is None and self._arena.may_write:
                 self._writable = _map(self._arena, self._opened, os.O_RDWR)
@@ -88,6 +93,10 @@ class MappedArena:
             return self._ssd_files
 
 
+# The two ways to the same file:
+#
+#     control socket   descriptors, handed over by the server: works without any right to the path
+#     gRPC             the path, opened here: works only where this user may open it
 def map_arena(arena: arena_pb2.Arena) -> MappedArena | None:
     """Map the server's arena by its path; None when that is not, on this host, that very arena."""
     if not arena.path:
@@ -142,7 +151,10 @@ def _map(arena: arena_pb2.Arena, opened: _Open, access: int) -> Bytes | None:
 
 
 def _map_file(fd: int, arena: arena_pb2.Arena, access: int) -> Bytes | None:
+    # Everything is asked of the open file, never of its path, under which another one may lie a moment later.
     status = os.fstat(fd)
+    # A size that differs is another run's file, and reading behind the end of a mapped file is SIGBUS, not an
+    # error.
     if not _is_trusted(status) or status.st_size != arena.size_bytes or status.st_size < _ID_BYTES:
         return None
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == os.O_RDWR else 0)
@@ -150,6 +162,7 @@ def _map_file(fd: int, arena: arena_pb2.Arena, access: int) -> Bytes | None:
         mapping = mmap.mmap(fd, arena.size_bytes, mmap.MAP_SHARED, protection)
     except ValueError:
         return None
+    # Compared in the mapping itself: these are the bytes that will be read.
     return np.frombuffer(mapping, np.uint8) if mapping[:_ID_BYTES] == arena.arena_id else None
 
 
@@ -184,6 +197,10 @@ class Chunk:
     row_bytes: int
 
 
+# A session's slot, and two of them in the arena. Only the offsets of chunks differ between 64 rows and more:
+#
+#     slot    | header | chunk of stream 0 | chunk of stream 1 | …      each chunk begins on a page
+#     chunk   | row 0 | row 1 | … | row row_capacity - 1 | padding |
 class SlotLayout:
     """Chunks lie alike in each slot of a session that has as many rows. `chunks` in layout order.
 
@@ -214,6 +231,7 @@ class SlotLayout:
             if not is_segment_length(row_capacity):
                 raise CorruptSegment(segment_id="?", problem=f"no segment has {row_capacity} rows")
             found = self._longer[row_capacity] = SlotLayout(())
+            # The first chunk lies behind the header, whose size does not depend on rows.
             at = next((chunk.offset_bytes for chunk in self.chunks.values()), 0)
             for stream, chunk in self.chunks.items():
                 found.chunks[stream] = Chunk(chunk.index, at, chunk.row_bytes)
@@ -236,6 +254,12 @@ class SlotLayout:
         return max((c.offset_bytes + row_end * c.row_bytes for c in self.chunks.values()), default=0)
 
 
+# A span is what one numpy array with a stride can view. Three slots, rows 0 to 63 of one chunk:
+#
+#                 offset            + stride          + 2 stride
+#     arena   ────| slot |──────────| slot |──────────| slot |────────
+#                  ▓▓▓▓ chunk        ▓▓▓▓              ▓▓▓▓
+#     view    [run_count = 3, rows = 64, row_bytes], strides (stride, row_bytes, 1)
 class Span(NamedTuple):
     """`run_count` runs of rows `[row_begin, row_end)`: the first at `offset_bytes`, each `stride_bytes` on.
 
@@ -285,6 +309,7 @@ class SlotRows:
         """Iterate over a stream's rows of tokens `[begin, end)`, in order."""
         for span in self._spans:
             low, high = max(begin, span.token_begin), min(end, span.token_end)
+            # The common case costs one view; only a range that begins or ends within a span is cut.
             if low == span.token_begin and high == span.token_end:
                 yield Block(low, self._view(stream, span))
             elif low < high:
@@ -316,6 +341,8 @@ class SlotRows:
         )
 
 
+#     runs     | 0 1 2 3 | 4 5 6 7 | 8 9 … | … |        tokens [2, 9) of runs of four
+#     parts        ▓▓▓     ▓▓▓▓▓▓▓   ▓                  rest of a run, whole runs as one span, a begun one
 def _cut(span: Span, low: int, high: int) -> Iterator[Span]:
     """The part of a span that holds tokens `[low, high)`: what is left of a run, whole runs, a begun one."""
     run_tokens = span.row_end - span.row_begin
@@ -378,6 +405,7 @@ def _spans(runs: Iterable[tuple[int, int, int, int]], begin: int, end: int) -> l
             last = Span(offset, 0, 1, row_begin, row_end, token, row_capacity)
             spans.append(last)
         token += row_end - row_begin
+    # Also the only check that a brief answer's runs are as many tokens as were asked for.
     if token != end:
         raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
     return spans
@@ -412,6 +440,15 @@ class _Run(NamedTuple):
     segment: SegmentLocation
 
 
+# What a reader believes, and whom it asks. The sum is the writer's, and the server gave it with the lease:
+#
+#     compare ── same ──► done
+#        │ differs
+#        ▼
+#     does the lease hold? ── no ──► LeaseNotFound: the slot is another segment's by now, nothing is damaged
+#        │ yes
+#        ▼
+#     the server verifies, and mends from another tier ──► compare once more ── differs ──► CorruptSegment
 class Verifier:
     """Verifies chunks of one lease. Used by several threads, `verify` by one.
 
@@ -431,6 +468,7 @@ class Verifier:
         self._arena, self._layout = arena, layout
         self._check, self._recheck = check, recheck
         self._verified: set[Stream] = set()
+        # What was left on SSD is read from files, and verified there against the header of its slot.
         self._segments = [segment for segment in segments if not segment.HasField("path_index")]
         for segment in self._segments:
             _check_sums(segment, layout, arena.size)
@@ -468,6 +506,7 @@ class Verifier:
         for token, row_begin, row_end, run in self._parts(begin, end):
             rows = self._rows(run.segment, stream).reshape(-1, chunk.row_bytes)[row_begin:row_end]
             whole = None
+            # Only then can whoever copies compare the copy with the sum: a part of a chunk has none.
             if (run.row_begin, run.row_end) == (0, run.segment.token_count):
                 tokens = run.token_begin, run.token_begin + run.row_end
                 whole = PlacedChunk(run.segment.segment_id, *tokens, run.segment.checksums[chunk.index])
@@ -481,6 +520,7 @@ class Verifier:
 
     def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, _Run]]:
         """The parts of runs that are tokens [begin, end): first token, rows, and the run."""
+        # The run that holds `begin` begins at it or before it.
         first = bisect_right(self._runs, begin, key=_token_begin) - 1
         for run in self._runs[max(first, 0) :]:
             if run.token_begin >= end:

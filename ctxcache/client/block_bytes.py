@@ -40,6 +40,7 @@ class MemoryRows(NamedTuple):
         stride_bytes = self.stride_bytes or self.row_bytes
         if min(self.address, self.row_count, self.row_bytes) < 1 or stride_bytes < self.row_bytes:
             raise InvalidArgument(field="rows", problem=f"{self} are no rows in memory")
+        # The last row ends with its bytes, not with its stride: memory behind it may belong to nobody.
         span_bytes = (self.row_count - 1) * stride_bytes + self.row_bytes
         memory = memoryview((ctypes.c_uint8 * span_bytes).from_address(self.address)).cast("B")
         shape = (self.row_count, self.row_bytes)
@@ -75,6 +76,8 @@ class PartMemory:
 
     def copy_in(self, target: Bytes) -> int:
         """Copy the part to contiguous bytes of its size; returns their XXH3-64."""
+        # One run copies and adds up 512 KiB at a time; strides and several regions are copied whole, then
+        # added up.
         if len(self.arrays) == 1 and self.arrays[0].flags.c_contiguous:
             return _copied(target, _flat(self.arrays[0]))
         begin = 0
@@ -86,6 +89,8 @@ class PartMemory:
     def copy_out(self, source: Bytes, *, is_summed: bool) -> int:
         """Copy contiguous bytes of its size to the part; returns their XXH3-64 where that is asked for."""
         if len(self.arrays) == 1 and self.arrays[0].flags.c_contiguous and is_summed:
+            # The sum is of the bytes that arrived in the part, and not of the arena, which may change under
+            # the copy.
             return _copied(_flat(self.arrays[0]), source, of_target=True)
         begin = 0
         for array in self.arrays:
@@ -109,6 +114,7 @@ def parts_of(data: BlockData, field: str, *, is_written: bool = False) -> list[P
 
     `is_written`: it must be memory that may be written to. Raises InvalidArgument.
     """
+    # A list is of parts; MemoryRows is a tuple too, and one part.
     given = data if isinstance(data, (list, tuple)) and not isinstance(data, MemoryRows) else [data]
     parts = [_part(cast("PartData", part)) for part in given]
     for part in parts:

@@ -34,6 +34,8 @@ from ctxcache.v1 import block_pb2
 from ctxcache.v1.arena_pb2 import AccessResponse, Operation, OperationError, ReleaseReservation
 from ctxcache.wire.frames import LENGTH_DELIMITED, varint
 
+# Bounds of a call: the server's own on keys and parts, and on bytes so much that one call holds no more than
+# an eighth of the arena, since what is held cannot be given up for others.
 KEYS_PER_CALL = 4096
 PARTS_PER_CALL = 4096
 BYTES_PER_CALL = 64 << 20
@@ -48,6 +50,12 @@ ANSWERS_KEPT, REMEMBERED_BYTES = 256, 512
 """Answers that are not read anew each time, and the longest such one: blocks of an engine have few sizes,
 and of a prompt the first ones are there."""
 KEY_BYTES = 32
+# A look-up is the call that an engine makes most, once for each request that it schedules. Its message is put
+# together from bytes made before:
+#
+#     | tag LookupBlocks, length | space (made once per space) | tag, 32 | key | tag, 32 | key | …
+#
+# An answer of the same bytes is the same answer, so that small ones are remembered decoded.
 _LOOKUP = bytes((Operation.LOOKUP_BLOCKS_FIELD_NUMBER << 3 | LENGTH_DELIMITED,))
 """The beginning of a look-up as an operation, before its length."""
 _KEY = bytes((block_pb2.LookupBlocksRequest.KEYS_FIELD_NUMBER << 3 | LENGTH_DELIMITED, KEY_BYTES))
@@ -81,6 +89,8 @@ class BlockCalls:
                 found += _found(self._wire.call(self._wire.blocks.LookupBlocks, asked))
                 continue
             encoded = attachment.stream.ask(_LOOKUP + varint(len(request)) + request)
+            # `__wrapped__` is the function without its memory: long answers would fill it, and hardly come
+            # again.
             read = _answer if len(encoded) <= REMEMBERED_BYTES else _answer.__wrapped__
             answer = read(encoded)
             if isinstance(answer, OperationError):
@@ -119,6 +129,7 @@ class BlockCalls:
         ttl = None if ttl_s is None else _duration(ttl_s)
         attachment = self._routes.attach()
         arena = None if attachment is None else attachment.arena.writable()
+        # Sent by stream nothing is held, so only the size of a call counts.
         most_bytes = BYTES_PER_CALL if arena is None else min(BYTES_PER_CALL, arena.size // ARENA_SHARE)
         put_count = 0
         for some in _by_size(new, len(space.parts), most_bytes):
@@ -262,6 +273,7 @@ class BlockCalls:
     ) -> list[list[Array] | None]:
         most_bytes = min(BYTES_PER_CALL, attachment.arena.readable.size // ARENA_SHARE)
         found: list[list[Array] | None] = []
+        # Held only as long as it takes to copy: a part of the keys at a time, as many as the bound allows.
         # The first one says how large blocks are, if `into` does not.
         begin, count = 0, 1
         for target in targets[:1]:
@@ -270,6 +282,7 @@ class BlockCalls:
         while begin < len(keys):
             some, places = keys[begin : begin + count], targets[begin : begin + count]
             loaded = self._load_some(space, some, places, attachment, recheck=False)
+            # What differs is asked for once more, and the server then verifies what it has first.
             bad = [i for i, one in enumerate(loaded) if one is _BAD]
             if bad:
                 again = self._load_some(
@@ -280,6 +293,7 @@ class BlockCalls:
             found += [None if one is _BAD else one for one in loaded]
             begin += len(some)
             sizes = [sum(part.nbytes for part in one) for one in loaded if one]
+            # By the largest block seen; while none was found, sizes stay unknown and the steps double.
             count = max(most_bytes // max(sizes), 1) if sizes else 2 * count
         return found
 
@@ -299,6 +313,7 @@ class BlockCalls:
                 leased.copied(i, target, is_verified=self._routes.is_verified)
                 for i, target in enumerate(targets)
             ]
+            # Behind the copies: bytes copied after the lease's end may be another block's.
             if any(loaded):
                 leased.check()
         return loaded
@@ -342,6 +357,7 @@ class BlockCalls:
         request = block_pb2.ReadBlocksRequest(
             blocks=block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys)
         )
+        # Sizes are not known before the answer, so a block counts for 16 MiB: a deadline, not a limit.
         timeout_s = self._wire.bulk_timeout_s(len(keys) * (16 << 20))
         with self._wire.errors():
             call = self._wire.blocks.ReadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
@@ -384,6 +400,7 @@ class BlockSubscription:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+        # Here and not in `close`, which any thread may call: a call is drawn by one thread.
         draw_end(self._call)
 
 
@@ -409,6 +426,7 @@ class LeasedBlocks:
         Valid while `check` raises nothing.
         """
         block = self._blocks[number]
+        # Every block has bytes, so one without a place is one that is not there.
         if not block.offset_bytes:
             return None
         return [
@@ -481,6 +499,13 @@ def _put_in_place(
     new: Sequence[_New],
     durability: Durability,
 ) -> int:
+    # In place, step by step. Rooms come back in the order of the request, 0 for a block that is there
+    # already:
+    #
+    #     reserve ──► room per block ──► copy and add up, part by part ──► commit(parts, checksums)
+    #                     │ any error
+    #                     ▼
+    #                  released without waiting, so that another client can put the same block at once
     rooms = stream.carry_out(Operation(reserve_blocks=request)).reserved_blocks.rooms
     commit = block_pb2.CommitBlocks(durability=durability_to_wire(durability))
     numbers = request.parts
@@ -516,6 +541,7 @@ def _received(
     first = next(messages, None)
     if first is None or not first.HasField("header"):
         raise CacheError("the read does not start with a header")
+    # The list is made of the sizes in the header, so the bytes that come later are put where they belong.
     found: list[list[Bytes] | None] = []
     for sizes, target in zip(first.header.blocks, targets, strict=True):
         if target is not None and sizes.part_bytes:
@@ -526,6 +552,7 @@ def _received(
         if wire_checksum(given.data) != given.checksum:
             raise ChecksumMismatch(field=f"block {given.block}, part {given.part}")
         parts = found[given.block]
+        # A part of a block that is not there has no place.
         if parts is not None:
             end = given.begin_bytes + len(given.data)
             parts[given.part][given.begin_bytes : end] = np.frombuffer(given.data, np.uint8)
@@ -623,6 +650,7 @@ def _lookup_head(space: BlockSpace) -> bytes:
 
 def _lookup(space: BlockSpace, keys: Sequence[bytes]) -> bytes:
     """An encoded LookupBlocksRequest, as protobuf would make it."""
+    # Only keys of the usual length have the prepared bytes in front.
     if {*map(len, keys)} == {KEY_BYTES}:
         return _lookup_head(space) + _KEY.join((b"", *keys))
     return block_pb2.LookupBlocksRequest(space=_space(space), keys=keys).SerializeToString()

@@ -68,6 +68,18 @@ class NoBulkChannel(Exception):
     """There is none, it cannot be reached, or it takes no more connections; gRPC may do."""
 
 
+# The life of a connection. gRPC gives a ticket, which names the caller and is good once:
+#
+#     ticket ──► connect ──► HELLO/WELCOME ──► in use ──── answered in full ────► idle ──► in use …
+#                                                │                                 │
+#                           error, broken off,   │        server's idle timeout,   │
+#                           close()              ▼        or bytes unasked for     ▼
+#                                              closed                            closed
+#
+# What happens to a request whose kept connection turns out to be dead (the server closed it, or restarted):
+#
+#     nothing was answered, nothing was committed   ──► once more, on a fresh connection
+#     anything was answered, or COMMIT was sent     ──► Unavailable: the caller must look what is there
 class Connection(FramedSocket):
     """A framed socket that has said hello."""
 
@@ -95,6 +107,7 @@ class BulkChannel:
         """The target that errors name."""
         return self._wire.target
 
+    # The newest idle connection first: the others age, and are dropped when their time comes.
     def take(self, *, is_fresh: bool = False) -> Connection:
         """Return a connection for one request. Raises NoBulkChannel, and Unavailable when closed."""
         while not is_fresh and (idle := self._take_idle()) is not None:
@@ -104,6 +117,7 @@ class BulkChannel:
                 idle.asked_s = now_s
                 return idle
             self.drop(idle)
+        # Meanwhile rows go by gRPC: a firewall that lets only one port through costs one attempt a minute.
         if time.monotonic() < self._not_before:
             raise NoBulkChannel
         try:
@@ -112,6 +126,7 @@ class BulkChannel:
             self._not_before = time.monotonic() + RETRY_INTERVAL_S
             raise NoBulkChannel(str(error)) from error
         connected.asked_s = time.monotonic()
+        # A client may be closed while a connection is made; nobody else would ever close this one.
         with self._lock:
             if not self._is_closed:
                 self._in_use.add(connected)
@@ -141,6 +156,8 @@ class BulkChannel:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
+            # Shut, not closed: the thread at work on it closes it, and its descriptor is no other file's
+            # until then.
             for connection in self._in_use:
                 connection.shut()
         for connection in idle:
@@ -179,6 +196,7 @@ class BulkChannel:
             framed.close()
             raise
         if answer is None or answer.kind is not SocketFrameKind.WELCOME:
+            # A refusal, with why; or silence for as long as a call may take.
             framed.close()
             refusal = from_encoded_status(answer.message, self.target) if answer else "no answer"
             raise FrameError(f"the bulk channel: {refusal}")
@@ -190,6 +208,7 @@ class BulkChannel:
     def _ticket(self) -> bulk_pb2.BulkTicket:
         try:
             ticket = self._wire.call(self._wire.bulk.OpenBulk, bulk_pb2.OpenBulkRequest())
+        # The server has as many connections as it takes: no reason to leave the channel alone for a minute.
         except TooManyRequests as error:
             raise NoBulkChannel(str(error)) from error
         except CacheError as error:
@@ -202,6 +221,8 @@ class BulkChannel:
         return ticket
 
     def _open(self, ticket: bulk_pb2.BulkTicket) -> socket.socket:
+        # Never a socket of the file system for a server that was named by a TCP address: it may be another
+        # host's path.
         if self._wire.target.startswith("unix:") and ticket.unix_path:
             return _connect_unix(ticket.unix_path)
         host = host_of(self._wire.target)
@@ -281,6 +302,8 @@ class BulkRows:
             with talk.failing():
                 return ask(talk)
         except Unavailable as error:
+            # Only a connection that had ended: after a time-out the server may still be at work on the
+            # request.
             if not (talk.is_repeatable and isinstance(error.__cause__, ConnectionEnded)):
                 raise
         talk = self._talk(self._channel.take(is_fresh=True), size_bytes)
@@ -322,6 +345,9 @@ class BulkRead:
     def _land(self, frame: SocketFrame, landing: Landing) -> RowPiece:
         chunk = BulkChunk.FromString(frame.message)
         stream = stream_from_wire(chunk.stream)
+        # | message BulkChunk: stream, token_begin, sizes and checksums of parts | data: part 0, part 1, … |
+        #
+        # Parts are at most 256 KiB: each is verified while the caches still have it.
         parts = list(map(Part, chunk.part_sizes, chunk.checksums))
         if sum(part.size_bytes for part in parts) != frame.data_bytes or any(p.size_bytes < 1 for p in parts):
             raise self._talk.broken_contract(f"the parts of {stream} are not its data")
@@ -376,6 +402,7 @@ class _Talk:
             raise ConnectionEnded("the server ended the connection")
         self.is_repeatable = False
         if frame.kind is SocketFrameKind.ERROR:
+            # An error is a whole answer: the connection is between two requests.
             self.end()
             raise from_encoded_status(frame.message, self._channel.target)
         if frame.kind not in kinds:
@@ -408,6 +435,10 @@ class _Talk:
             raise DeadlineExceeded(target=self._channel.target, timeout_s=f"{self._timeout_s:g}")
 
 
+#     client   APPEND(header)  CHUNK …  CHUNK  COMMIT  FINISH ──►
+#     server                                                  ◄── APPENDED, or ERROR at any moment
+#
+# An ERROR that comes early ends the sending of chunks; FINISH then says where the next request begins.
 def _append(
     talk: _Talk, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability
 ) -> SessionInfo:
@@ -415,6 +446,7 @@ def _append(
     if _send_rows(talk, rows, header.write_offset):
         token_count = header.write_offset + len(next(iter(rows.values())))
         commit = AppendCommit(token_count=token_count, durability=durability_to_wire(durability))
+        # Before it is sent: a COMMIT that went out may have been acted upon, whatever is heard of it.
         talk.is_repeatable = False
         talk.send(SocketFrameKind.COMMIT, commit.SerializeToString())
     talk.send(SocketFrameKind.FINISH)
@@ -427,6 +459,7 @@ def _send_rows(talk: _Talk, rows: Mapping[Stream, Bytes], write_offset: int) -> 
     """Whether all of them were sent; else the append has failed, and nothing more is wanted."""
     for stream, view in rows.items():
         for message, data in _chunks(stream, view, write_offset):
+            # Looked at before each chunk: rows for an append that has failed would be sent for nothing.
             if talk.has_answer():
                 return False
             talk.send(SocketFrameKind.CHUNK, message, data)

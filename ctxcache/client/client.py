@@ -52,6 +52,12 @@ class Client(Closing):
         """
         return self._routes.ssd_files()
 
+    # The order of an end. Each step wakes or ends what the next one would wait for:
+    #
+    #     completions.stop     nothing new begins, what waits is cancelled
+    #     wire.close           calls under way fail at once, the running future's among them
+    #     routes.close         sockets are shut; leases and reservations end with them
+    #     completions.close    the thread has nothing to wait for any more, and is joined
     def close(self) -> None:
         """End every call, lease and reservation of this connection. Futures that wait are cancelled."""
         self.completions.stop()

@@ -34,6 +34,12 @@ from ctxcache.v1 import (
 
 T = TypeVar("T")
 _NS_PER_S = 1_000_000_000
+# How a type gets here: its fields are read from the message's descriptor once, and kept as functions.
+#
+#     message ── _readers(kind) ──► plain type            `x` ──► `x_ns` for times and spans
+#     message ◄── _writers(kind) ── plain type            None ──► the field stays unset
+#
+# A new field needs a line in the proto and one in the type; nothing here.
 _MESSAGES: dict[type, type[Message]] = {
     StreamRange: model_pb2.StreamRange,
     Content: session_pb2.ContentRange,
@@ -132,6 +138,8 @@ def to_wire(plain: object) -> Message:
     """Put a plain type into its message. `to_wire` undoes `from_wire`."""
     kind = type(plain)
     writers = _writers(cast("Hashable", kind))
+    # None is left out: protobuf tells a field that is unset from one that is 0 only where the proto says
+    # optional.
     return _MESSAGES[kind](
         **{
             name: write(value)
@@ -152,6 +160,7 @@ def document(plain: object) -> dict[str, Any]:
 
 
 def contents_to_wire(contents: Iterable[Content]) -> list[session_pb2.ContentRange]:
+    # By hand, as is `session_from_wire`: each append has them.
     """Put what lies behind tokens on the wire."""
     return [session_pb2.ContentRange(begin=one.begin, end=one.end, digest=one.digest) for one in contents]
 
@@ -188,6 +197,7 @@ def streams_from_wire(ranges: Iterable[model_pb2.StreamRange]) -> list[Stream]:
 
     Raises InvalidArgument for a kind that this version does not know.
     """
+    # Sorted as the format stores them; ranges on the wire may come in any order.
     return sorted(stream for item in ranges for stream in _range_from_wire(item).streams())
 
 
@@ -274,6 +284,8 @@ def _range_from_wire(item: model_pb2.StreamRange) -> StreamRange:
     return StreamRange(kind, item.layer_begin, item.layer_end)
 
 
+# Streams that are alike become ranges of layers: a model has two or three ranges instead of hundreds of
+# names.
 def _specs_to_wire(specs: Iterable[StreamSpec]) -> Iterator[model_pb2.StreamSpec]:
     alike: dict[tuple[int, DType], list[Stream]] = {}
     for stream, row_bytes, dtype in specs:
@@ -295,6 +307,7 @@ def _dtype(number: int) -> DType:
 # -- field by field -----------------------------------------------------------------------------------
 
 
+# Once per type: the hints of a dataclass cost more to resolve than a message to read.
 @cache
 def _readers(kind: Any) -> tuple[Callable[[Message], Any], ...]:
     """How each field of a plain type is read from its message, in order."""
@@ -307,6 +320,7 @@ def _reader(field: Any, inner: Any) -> Callable[[Message], Any]:
     name = field.name
     read = _value_reader(field, inner)
     if field.is_repeated:
+        # Each case is a function of its own, so that no case is asked for again when a message is read.
         return lambda message: tuple([read(one) for one in getattr(message, name)])
     if field.has_presence:
         return lambda message: read(getattr(message, name)) if message.HasField(name) else None
@@ -364,6 +378,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _wire_name(name: str) -> str:
+    # `at_ns` is the field's own name: the recording counts from its beginning, and is no time of protobuf's.
     return name.removesuffix("_ns") if name != "at_ns" else name
 
 
@@ -381,6 +396,7 @@ def _field(message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
     if field.is_repeated:
         return [_value(item, field) for item in value]
+    # Before the value: an unset field reads as 0, and must be null.
     if field.has_presence and not message.HasField(field.name):
         return None
     return _value(value, field)

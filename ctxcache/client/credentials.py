@@ -17,6 +17,7 @@ import grpc
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.runtime.files import check_secret, secret_refusal
 
+# By number, as `verify_code` has it; the names of these codes are not in Python's `ssl`.
 _VERDICTS = {
     9: "is not valid yet",
     10: "has expired",
@@ -28,6 +29,7 @@ _VERDICTS = {
     64: "is for other names than {host}",
 }
 """OpenSSL's codes of what is wrong with a certificate."""
+# What OpenSSL makes of the answer of a server that speaks plain HTTP/2: depends on the bytes that it sends.
 _NO_TLS = (
     "WRONG_VERSION_NUMBER",
     "UNEXPECTED_EOF_WHILE_READING",
@@ -78,6 +80,8 @@ class ClientTls:
 _PLAIN = ClientTls()
 
 
+# Asked only after a call found no server: gRPC's own error says UNAVAILABLE for a refused certificate, for a
+# server without TLS, and for no server at all. A handshake by hand tells them apart.
 def tls_problem(target: str, tls: ClientTls | None, timeout_s: float) -> str:
     """Why TLS does not come about with the server at a TCP target; empty where something else is the matter.
 
@@ -88,8 +92,10 @@ def tls_problem(target: str, tls: ClientTls | None, timeout_s: float) -> str:
         return ""
     host = host.removeprefix("[").removesuffix("]")
     context = _PLAIN.context() if tls is None else tls.context()
+    # Without TLS on this side, any answer will do: what matters is whether the server speaks it.
     if tls is None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    # As gRPC names its protocol: a server may refuse a client that names none.
     context.set_alpn_protocols(["h2"])
     try:
         with socket.create_connection((host, int(port)), timeout_s) as connected:
@@ -127,6 +133,7 @@ def _handshake_problem(
 def _read(path: str | Path | None, *, is_secret: bool = False) -> bytes | None:
     try:
         if path is not None and is_secret:
+            # A key that others can read is refused before it is used.
             check_secret(Path(path), secret_refusal("tls", Path(path)))
         return None if path is None else Path(path).read_bytes()
     except OSError as error:
@@ -152,6 +159,8 @@ class OwnTokenFile:
         """The metadata of a call. Raises InvalidConfiguration."""
         try:
             status = self._path.stat()
+            # Three facts together: a file replaced within the clock's tick has another inode, one rewritten
+            # another size.
             stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
             with self._lock:
                 if stamp != self._stamp:

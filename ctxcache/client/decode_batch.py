@@ -38,6 +38,21 @@ ROOM_TOKENS = 64
 """Steps that room is reserved for, by default: a segment's tokens."""
 
 
+# One step of B lanes. Every lane writes one row per stream, each in a segment of its own session:
+#
+#     lane        0         1         2         …
+#     session     s0        s1        s2                    `_slots`: where its slot begins in the arena
+#     slot        | … ▓ |   | ▓ … |   | … ▓ |               `_rows`: the row in it that this step writes
+#                     └ at _slots + chunk.offset + _rows * row_bytes: all lanes by one fancy index
+#
+#     `_tokens`   [B, bytes of all streams]: the same rows side by side, since a commit's checksum is of one
+#                 token over all streams
+#
+# Room for `room_tokens` steps is reserved at once. The last step's message commits, and reserves the next
+# room:
+#
+#     step 1 … n-1   commit_many(keep_open)
+#     step n         commit_many, reserve, reserve, …        one message, one answer
 class DecodeBatch(Closing):
     """Appends to B sessions of one model and layout in lockstep.
 
@@ -83,6 +98,7 @@ class DecodeBatch(Closing):
         for stream, spec in self._specs.items():
             self._columns[stream] = slice(begin, begin + spec.row_bytes)
             begin += spec.row_bytes
+        # This step's places by the size of a row: streams of equally long rows have the same ones.
         self._places: dict[int, Numbers] = {}
         sent = ClockPair.now()
         self._take_reservations(self._stream.call(self._reserves()), sent)
@@ -120,7 +136,9 @@ class DecodeBatch(Closing):
         self._check_held()
         if not len(self._lanes):
             return self._lanes
+        # A batch that decodes slowly renews its room when half of the room's time is over.
         is_last = self._steps_left == 1 or time.monotonic_ns() >= self._renew_ns
+        # Ahead of the answer, as the message needs the new counts; a lane that failed is set back by one.
         self.token_counts[self._lanes] += 1
         commit = CommitReservations(
             reservation_ids=self._reservation_ids[self._lanes].tolist(),
@@ -167,6 +185,7 @@ class DecodeBatch(Closing):
         # Slots and chunks begin on page boundaries, so every row does on a multiple of this.
         unit = math.gcd(ALIGN_BYTES, chunk.row_bytes)
         first = self._first_units(chunk.row_bytes, unit) + chunk.offset_bytes // unit
+        # Indexed in units that every row is whole multiples of: one gather moves rows of any size.
         units = self._arena.reshape(-1, unit)
         if unit == chunk.row_bytes:
             units[first] = rows
@@ -215,6 +234,7 @@ class DecodeBatch(Closing):
             self.failures[lane] = self._stream.error_of(failed.error)
             # A session with a generation is visible, and less durable than was asked for.
             self.token_counts[lane] -= not generations[failed.index]
+        # A lane that failed is left out, and its room would block the session's next writer.
         self._release([int(self._lanes[failed.index]) for failed in answer.failures])
         self.generations[self._lanes] = np.where(generations > 0, generations, self.generations[self._lanes])
 
@@ -232,6 +252,7 @@ class DecodeBatch(Closing):
             for lane in self._lanes.tolist()
         ]
 
+    # Failures by lane, never of the batch: a full tenant must not stop the other sessions.
     def _take_reservations(self, results: Sequence[OperationResult], sent: ClockPair) -> None:
         deadlines_ns = []
         for lane, result in zip(self._lanes.tolist(), results, strict=True):
@@ -244,6 +265,7 @@ class DecodeBatch(Closing):
                 release = ReleaseReservation(reservation_id=made.reservation_id)
                 self._stream.send([Operation(release_reservation=release)])
                 continue
+            # Lanes are of one layout, but each session's is checked: it may have been deleted and made anew.
             layout = self._layouts.get_or_make(made.session_uid, partial(SlotLayout, made.layout))
             layout.check(self._sessions[lane].name, self._specs)
             self._chunks = layout.chunks
@@ -270,6 +292,7 @@ def _check_alike(model: CallerModel, sessions: Sequence[SessionInfo]) -> None:
             )
 
 
+# The slots are written without bounds checks from here on: what is outside the arena is refused once.
 def _checked(runs: Runs, layout: SlotLayout, arena_bytes: int) -> list[tuple[int, int, int]]:
     if runs.row_capacity:
         raise CorruptSegment(segment_id="?", problem="its room is in segments that were not asked for")

@@ -62,6 +62,7 @@ class QueuedJob:
     priority: int = 0
 
 
+# The bounds are the server's own: it would end the stream, and the whole queue with it, for one bad job.
 def check_job(job: QueuedJob) -> None:
     """Refuse here what the server would refuse: it could not say which of many calls was to blame."""
     if not 1 <= len(job.job_id.encode()) <= JOB_ID_BYTES:
@@ -81,6 +82,16 @@ def check_job(job: QueuedJob) -> None:
         raise InvalidArgument(field="new_token_count", problem=f"{job.new_token_count} is no count of tokens")
 
 
+# What each job is, by where it stands. A job is in `_jobs` as long as it waits; the two others are the mail:
+#
+#     put ──► _jobs, _put ── sent ──► _jobs ── started, cancelled ──► _gone ── sent ──► forgotten
+#                  │                                                    ▲
+#                  └── gone before it was sent ─────────────────────────┘ told all the same: an earlier
+#                                                                         version of it may be there
+#     new link, replace, too many gone ──► `_is_whole_due`: the next request is a snapshot of `_jobs`
+#
+# `_put` holds ids only, so that a job that changes ten times between two requests is sent once, as it is
+# then.
 class Outbox:
     """The queue, and what is to be sent. Owned by the thread that has its lock."""
 
@@ -104,6 +115,7 @@ class Outbox:
 
     def put(self, jobs: Sequence[QueuedJob], now_s: float) -> None:
         """Jobs wait, all of them. Raises TooManyRequests, and then the queue is as it was."""
+        # Counted before anything is changed: all jobs of a call wait, or none.
         new = {job.job_id for job in jobs} - self._jobs.keys()
         if len(self._jobs) + len(new) > self.job_limit:
             raise TooManyRequests(what="jobs of an engine", limit=self.job_limit)
@@ -119,6 +131,7 @@ class Outbox:
         self._put.pop(job_id, None)
         self.missing.pop(job_id, None)
         self._gone[job_id] = end
+        # An engine that starts and ends jobs while the server is away adds here without end.
         if len(self._gone) > GONE_LIMIT:
             self.start_over()
 
@@ -134,6 +147,7 @@ class Outbox:
     def learned(self, missing: Iterable[hints_pb2.JobMissing]) -> None:
         """The server says whose session is not there; a job that went, or was put again, is not meant."""
         for job in missing:
+            # Said of the job as it was; one put again is looked up again by the server.
             if job.job_id in self._jobs and job.job_id not in self._put:
                 self.missing[job.job_id] = job.reason
 
@@ -148,10 +162,12 @@ class Outbox:
         request = hints_pb2.ScheduleRequest(sequence=sequence)
         if self._is_whole_due:
             self._is_whole_due = False
+            # What does not fit into the snapshot's message follows as changes, in the order of the queue.
             self._put = dict.fromkeys(self._jobs)
             request.snapshot.SetInParent()
             request.snapshot.jobs.extend(self._taken(now_s))
             return request
+        # Departures first: the server's limit counts the jobs that wait, and the new ones need the room.
         gone = list(islice(self._gone.items(), JOBS_PER_MESSAGE))
         for job_id, end in gone:
             del self._gone[job_id]
@@ -169,6 +185,7 @@ class Outbox:
 
 def _to_wire(job: QueuedJob, put_s: float, now_s: float) -> hints_pb2.Job:
     def left(span_s: float | None) -> timedelta | None:
+        # Spans count from `put`, not from the sending, however long the server was away.
         return None if span_s is None else seconds(max(span_s - (now_s - put_s), 0.0))
 
     message = hints_pb2.Job(
@@ -184,6 +201,10 @@ def _to_wire(job: QueuedJob, put_s: float, now_s: float) -> hints_pb2.Job:
     return message
 
 
+# The flow on one link, where a request waits for room in the window, and changes gather in the outbox:
+#
+#     hello ──► welcome (job_limit) ──► snapshot ──► changes 1 … 4 under way ──► answered ──► changes 5 …
+#                                                    └ no answer within `timeout_s`: the link is cancelled
 UNANSWERED_LIMIT = 4
 """Requests under way; what changes meanwhile goes in the next one."""
 EVENTS_LIMIT = 1 << 16
@@ -193,6 +214,11 @@ FINAL = (EngineTakenOver, InvalidArgument)
 """Errors that no further try would change."""
 
 
+# Cancelled or broken, a link is over for good; the next one begins with the hello and the whole queue:
+#
+#     _run       connect ──► receive until it ends ──► pause (0.1 s, doubled to 2 s) ──► connect …
+#                                                  └── a final error, or `close` ──► every caller hears it
+#     gRPC's     draws `_requests` of the same link, and sends
 class _Link:
     """One stream: what was sent on it and not answered."""
 
@@ -223,6 +249,7 @@ class EngineQueue(Closing):
         self._link = _Link(time.monotonic())
         self._failure: CacheError | None = None
         self._is_closing = False
+        # Registered with the wire: closing the client closes the queue first, which withdraws it.
         self._wire.open_streams.add(self)
         self._thread = threading.Thread(target=self._run, name="ctxcache-queue", daemon=True)
         self._thread.start()
@@ -274,7 +301,9 @@ class EngineQueue(Closing):
         """
         wait_s = self._wire.timeout_s if timeout_s is None else timeout_s
         with self._changed:
+            # Also woken by the end: whoever waits for news hears of a broken queue at once.
             self._changed.wait_for(lambda: self._events or self._failure is not None, wait_s)
+            # Handed out even after the end: they came before it.
             events, self._events = list(self._events.values()), {}
             if not events:
                 self._check()
@@ -310,6 +339,7 @@ class EngineQueue(Closing):
             wait_s = self._wire.timeout_s if self._link.is_welcome else 0.0
             self._changed.wait_for(lambda: self._failure is not None, wait_s)
             call = self._link.call
+        # Outside the lock: `cancel` wakes the thread that receives, which needs the lock to end the link.
         if call is not None:
             call.cancel()
         self._thread.join(self._wire.timeout_s)
@@ -339,11 +369,13 @@ class EngineQueue(Closing):
             link = self._connect()
             problem = self._receive(link)
             with self._changed:
+                # Any server that said welcome was there: the next try is soon.
                 pause_s = FIRST_PAUSE_S if link.is_welcome else min(2 * pause_s, LAST_PAUSE_S)
                 link.is_over = True
                 self._changed.notify_all()
                 if isinstance(problem, FINAL):
                     failure = problem
+                # The pause ends early when the queue is closed.
                 elif self._is_closing or self._changed.wait_for(lambda: self._is_closing, pause_s):
                     failure = Unavailable(target=self._wire.target, problem="the queue is closed")
         with self._changed:
@@ -379,9 +411,13 @@ class EngineQueue(Closing):
         while True:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._is_sendable(link), self._patience_s(link)):
+                    # Nobody answers: the stream is cancelled from here, since the receiving thread waits
+                    # without a deadline.
                     if link.call is not None:
                         link.call.cancel()
                     return
+                # A closed queue ends by the end of its requests, by which the server knows a withdrawal from
+                # a break.
                 if link.is_over or (link.sequence and self._is_closing):
                     return
                 now_s = time.monotonic()
@@ -392,6 +428,7 @@ class EngineQueue(Closing):
             yield request
 
     def _is_sendable(self, link: _Link) -> bool:
+        # The hello needs no welcome, and an end has to be told at once.
         if link.is_over or self._is_closing or not link.sequence:
             return True
         return link.is_welcome and not self._outbox.is_empty and len(link.unanswered) < UNANSWERED_LIMIT
@@ -410,6 +447,8 @@ class EngineQueue(Closing):
                 case "events":
                     for told in response.events.events:
                         event = from_wire(SessionEvent, told)
+                        # Popped and put back: the order of the dict is by the newest event, and what is
+                        # forgotten is the oldest.
                         self._events[event.session] = _merged(self._events.pop(event.session, None), event)
                     while len(self._events) > EVENTS_LIMIT:
                         del self._events[next(iter(self._events))]
@@ -427,6 +466,8 @@ class EngineQueue(Closing):
         if not link.is_welcome:
             link.is_welcome = True
             self._outbox.job_limit = answer.job_limit
+            # Jobs that gathered before the welcome; the server would refuse the snapshot without saying
+            # which.
             if len(self._outbox) > answer.job_limit:
                 return InvalidArgument(
                     field="jobs", problem=f"{len(self._outbox)} wait, the server takes {answer.job_limit}"

@@ -29,6 +29,10 @@ class Completions:
 
     def __init__(self, target: str = "", *, limit: int = LIMIT) -> None:
         self._target, self._limit = target, limit
+        # `_state` guards all below. The descriptor is an eventfd that counts the futures that have ended:
+        #
+        #     _ended   + 1     each, whether anybody polls or not
+        #     clear    → 0     one read takes the whole count; there may be no descriptor
         self._state = threading.Condition()
         self._waiting: deque[tuple[Future[object], Callable[[], object]]] = deque()
         self._thread: threading.Thread | None = None
@@ -63,6 +67,8 @@ class Completions:
             if self._is_closed:
                 raise Unavailable(target=self._target, problem="the client is closed")
             if self._descriptor < 0:
+                # Begins with what has ended before it was asked for: nothing is missed by an engine that
+                # polls late.
                 self._descriptor = os.eventfd(self._ended_count, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             return self._descriptor
 
@@ -81,6 +87,7 @@ class Completions:
             waiting = [future for future, _ in self._waiting]
             self._waiting.clear()
             self._state.notify()
+        # Outside the lock: a future's callbacks run here, and may submit or clear.
         for future in waiting:
             future.cancel()
 
@@ -90,6 +97,7 @@ class Completions:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._state:
+            # Taken away under the lock and closed behind it: the thread may be about to count one more.
             descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -97,7 +105,9 @@ class Completions:
     def _run(self) -> None:
         while (item := self._next()) is not None:
             future, call = item
+            # The references are let go one by one: a waiting thread would keep the last call's arrays alive.
             del item
+            # False for one that was cancelled while it waited.
             if future.set_running_or_notify_cancel():
                 try:
                     result = call()

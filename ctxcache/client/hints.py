@@ -98,6 +98,7 @@ def _to_wire(action: HintAction) -> hints_pb2.HintAction:
         range=None if action.token_count is None else TokenRange(begin=0, end=action.token_count),
     )
     asked = getattr(message, action.kind.value)
+    # A kind without fields of its own still has to be chosen.
     asked.SetInParent()
     if action.kind is HintKind.EXPECT and action.return_in is None:
         asked.ended = True

@@ -29,6 +29,8 @@ class ModelCalls:
         own = CallerModel(spec)
         request = model_pb2.RegisterModelRequest(model=model_to_wire(spec, probe))
         registered = self._wire.call(self._wire.models.RegisterModel, request)
+        # Compared with the model as this process describes it: a server of another version may read it
+        # otherwise.
         own.check(registered.name, registered.fingerprint)
         kept = probe_from_wire(registered)
         if probe is not None and kept is not None:

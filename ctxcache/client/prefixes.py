@@ -66,6 +66,7 @@ class PrefixCalls:
             salt=salt,
             lease_ttl=duration(lease_ttl),
         )
+        # The same question by two ways; over the control socket no gRPC call stands between.
         attachment = self._routes.attach()
         if attachment is None:
             return from_wire(PrefixMatch, self._wire.call(self._wire.prefixes.MatchPrefix, request))
@@ -167,6 +168,7 @@ def _prefix(token_ids: TokenIds, contents: Iterable[Content], keys: Sequence[byt
 
 def _packed(token_ids: TokenIds) -> bytes:
     """As int32, little endian. Raises InvalidArgument for what is none."""
+    # Compared after the conversion: numpy cuts what does not fit, and a cut id is another token's.
     given = np.asarray(token_ids)
     if given.ndim != 1 or not (given.size == 0 or np.issubdtype(given.dtype, np.integer)):
         raise InvalidArgument(field="token_ids", problem="are not a list of integers")

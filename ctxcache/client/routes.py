@@ -40,6 +40,17 @@ _ATTEMPTS = 2
 """Connections before the caller hears that the server changes meanwhile."""
 
 
+# How a process gets to the arena. What is found is kept until the way breaks:
+#
+#     GetArena ──► control socket? ── greeted, same arena ──► its descriptors, mapped          socket
+#                       │ none, or of another server
+#                       ▼
+#                  path of the arena ── mapped, same id ──► Access stream, and the id once more ──► gRPC
+#                       │ not on this host
+#                       ▼
+#                  None, for good: rows travel by the bulk channel, or by streams of gRPC
+#
+# A mapping outlives the way: the same arena under a new way is not mapped and populated again.
 class LocalAccess:
     """Attaches on first use, and again after a break. Thread-safe.
 
@@ -59,10 +70,12 @@ class LocalAccess:
         Raises Unavailable, DeadlineExceeded, TooManyRequests, Draining.
         """
         timeout_s = self._wire.timeout_s
+        # One thread connects, the others wait for it no longer than a call may take.
         if not self._lock.acquire(timeout=timeout_s):
             raise DeadlineExceeded(target=self._wire.target, timeout_s=f"{timeout_s:g}")
         try:
             if self._is_remote:
+                # For good: a client is made for one target, and that target's host does not change.
                 return None
             if self._attachment is None or not self._attachment.stream.is_worth_a_try:
                 self._attachment = self._connect()
@@ -104,6 +117,7 @@ class LocalAccess:
             raise
         finally:
             for fd in control.fds:
+                # The mapping has descriptors, or a mapping, of its own by now.
                 os.close(fd)
         if mapped is None:
             control.stream.close()
@@ -113,6 +127,8 @@ class LocalAccess:
     def _map(self, control: Control, arena: arena_pb2.Arena) -> MappedArena | None:
         # On another host's word the path may lead to a server of this one; or ours was replaced just now.
         told = control.arena
+        # Two identities of one server that was replaced between the two questions are fine, if the newer one
+        # answers.
         if told.arena_id != arena.arena_id and told.arena_id != self._get_arena().arena_id:
             return None
         return self._known(told) or map_descriptors(told, control.fds)
@@ -124,6 +140,7 @@ class LocalAccess:
             # The server may be replaced between two calls. The same id before and after the stream's
             # first answer says that the stream speaks of the arena that is mapped.
             is_same = self._get_arena().arena_id == arena.arena_id
+        # Closed before it is raised: a stream that stays open keeps a thread and the server's connection.
         except BaseException:
             stream.close()
             raise
@@ -211,6 +228,8 @@ class RowRoutes:
             request.leave_on_ssd = attachment.arena.ssd_files().is_open
         try:
             return lease_rows(attachment, request, streams, is_verified=self._is_verified)
+        # A read that the arena has no room for comes by stream, segment by segment, with no room held for all
+        # of it.
         except CapacityExceeded:
             if self._access == "local":
                 raise
@@ -223,6 +242,7 @@ class RowRoutes:
 
     def _choose_transport(self, transport: Transport) -> RowTransport:
         streams = GrpcRows(self._wire)
+        # `socket` has nothing to fall back to: whoever asked for it wants to hear that there is none.
         if transport == "grpc":
             return streams
         return BulkRows(self._wire, self._bulk, None if transport == "socket" else streams)

@@ -180,6 +180,12 @@ class RowTransport(Protocol):
 # -- under a lease: in the arena, and in files of the SSD tier ----------------------------------------
 
 
+# A slot in a file of the SSD tier, and what vouches for what:
+#
+#     recorded checksum of the header ──► | header | chunk 0 | chunk 1 | … |
+#                                             └ checksums of the chunks, each bound to the identity (seed)
+#
+# The lease tells the first and the place; all else is read here, past the server.
 class StoredChunk(NamedTuple):
     """A stream's rows in a file as one piece: `size_bytes` at `offset_bytes`, and their bound checksum.
 
@@ -221,6 +227,7 @@ class SsdSlot:
 
         Raises CorruptSegment, TierFailure, KeyError, what `check` raises.
         """
+        # Read with the first chunk: a lease on many segments of which few are read costs no reads of headers.
         if not self._checksums:
             self._checksums = self._read_header()
         chunk = self._layout.chunks[stream]
@@ -245,12 +252,15 @@ class SsdSlot:
         return CorruptSegment(segment_id=self._location.segment_id, problem=problem)
 
     def _read_header(self) -> Sequence[int]:
+        # Page-aligned, as reads past the page cache (O_DIRECT) demand.
         data = aligned(self._header_bytes)
         self._files.read(self._location.path_index, self._location.offset_bytes, data)
         try:
             header = decode_header(data)
         except CorruptSegment as error:
             raise self._bad(str(error.facts["problem"])) from error
+        # An older copy of the same segment has a valid header too; only the recorded sum tells it from the
+        # present one.
         if header_checksum(bytes(data)) != self._location.header_checksum:
             raise self._bad("its header is not the one recorded")
         if header.segment_id != self._location.segment_id or header.identity != self._identity:
@@ -259,6 +269,7 @@ class SsdSlot:
             raise self._bad("its header has another layout")
         return header.checksums
 
+    # Offsets are computed on both sides; a header that was written under another layout shows it here.
     def _is_laid_out(self, header: SegmentHeader) -> bool:
         layout: SegmentLayout = header.layout
         found = [
@@ -361,6 +372,10 @@ class FiledRows(SessionRows):
             else:
                 np.copyto(into, self._view(stream, run))
             return
+        # Where the bytes go. A file is read in whole pages, a chunk at a time:
+        #
+        #     whole chunk, whole pages, aligned place   file ──────────────► place    verified there
+        #     all else                                  file ──► bounce ───► place    verified in the bounce
         chunk = run.slot.chunk(stream)
         place, size_bytes = into.reshape(-1).data, align(chunk.size_bytes)
         is_in_place = run.is_whole and size_bytes == chunk.size_bytes and is_aligned(place)
@@ -450,6 +465,8 @@ class FiledRows(SessionRows):
 
     def _bounce(self, size_bytes: int) -> memoryview:
         """This thread's own memory."""
+        # Kept from copy to copy, as large as the largest chunk so far: fresh memory costs a page fault per
+        # page.
         held: memoryview | None = getattr(self._bounces, "memory", None)
         if held is None or held.nbytes < size_bytes:
             held = self._bounces.memory = aligned(size_bytes)
@@ -587,6 +604,7 @@ def lease_rows(
 
     Raises CapacityExceeded when the rows do not fit into the arena, and what a read raises.
     """
+    # A brief answer has runs of rows alone; checksums and places on SSD come only with whole segments.
     request.is_brief = not (is_verified or request.leave_on_ssd)
     sent, result = acquire(attachment.stream, Operation(acquire_lease=request))
     lease = result.lease
@@ -598,6 +616,7 @@ def lease_rows(
     )
     try:
         arena, begin, end = attachment.arena.readable, lease.range.begin, lease.range.end
+        # The layout of a session never changes, so a layout once read serves every later lease.
         layout = attachment.layouts.get_or_make(lease.session.uid, lambda: SlotLayout(lease.layout))
         verifier = None
         if is_verified:
@@ -605,6 +624,8 @@ def lease_rows(
             verifier = Verifier(
                 arena, layout, lease.segments, hold.check, lambda: _carry_out(attachment.stream, recheck)
             )
+        # One class for leases that are wholly in the arena, whose long runs are few views, another for mixed
+        # ones.
         if any(segment.HasField("path_index") for segment in lease.segments):
             return FiledRows(arena, attachment.arena.ssd_files(), layout, hold, lease, streams, verifier)
         if lease.segments:

@@ -110,6 +110,7 @@ class SessionCalls:
 
     def list(self, model: str = "", *, page_size: int = 0) -> Iterator[SessionInfo]:
         """Iterate over sessions by name, all or one model's, asking for a page when one is used up."""
+        # A page's token is the last name, so sessions that come or go meanwhile shift nobody.
         request = session_pb2.ListSessionsRequest(model=model, page_size=page_size)
         while True:
             page = self._wire.call(self._wire.sessions.ListSessions, request)
@@ -228,6 +229,7 @@ class SessionCalls:
         remaining = iter(queries)
         results: builtins.list[LookupResult] = []
         batch: builtins.list[tuple[str, bytes]] = []
+        # Answers are bounded by bytes, not by count: what a batch left out begins the next one.
         while batch := [*batch, *islice(remaining, LOOKUP_BATCH - len(batch))]:
             request = session_pb2.LookupSessionsRequest(
                 queries=[
@@ -273,6 +275,8 @@ class SessionHandle:
 
         Raises SessionNotFound.
         """
+        # The newest of what this handle and its writer know; of another uid is a session that has the same
+        # name only.
         if self._writer is not None:
             written, known = self._writer.session, self._info
             if known is None or (written.uid == known.uid and written.generation > known.generation):
@@ -330,6 +334,10 @@ class SessionHandle:
         specs = self._routes.specs(snapshot, self.model)
         views = check_append(rows, specs)
         token_count = len(next(iter(views.values())))
+        # Two ways to the same append. All rows are here already, so that a long one goes into long segments:
+        #
+        #     arena      reserve(all) ──► copy ──► commit          rows are copied once, by this process
+        #     otherwise  one request: header, rows, commit         rows are copied by the server, off the wire
         writer = self._routes.reserve(
             snapshot,
             self.model,
@@ -344,6 +352,7 @@ class SessionHandle:
             self._info = append_by_stream(self._routes.transport, header, views, durability)
             return self._info
         with writer:
+            # Only then is there a write to disk to wait for, which may begin early.
             writer.write_all(views, is_marked=durability is Durability.DISK)
             self._info = writer.commit(durability=durability)
             return self._info
@@ -398,8 +407,10 @@ class SessionHandle:
         otherwise).
         """
         chosen = tuple(streams or ())
+        # A model that is known to be another one is refused here; otherwise the lease compares.
         if self._info is not None:
             self.model.check(self._info.name, self._info.model_fingerprint)
+        # A range on the wire has both ends.
         if begin != 0 and end is None:
             # The session's end now: another writer may have appended since this handle last looked.
             self.refresh()
@@ -412,9 +423,11 @@ class SessionHandle:
             range=wanted,
             leave_on_ssd=leave_on_ssd,
         )
+        # A quiet read counts as no access, which a lease does.
         leased = None if is_quiet else self._routes.lease(lease, chosen)
         if leased is not None:
             return leased
+        # The way by stream has to know the bytes of a row, which a lease tells by itself.
         snapshot = self.checked()
         request = session_pb2.ReadSessionRequest(
             name=snapshot.name,

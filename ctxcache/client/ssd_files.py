@@ -23,6 +23,7 @@ from ctxcache.format.layout import ALIGN_BYTES
 
 THREADS_PER_PATH = 4
 """Reads in flight, as the server has them."""
+# O_NOFOLLOW, since the path is the server's word; O_NONBLOCK, for a FIFO there would hold up the open.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -50,6 +51,7 @@ class SsdReader:
             except OSError as error:
                 self.problem = f"{path}: {error.strerror}"
                 self._files.clear()
+                # All or none: places are given by the index of a file, and a gap would shift them.
                 return
 
     @property
@@ -85,10 +87,12 @@ class SsdReader:
             for read in reads:
                 read()
             return
+        # The first read is this thread's own: it would only wait otherwise.
         begun = [self._threads.submit(read) for read in reads[1:]]
         try:
             reads[0]()
         finally:
+            # All of them, even after an error: they write to memory that the caller may let go.
             wait(begun)
         for each in begun:
             each.result()
@@ -118,6 +122,7 @@ class SsdReader:
         flags = fcntl.fcntl(raw.fileno(), fcntl.F_GETFL)
         try:
             fcntl.fcntl(raw.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT)
+            # A filesystem may take the flag and refuse the read, so one read is tried.
             os.preadv(raw.fileno(), [aligned(ALIGN_BYTES)], 0)
         except OSError:
             fcntl.fcntl(raw.fileno(), fcntl.F_SETFL, flags)

@@ -46,6 +46,15 @@ COMING_LIMIT = 1 << 20
 """Most tokens that an append may announce."""
 
 
+# Rows come stream by stream, each in token order, so that what is missing after a break is always this:
+#
+#     stream 0   ████████████████████   arrived
+#     stream 1   █████████░░░░░░░░░░░   the first missing one, from `_next_token`
+#     stream 2   ░░░░░░░░░░░░░░░░░░░░   missing whole
+#
+#     resumed by two reads: (stream 1 from `_next_token`) and (streams 2 … from `begin`)
+#
+# One break is mended; a second one is the caller's.
 class ChunkStream:
     """Iterates once over the pieces of a read; `header` is there from the start.
 
@@ -81,6 +90,7 @@ class ChunkStream:
             yield from self._drain()
         except Unavailable:
             yield from self._resume(recheck=False)
+        # The server verifies what it holds before it sends it again: the damage may be on its side.
         except ChecksumMismatch:
             yield from self._resume(recheck=True)
         if self._missing:
@@ -88,6 +98,8 @@ class ChunkStream:
 
     def close(self) -> None:
         """Stop the server's sending; a read that is whole ends in order."""
+        # Draws the end of a read that is whole, so that a kept connection is between two requests and serves
+        # again.
         if not self._missing:
             with suppress(CacheError):
                 self._read.next(self._land)
@@ -114,6 +126,7 @@ class ChunkStream:
         return ReadSessionRequest(
             name=self._request.name,
             model_fingerprint=self._request.model_fingerprint,
+            # The same content or an error: rows of two generations in one answer would be no session's.
             if_generation_match=self.header.session.generation,
             streams=ranges_to_wire(streams),
             range=token_range(begin, self.end),
@@ -130,6 +143,7 @@ class ChunkStream:
             yield RowPiece(piece.stream, piece.token_begin, rows)
 
     def _land(self, stream: Stream, token_begin: int, size_bytes: int) -> Bytes | None:
+        # Checked before the rows are received into their place: behind this they overwrite a caller's memory.
         if not self._missing or stream != self._missing[0] or token_begin != self._next_token:
             raise self._broken_contract(f"{stream} at token {token_begin} is out of order")
         row_count, rest = divmod(size_bytes, self._row_sizes[stream])
@@ -149,6 +163,11 @@ class ChunkStream:
         return CacheError(f"{self._transport.target}: {problem}")
 
 
+# The steps by which rows are handed out exclude one another, since they exist once:
+#
+#     pieces(s)        keeps what arrives up to the end of s
+#     chunks()         hands out what is kept, then what arrives, keeping nothing        (once)
+#     array(s, out=)   s arrives in the caller's memory, and is not kept                 (s once)
 class StreamedRows(SessionRows):
     """Rows that come over the wire in layer order. Raises what ReadSession raises."""
 
@@ -195,6 +214,7 @@ class StreamedRows(SessionRows):
 
     def array(self, stream: Stream, *, out: Bytes | None = None) -> Bytes:
         """Receive a stream's rows right into `out` if none of them have arrived yet; else as SessionRows."""
+        # A stream of which some rows are kept goes the general way: those rows are copied from what is kept.
         if out is None or not out.flags.c_contiguous or self._kept_counts.get(stream, 1):
             return super().array(stream, out=out)
         self._check_out(out, stream)
@@ -214,6 +234,7 @@ class StreamedRows(SessionRows):
     def _wait_for(self, stream: Stream) -> None:
         while self._kept_counts[stream] < self.token_count:
             self._check_not_handed_out()
+            # Streams before the wanted one arrive first, whether anybody asks for them or not.
             piece = next(self._arrivals)
             self._kept_counts[piece.stream] += len(piece.rows)
             # Rows in a buffer of the caller's are the caller's: nobody says that it stays as it is.
@@ -246,6 +267,7 @@ def append_by_stream(
         if view.shape[1] > CHUNK_LIMIT_BYTES:
             problem = f"{stream}: a row of {view.shape[1]} B is too long for a stream"
             raise InvalidArgument(field="rows", problem=problem)
+    # The server makes room for all of it at once, long segments where they fit.
     header.coming_token_count = min(len(next(iter(rows.values()))), COMING_LIMIT)
     return transport.append(header, rows, durability)
 
@@ -283,6 +305,8 @@ class BufferedWriter(SessionWriter):
             session.token_count,
             self.write_offset + self.token_count,
         )
+        # The next append of the same writer begins where this one ended, and must find the session as it left
+        # it.
         self._header = AppendHeader(
             name=self._header.name,
             model_fingerprint=self._header.model_fingerprint,
@@ -365,6 +389,8 @@ class GrpcRead:
 
     def close(self) -> None:
         """See OpenRead. From any thread."""
+        # First cancelled, without the lock: a thread that waits in `_receive` holds it until the call has
+        # ended.
         self._call.cancel()
         with self._lock:
             draw_end(self._call)
@@ -400,6 +426,7 @@ def _as_wire_chunk(message: ReadSessionResponse) -> WireChunk:
 def _messages(header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability) -> Iterator[bytes]:
     yield AppendSessionRequest(header=header).SerializeToString()
     for stream, view in rows.items():
+        # At least one row, however long: a row is never split between messages.
         step = max(1, CHUNK_BYTES // view.shape[1])
         for begin in range(0, len(view), step):
             data = view[begin : begin + step].data.cast("B")

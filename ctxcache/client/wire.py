@@ -38,6 +38,8 @@ _NOTHING = nullcontext()
 
 def trace_parent() -> str:
     """The current span as W3C's `traceparent`; empty where there is none."""
+    # Looked up, never imported: the import costs tens of milliseconds, and a process without it traces
+    # nothing.
     api = sys.modules.get(API)
     if api is None:
         return ""
@@ -74,6 +76,8 @@ ANSWER_LIMIT_BYTES = 64 << 20
 # A bulk call may take its deadline and the time its bytes need at this pace, the caller's own included.
 SLOWEST_BYTES_PER_S = 20e6
 
+# Retried by gRPC itself where the server could not be reached: each of them only looks. A call that changes
+# something may have been carried out though its answer was lost, and is the caller's to repeat.
 _IDEMPOTENT = {
     "ctxcache.v1.ModelService": ("GetModel", "ListModels"),
     "ctxcache.v1.SessionService": ("GetSession", "ListSessions", "LookupSessions"),
@@ -90,6 +94,7 @@ _IDEMPOTENT = {
         "GetSettings",
     ),
 }
+# Three attempts, about 0.1 s and 0.2 s apart: less than a caller's patience.
 _SERVICE_CONFIG = {
     "methodConfig": [
         {
@@ -139,6 +144,7 @@ _Response = TypeVar("_Response")
 
 
 def _decode_read(encoded: bytes) -> ReadMessage:
+    # A chunk is read around its bytes, where they lie in the message: protobuf would copy them once more.
     return scan_chunk(encoded) or ReadSessionResponse.FromString(encoded)
 
 
@@ -198,6 +204,8 @@ class Wire:
         self.bulk = bulk_pb2_grpc.BulkServiceStub(self._channel)
         self.hints = hints_pb2_grpc.HintServiceStub(self._channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        # The two calls that move rows have their own coders: the generated stubs would parse and copy every
+        # chunk.
         self.read_session: grpc.UnaryStreamMultiCallable[ReadSessionRequest, ReadMessage] = (
             self._channel.unary_stream(
                 "/ctxcache.v1.SessionService/ReadSession",
@@ -243,6 +251,7 @@ class Wire:
     def _told(self, error: grpc.RpcError) -> CacheError:
         """The error that the server raised; of one that was not reached, what TLS has to do with it."""
         told = from_rpc_error(error, self.target)
+        # Only for the bare error: a server that answered has been reached, whatever it speaks.
         if type(told) is Unavailable and (
             problem := tls_problem(self.target, self._tls, min(self.timeout_s, TLS_TIMEOUT_S))
         ):
@@ -255,6 +264,7 @@ class Wire:
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled."""
+        # A copy of the set: each `close` takes itself out of it.
         for stream in list(self.open_streams):
             stream.close()
         self._channel.close()

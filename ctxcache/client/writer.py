@@ -158,6 +158,13 @@ class SessionWriter(Closing):
             raise InvalidArgument(field="writer", problem="is closed")
 
 
+# What is under way while a large append is copied into its room (is_marked):
+#
+#     this thread    copy 64 ──► copy 128 ──► copy 256 ──► … ──► commit(all)
+#                           └ mark(64)  └ mark(192) └ …           │
+#     server's SSD          write ───── write ───── write ─────── │ ► the rest, and the record
+#
+# Rows that are marked are not visible: a writer that ends here leaves the session as it was.
 FIRST_BATCH_TOKENS = 64
 """Rows written before the server first hears of them: one segment, so that the disk begins early."""
 BATCH_BYTES = 8 << 20
@@ -193,6 +200,7 @@ class ReservedWriter(SessionWriter):
         `is_marked`: some tokens at a time, and the server may take them to disk while the next ones are
         copied.
         """
+        # Batch by batch through all streams: only a segment whose streams are all there can go to disk.
         for begin, end in self._batches() if is_marked else [(0, self.token_count)]:
             for stream, view in rows.items():
                 self._write(stream, begin, view[begin:end])
@@ -228,6 +236,7 @@ class ReservedWriter(SessionWriter):
             self._tally.value(
                 stream, max(begin, token_begin), min(end, token_end), partial(self._slots.rows, stream)
             )
+            # In the order of the reservation's runs: the server joins them to its segments by position alone.
             for begin, end in self._runs[first:]
             if begin < token_end
             for stream in self._slots.layout.streams
@@ -238,6 +247,8 @@ class ReservedWriter(SessionWriter):
         # After its end the room may be another session's. If the reservation ends during the copy, the commit
         # says so.
         self._hold.check()
+        # Rows written a second time: sums of what they cover are dropped, what is left of a run is added up
+        # anew.
         if row_begin < self._written[stream]:
             self._tally.drop(stream, begin, begin + len(rows), partial(self._slots.rows, stream))
         for block_begin, room in self._slots.blocks(stream, begin, begin + len(rows)):
@@ -258,6 +269,7 @@ class ReservedWriter(SessionWriter):
             keep_open=keep_open,
             checksums=self._checksums(begin, end),
         )
+        # A lost answer does not say whether the rows are visible; the session's token count does.
         session = session_from_wire(self._hold.stream.carry_out(Operation(commit=commit)).committed)
         # Committed rows are written no more, and their sums are the server's now.
         self._tally.forget(end)

@@ -28,6 +28,12 @@ PIECE_BYTES = 256 << 10
 PIECE_TIMEOUT_S = 30.0
 UNIX_BUFFER_BYTES = 1 << 20
 """The kernel's default is smaller than a piece: both ends would wait for one another in turn."""
+# The head of a frame, little endian, and what follows:
+#
+#      0       1        2          4                 8              16
+#     | kind  | flags  | reserved | message, bytes  | data, bytes  | message … | data …
+#
+# Flags and what is reserved are 0; anything else is another version's, and ends the connection.
 _HEADER = struct.Struct("<BBHIQ")
 _TIMEVAL = struct.Struct("@ll")
 
@@ -74,6 +80,11 @@ class SocketFrame(NamedTuple):
     data_bytes: int
 
 
+# Bounds on what a peer can cost this side, each by itself enough for one kind of peer:
+#
+#     silent       PIECE_TIMEOUT_S without a byte: the wait in the kernel ends (SO_RCVTIMEO, SO_SNDTIMEO)
+#     dribbling    a piece of 256 KiB has PIECE_TIMEOUT_S as a whole, however many calls bring it
+#     lying        sizes are bounded before anything is allocated for them
 class FramedSocket:
     """A connected socket that carries frames. Takes the socket over."""
 
@@ -86,6 +97,7 @@ class FramedSocket:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         else:
             # Its buffers are left to the kernel, which fits them to the way.
+            # Frames are sent whole: waiting to fill a packet would only delay the last one.
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._is_tls:
             connected.settimeout(PIECE_TIMEOUT_S)
@@ -99,6 +111,7 @@ class FramedSocket:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something can be received, the end of the stream included; False when nothing came."""
+        # Bytes that TLS has decrypted already are no news for the kernel.
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return True
         with _translated():
@@ -111,6 +124,8 @@ class FramedSocket:
 
         Data of the last frame that was not taken is passed over. Raises FrameError.
         """
+        # A frame's data belongs to its reader only until the next one is asked for: an error in the middle of
+        # a chunk costs no connection.
         self._discard()
         if not self._fill(self._header, may_end=True):
             return None
@@ -135,6 +150,7 @@ class FramedSocket:
         is_right = True
         rest = _Places(places)
         # However many parts and places there are: time is for bytes.
+        # Rounded up: the last piece has its time too.
         deadline = time.monotonic() + PIECE_TIMEOUT_S * -(-self._left_bytes // PIECE_BYTES)
         for part in parts:
             hasher = xxh3_64()
@@ -148,6 +164,7 @@ class FramedSocket:
         return is_right
 
     def _discard(self) -> None:
+        # One buffer for all that is passed over, however much it is.
         rubbish = memoryview(bytearray(min(self._left_bytes, PIECE_BYTES)))
         while self._left_bytes:
             self._left_bytes -= self._fill(rubbish[: self._left_bytes])
@@ -159,6 +176,8 @@ class FramedSocket:
         parts = [memoryview(header + message), *data]
         with _translated():
             if self._is_tls:
+                # `sendmsg` exists for plain sockets only. In pieces, so that each has the time-out of its
+                # own.
                 for part in parts:
                     for begin in range(0, len(part), PIECE_BYTES):
                         self._socket.sendall(part[begin : begin + PIECE_BYTES])
@@ -185,6 +204,7 @@ class FramedSocket:
                 return
             # A blocking socket takes all, unless a signal came or the wait was over.
             now = time.monotonic()
+            # Less than a piece in the time of a piece: the peer takes some, too little.
             if now - begun >= PIECE_TIMEOUT_S and sent_bytes < PIECE_BYTES:
                 raise FrameError("the peer takes nothing")
             begun = now
@@ -198,8 +218,11 @@ class FramedSocket:
             if now > deadline:
                 raise FrameError("the peer sends too slowly")
             with _translated():
+                # MSG_WAITALL: one call brings a whole piece, instead of one call for each packet. TLS has no
+                # such flag.
                 count = self._socket.recv_into(place[filled:], 0, 0 if self._is_tls else socket.MSG_WAITALL)
             if not count:
+                # An end between two frames is in order, in the middle of one it is a break.
                 if may_end and not filled:
                     return 0
                 raise FrameError("the connection ended in the middle of a frame")
@@ -231,6 +254,7 @@ class _Places:
 def _translated() -> Iterator[None]:
     try:
         yield
+    # TLS sockets have Python's time-outs, the others the kernel's: two exceptions for the same fact.
     except TimeoutError as error:
         raise FrameError("the peer does not move") from error
     except BlockingIOError as error:
@@ -238,6 +262,7 @@ def _translated() -> Iterator[None]:
         raise FrameError("the peer does not move") from error
     except OSError as error:
         raise ConnectionEnded(f"the connection broke: {error}") from error
+    # A socket that another thread closed has no number any more.
     except ValueError as error:
         raise FrameError(f"the connection broke: {error}") from error
 

@@ -54,6 +54,7 @@ def is_alone(data: bytes, kind: FrameKind) -> bool:
 
 def varint(value: int) -> bytes:
     """A number as protobuf writes it."""
+    # Nearly all numbers and lengths have one or two bytes, and are made without a loop.
     if value < 0x80:
         return bytes((value,))
     if value < 0x4000:
@@ -78,12 +79,15 @@ class FrameReader:
 
     def feed(self, data: bytes) -> None:
         """Take what came."""
+        # What is left is copied once per feed, and only if something is left: mostly a feed is one whole
+        # frame.
         self._rest = self._rest[self._begin :] + data if self.held_bytes else data
         self._begin = 0
         self.held_bytes = len(self._rest)
 
     def is_last(self, kind: FrameKind) -> bool:
         """Whether what is held is whole frames, the last of them an empty one of that kind."""
+        # Frames are jumped over by their lengths: nothing is cut out, for the answer is mostly no.
         begin, found = self._begin, False
         while len(self._rest) - begin >= _HEAD.size:
             length, found_kind = _HEAD.unpack_from(self._rest, begin)
@@ -97,6 +101,7 @@ class FrameReader:
         if len(self._rest) < begin:
             return None
         length, kind = _HEAD.unpack_from(self._rest, self._begin)
+        # Known from the first five bytes: a length that lies is refused before anything is gathered for it.
         if length > self._limit_bytes:
             raise InvalidArgument(field="frame", problem=f"{length} B are more than {self._limit_bytes}")
         end = begin + length

@@ -23,6 +23,13 @@ FACT_CHARACTERS = 256
 MESSAGE_CHARACTERS = 512
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
+# One table for both directions, and for both ways:
+#
+#     error ── CODES ──► code, reason, facts ──► status details (gRPC) or OperationError (control socket)
+#     error ◄── _BY_REASON ── reason, facts ◄──┘
+#           ◄── by the code alone: a reason of a newer server, or an error of gRPC itself
+#
+# The reason says which class it is; the code is for clients in other languages, proxies and gRPC's retries.
 CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ChecksumMismatch: grpc.StatusCode.INVALID_ARGUMENT,
@@ -93,6 +100,8 @@ def to_status(error: CacheError) -> status_pb2.Status:
     status = status_pb2.Status(code=_number(code_of(error)), message=message_of(error))
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=wire_facts(error))
     status.details.add().Pack(info)
+    # Two forms of the same number: RetryInfo is for callers, the pushback in the metadata for gRPC's own
+    # retries.
     if _is_retryable(error):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(RETRY_DELAY_MS)
@@ -150,6 +159,7 @@ def from_parts(
 ) -> CacheError:
     """Rebuild an error from an OperationError's fields. An unknown reason is read by its code."""
     error_class = _BY_REASON.get(reason)
+    # A newer server's reason: code and sentence are kept, and only the class is lost.
     if error_class is None:
         return _from_code(_code(code), message, target)
     return error_class(message, **{name: _fact(text) for name, text in metadata.items()})
@@ -165,6 +175,7 @@ def _from_code(code: grpc.StatusCode, message: str, target: str) -> CacheError:
 
 
 def _is_retryable(error: CacheError) -> bool:
+    # Room that exceeds the whole limit will not be there later either, so such a call is not to be repeated.
     if isinstance(error, errors.CapacityExceeded):
         facts = error.facts
         return int(facts.get("needed_bytes", 0)) <= int(facts.get("limit_bytes", -1))
@@ -200,6 +211,7 @@ def _bad_request(error: CacheError) -> error_details_pb2.BadRequest:
 
 
 def _fact(text: str) -> Fact:
+    # Facts travel as strings, and an error must have the same ones on both sides.
     return int(text) if _INTEGER.fullmatch(text) else text
 
 
