@@ -57,6 +57,7 @@ class SystemClock:
 
     def __init__(self, *, offset_ns: int | None = None) -> None:
         """`offset_ns`: from CLOCK_BOOTTIME to the store's time."""
+        # This thread was held up at each of the readings: one plain reading then, a little off.
         self._wall_offset_ns = _wall_offset_ns() or time.time_ns() - boot_ns()
         self._offset_ns = self._wall_offset_ns if offset_ns is None else offset_ns
         self.step_count = 0
@@ -66,6 +67,7 @@ class SystemClock:
         """See Clock."""
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME) + self._offset_ns
 
+    # Bound to the function itself: each lease reads it, and a method between costs more than the reading.
     monotonic_ns = staticmethod(time.monotonic_ns)
     """See Clock."""
 
@@ -74,6 +76,8 @@ class SystemClock:
 
         Reading two clocks differs by nanoseconds each time; times that are told must not, over restarts too.
         """
+        # Rounded, and the same until somebody sets the clock: two answers about one session tell the same
+        # times.
         return round(self._look_ns() / STEP_NS) * STEP_NS
 
     def wall_ns(self) -> int:
@@ -85,11 +89,14 @@ class SystemClock:
         # Written out: each answer asks for the time, and a call costs more than the two clocks.
         before_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         wall_ns = time.time_ns()
+        # The two readings belong together only where this thread was not held up between them.
         if time.clock_gettime_ns(time.CLOCK_BOOTTIME) - before_ns < STEP_NS // 10:
             step_ns = wall_ns - before_ns - self._wall_offset_ns
         else:
             found_ns = _wall_offset_ns()
             step_ns = 0 if found_ns is None else found_ns - self._wall_offset_ns
+        # A clock that a time server slows or hastens drifts a little at a time: each step is followed, few
+        # are told.
         if not -STEP_NS < step_ns < STEP_NS:
             self._wall_offset_ns += step_ns
             if abs(step_ns) >= TOLD_STEP_NS:
@@ -123,6 +130,11 @@ LONGEST_STOP_NS = 86_400 * 10**9
 longer."""
 
 
+# How a time is found again at a start. The file says what both clocks were when it was written:
+#
+#     same boot      time_ns + (boot now - boot then)                exact: it counts through sleep
+#     another boot   time_ns + clamp(wall now - wall then, 0, 1 d)   the wall clock may be anything
+#     no file        the wall clock                                   a new store, or a lost file
 class StoreClock(SystemClock):
     """The clock of a data directory, carried over restarts. `run` and `keep` write it down."""
 
@@ -147,6 +159,8 @@ class StoreClock(SystemClock):
         except (OSError, CorruptMetadata, KeyError, ValueError, TypeError) as error:
             log.warning("clock_unreadable path=%s error=%r", directory / CLOCK, error)
             return cls(directory, offset_ns=None)
+        # A boot time that went back is another boot, whatever the id says: a restored snapshot of a machine
+        # has the old id.
         if boot_id == _boot_id() and boot_ns() >= boot_then_ns:
             return cls(directory, offset_ns=then_ns - boot_then_ns)
         stop_ns = time.time_ns() - wall_then_ns
@@ -163,6 +177,7 @@ class StoreClock(SystemClock):
 
     async def keep(self) -> None:
         """Write down what time it is; a refusal is logged."""
+        # Both clocks are read here, on the loop; only the writing is another thread's.
         at_ns, ahead_ns = boot_ns(), self.wall_ahead_ns()
         now_ns = at_ns + self._offset_ns
         facts = {"boot_id": _boot_id(), "boot_ns": at_ns, "time_ns": now_ns, "wall_ns": now_ns + ahead_ns}

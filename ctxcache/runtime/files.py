@@ -34,6 +34,7 @@ def keep_private() -> None:
     os.umask(0o077)
 
 
+# A mode given to `open` is cut by the umask, and is not applied at all to a file that is there.
 def open_private(path: str | Path, flags: int) -> int:
     """Open a file, or make it, with mode 0600 whatever the umask is and was. Raises OSError."""
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
@@ -55,6 +56,7 @@ def check_directory(path: Path) -> None:
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     _check_owner(path, found)
+    # The sticky bit lets everybody add and only owners remove: such a directory (/tmp) may hold one of ours.
     if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
         problem = f"every user may write to it (mode {mode:04o}): chmod 700 {path}, or name one below it"
         raise DataDirectoryUnusable(path=str(path), problem=problem)
@@ -104,6 +106,7 @@ def check_secret(path: Path, fail: Callable[[str], CacheError]) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (_ROOT, os.geteuid()):
         raise fail(f"it belongs to user {found.st_uid}, and this process is user {os.geteuid()}")
+    # From the strictest to the mildest: the first refusal names the fix.
     if mode & stat.S_IRWXO:
         raise fail(f"every user may {_rights(mode)} it (mode {mode:04o}): chmod 600 {path}")
     is_mounted = found.st_uid == _ROOT and (found.st_gid == _ROOT or _is_our_group(found.st_gid))
@@ -139,6 +142,7 @@ def _loose(paths: Iterable[Path]) -> Iterable[tuple[Path, os.stat_result]]:
             found = path.stat()
         except FileNotFoundError:
             continue
+        # Another user's is handed out even with tight rights, to be refused.
         is_ours = found.st_uid == os.geteuid()
         if not is_ours or stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
             yield path, found
@@ -157,6 +161,11 @@ def _change(path: Path, found: os.stat_result, mode: int) -> None:
 CHECKSUM = "checksum"
 
 
+# What is on disk after each step, and what a crash there leaves:
+#
+#     NAME.partial written and synced     NAME as it was; the partial file is truncated the next time
+#     renamed to NAME                     NAME as it was, or as it is to be: never half of either
+#     directory synced                    NAME as it is to be
 def write_facts(path: Path, facts: Mapping[str, object]) -> None:
     """Write the file and sync it. Raises OSError."""
     # Synced before it gets its name, and the name before anything relies on it.
@@ -177,6 +186,7 @@ def read_facts(path: Path, *, is_checksum_needed: bool = True) -> dict[str, Any]
         found = facts.pop(CHECKSUM, None)
     except (ValueError, AttributeError, TypeError) as error:
         raise CorruptMetadata(where=str(path), problem=f"it does not parse: {error!r}") from error
+    # A file of an older version has none; where one is there it has to match.
     if found != _checksum(facts) and (found is not None or is_checksum_needed):
         raise CorruptMetadata(where=str(path), problem="its checksum does not match")
     return dict(facts)
@@ -192,4 +202,5 @@ def sync_directory(path: Path) -> None:
 
 
 def _checksum(facts: Mapping[str, object]) -> str:
+    # Of the sorted keys: the order in which they were written says nothing.
     return xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())

@@ -11,8 +11,6 @@ import time
 from datetime import UTC, datetime
 from typing import TextIO
 
-# == ctxcache/runtime/logs.py
-
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 TEMPLATE = re.compile(r"[a-z][a-z0-9_]*(?: [a-z_]+=%(?:\.\d+)?[a-z])*")
 LIBRARIES = ("asyncio", "grpc")
@@ -59,6 +57,7 @@ class Repeats(logging.Filter):
         """See logging.Filter."""
         if not record.name.startswith(LIBRARIES) and str(record.msg) not in REPEATED:
             return True
+        # All at once: what was told is told once more, and the memory stays bounded.
         if len(self._told) >= LINES_LIMIT:
             self._told.clear()
         line = record.name, str(record.msg)[:LINE_CHARACTERS]
@@ -69,6 +68,8 @@ class Repeats(logging.Filter):
             return False
         self._told[line] = now_s + REPEAT_INTERVAL_S, 0
         if count:
+            # `msg` and `args` are replaced together: with the count in the text the template has no fields
+            # any more.
             record.msg, record.args = f"{record.getMessage()} (and {count} times more)", ()
         return True
 
@@ -86,6 +87,7 @@ def _said(record: logging.LogRecord) -> dict[str, object]:
     values = record.args if isinstance(record.args, tuple) else ()
     if not isinstance(record.msg, str) or not TEMPLATE.fullmatch(record.msg):
         return {"message": record.getMessage()}
+    # A field that has the name of one that each line has gets a tail, so that neither hides the other.
     fields = {
         f"{key}_" if key in _TAKEN else key: _plain(value)
         for key, value in zip(_KEY.findall(record.msg), values, strict=True)

@@ -31,6 +31,10 @@ from ctxcache.errors import CapacityExceeded, TooManyRequests
 
 # -- memory that this process frees ------------------------------------------------------------------
 
+# Why a process of this kind has settings of its own, by what happens to a message of 1 MiB:
+#
+#     glibc's default     mmap, 256 page faults, copy, munmap              each message anew
+#     as set here         from the heap, pages there since the last one    no fault
 VARIABLE = "CTXCACHE_MALLOC"
 MMAP_THRESHOLD_BYTES = 32 << 20
 """Smaller blocks come from memory that is kept; the most that glibc takes."""
@@ -90,6 +94,7 @@ async def give_back_unused() -> None:
     has stayed for two looks at KEPT_BYTES more than it ever had as its least. Pages that a crowd still uses
     cannot go: it is told again, and more rarely each time that this gives nothing.
     """
+    # The least ever is what the process needs at rest; only what stays above it is a leftover.
     least_bytes = own_bytes()
     looks, patience_looks = 0, LEAST_LOOKS
     while can_give_back() and not is_set_by_others():
@@ -98,17 +103,20 @@ async def give_back_unused() -> None:
         least_bytes = min(least_bytes, now_bytes)
         looks = looks + 1 if now_bytes > least_bytes + KEPT_BYTES else 0
         if looks >= patience_looks:
+            # In a thread: malloc looks at every free page, which would hold up the loop.
             await asyncio.to_thread(give_back)
             left_bytes = own_bytes()
             has_helped = now_bytes - left_bytes > KEPT_BYTES
             looks, patience_looks = 0, LEAST_LOOKS if has_helped else min(2 * patience_looks, MOST_LOOKS)
             log.info("memory_given_back before_bytes=%d now_bytes=%d", now_bytes, left_bytes)
+        # Back to rest by itself: the next crowd is looked for with fresh patience.
         elif not looks:
             patience_looks = LEAST_LOOKS
 
 
 def own_bytes() -> int:
     """Memory that this process has for itself: the arena is not among it."""
+    # `statm` counts pages. What is shared is subtracted, since the arena is mapped shared.
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
@@ -123,6 +131,12 @@ def can_give_back() -> bool:
     return hasattr(ctypes.CDLL(None), "malloc_trim")
 
 
+# What becomes of an object that stays:
+#
+#     youngest ──► middle ──► oldest ──► full collection ──► frozen: no collection looks at it
+#                                                               │ 1260 full collections later, and
+#                                                               ▼ twice as many frozen ones
+#                                            all are thawed, looked at once, and frozen again
 def look_seldom_at_what_stays() -> None:
     """Let a full collection look only at what came since the last one, in a process that only serves.
 
@@ -156,8 +170,10 @@ class WhatStays:
                 self._left_count = COLLECTIONS_PER_COUNT
                 self._thaw_if_grown()
             return
+        # Moved to a generation that no collection looks at.
         gc.freeze()
         if self._limit_count is None:
+            # Set by the first collection that looked at all: before it, nothing says what really stays.
             self._limit_count = 2 * gc.get_freeze_count() + GROWTH_OBJECTS
 
     def _thaw_if_grown(self) -> None:
@@ -193,6 +209,8 @@ def check_address_space(arena_size_bytes: int) -> None:
         )
 
 
+# Three ways in which the system says that there is no more memory. None of them is the caller's fault, and a
+# server that has been refused once goes on for all others.
 def refused_memory(error: BaseException) -> TooManyRequests | None:
     """The refusal for an error that means refused memory, a thread's included; None for any other."""
     is_no_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
@@ -212,6 +230,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+# Why in steps, and with pauses as long as the steps:
+#
+#     madvise ──── holds the process's mmap lock ──── 0.1 ms for 256 KiB ──► pause ──► next step
+#                       └ meanwhile no thread of the process can map, unmap, or start a thread
 class Populate:
     """Populates `[address, address + size_bytes)` in a daemon thread, from `start` to the end or `stop`.
 
@@ -265,6 +287,7 @@ class Populate:
         while not self._is_stopped and not self.is_complete and self._timed_step():
             continue
         self.took_s = time.monotonic() - begin_s
+        # Let go of: the mapping may end with its last view from here on.
         self._keeps = None
         if self._on_end is not None and not self._is_stopped:
             self._on_end(self)
@@ -283,5 +306,6 @@ class Populate:
     def _step(self) -> bool:
         size_bytes = min(self._step_bytes, self.size_bytes - self.populated_bytes)
         is_done: bool = _libc.madvise(self._address + self.populated_bytes, size_bytes, self._advice) == 0
+        # Counts only what was done: a refusal leaves it where it is, and `is_complete` false.
         self.populated_bytes += size_bytes * is_done
         return is_done

@@ -32,6 +32,7 @@ def raise_limit() -> int:
 def connection_limit(wanted: int, *, listener_count: int, others: int) -> int:
     """Connections of each of so many listeners: `wanted`, or what is left beside `others` and the reserve."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Never less than a quarter: a limit below the reserve must not leave a server that nobody can reach.
     left = max(limit - others - RESERVE, limit // 4) // listener_count
     if left < wanted:
         log.warning("connections_limited wanted=%d limit=%d descriptors=%d", wanted, left, limit)
@@ -63,6 +64,13 @@ def remove_stale(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         # Else it would wait for a server that takes nobody for now.
         probe.setblocking(False)  # noqa: FBT003  # positional alone
+        # What `connect` says of a path, and whether the path may be used:
+        #
+        #     ECONNREFUSED   a socket that nobody listens to    unlinked
+        #                    or no socket at all                stays, and `bind` refuses it
+        #     ENOENT         nothing is there                   free
+        #     EAGAIN         somebody listens, queue full       in use
+        #     connected      somebody listens                   in use
         try:
             probe.connect(path)
         except ConnectionRefusedError:

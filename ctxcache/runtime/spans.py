@@ -62,6 +62,7 @@ NO_SPANS = NoSpans()
 # -- the trace that a request belongs to -------------------------------------------------------------
 
 HEADER = "traceparent"
+# Version ff is invalid by the standard, as are ids of zeros alone. A later version may append fields.
 _TRACE_PARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-((?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
 )

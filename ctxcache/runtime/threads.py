@@ -24,6 +24,8 @@ def started_pool(count: int, name: str) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(count, name)
     all_run = threading.Barrier(count + 1)
     try:
+        # `submit` starts a thread only when none is idle, so each of these waits at the barrier until all are
+        # there.
         for _ in range(count):
             pool.submit(all_run.wait)
     except BaseException:
@@ -46,6 +48,7 @@ def switch_threads_often() -> None:
 
 SLICE_NS = 100_000
 """The shortest that the kernel takes."""
+# By number: neither Python nor glibc has a function for it.
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period."""
@@ -62,6 +65,7 @@ def shorten_time_slices() -> bool:
     if number is None or syscall is None:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
+    # For a thread of normal policy `runtime` is the slice that it asks for.
     attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, _KEEP_POLICY, nice, 0, SLICE_NS, 0, 0)
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
     return bool(syscall(number, 0, buffer, 0) == 0)
