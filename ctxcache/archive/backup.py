@@ -99,6 +99,14 @@ class Backup:
             self._is_running = False
 
 
+# How one session comes into the archive, while others write to it:
+#
+#     capture (under the flush lock)   record, list of segments, and the tail's rows read at once
+#     for each segment                 in the archive already ──► SAME
+#                                      still as captured      ──► held, read, ROWS
+#                                      cut or moved meanwhile ──► VOID, and captured anew, up to 64 times
+#
+# A pass after the first is short: rows that are in the file by now are SAME in the next one.
 class _Backup:
     """One backup, and the bytes of it that were made and not yet taken."""
 
@@ -128,6 +136,8 @@ class _Backup:
         """Make one part of the archive after the other."""
         # Sessions that come later are left to the next backup: nothing that was copied as shared grows behind
         # its copy.
+        # Uids and not sessions: one that ends meanwhile is skipped, and its name may be another one's by
+        # then.
         uids = [session.uid for session in self._state.ledger.sessions()]
         crash_count = self._state.least_generation >> GENERATION_BITS
         self._add(MADE, Origin(created_by, crash_count).encode())
@@ -148,6 +158,7 @@ class _Backup:
         for _ in range(PASSES):
             captured = await self._capture(uid, done)
             if captured is None:
+                # Gone or expired: a backup is of what is there, and nobody misses it.
                 return
             self._add(SESSION, captured.described.encode(captured.model_number))
             for one in captured.stretches:
@@ -191,6 +202,7 @@ class _Backup:
             if is_over or model is None:
                 return None
             record = self._by_wall_clock(record_of(session))
+            # The record lists only what is on SSD; what memory has beyond is counted, not copied.
             listed = [s for s in session.shown if s.begin < session.recorded_end]
             if session.withheld:
                 record = replace(record, live=ranges.clip(session.live, 0, session.recorded_end))
@@ -221,21 +233,26 @@ class _Backup:
 
         Raises TierFailure.
         """
+        # A tail that grew has another count of rows: what was captured is not what lies there now.
         if not segment.is_listed or not segment.durable or segment.durable_row_count != row_count:
             return None
+        # Held for one reading: eviction and truncation give slots back, and the next writer would have it.
         self._state.ledger.held(segment, is_past=True)
         try:
             found, _ = await self._mending.image(segment, memory)
         except CorruptSegment:
+            # Only where it is the same segment as it was: one that moved meanwhile is not damaged.
             if segment.durable and segment.durable_row_count == row_count:
                 await self._mending.quarantine({segment})
             return None
         finally:
             self._state.ledger.released(segment, is_past=True)
+        # Looked at once more behind the reading, which waited for a device.
         return found if segment.durable_row_count == row_count else None
 
     def _number(self, one: "_OnSsd", done: InArchive) -> int | None:
         """The frame that has these rows; None when there is none yet."""
+        # Both kinds end with the session's copy or with the backup: shared rows live longer than one session.
         for known in (done, self._shared):
             number, row_count = known.get(one.part, (0, 0))
             if row_count == one.row_count:
@@ -327,6 +344,7 @@ def _stretches(listed: Sequence[Segment], described: ArchivedSession) -> Iterato
     """
     begins = [*(segment.begin for segment in listed), described.log_end]
     rows_at_once = max(1, ROWS_LIMIT_BYTES // described.token_bytes)
+    # The next segment's begin cuts this one: rows behind it were replaced by a later append.
     for segment, next_begin in zip(listed, begins[1:], strict=True):
         row_count = segment.durable_row_count
         for row_begin in range(0, row_count, rows_at_once):

@@ -30,6 +30,16 @@ from ctxcache.format.streams import (
     contents_within,
 )
 
+# The payloads, all numbers little endian:
+#
+#     MADE   | crash count 8 | created by … |
+#     MODL   | created 8 | 4 sizes 2+2+4+4 | tenant | model id | spec | probe |
+#     SESS   | uid 16 | 6 numbers 8 | model 4 | flags 2 | 5 counts 2+4+4+4+4 | …
+#            … id | streams | live ranges | salt | contents |
+#     ROWS   | first position 8 | tokens 8 | rows of stream 0 | rows of stream 1 | … |
+#     SAME   | first position 8 | tokens 8 | number of an earlier ROWS 8 |
+#     VOID   empty
+#     END    | whole sessions 8 | their tokens 8 |
 STRETCH = struct.Struct("<qq")
 """First position and count of tokens; of ROWS and SAME. Rows follow, or the number of a frame."""
 FRAME_NUMBER = struct.Struct("<Q")
@@ -85,6 +95,11 @@ class ArchivedModel:
         return self.spec.fingerprint()
 
 
+# Positions are those of the session's log, which has gaps where tokens were dropped:
+#
+#     position   0 1 2 3 4 5 6 7 8 9
+#     live       ▓ ▓ ▓ · · ▓ ▓ ▓ ▓ ▓        live = ((0, 3), (5, 10)), log_end = 10
+#                └ whole_token_count = 3    tokens behind the gap were computed with the dropped ones
 @dataclass(frozen=True)
 class ArchivedSession:
     """A session as it was exported.
@@ -177,6 +192,7 @@ def decode_origin(payload: bytes) -> Origin:
 def decode_archived_model(payload: bytes) -> ArchivedModel:
     """Read the payload of MODL. Raises ValueError."""
     create_time_ns, *sizes = _MODEL.unpack(_head(payload, _MODEL))
+    # The sizes must make up the payload to the byte: what fits by less is damage.
     tenant, model_id, encoded, probe = _split(payload, _MODEL.size, sizes)
     if create_time_ns < 0 or not len(tenant) <= _TENANT_LIMIT_BYTES:
         raise ValueError("its time or its tenant is none of a model")
@@ -197,6 +213,7 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
         _head(payload, _SESSION)
     )
     model_number, flags, name_bytes, stream_count, range_count, salt_bytes, content_count = rest
+    # Flags of a later version are refused: what they mean would be lost by an import.
     if flags & ~(_PINNED | _HAS_COPIES) or model_number >= len(models):
         raise ValueError("its flags or its model are none of this file")
     sizes = [
@@ -209,6 +226,7 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
     name, streams, live, salt, contents = _split(payload, _SESSION.size, sizes)
     found = ArchivedSession(
         session_id=_matching(_SESSION_ID, name),
+        # Models before sessions: a number that is not there yet is no model of this file.
         model=models[model_number],
         layout=tuple(Stream(layer, StateKind(kind)) for layer, kind in _STREAM.iter_unpack(streams)),
         uid=uid,
@@ -243,6 +261,7 @@ def _check_live(found: ArchivedSession) -> None:
 def _check_contents(found: ArchivedSession) -> None:
     if len(found.salt) > SALT_LIMIT_BYTES:
         raise ValueError(f"its salt has {len(found.salt)} bytes")
+    # In the one form that `contents_within` gives: nothing behind the first drop.
     is_canonical = contents_within(found.contents, 0, found.whole_token_count) == found.contents
     is_apart = all(one.end <= other.begin for one, other in pairwise(found.contents))
     if not (is_canonical and is_apart) or len(found.contents) > CONTENTS_LIMIT:

@@ -65,6 +65,12 @@ def source(path: str) -> Iterator[Source]:
         os.close(fd)
 
 
+# How a file comes to its name, and what a crash at each step leaves:
+#
+#     .FILE.ctxcache-partial, locked     half a file under a name that no reader asks for
+#     filled, synced                     the same; the next export uses it up
+#     renamed to FILE                    a whole file, or none
+#     directory synced                   a whole file
 @contextmanager
 def destination(path: str, *, is_forced: bool) -> Iterator[int]:
     """A descriptor to fill and read back; the file has its name, mode 0600, once the block has ended well.
@@ -83,6 +89,7 @@ def destination(path: str, *, is_forced: bool) -> Iterator[int]:
         yield fd
         with refusals_of_file(path):
             os.fsync(fd)
+            # Asked again: another process may have made it while this one was filling.
             _check_new(final, is_forced=is_forced)
             partial.rename(final)
     except BaseException:
@@ -114,6 +121,7 @@ def _claim(partial: Path, path: str) -> int:
         with refusals_of_file(path):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Renamed between our opening and our lock: it is a whole file by now.
+            # Another export renamed it meanwhile: emptying it would destroy a file that is whole.
             if not os.path.samestat(os.fstat(fd), partial.stat()):
                 raise BlockingIOError(errno.EWOULDBLOCK, "")
             os.ftruncate(fd, 0)
@@ -125,6 +133,13 @@ def _claim(partial: Path, path: str) -> int:
     return fd
 
 
+# The bytes of a file, all numbers little endian:
+#
+#     header   | magic 8 | version 4 | zero 4 | file id 16 | begin, Unix ns 8 | checksum 8 |
+#     frame    | tag 4 | bytes of payload 4 | payload | checksum 8 |
+#
+#     MADE  ( MODL | SESS ( ROWS | SAME )* VOID? )*  END
+#             └ a model comes before the first session that has it
 MAGIC, VERSION = b"CTXCARC\0", 2
 FILE_ID_BYTES = 16
 FILE_HEADER = struct.Struct("<8sII16sq")
@@ -166,6 +181,8 @@ def header_checksum(header: bytes) -> bytes:
     return CHECKSUM.pack(xxh3_64_intdigest(header))
 
 
+# The seed is of the file's id and the frame's number: a whole frame of another file, or from elsewhere in
+# this one, does not pass.
 def _hasher(file_id: bytes, number: int, head: bytes) -> xxh3_64:
     """Begin the checksum of a frame: it is bound to this file, and to this place in the file."""
     return xxh3_64(head, seed=xxh3_64_intdigest(file_id + CHECKSUM.pack(number)))
@@ -243,6 +260,8 @@ class ArchiveFrameReader:
         self.file_id: bytes = file_id
         self.begin_time_ns: int = begin_time_ns
         """When the export began, by its exporter's clock: Unix time."""
+        # First the magic, then the version, then the checksum: each question has an answer only after the one
+        # before.
         if magic != MAGIC:
             raise self.damage("it is no archive of sessions")
         # A later format may say something else behind its number.
@@ -268,6 +287,7 @@ class ArchiveFrameReader:
             tag, size_bytes = self._head(head, begin)
             whole = self._take(size_bytes + CHECKSUM.size)
             payload = self._verified(number, begin, head, whole)
+            # A byte more is read: a file that goes on was put together from two, or is no export's.
             if tag == END and self._fill(memoryview(bytearray(1))):
                 raise self.damage(f"it goes on behind its end at byte {self.at_bytes - 1}")
             yield ArchiveFrame(number, begin, tag, payload)
@@ -277,6 +297,7 @@ class ArchiveFrameReader:
 
     def again(self, number: int, begin: int) -> memoryview:
         """The payload of a frame that was read before. The reading goes on where it was."""
+        # A pipe is read once, so an archive of shared rows cannot be read from one.
         if self.is_pipe:
             problem = "its sessions share rows, which a pipe cannot give again: read it from a file"
             raise FileUnusable(path=self._source.path, problem=problem)
@@ -307,6 +328,7 @@ class ArchiveFrameReader:
     def _take(self, size_bytes: int) -> memoryview:
         """The next bytes, in room that is used again for those that follow."""
         size_of_file = self._source.size_bytes
+        # Before room is made: a damaged length could ask for any amount of memory.
         if size_of_file is not None and size_bytes > size_of_file - self.at_bytes:
             raise self._cut(size_of_file)
         if size_bytes > len(self._room):

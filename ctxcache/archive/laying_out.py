@@ -48,6 +48,8 @@ from ctxcache.storage.ssd_directories import DEVICE, PATHS, SEGMENTS, in_order, 
 
 Step = Callable[[str, int, int], None]
 """Called with what is being done, how many bytes of it are done, and of how many."""
+# The crash count is the upper part of a generation. With a random jump no generation of the new store is one
+# of the old store's, unless that one crashes 65,536 times; two stores of one backup differ from each other.
 LEAST_JUMP, JUMPS = 1 << 16, 1 << 20
 """Crashes that a restored store seems to have had more than its source.
 
@@ -122,6 +124,7 @@ class _Plan:
         """Take a session. Rows that an earlier one brought are shared with it."""
         laid = [one for stretch in stretches for one in self._segments(session, stretch, layout)]
         listed = [one.segment_id for one in laid]
+        # Only segments of whole tokens have keys; the first one behind a drop ends the chain.
         for previous, one in pairwise([None, *laid]):
             if one is None or one.begin >= session.whole_token_count:
                 break
@@ -165,6 +168,7 @@ class _Plan:
             begin = stretch.begin + row
             if not ranges.clip(session.live, begin, min(stretch.begin + row_end, stretch.end)):
                 continue
+            # By row of the frame: two sessions that share it must name the same segment.
             if row not in known:
                 self.segment_count += 1
                 self.segment_bytes += one.size_bytes
@@ -205,6 +209,7 @@ def _chain(one: _Laid, plan: _Plan, chains: Mapping[int, _Chain], rows: Rows) ->
     previous = chains.get(previous_id)
     before = (NO_PARENT, b"") if not one.begin else previous.at(one.begin) if previous else None
     if before is None:
+        # A chain that is not known is no error: such tokens are not found by their ids, and all else works.
         return None
     parent, rest = before
     token_ids = rest + rows[TOKENS][one.row_begin : one.row_begin + end - one.begin].tobytes()
@@ -222,6 +227,14 @@ def look(source: Source, *, now_ns: int, step: Step) -> Restored:
     return _restored(contents, _plan(contents, now_ns))
 
 
+# The order of what is written, and what a crash at each step leaves (the same command begins anew):
+#
+#     FORMAT begun             a directory that no server takes, and that knows its own id
+#     SSD directories emptied  only what this id has made, or new ones
+#     PATHS                    which directory is which
+#     segments                 written, synced, dropped from the cache, read back and verified
+#     metadata                 RocksDB, with every record
+#     FORMAT finished          from here on a server starts
 def lay_out(
     source: Source,
     data_directory: Path,
@@ -305,6 +318,7 @@ def _empty(path: Path, instance_id: str) -> None:
     """Make an SSD directory, or empty one that this was begun with. Raises DataDirectoryUnusable, OSError."""
     claim_directory(path)
     found = {entry.name for entry in path.iterdir()} - _MAY_PRECEDE
+    # An empty directory, one begun by this very command, or one whose owner is not written down yet.
     is_ours = instance_id_of(path) == instance_id or found <= {f"{DEVICE}.partial"}
     if found - _MADE_HERE or not is_ours:
         problem = f"it is not empty ({min(found)} is in it): name a new one"
@@ -323,10 +337,12 @@ def _places(
     left, ends, slots = list(room), [0] * len(directories), {}
     for one in laid:
         size_bytes = one.layout.size_bytes
+        # Onto the path with the most room left: the files fill alike.
         number = max(range(len(left)), key=left.__getitem__)
         slots[one.segment_id] = Slot(number, ends[number], size_bytes)
         ends[number] += size_bytes
         left[number] -= size_bytes
+    # Looked at only at the end: any negative one is a store that does not fit.
     if min(left) < 0:
         raise CapacityExceeded(
             tier="SSD", needed_bytes=sum(ends), free_bytes=sum(room), limit_bytes=sum(room)
@@ -346,6 +362,7 @@ def _files(directories: Sequence[Path], file_bytes: Sequence[int]) -> Iterator[l
             opened.callback(os.close, fds[-1])
             # A server with another data directory must not take the file meanwhile.
             fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Allocated, not sparse: a write into a full filesystem would fail in the middle of serving.
             os.posix_fallocate(fds[-1], 0, size_bytes)
         yield fds
         for fd, directory in zip(fds, directories, strict=True):
@@ -361,6 +378,7 @@ def _write(
     chains: dict[int, _Chain] = {}
     os.lseek(source.fd, 0, os.SEEK_SET)
     reader = ArchiveFrameReader(source)
+    # The file was verified once already; what is read now must be the same one.
     if reader.file_id != file_id:
         raise reader.damage("another archive took its place while it was read")
     for frame in reader.frames():
@@ -411,6 +429,7 @@ def _write_all(fd: int, data: bytearray, offset_bytes: int) -> None:
 def _check(directories: Sequence[Path], record: SegmentRecord) -> None:
     path = directories[record.slot.path_index] / SEGMENTS
     found = header_at(path, record.slot.offset_bytes)
+    # Header and chunks as a server would read them at its start.
     if not (found and found.header_checksum == record.header_checksum and is_whole(path, found)):
         problem = f"{path} gives back other bytes than were written"
         raise CorruptSegment(segment_id=record.segment_id, problem=problem)
@@ -434,6 +453,7 @@ def _write_metadata(path: Path, entries: Iterable[Entry]) -> None:
         store.restore(entries, 1)
     finally:
         store.close()
+    # The directory's own entry is durable before FORMAT says that it is whole.
     sync_directory(path.parent)
 
 

@@ -64,6 +64,12 @@ class _Kept(NamedTuple):
     row_count: int
 
 
+# A session is read as it comes, one frame in memory at a time:
+#
+#     SESS ──► described ──► ROWS, ROWS, SAME, … ──► its last position    whole
+#                                             └────► VOID                 given up: nothing of it counts
+#
+# Whoever takes rows must therefore be able to forget them; an import fills a session under another name.
 class SessionInFile:
     """One session. `is_void` is known when its stretches have been read: its exporter gave it up midway."""
 
@@ -96,6 +102,7 @@ class SessionInFile:
             yield {stream: _picked(part, live, stretch.begin) for stream, part in whole.items()}
 
     def _steps(self) -> Iterator[tuple[Stretch, memoryview | None]]:
+        # One void step, at the end if at all, and never handed out.
         for step in self._stretches:
             if step is None:
                 self.is_void = True
@@ -145,12 +152,15 @@ class ArchiveReader:
                 self._add_model(frame)
                 continue
             if frame.tag == END:
+                # Both counts: a file that lost a whole session, frames and all, still has an END of more.
                 is_size_right = len(frame.payload) == TOTALS.size
                 if not is_size_right or TOTALS.unpack(frame.payload) != (len(names), token_count):
                     raise self._damage("its end counts other sessions than are in it")
                 return
             one = self._begin(frame)
             yield one
+            # What the caller did not read of this session has to be passed over: frames come in one order
+            # only.
             for _ in one.stretches():
                 pass
             if not one.is_void:
@@ -180,6 +190,7 @@ class ArchiveReader:
 
     def _stretches(self, described: ArchivedSession) -> Iterator[tuple[Stretch, memoryview | None] | None]:
         """Where its rows are, and the rows where they follow here; None for a session that was given up."""
+        # Up to the last live position; positions that were dropped have no rows.
         at, end = 0, described.live[-1][1] if described.live else 0
         while at < end:
             frame = next(self._frames)
@@ -193,6 +204,7 @@ class ArchiveReader:
                     f"rows of {described.session_id} from position {at} are expected at byte {frame.begin}"
                 )
                 raise self._damage(problem)
+            # Only places are kept, never rows.
             if is_new and not self._reader.is_pipe:
                 self._kept[stretch.number] = _Kept(
                     frame.begin, described.model, described.layout, stretch.begin, stretch.row_count
@@ -211,9 +223,11 @@ class ArchiveReader:
         if frame.tag != SAME or len(frame.payload) != STRETCH.size + FRAME_NUMBER.size:
             return None
         (number,) = FRAME_NUMBER.unpack_from(frame.payload, STRETCH.size)
+        # Raises the refusal that says so: no place is kept for a pipe.
         if self._reader.is_pipe:
             self._reader.again(number, 0)
         kept = self._kept.get(number)
+        # The same rows mean the same model, streams and position; anything else is a frame of other rows.
         is_it = kept and (kept.model, kept.layout, kept.begin) == (described.model, described.layout, begin)
         return Stretch(number, begin, begin + count, kept.row_count) if kept and is_it else None
 

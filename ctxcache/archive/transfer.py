@@ -80,6 +80,7 @@ def receive(pieces: Iterable[bytes], fd: int, path: str) -> int:
     for piece in pieces:
         write_all(fd, path, piece)
         size_bytes += len(piece)
+    # A pipe cannot be read back; whoever is at its end verifies what comes.
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return size_bytes
     with refusals_of_file(path):
@@ -90,6 +91,12 @@ def receive(pieces: Iterable[bytes], fd: int, path: str) -> int:
     return size_bytes
 
 
+# A session is read stretch by stretch, each under a lease of its own, at the generation of the first:
+#
+#     get ──► SESS ──► read, ROWS ──► read, ROWS ──► … ──► exported
+#                         │ another generation, or another uid of the name
+#                         ▼
+#                       VOID ──► from the beginning, three times in all
 class Exporter:
     """Writes sessions as they come. `skips_gone`: a session that is not there is no failure.
 
@@ -120,6 +127,8 @@ class Exporter:
             try:
                 session = self._client.sessions.get(name)
                 number, model = self._model(session)
+                # A session of the same name that came meanwhile has a uid of its own; the generation alone
+                # may be the same.
                 described = _describe(session, model)
                 self._write(session, described, number)
             except CHANGED as error:
@@ -138,6 +147,7 @@ class Exporter:
             name, name, ArchiveStatus.SKIPPED if is_fine else ArchiveStatus.FAILED, error=failure
         )
 
+    # Written before the session that names it, whatever comes of that session.
     def _model(self, session: SessionInfo) -> tuple[int, ArchivedModel]:
         """The session's model and its number in the file, which has it from now on."""
         key = session.model, session.model_fingerprint
@@ -160,6 +170,7 @@ class Exporter:
                 end = whole_count if begin < whole_count else described.token_count
                 count = min(stretch, end - begin)
                 rows = self._rows(session, described, begin, begin + count)
+                # Behind the dropped tokens positions are one further on: the left-out position is the gap.
                 position = begin + (begin >= whole_count and described.is_cut)
                 self._writer.write(ROWS, STRETCH.pack(position, count), rows)
                 self._step(session.name, count, count * token_bytes)
@@ -198,6 +209,7 @@ class Exporter:
 
 def tokens_at_a_time(token_bytes: int) -> int:
     """How many tokens go into one frame: whole segments, where one fits."""
+    # Whole segments, so that an import and the layout of a new store cut at the same places.
     count = ROWS_BYTES // token_bytes
     return count - count % SEGMENT_TOKENS if count >= SEGMENT_TOKENS else max(1, count)
 
@@ -249,6 +261,12 @@ def present(client: Client, session_id: str) -> SessionInfo | None:
         return None
 
 
+# What the store has at each step, and what a death there leaves:
+#
+#     importing-…, ttl 120 s     filled, in the order of the file      expires two minutes after its last rows
+#     made durable every 128 MiB                                       likewise
+#     fork to the asked name     the session, whole                    both, one of which expires
+#     importing-… deleted        the session, whole
 class Importer:
     """Imports sessions as they come. `begin_time_ns`: when they were exported. Not thread-safe."""
 
@@ -296,6 +314,7 @@ class Importer:
                 return ArchiveOutcome(
                     source, name, ArchiveStatus.SKIPPED if is_fine else ArchiveStatus.FAILED, error=error
                 )
+            # An import that is refused midway deletes what it made; the name that was asked for is untouched.
             self._bring(one, target, before)
         except CacheError as error:
             return ArchiveOutcome(source, name, ArchiveStatus.FAILED, error=error)
@@ -341,10 +360,14 @@ class Importer:
 
     def _fill(self, session: SessionInfo, model: CallerModel, one: SessionInFile, target: str) -> SessionInfo:
         unsynced_bytes = 0
+        # A dropped token in the middle is written as zeros, and then dropped, so that the store marks the
+        # same tokens as computed with what is gone.
         cut = one.described.whole_token_count if one.described.is_cut else None
         for rows in _gathered(_with_gap(one.rows(), cut)):
             before = session.token_count
             size_bytes = sum(part.nbytes for part in rows.values())
+            # By bytes rather than by session: a long session would otherwise be flushed at its end, for
+            # longer than it lives.
             unsynced_bytes += size_bytes
             is_synced = unsynced_bytes >= SYNC_BYTES
             try:
