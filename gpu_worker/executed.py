@@ -375,7 +375,7 @@ class _Looker:
             # An int of any subclass is its number; True is not 1.
             case None | bool() | int() | str():
                 return int(value) if type(value) is not bool and isinstance(value, int) else value
-            # `repr` gives all digits; JSON would write NaN and infinity as it likes.
+            # `repr` gives all digits; JSON has neither NaN nor infinity.
             case float() | complex() | np.generic():
                 return repr(value)
             case torch.dtype() | slice() | PurePath():

@@ -89,7 +89,7 @@ class EngineRanks:
                     self._store = _distributed.TCPStore(
                         url.hostname or "",
                         url.port or 0,
-                        # The first rank listens; waiting for the others here would hold up every attach.
+                        # The first rank listens. Ranks wait for messages, and not for all connections.
                         is_master=self.share.rank == 0,
                         timeout=timeout,
                         wait_for_workers=False,

@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 #     loop      submit ──► number                       eventfd readable ──► take(number)
 #     thread               work ──► _ended[number] ──► eventfd_write
 #
-# Every number is answered, by `otherwise` where work fails: LMCache waits for it without a deadline.
+# Every number is answered, by `otherwise` where work fails: LMCache waits for each.
 class _Tasks(Generic[Result]):
     """Tasks of one sort: carried out by threads, their ends told by an event descriptor. Thread-safe."""
 
