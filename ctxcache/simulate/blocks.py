@@ -66,6 +66,12 @@ class BlockReader:
         return BlockRequest(turn, asked, kept, prompt_tokens, history_tokens, is_later)
 
 
+# One turn, in this order:
+#
+#     found(asked)   how many of the first blocks are held      counted before anything of this turn is held
+#     use            the policy hears of what is left behind
+#     expected       the client's hint about the session
+#     settle         what has no room leaves                    last, so that the hint is heard before
 class BlockStore:
     """Blocks up to `limit`, by name. A subclass has a policy choose."""
 
@@ -81,6 +87,7 @@ class BlockStore:
         """The request found so many, and leaves all of its blocks behind."""
         raise NotImplementedError
 
+    # Each turn leaves blocks, but only some loads give hints.
     def expected(self, uid: bytes, return_s: float | None) -> None:  # noqa: ARG002  not every policy listens
         """The client says when the session returns; None: never."""
         return
@@ -107,9 +114,11 @@ class SingleBlocks(BlockStore):
 
     def use(self, request: BlockRequest, found: int, now_s: float) -> None:  # noqa: ARG002
         """See BlockStore. A request too large to hold is held from its beginning."""
+        # Blocks behind the limit could never be held together with those before them.
         uses, policy, current = self._uses, self.policy, request.kept[: self._limit]
         mine = set(current)
         for block in reversed(current):
+            # Each block arrives and rests by itself: to the policy it is a session whose turn takes no time.
             count = uses.get(block, 0) + 1
             policy.arrived(block, now_s)
             policy.idle(block, Facts(self._block_bytes, count, self._block_bytes, self._token_bytes), now_s)
@@ -135,6 +144,13 @@ class _Holder:
     use_count: int = 0
 
 
+# Who holds what, of three sessions that begin alike:
+#
+#     block        b0   b1   b2   b3   b4
+#     session A    ▓▓   ▓▓   ▓▓
+#     session B    ▓▓   ▓▓        ▓▓
+#     prefix b1    ▓▓   ▓▓                 made when B found b0 and b1 that it did not hold itself
+#     `_counts`    3    3    1    1        a block leaves with its last holder
 class HeldBlocks(BlockStore):
     """A policy of holders."""
 
@@ -157,9 +173,12 @@ class HeldBlocks(BlockStore):
     def use(self, request: BlockRequest, found: int, now_s: float) -> None:
         """See BlockStore."""
         turn, own = request.turn, self._holders.get(request.turn.session)
+        # Blocks that this session held itself are no sign of a common prefix.
         own_count = _common(own.blocks[: own.held_count], request.asked) if own else 0
         for number in range(own_count, found):
             uid = self._prefixes.get(request.asked[number])
+            # Only the longest prefix that was found becomes a holder; shorter ones are used again where they
+            # are some.
             if uid is None and number == found - 1:
                 uid = self._prefixes[request.asked[number]] = b"prefix " + request.asked[number]
             if uid is not None:
@@ -189,6 +208,7 @@ class HeldBlocks(BlockStore):
             holder = self._holders[uid] = _Holder()
         held = holder.blocks[: holder.held_count]
         common = _common(held, blocks)
+        # Counted up before others are let go: a block that both lists have never falls to 0.
         for block in blocks[common:]:
             counts[block] = counts.get(block, 0) + 1
         for block in held[common:]:
@@ -214,12 +234,14 @@ class HeldBlocks(BlockStore):
             uid = self.policy.evict(lambda _: True)
             if uid is None:
                 raise AssertionError("a policy names nobody while something is held")
+            # Block by block from its end: what is left of the session is a prefix, and of use.
             holder = self._holders[uid]
             while holder.held_count and len(self._counts) > self._limit:
                 holder.held_count -= 1
                 self._let_go(holder.blocks[holder.held_count])
             if not holder.held_count:
                 del self._holders[uid]
+                # Made anew when it is found again; its name is by its last block.
                 if holder.blocks:
                     self._prefixes.pop(holder.blocks[-1], None)
                 self.policy.evicted(uid)
@@ -243,6 +265,8 @@ def next_uses(turns: Iterable[TraceTurn], block_tokens: int) -> "list[array[floa
     last: dict[bytes, tuple[int, int]] = {}
     for index, turn in enumerate(turns):
         request = reader.request(turn)
+        # Only what is asked for is a use; a block that is left behind without being asked for is merely
+        # there.
         for block in request.asked:
             known = last.get(block)
             if known is not None:
@@ -309,6 +333,7 @@ class BlockReplay:
         request, now_s = self._blocks.request(turn), turn.arrival_s
         found = self.store.found(request.asked)
         self._count(request, min(found * self.block_tokens, request.prompt_tokens), now_s)
+        # Before the policy hears of these blocks: it asks for their next uses.
         if self._future is not None:
             self._future.turn(request.kept)
         self.store.use(request, found, now_s)

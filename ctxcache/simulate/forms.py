@@ -53,6 +53,7 @@ def forms_of(text: str, token_bytes: int) -> tuple[Form, ...]:
             raise _wrong(f"{part!r} is not NAME=BYTES:BACK or NAME=BYTES:BACK:MAKE, none of them negative")
         if name in (MIXED, LEARNED, KNOWS) or any(name == other.name for other in found):
             raise _wrong(f"{name!r} is there already")
+        # Ids are kept with every form, since a session is found by them.
         found.append(Form(name, 4.0 + size * token_bytes, back, make[0] if make else 0.0))
     if not 2 <= len(found) <= MOST_FORMS:
         raise _wrong(f"{len(found)} forms; 2 to {MOST_FORMS} can be compared")
@@ -101,6 +102,15 @@ class Rest:
     after: int
 
 
+# What a token costs over the time that it rests: bringing it back, and the rent of its bytes.
+#
+#     form           bringing back     rent
+#     kv             nothing           most
+#     fewer bits     little            less
+#     token ids      all of prefill    next to none
+#
+#     idle   0 ─── kv ───┬─── fewer bits ───┬─── token ids ───►
+#                        └──────────────────┴ `_segments`: where the next form becomes the cheapest
 class Keeper:
     """What keeping a token costs, by form and time. Knows no trace."""
 
@@ -113,6 +123,7 @@ class Keeper:
         """US dollars for a byte and second."""
         if not self._rent or not self._gpu:
             raise InvalidArgument(field="forms", problem="nothing is to be weighed where a price is 0")
+        # One for each keeper: a function's cache would outlive it.
         self._envelope = cache(self._segments)
 
     def again_share(self, form: int) -> float:
@@ -137,11 +148,14 @@ class Keeper:
             for other, one in enumerate(self.forms):
                 less = self.forms[form].token_bytes - one.token_bytes
                 if less <= 0:
+                    # A form of more bytes never gets cheaper with time, so the way goes to smaller forms
+                    # only.
                     continue
                 ahead = self._cost(other, begin, at_s, returning) - self._cost(form, begin, at_s, returning)
                 crossings.append((at_s + max(ahead, 0.0) / (self._rent * less), one.token_bytes, other))
             if not crossings:
                 return tuple(found)
+            # At one moment the smallest of them: it stays the cheapest from there on.
             at_s, _, form = min(crossings)
             found.append((at_s, form))
 
@@ -155,6 +169,7 @@ class Keeper:
         # Rounded, so that few envelopes are made.
         segments = self._envelope(begin, round(returning, 2))
         gpu = byte_s = 0.0
+        # `segments` begin with the form that the session has, so the first one is never a change.
         form, changes = begin, 0
         for index, (since_s, now) in enumerate(segments):
             if since_s > idle_s:
@@ -165,6 +180,7 @@ class Keeper:
                 gpu += self.forms[now].make_share
                 changes += 1
             form = now
+        # Its rent has been paid all the same, and what was made was made for nothing.
         if not returns:
             return Rest(gpu, byte_s, changes, form)
         again = self.again_share(form)
@@ -252,6 +268,7 @@ def _rest(
 ) -> None:
     """Count a session's time without a turn, for every strategy. Behind its TTL all is computed anew."""
     is_there = returns and idle_s <= load.ttl_s
+    # A session is there for its TTL at most, and rent is due until then, whether it returns or not.
     held_s, count = min(idle_s, load.ttl_s), session.token_count
     rests = [keeper.pure(form, held_s, returns=is_there) for form in range(len(keeper.forms))]
     mixed = keeper.mixed(session.form, held_s, returns=is_there)

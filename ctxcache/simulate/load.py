@@ -40,6 +40,7 @@ class Liar:
         """Whether it lies in this way at this turn."""
         if not self.share or kind not in self.kinds:
             return False
+        # By a checksum of session and time: no state, and the same lies whatever policy is replayed.
         return zlib.crc32(b"%s at %d" % (turn.session, int(turn.arrival_s * 1000))) < self.share * 2**32
 
     def order(self, turn: TraceTurn, order: int) -> float | None:

@@ -140,6 +140,11 @@ class _Talk:
     turn: _Turn | None = None
     heard_s: float = 0.0
 
+    # What begins a turn, by what the turn before has had:
+    #
+    #     call           nothing appended yet       something appended
+    #     open, read     read after 60 s quiet      yes
+    #     append         no                         after 60 s quiet
     def is_new_turn(self, call: Called) -> bool:
         """Whether a turn begins with it."""
         if self.turn is None:
@@ -175,9 +180,11 @@ class RecordedTurns:
                 talk.tokens = call.session_tokens
             case "truncate":
                 talk.tokens = call.session_tokens
+                # A cut before anything was appended: less of the history was there for this turn.
                 if talk.turn is not None and not talk.turn.has_appended:
                     talk.turn.history_tokens = min(talk.turn.history_tokens, call.session_tokens)
             case "fork":
+                # A fork has its source's tokens, and counts as a session that has had one turn.
                 talk.tokens, talk.turn_count, talk.turn = call.session_tokens, 1, None
             case "delete":
                 talk.tokens, talk.turn_count, talk.turn = 0, 0, None
@@ -279,6 +286,7 @@ def contents(path: Path) -> RecordingContents:
     for row in rows:
         call = called(row)
         if call is not None:
+            # A size that cannot be known would make the whole sum wrong.
             if call.count("layout") not in found.layouts and (call.kind in SIZED or "layout" in call.values):
                 row.refuse("layout", "none of those that were told before")
             _count(found, call, known)

@@ -67,6 +67,7 @@ class Waiting:
             self._schedule.gone(ENGINE, job_id, now_s, is_started=True)
 
     def rested(self, uid: bytes) -> None:
+        # Looked at behind the turn: a second job of the session is what its next return is foreseen by.
         """The turn is over: what still waits of the session was not it."""
         order = self._schedule.order(uid)
         if order is not None:
@@ -119,6 +120,15 @@ class _Live:
     waiting: deque[tuple[TraceTurn, float]] = field(default_factory=deque)
 
 
+# The way of a turn. Events are callbacks on a heap, by time and number:
+#
+#     trace ──► _arrive ── session busy ──► `waiting`: behind the session's own turns
+#                  │                            │ the turn before is over
+#                  ▼                            ▼
+#               _enqueue ── with slots ──► queue ──► _serve ──┐
+#                  └─────── without ─────► _play ─────────────┤
+#                                                             ▼
+#                         idle, then expired ◄── _finish ◄── _start
 class Replay:
     """Plays turns; `run` once. `next_arrivals_s` is `study.look`'s, None where nothing needs the future.
 
@@ -175,6 +185,7 @@ class Replay:
         step(index)
         return self.tally
 
+    # The first turn of each session comes when the trace says; those behind it when the one before is over.
     def _first_turns(self, turns: Iterable[TraceTurn]) -> list[TraceTurn]:
         """The turns that begin sessions; the others come when they are due."""
         firsts: list[TraceTurn] = []
@@ -214,11 +225,13 @@ class Replay:
         events = self._events
         while events and events[0][0] <= now_s:
             due_s, _, event = heappop(events)
+            # Before the event, in the order of time: an event may ask for a session that has expired by then.
             if due_s >= self._expiry_s:
                 self._expire_idle(due_s)
             if self._has_queue:
                 self.waiting.passed(due_s)
             event(due_s)
+        # Not at the very end, where time is infinite: what is left has not expired.
         if self._expiry_s <= now_s < math.inf:
             self._expire_idle(now_s)
 
@@ -237,6 +250,8 @@ class Replay:
         self.store.expire(uid)
 
     def _at(self, due_s: float, event: Callable[[float], None]) -> None:
+        # By time, then by number: of two events at one time the first made comes first, and callbacks are
+        # never compared.
         self._event_count += 1
         heappush(self._events, (due_s, self._event_count, event))
 
@@ -278,6 +293,7 @@ class Replay:
             turn, next_s, since_s = self._queue.popleft()
             self._free_slots -= 1
             end_s = now_s + self._start(turn, since_s, now_s)
+            # Bound as defaults: the loop goes on before the event comes.
             self._at(end_s, lambda due_s, turn=turn, next_s=next_s: self._end(turn, next_s, due_s))  # type: ignore[misc]
         self._prefetch(now_s)
 
@@ -298,6 +314,7 @@ class Replay:
         self._fit(turn, live)
         if live.cut_tokens and load.overflow is Overflow.INVALIDATE:
             store.void(uid)
+        # Looked up before `begin`, which promotes: the hit counts where the state was.
         tier = store.tiers.tier(uid)
         history_bytes = live.history_tokens * load.token_bytes
         fetch = store.begin(uid, history_bytes, now_s)
@@ -320,6 +337,7 @@ class Replay:
         tally.prompt_tokens += live.input_tokens + live.history_tokens
         bucket = tally.ttft.add(now_s - since_s + first_token_s)
         if is_later:
+            # One logarithm for both histograms where nothing waited: it is a good part of a turn's cost.
             if now_s == since_s:
                 tally.later_ttft.add_to(bucket, first_token_s)
             else:
@@ -371,6 +389,10 @@ class Replay:
         live = self._live[uid]
         if load.is_closed:
             next_s = self._come_next(uid, now_s)
+        # What a turn does to a session's tokens, in a full window:
+        #
+        #     | cut at the start | history | input | answer |
+        #     └ dropped ─────────┘ └ late: a second cut, where the answer does not fit either
         size_tokens = live.history_tokens + live.input_tokens + turn.output_tokens
         late_tokens = 0 if load.context_tokens is None else dropped_tokens(size_tokens, load.context_tokens)
         live.size_tokens = size_tokens - late_tokens
@@ -402,6 +424,7 @@ class Replay:
         else:
             self._idle[uid] = now_s
             self._expiry_s = min(self._expiry_s, now_s + load.ttl_s)
+            # A job that never comes waits behind all that were told before it.
             if self._liar.tells(Lie.PHANTOM, turn):
                 self._event_count += 1
                 self.waiting.put(uid, float(self._event_count), now_s, is_turn=False)
@@ -432,6 +455,8 @@ class Replay:
 
     def _prefetch(self, now_s: float) -> None:
         """Read ahead, one session at a time, while there is someone to read for."""
+        # While the SSD reads for one session, nothing is begun for another: the policy may know better by
+        # then.
         while self.store.ssd.reader_free_s <= now_s:
             if not self.store.prefetch(now_s):
                 return

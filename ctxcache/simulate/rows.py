@@ -130,6 +130,7 @@ def rows_of(path: Path, check_header: Callable[[Row], object] = lambda _: None) 
             for row in _json_rows(path, lines) if is_json else _csv_rows(path, lines, check_header):
                 line = row.line
                 yield row
+    # With the line behind the last whole one: what is wrong lies there.
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InvalidTrace.at(path, line + 1, None, problem) from error

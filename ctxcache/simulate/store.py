@@ -54,6 +54,15 @@ class Layers(NamedTuple):
     copy_s: float
     prefill_s: float
 
+    # Three stages, one layer after the other; the slowest sets the pace. Four layers, the first two in DRAM:
+    #
+    #     SSD       | read 2 | read 3 |
+    #     copy      | 0 | 1 |  | 2 |    | 3 |
+    #     prefill       | 0 | 1 |  | 2 |    | 3 |
+    #                                        └ first token
+    #
+    # The longest of three ways counts: all layers at the slower stage's pace from the start, those that are
+    # read at that pace from the first read on, and the last read.
     def first_token_s(self, fetch: Fetch) -> float:
         """When the last layer's prefill ends: the longest way through the stages."""
         copy_s, prefill_s = self.copy_s / self.layer_count, self.prefill_s / self.layer_count
@@ -125,6 +134,12 @@ class _Held:
     """Off: DRAM alone has it, of a ledger in which SSD has what DRAM has."""
 
 
+# A session by where it lies. Of exclusive tiers (this class) it lies in one, of inclusive ones (below) in
+# SSD, and maybe in DRAM too:
+#
+#     exclusive   DRAM ── demote ──► SSD ── evict ──► gone           SSD ── promote ──► DRAM
+#     inclusive   DRAM and SSD ── drop ──► SSD ── evict ──► gone     nothing is written when it leaves DRAM
+#                 DRAM alone (not worth writing) ── written, or evicted
 class Tiers:
     """Sessions by tier. `buffer_bytes` of DRAM are kept free for promotions and growth.
 
@@ -139,6 +154,7 @@ class Tiers:
         self._buffer_bytes = buffer_bytes
         self._used = dict.fromkeys(Level, 0)
         self._held: dict[bytes, _Held] = {}
+        # Nobody's need moves these: a turn reads them.
         self._in_turn: set[bytes] = set()
 
     def __len__(self) -> int:
@@ -186,6 +202,7 @@ class Tiers:
         else:
             self._resize(uid, held, facts.size_bytes, moves)
         self._in_turn.discard(uid)
+        # Behind the end of the turn: the buffer is free when the next one comes.
         self._make_room(Level.MEMORY, self._buffer_bytes, moves)
         return moves
 
@@ -205,6 +222,7 @@ class Tiers:
         The promotion is the last move; none when there is none, or no room.
         """
         uid = self.policy.prefetch()
+        # A policy may name a session that has left meanwhile, or that a turn reads.
         if uid is None or not self._may_move(uid):
             return []
         moves: list[Move] = []
@@ -271,6 +289,8 @@ class Tiers:
             victim = self._first(tier, may_leave)
             if victim is None:
                 return False
+            # One that fits is demoted. One that does not makes SSD give up its own first victim, which may be
+            # the same, and is looked at again. One larger than all of SSD leaves the store.
             held = self._held[victim]
             if tier is Level.MEMORY and held.size_bytes <= self._free_bytes(Level.BELOW):
                 self._place(victim, Level.BELOW)
@@ -294,6 +314,7 @@ class Tiers:
             held = sessions.get(uid)
             if held is None or held.pin_count or uid in in_turn:
                 return False
+            # With inclusive tiers a session in DRAM may be the one that SSD gives up first.
             is_there = held.tier is Level.MEMORY if is_memory else held.is_written
             return is_there and (may_leave is None or may_leave(uid))
 
@@ -336,6 +357,7 @@ class InclusiveTiers(Tiers):
 
     def _admit(self, uid: bytes, size_bytes: int, moves: list[Move]) -> None:
         # DRAM first: rows are there before anybody can tell what they are worth.
+        # Without room in DRAM it goes to SSD at once, worth it or not: there is nowhere else.
         tier = Level.MEMORY if self._make_room(Level.MEMORY, size_bytes, moves) else Level.BELOW
         is_written = tier is Level.BELOW or self._is_worth_writing(uid, size_bytes)
         if is_written and not self._make_room(Level.BELOW, size_bytes, moves):
@@ -356,6 +378,7 @@ class InclusiveTiers(Tiers):
         has_room = held.tier is Level.BELOW or self._make_room(
             Level.MEMORY, max(more_bytes, 0), moves, may_leave
         )
+        # A session that leaves DRAM, or is pinned, is written whatever it is worth: it would be lost.
         if not has_room or held.pin_count or self._is_worth_writing(uid, size_bytes):
             is_written = held.is_written or self._write(uid, moves)
             if not is_written or not self._make_room(Level.BELOW, max(more_bytes, 0), moves, may_leave):
@@ -418,6 +441,7 @@ class InclusiveTiers(Tiers):
 
     def _place(self, uid: bytes, tier: Level) -> None:
         held = self._held[uid]
+        # Only DRAM's part changes: SSD has it before and after.
         self._used[Level.MEMORY] += held.size_bytes * ((tier is Level.MEMORY) - (held.tier is Level.MEMORY))
         held.tier = tier
         self.policy.placed(uid, tier)
@@ -456,6 +480,10 @@ class Ssd:
         """Read so much; returns when it is there."""
         begin_s = self.free_s(now_s)
         read_s = size_bytes / self._read_bytes_per_s
+        # A read of 4 s meets writes of 3 s. Both go half as fast while they meet, so each takes 3 s longer:
+        #
+        #     read    ▒▒▒▒▒▒ ▓         3 s of work in 6 s, then 1 s alone
+        #     write   ▒▒▒▒▒▒
         shared_s = min(read_s, max(self._writer_free_s - begin_s, 0.0))
         self._writer_free_s += shared_s
         end_s = begin_s + read_s + shared_s
@@ -522,6 +550,7 @@ class Store:
             missing_share = 1.0
         elif tier is Level.MEMORY:
             missing_share = 1.0 - self._resident_share
+            # Counted when the turn comes: a prefetch that is under way is waited for, by what is left of it.
             if copy is not None and copy.ready_s < math.inf:
                 self.tally.prefetch_met(copy.ready_s, now_s)
                 ready_s = max(copy.ready_s - now_s, 0.0)
@@ -543,6 +572,10 @@ class Store:
         copy = self._copies.get(uid)
         if copy is None:
             copy = self._copies[uid] = _Copy()
+        # What SSD has of the session is a run of bytes from its begin. A turn cuts both ends:
+        #
+        #     before    | written …………………………… | unwritten |
+        #     after          | valid ……… |           begin: fell out of the window; end: no whole segment
         elif copy.written_bytes:
             copy.written_bytes = max(min(copy.written_bytes, valid_bytes.stop) - valid_bytes.start, 0)
         copy.loss = None
@@ -556,6 +589,7 @@ class Store:
         self.tiers.ended(uid)
         self._copies[uid] = _Copy(loss=Loss.VOID)
 
+    # A turn that finds nothing of an expired session has no entry here, by which `missed` knows it.
     def expire(self, uid: bytes) -> None:
         """The session is over."""
         self._unprefetched(uid)

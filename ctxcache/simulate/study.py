@@ -119,6 +119,7 @@ def study(
             )
             if teacher is not None and isinstance(replay, BlockReplay) and policy != BELADY:
                 unhinted = replace(sized, hints=frozenset())
+                # Hints of the teacher's trace say nothing of this one's future.
                 other = of_blocks(unhinted, policy, replay.block_tokens, None)
                 _teach(replay, other, teacher)
             with _uncollected():
@@ -180,6 +181,7 @@ def footprint_bytes(
     trace: Iterable[TraceTurn], load: Load, next_arrivals_s: "array[float] | None", step: Step
 ) -> int:
     """Most bytes of state at once in turns or needed by later ones; found by a replay with room for all."""
+    # DRAM and SSD without bound, and a policy that is never asked: only what is live is of interest.
     boundless = replace(
         load, dram_bytes=BOUNDLESS_BYTES, ssd_bytes=BOUNDLESS_BYTES, buffer_share=0.0, hints=frozenset()
     )

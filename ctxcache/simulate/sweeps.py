@@ -430,6 +430,7 @@ def prepare(
     A warm-up of the paper's is cut to a fifth of a shorter trace. Raises InvalidTrace.
     """
     census = count(trace, load.ttl_s)
+    # By what there is, not by what was asked: a short trace would be warm-up alone.
     load = replace(load, warm_up_count=min(load.warm_up_count, census.turn_count // 5))
     if live_bytes or sweep.is_of_footprint:
         census = replace(census, live_bytes=footprint_bytes(trace, load, look(trace), step))
@@ -453,6 +454,7 @@ def play(
     workers = min(job_count, len(runs))
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         futures = [pool.submit(_figures, trace, run) for run in runs]
+        # All are handed out at once, and rows are yielded in the order of the runs, whichever ends first.
         for future in futures:
             future.add_done_callback(lambda _: done())
         try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.trace import TraceTurn
 
+# A duration up to this counts as 0; buckets grow by one per cent from here on.
 LEAST_S = 1e-6
 STEP = math.log(1.01)
 
@@ -50,6 +51,7 @@ class FineHistogram:
         for bucket in sorted(self.buckets):
             left -= self.buckets[bucket]
             if left <= 0:
+                # The middle of the bucket, which is half a per cent from its ends.
                 return LEAST_S * math.exp((bucket - 0.5) * STEP) if bucket else 0.0
         return 0.0
 
@@ -225,6 +227,7 @@ def count(turns: Iterable[TraceTurn], ttl_s: float) -> Census:
     first_s, latest_s = math.inf, 0.0
     for turn in turns:
         turn_count += 1
+        # Arrivals of first turns alone: the pace at which sessions begin.
         if turn.session not in sizes:
             latest_s = turn.arrival_s
             first_s = min(first_s, latest_s)

@@ -85,6 +85,12 @@ class _Request:
     is_continued: bool = False
 
 
+# How requests become sessions. An id names a block and all before it:
+#
+#     request 1   a b c        a session of its own
+#     request 2   a b c d      holds all full blocks of request 1: its second turn
+#     request 3   a b c e      request 1 was continued already: forked, a session that begins with turn 2
+#     request 4   a x          only the first block is known, which everyone has: a session of its own
 class Conversations:
     """Requests in order of arrival, which say what prefixes they hold in blocks, as Mooncake's traces do.
 
@@ -108,6 +114,7 @@ class Conversations:
             row.refuse("hash_ids", f"{len(blocks)} blocks of {self._block_tokens} for {input_tokens} tokens")
         request, history_tokens = self._placed(blocks, input_tokens, output_tokens)
         for block in blocks:
+            # The last request that held a block: whoever continues it continues that one.
             self._holders[block] = request
             self._holders.move_to_end(block)
         while len(self._holders) > self._most_blocks:
@@ -134,6 +141,7 @@ class Conversations:
         if before.is_continued:
             return self._begun(before.number + 1, input_tokens, output_tokens), shared_tokens
         before.is_continued = True
+        # At least one token of the prompt is new.
         held_tokens = min(before.input_tokens + before.output_tokens, input_tokens - 1)
         request = _Request(before.session, before.number + 1, input_tokens, output_tokens)
         return request, max(held_tokens, shared_tokens)
