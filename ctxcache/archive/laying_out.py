@@ -229,12 +229,12 @@ def look(source: Source, *, now_ns: int, step: Step) -> Restored:
 
 # The order of what is written, and what a crash at each step leaves (the same command begins anew):
 #
-#     FORMAT begun             a directory that no server takes, and that knows its own id
+#     RESTORING                a directory that no server takes, and that knows its own id
 #     SSD directories emptied  only what this id has made, or new ones
 #     PATHS                    which directory is which
 #     segments                 written, synced, dropped from the cache, read back and verified
 #     metadata                 RocksDB, with every record
-#     FORMAT finished          from here on a server starts
+#     RUNS, FORMAT             from here on a server starts; RESTORING goes
 def lay_out(
     source: Source,
     data_directory: Path,

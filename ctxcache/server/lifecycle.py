@@ -47,10 +47,17 @@ async def serve(
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    # A signal, by when it comes:
+    #
+    #     while data are opened or loaded   `end_start`: the process ends at once, from the handler
+    #     later                             `ended` is set: what runs is finished, and all is flushed
+    #     the end takes too long            `on_overdue`, in a timer's thread: the loop may hang for good
     def end_start(*_: object) -> None:
+        # Names of shared memory outlive the process: nobody else would remove them.
         unlink_all()
         on_early_end()
 
+    # From here on the loop handles them: what is being served is finished first.
     def end_in_order() -> None:
         for number in SIGNALS:
             loop.add_signal_handler(number, ended.set)
@@ -68,6 +75,7 @@ async def serve(
         on_ready(server)
         await ended.wait()
     finally:
+        # A thread, not a timer of the loop: what hangs may be the loop.
         limit = threading.Timer(settings.drain_timeout_s + settings.flush_timeout_s, on_overdue, (server,))
         limit.daemon = True
         limit.start()

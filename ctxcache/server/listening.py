@@ -81,6 +81,7 @@ class Ports:
                     port = self.server.add_insecure_port(target)
         except OSError as error:
             raise AddressUnusable(address=target, problem=error.strerror or str(error)) from error
+        # gRPC says RuntimeError for any address that it cannot have, without a reason.
         except RuntimeError as error:
             raise AddressUnusable(address=target, problem="it is in use or not ours to use") from error
         return target if is_unix else f"{target.rpartition(':')[0]}:{port}"
@@ -133,6 +134,7 @@ def _socket_path(path: str, automatic: Path) -> str:
     """The path of a Unix socket, empty for none. Raises AddressUnusable when it is too long."""
     if path == "auto":
         path = str(automatic.absolute())
+        # `auto` does without a socket where its path is too long; a path that was asked for is refused.
         if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
             log.warning("unix_socket_off path=%s reason=%s", path, "path_too_long")
             path = ""
@@ -173,6 +175,7 @@ def metrics_place(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, 
     """
     if settings.metrics_listen == "auto":
         tcp = [address for address in addresses if not address.startswith("unix:")]
+        # Beside a port that the system chose nothing can be expected, so any free one will do.
         port = int(tcp[0].rpartition(":")[2]) + 1 if tcp and not settings.listen.endswith(":0") else 0
         return "127.0.0.1", port if port <= PORT_LIMIT else 0
     if not settings.metrics_listen:
@@ -201,6 +204,7 @@ def bulk_places(settings: Settings, addresses: tuple[str, ...]) -> BulkPlaces:
     """
     if not settings.bulk_listen:
         return BulkPlaces()
+    # Beside gRPC's own socket, with the same rights of the directory.
     unix_paths = [address.removeprefix("unix:") for address in addresses if address.startswith("unix:")]
     unix_path = f"{unix_paths[0]}.bulk" if unix_paths else ""
     if settings.bulk_listen == "auto":

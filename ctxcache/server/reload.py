@@ -56,6 +56,7 @@ class Reloading:
 
     def _apply(self, settings: Settings) -> None:
         cache = self._cache
+        # First what can refuse: until here nothing has changed.
         try:
             cache.ledger.usage.shares.become(settings.tenant_shares)
         except ValueError as error:

@@ -104,6 +104,15 @@ SERVICES = (
 )
 
 
+# From nothing to serving and back. Whatever fails on the way up closes all below it, in reverse:
+#
+#     up                                           down (`stop`)
+#     ──────────────────────────────────────────   ─────────────────────────────────────────────────────
+#     data directory locked, arena, SSD, metadata  `_files`: closed in reverse, the lock last
+#     time, what the policy learned                lessons and clock kept, then RUNS clean
+#     records loaded, collector frozen             everything dirty is flushed
+#     addresses bound, RUNS not clean              metrics, lag and recording stopped
+#     gRPC serves, doors open, upkeep begins       doors close, what runs ends by a deadline, upkeep ends
 class Server:
     """A running server. Use `start`, then `stop`."""
 
@@ -145,6 +154,7 @@ class Server:
             connection_limit=settings.max_bulk_connections,
             tls=self._tls,
         )
+        # Asked at each health check: metadata that takes no changes says why.
         self._health = Health(SERVICES, lambda: storage.metadata.problem)
         self._doors = Doors(self._admissions, self._health)
         self._lag, self._rpc_times = LoopLag(), RpcTimes()
@@ -158,6 +168,7 @@ class Server:
             tls=None if metrics_tls is None else lambda: metrics_tls.context,
         )
         newcomers = Newcomers()
+        # One order of turns for gRPC and for local clients: neither way gets ahead of the other.
         self._local_turns = Turns(newcomers)
         edge = Edge(
             self._admissions,
@@ -226,6 +237,7 @@ class Server:
                 raise
             log.error("metadata_rebuild_begins error=%s", error)  # noqa: TRY400  the sentence says all
         await asyncio.to_thread(_rebuild, settings)
+        # Once: a rebuilt store that does not load either is beyond this.
         return await cls._start(settings, clock, on_loaded, spans, read_again)
 
     @classmethod
@@ -237,6 +249,7 @@ class Server:
         spans: Spans | None,
         read_again: Callable[[], Settings] | None,
     ) -> "Server":
+        # Tenants are told apart only where callers are: everybody is one tenant otherwise.
         identification = identified_by(settings.identities, settings.token_hashes)
         is_divided = not identification.is_open
         with ExitStack() as files:
@@ -268,6 +281,7 @@ class Server:
             reloading = Reloading(settings, cache, read_again or (lambda: settings))
             server = cls(reloading, storage, cache, files, identification, lessons)
             await server._listen()
+            # From here on the server closes them; before, any error does.
             server._files = files.pop_all()
         return server
 
@@ -299,6 +313,8 @@ class Server:
     async def stop(self) -> None:
         """Finish what runs, flush, close. Raises the first failure to flush, with everything closed."""
         with self._files:
+            # First, so that a call that comes now is told to go elsewhere instead of running into the
+            # deadline.
             self._doors.close_for_good()
             patience_s = self.settings.drain_timeout_s
             await asyncio.gather(
@@ -306,10 +322,12 @@ class Server:
                 self._control.stop(patience_s),
                 self._bulk.drain(patience_s),
             )
+            # Behind the last call: those that were running may have waited for room that upkeep makes.
             for task in filter(None, (self._upkeep, *self._watches)):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            # Dirty state has no writer any more, so that what is flushed here is all there is.
             await self._cache.close()
             self._lag.stop()
             self._recording.stop()
@@ -317,6 +335,7 @@ class Server:
             await self._lessons.keep()
             if isinstance(clock := self._cache.state.clock, StoreClock):
                 await clock.keep()
+            # Last of all writes: a run that fails before it counts as a crash.
             self.storage.directory.end_run()
 
     async def _listen(self) -> None:
@@ -335,6 +354,7 @@ class Server:
         await self._ports.server.start()
         self._lag.start()
         self._recording.start()
+        # Only with everything ready: a health check that says yes is a promise.
         self._doors.open()
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
@@ -349,10 +369,12 @@ class Server:
             self._watches.append(loop.create_task(tls.watch()))
         if isinstance(clock := self._cache.state.clock, StoreClock):
             self._watches.append(loop.create_task(clock.run()))
+        # In the background: touching every page of a large arena takes long.
         if self.settings.arena_prefault:
             self.storage.arena.prefault()
 
     async def _open_doors(self) -> None:
+        # TCP first: the port that was chosen for `:0` is the first address that is told.
         self.addresses = tuple(self._ports.bind(address) for address in targets(self.settings))
         for address in self.addresses:
             self._connections.add(address)
@@ -371,6 +393,7 @@ class Server:
         try:
             await self._metrics.start(host, port)
         except AddressUnusable as error:
+            # By itself the port beside the server's may be another's: no reason not to serve.
             if self.settings.metrics_listen != "auto":
                 raise
             log.warning("metrics_off error=%s", error)

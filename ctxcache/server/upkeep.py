@@ -121,6 +121,13 @@ class Upkeep:
         """Verify what nobody has asked for, at a bounded rate: a pass may last for hours."""
         return await self._try(self._cache.scrubbing.verify_unasked)
 
+    # One loop. After a success it turns again as soon as it is wanted, after a failure only when time is
+    # over:
+    #
+    #     pause 10 ms ──► wait for `wanted`, at most half a second ──► turn ──► went well
+    #                                                                       └─► failed: half a second
+    #
+    # The short pause is there even where it is wanted all the time: others have the event loop meanwhile.
     async def _repeat(self, turn: Callable[[], Awaitable[bool]], wanted: asyncio.Event) -> NoReturn:
         """Turn by turn, at once where `wanted` is set; after a failure only when the interval is over."""
         is_well = True
@@ -128,6 +135,8 @@ class Upkeep:
             await asyncio.sleep(min(LEAST_PAUSE_S, self._interval_s) if is_well else self._interval_s)
             if is_well:
                 with suppress(TimeoutError):
+                    # `wanted` is cleared by the turn that does what was wanted, not here: a wish during the
+                    # turn is kept.
                     async with asyncio.timeout(self._interval_s):
                         await wanted.wait()
             is_well = await self._try_turn(turn)
@@ -149,6 +158,7 @@ class Upkeep:
             # It was deleted meanwhile, or evicted to make room.
             return True
         except CacheError as error:
+            # A failure by its reason and place: of the same one the log has a line, the counter every time.
             what = (error.reason, str(error.facts.get("path", error.facts.get("tier", error))))
             if self._told.get(name) != what:
                 log.warning("upkeep_step_failed step=%s reason=%s error=%s", name, error.reason, error)
@@ -191,6 +201,7 @@ class Lessons:
         try:
             facts = read_facts(self._path)
             if facts["version"] == VERSION and facts["policy"] == self._name:
+                # What was learned counts less the older it is.
                 age_ns = max(self._now_ns() - int(facts["time_ns"]), 0)
                 self._policy.relearn(facts["lessons"], age_ns / 10**9)
         except FileNotFoundError:
@@ -207,6 +218,7 @@ class Lessons:
     async def keep(self) -> None:
         """Write down what was learned, if that is something new; a refusal is logged."""
         lessons = self._policy.lessons()
+        # A file that says the same is not written again each minute.
         if lessons == self._kept:
             return
         facts = {"version": VERSION, "policy": self._name, "time_ns": self._now_ns(), "lessons": lessons}
