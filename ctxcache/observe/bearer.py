@@ -48,6 +48,7 @@ class Bearer:
         stamp = _stamp(self._path)
         if stamp == self._seen:
             return
+        # Noted before it is read: a file that is refused is not read again before it changes.
         self._seen = stamp
         try:
             self._digest = self._read()

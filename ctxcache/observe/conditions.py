@@ -39,6 +39,10 @@ class HeldCondition:
     unit: str
 
 
+# What a condition may look at:
+#
+#     now     gauges, as they are
+#     ring    counters and distributions, as they have grown in the last minutes
 def holding(now: Moment, ring: Ring) -> Iterator[HeldCondition]:
     """The conditions that hold, the critical ones first."""
     for severity in (CRITICAL, WARNING):
@@ -79,6 +83,7 @@ def _is_draining(now: Moment, _: Ring) -> float:
 
 def _paths(state: str) -> Callable[[Moment, Ring], float]:
     def look(now: Moment, _: Ring) -> float:
+        # Labels in the order of the metric's: tier, path, state.
         return sum(value for labels, value in now.of("ctxcache_path_state").items() if labels[2] == state)
 
     return look
@@ -96,6 +101,7 @@ def _internal(now: Moment, ring: Ring) -> float:
 
 def _held(now: Moment, _: Ring) -> float:
     limits = now.of("ctxcache_pinned_limit_bytes")
+    # The shares of leases and of reservations: the larger one counts.
     return max(
         (n / limits[by] for by, n in now.of("ctxcache_pinned_bytes").items() if limits.get(by)), default=0
     )

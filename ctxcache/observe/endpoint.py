@@ -45,6 +45,10 @@ Page = Callable[[Mapping[str, str]], Awaitable[Answer]]
 """Given the request's headers, names in lower case."""
 
 
+# The life of a connection, all within TIMEOUT_S:
+#
+#     accepted ──► TLS ──► request's head read ──► page ──► answer drained ──► closed
+#     └ silent: the oldest gives way ─────┘ └ busy: whoever comes is closed
 class Endpoint:
     """Serves pages by path. Owned by the event loop."""
 
@@ -90,6 +94,7 @@ class Endpoint:
         if len(self._connections) >= CONNECTIONS_LIMIT:
             oldest = next(iter(self._silent), None)
             if oldest is None:
+                # With every place taken by a request that runs, the one that comes is cut off.
                 writer.transport.abort()
                 return
             self._silent.pop(oldest).transport.abort()
@@ -132,6 +137,7 @@ class Endpoint:
         if method != "HEAD":
             writer.write(answer.body)
         await writer.drain()
+        # The peer reads to the end of the answer, whatever it makes of its length.
         if writer.can_write_eof():
             with contextlib.suppress(OSError):
                 writer.write_eof()
@@ -161,6 +167,7 @@ def _failure(status: HTTPStatus) -> Answer:
 
 def _parsed(head: bytes) -> tuple[str, str, Mapping[str, str]]:
     """Method, path without its query, and headers; an empty method where it is no request."""
+    # Read as bytes: a header that is no text must not break the parsing.
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):

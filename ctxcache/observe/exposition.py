@@ -183,6 +183,7 @@ def _tenants(cache: Cache) -> Iterator[Sample]:
     )
     sums: Counter[tuple[str, str, str]] = Counter()
     for name in names:
+        # Those that are not shown are added up under one name: labels stay bounded, sums stay right.
         use, own, as_name = ledger.usage.of(name), quotas.own(name), name if name in shown else OTHER
         sums["ctxcache_tenant_sessions", as_name, ""] += len(ledger.names(name))
         for tier, size_bytes in (
@@ -228,6 +229,7 @@ class LoopLag:
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = loop.call_later(INTERVAL_S, self._fire, loop, loop.time() + INTERVAL_S)
 
+    # Timed anew each time: a stall is told once, by the timer that it held up.
     def _fire(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
         self.lag_s.observe(loop.time() - due_s)
         self._begin(loop)
@@ -274,6 +276,11 @@ class Sources:
         return problem and f"writes are refused, reads go on: metadata {problem}"
 
 
+# Who reads what. Nothing on the loop waits:
+#
+#     event loop   counters, gauges, histograms of cache and calls       copied to samples
+#     thread       RocksDB's properties, statvfs, /proc                  may hang with a device
+#     thread       samples to text
 class Exposition:
     """Writes the metrics of one server."""
 
@@ -288,6 +295,7 @@ class Exposition:
             begun_s = perf_counter()
             samples = list(read(self._sources))
             self._sources.scrape_s.observe(perf_counter() - begun_s)
+            # Within the turn: a scrape that hangs holds up the next one instead of taking another thread.
             return await asyncio.to_thread(self._written, samples, accepted)
 
     def _written(self, samples: list[Sample], accepted: str) -> tuple[bytes, str]:

@@ -148,6 +148,11 @@ class Moment:
         return moment
 
 
+# What the ring has, and what is asked of it. `now` is read at the request:
+#
+#     ring            | m0 | m1 | … | m60 |      now             moments, each of KEPT counters
+#     last(now, 5)    now - m56: between four and five minutes
+#     by_minute       m2 - m1, …, m60 - m59, now - m60
 class Ring:
     """The last hour."""
 
@@ -178,6 +183,7 @@ def quantile(values: Iterable[Distribution], share: float) -> float:
         merged = [a + b for a, b in zip(merged or [0] * len(value.counts), value.counts, strict=True)]
     wanted, low = share * sum(merged), 0.0
     for bound, count in zip(bounds, merged, strict=False):
+        # Straight within the bucket: the true values are unknown there.
         if count and wanted <= count:
             return low + (bound - low) * wanted / count
         wanted -= count
@@ -187,6 +193,7 @@ def quantile(values: Iterable[Distribution], share: float) -> float:
 
 def _grown(after: Value, before: Value | None) -> Value:
     if isinstance(after, Distribution):
+        # A label that came since has grown from nothing.
         if not isinstance(before, Distribution):
             return after
         counts = tuple(a - b for a, b in zip(after.counts, before.counts, strict=True))
@@ -215,6 +222,7 @@ class Recording:
             self._timer.cancel()
             self._timer = None
 
+    # The next one is timed from here, so a loop that was late does not catch up.
     def _record(self, loop: asyncio.AbstractEventLoop) -> None:
         self.ring.add(self.read())
         self._timer = loop.call_later(INTERVAL_S, self._record, loop)

@@ -69,6 +69,8 @@ async def listed_sessions(cache: Cache) -> SessionList:
     return SessionList(_listed(hottest, now_ns), _listed(largest, now_ns), len(sessions))
 
 
+# The least of those kept is at the root: of most sessions one comparison is all. The number in the middle
+# decides between equals, since sessions have no order.
 def _keep(kept: list[tuple[float, int, Session]], found: tuple[float, int, Session]) -> None:
     if len(kept) < SHOWN:
         heapq.heappush(kept, found)
@@ -77,6 +79,7 @@ def _keep(kept: list[tuple[float, int, Session]], found: tuple[float, int, Sessi
 
 
 def _listed(kept: Iterable[tuple[float, int, Session]], now_ns: int) -> tuple[SessionLine, ...]:
+    # It may have gone while others had their turn.
     found = (session for size, _, session in sorted(kept, key=lambda k: (-k[0], k[1])) if size > 0)
     return tuple(_facts(session, now_ns) for session in found if not session.is_gone)
 
@@ -240,6 +243,7 @@ def status_of(
     """The status now. `settings`: those that differ from their default."""
     ((version, policy),) = now.of("ctxcache_info")
     hour, minutes5 = ring.last(now, MINUTES), ring.last(now, 5)
+    # Of a server that began less than five minutes ago, by the time since.
     start_s = now.one("ctxcache_start_time_seconds")
     up_s = max(now_s - start_s, 0)
     calls = sum(sum(value.counts) for value in minutes5.distributions("ctxcache_rpc_seconds").values())

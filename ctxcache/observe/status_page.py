@@ -43,6 +43,8 @@ class Html(str):
     __slots__ = ()
 
 
+# Everything that is shown goes through here: a child that is not Html is escaped, and only this module makes
+# Html. A session's name is a caller's text.
 def element(name: str, /, *children: object, **attributes: object) -> Html:
     """An element; `class_` is class, `view_box` viewBox, `aria_label` aria-label.
 
@@ -261,6 +263,7 @@ def page(status: Status) -> Html:
         void("meta", charset="utf-8"),
         void("meta", name="viewport", content="width=device-width, initial-scale=1"),
         void("meta", name="color-scheme", content="light dark"),
+        # Only without script: with it the page fetches itself anew.
         element("noscript", void("meta", http_equiv="refresh", content=REFRESH_WITHOUT_SCRIPT_S)),
         element("title", f"({count}) ctxcache" if count else "ctxcache"),
         void("link", rel="icon", href="data:,"),
@@ -632,6 +635,8 @@ FRESH_S = 1.0
 SCAN_S = 10.0
 
 
+# Made at most once a second, whoever asks; names are looked through every ten. Two answers are kept, one with
+# names and one without.
 class StatusPages:
     """Makes a status when it is asked for. Owned by the event loop."""
 
@@ -643,6 +648,7 @@ class StatusPages:
 
     def pages(self) -> Mapping[str, Page]:
         """By path."""
+        # Read once, at the start: a page costs no file.
         web = files("ctxcache.observe") / "web"
         css, script = ((web / name).read_bytes() for name in ("status.css", "status.js"))
         return {
@@ -663,7 +669,10 @@ class StatusPages:
         return Answer(text.encode(), "application/json")
 
     async def _status(self, headers: Mapping[str, str]) -> Status:
+        # By the name that the browser used: a page of another site could have its own name point to this
+        # address, and read the answer.
         with_names = self._sources.shows_names() and is_own_name(headers.get("host", ""))
+        # One at a time: all who wait find what the first one made.
         async with self._turn:
             made = self._made.get(with_names)
             if made is None or monotonic() - made[0] > FRESH_S:

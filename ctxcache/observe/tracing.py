@@ -55,6 +55,7 @@ class OtelSpans:
     def _span(self, name: str, carrier: dict[str, str] | None, facts: dict[str, str | int]) -> Iterator[None]:
         context = None if carrier is None else self._propagator.extract(carrier)
         kind = self._trace.SpanKind.INTERNAL if carrier is None else self._trace.SpanKind.SERVER
+        # Told below by hand: a refusal is an answer with a reason, and has no traceback.
         with self._tracer.start_as_current_span(
             name, context, kind, facts, record_exception=False, set_status_on_exception=False
         ) as span:
