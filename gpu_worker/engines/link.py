@@ -5,11 +5,13 @@
         └── the store has another model ──► REFUSED
 
 An engine never waits for it: while it is not READY, nothing is looked up, restored or saved. REFUSED is for
-good, and says why once.
+good, and says why once. A caller that waits for something else of the store asks `answers` meanwhile: calls
+that move rows may take longer than a store needs to say that it is there.
 """
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -69,9 +71,19 @@ class LinkState(enum.Enum):
 class StoreLink(Generic[Subject]):
     """A client of the store and what it is for. Thread-safe. Close it."""
 
-    def __init__(self, connect: Callable[[], Client], describe: Callable[[Client], Subject]) -> None:
-        """Begin to connect, in a thread. `describe` reads the model, which may take long once."""
-        self._connect, self._describe = connect, describe
+    def __init__(
+        self,
+        connect: Callable[[], Client],
+        describe: Callable[[Client], Subject],
+        ask: Callable[[Client, Subject], object] = lambda _client, _subject: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to connect, in a thread. `describe` reads the model, which may take long once.
+
+        `ask`: a call that a store answers at once, for `answers`.
+        """
+        self._connect, self._describe, self._ask, self._clock = connect, describe, ask, clock
         self._state, self._changed = LinkState.CONNECTING, threading.Condition()
         self._client: Client | None = None
         self._subject: Subject | None = None
@@ -80,6 +92,9 @@ class StoreLink(Generic[Subject]):
         """Whether the user heard that the store cannot be used, and not since that it is."""
         self._told: set[type[CacheError]] = set()
         """Owned by `_changed`: errors of which the user has heard."""
+        self._asked_s: float | None = None
+        """Owned by `_changed`: when the store was asked the question that it has not answered."""
+        self._answered_s = -math.inf
         self._thread = threading.Thread(target=self._keep, name="ctxcache-link", daemon=True)
         self._thread.start()
 
@@ -113,6 +128,24 @@ class StoreLink(Generic[Subject]):
         except CacheError as error:
             self.failed(error)
             return otherwise
+
+    def answers(self, since_s: float, within_s: float) -> bool:
+        """Whether the store can be used; for a caller that has waited for it since then. Never waits.
+
+        The link's thread asks the store, now and then. Where the answer takes longer than `within_s`, the
+        store does not answer, see `failed`; a caller hears it 1.5 times as late at most.
+        """
+        with self._changed:
+            now_s, pause_s = self._clock(), within_s / 4
+            if self._state is not LinkState.READY or now_s - since_s < pause_s:
+                return self._state is LinkState.READY
+            if self._asked_s is None:
+                if now_s - self._answered_s >= pause_s:
+                    self._asked_s = now_s
+                    self._changed.notify_all()
+            elif now_s - self._asked_s > within_s:
+                self.failed(DeadlineExceeded(target="a question", timeout_s=f"{within_s:g}"))
+            return self._state is LinkState.READY
 
     def failed(self, error: CacheError) -> None:
         """A call failed: say so once for each sort of error.
@@ -149,18 +182,30 @@ class StoreLink(Generic[Subject]):
     def _keep(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._state is not LinkState.READY)
+                self._changed.wait_for(
+                    lambda: self._is_closed or self._state is not LinkState.READY or self._asked_s is not None
+                )
                 if self._is_closed or self._state is LinkState.REFUSED:
                     return
+                is_asked = self._state is LinkState.READY
                 if self._state is LinkState.RESTING:
                     end_s = time.monotonic() + PAUSE_S
                     # A pause that `close` ends: a bare sleep would hold up the end of the engine.
                     self._changed.wait_for(lambda: self._is_closed, end_s - time.monotonic())
                     self._state = LinkState.CONNECTING
                     continue
+            if is_asked:
+                self._pulse()
+                continue
             state = self._try()
             with self._changed:
+                self._asked_s = None
                 self._turn(state)
+
+    def _pulse(self) -> None:
+        self.call(self._ask, None)
+        with self._changed:
+            self._asked_s, self._answered_s = None, self._clock()
 
     def _try(self) -> LinkState:
         try:

@@ -18,6 +18,15 @@ Staging keeps them until they are committed, so that they can be written again a
 ended. Every reservation asks for the generation that the last commit left: another writer of the session
 wins.
 
+A session may already have tokens that its engine computes once more, as when a turn is asked for again:
+
+```
+   session   a b c d e f g h        rows that come   c d e X Y
+                 └ ahead ──┘        c d e are there: not saved again; the session is cut before X
+```
+
+It stays whole until then, and for good where nothing differs.
+
 Worst case: a store that does not answer holds every save thread until the client's deadline. A session
 keeps the tokens before the first that was shed or failed, and what staging holds is lost with the
 process.
@@ -85,6 +94,10 @@ class SessionAppender:
         self._client, self._model = client, model
         self.session = session
         """As its last commit left it."""
+        self.saved_count = 0
+        """Tokens that were committed."""
+        self.kept_count: int | None = None
+        """How many of its tokens it keeps, where the rows to come differ from what it has behind them."""
         self._writer: SessionWriter | None = None
 
     def append(
@@ -94,6 +107,11 @@ class SessionAppender:
 
         Raises what an append raises; what is committed then, `session` says.
         """
+        if self.kept_count is not None and runs:
+            self.session = self._client.sessions.keep_first(
+                self.session.name, self.kept_count, if_generation_match=self.session.generation
+            )
+            self.kept_count = None
         while runs:
             # Up to the end of the room: a piece that reached beyond it would have to be split by the writer.
             first, runs = cut(runs, min(PIECE_TOKENS, self._room_left))
@@ -140,6 +158,7 @@ class SessionAppender:
         for stream in staging.specs:
             writer.write(stream, begin, staging.view(stream, rows, scratch))
         self.session = writer.commit(self.session.token_count + count, keep_open=not is_last)
+        self.saved_count += count
         if is_last or not self._room_left:
             self._writer = None
 
@@ -172,11 +191,14 @@ Part = tuple[StagedPass, RowRun]
 class Progress:
     """A session that is being saved: what of it is in staging, who works on it, what stopped it."""
 
-    def __init__(self, lane: SessionAppender) -> None:
+    def __init__(self, lane: SessionAppender, ahead: Sequence[int], unit_tokens: int) -> None:
         self.lane = lane
         self.name = lane.session.name
-        self.token_count = lane.session.token_count
+        self.token_count = lane.session.token_count - len(ahead)
         """Where its next row belongs: everything before it is in the store, in staging or under way."""
+        self._ahead = np.asarray(ahead, "<i4")
+        """Tokens that the store has behind `token_count`."""
+        self._unit_tokens = unit_tokens
         self.parts: list[Part] = []
         self.failure: CacheError | None = None
         """Why it takes no more rows."""
@@ -211,6 +233,27 @@ class Progress:
     def is_under_way(self) -> bool:
         """Whether rows are not in the store yet that may come to be there."""
         return bool(self.parts) or self.is_busy
+
+    def skip(self, token_ids: npt.NDArray[np.int32]) -> int:
+        """How many of the next tokens the store has: they are not saved again.
+
+        Where one differs, the session is to be cut there.
+        """
+        count = min(len(token_ids), len(self._ahead))
+        if not count:
+            return 0
+        differing = np.flatnonzero(self._ahead[:count] != token_ids[:count])
+        if len(differing):
+            count = int(differing[0])
+        if count < len(token_ids):
+            # Units are saved whole: one that the session has a part of, too.
+            count -= count % self._unit_tokens
+        if count < min(len(token_ids), len(self._ahead)):
+            self.lane.kept_count = self.token_count + count
+            self._ahead = self._ahead[:0]
+        self._ahead = self._ahead[count:]
+        self.token_count += count
+        return count
 
     def add(self, frame: StagedPass, run: RowRun) -> None:
         """Rows of a pass are its next tokens."""
@@ -396,9 +439,9 @@ class Sorter:
         scratch = scratch_for(self._staging)
         while (job := self._board.next()) is not None:
             lane = job.progress.lane
-            before = lane.session.token_count
+            before = lane.saved_count
             failure = self._save(job, scratch)
-            self._board.settle(job, lane.session.token_count - before, failure)
+            self._board.settle(job, lane.saved_count - before, failure)
 
     def _save(self, job: SaveJob, scratch: Bytes) -> CacheError | None:
         progress, lane = job.progress, job.progress.lane
@@ -497,17 +540,19 @@ class Saver(Closing):
 
     # -- sessions ------------------------------------------------------------------------------------
 
-    def open(self, session: SessionInfo) -> None:
-        """Take rows for a session, from its end on, as the store has it now.
+    def open(self, session: SessionInfo, *, ahead: Sequence[int] = (), unit_tokens: int = 1) -> None:
+        """Take rows for a session, from its end on, as the store has it now; or from before its last tokens.
+
+        `ahead`: the ids of those. Rows that are equal to them are not saved; before the first that differs
+        the session is cut, at a multiple of `unit_tokens`, in which its rows come.
 
         Raises InvalidArgument while it is open from before: `wait` first.
         """
         with self._board.changed:
             if session.name in self._board.sessions:
                 raise InvalidArgument(field="session", problem=f"{session.name} is being saved")
-            progress = self._board.sessions[session.name] = Progress(
-                SessionAppender(self._client, self._model, session)
-            )
+            lane = SessionAppender(self._client, self._model, session)
+            progress = self._board.sessions[session.name] = Progress(lane, ahead, unit_tokens)
             progress.is_finished = progress.is_closed = self._is_closing
 
     def finish(self, session_name: str, *, durability: Durability = Durability.MEMORY) -> None:
@@ -582,6 +627,11 @@ class Saver(Closing):
         finally:
             self._end(takers)
 
+    @property
+    def is_taking(self) -> bool:
+        """Whether any row of the pass under way is to be saved."""
+        return self._frame is not None
+
     def put(self, layer: int, kind: StateKind, rows: Tensor) -> None:
         """Take the rows [T, row] of one layer of the pass under way; those of other streams are passed over.
 
@@ -603,9 +653,12 @@ class Saver(Closing):
         with self._board.changed:
             for part in slices:
                 progress = self._board.sessions.get(part.session_name)
+                end = row + part.count
                 if progress is not None and self._takes(progress, part):
-                    takers.append((progress, RowRun(row, row + part.count)))
-                row += part.count
+                    begin = row + progress.skip(ids[row:end])
+                    if begin < end:
+                        takers.append((progress, RowRun(begin, end)))
+                row = end
             self._frame = self._board.take_frame(ids) if takers else None
             if takers and self._frame is None:
                 limit = self._staging.ring.row_count

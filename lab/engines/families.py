@@ -26,6 +26,7 @@ from lab.engines.vllm_process import VllmEngine
 
 STATES = ("blocks", "kv", "hidden")
 OFFLOADING = "offloading"
+NOT_RUN = "not run"
 TURNS = 3
 COUNT = 16
 QUESTION = 40
@@ -223,19 +224,27 @@ def main() -> int:
 
 
 def write_rows(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Put rows into the table of that name in a page of Markdown; rows of another first cell stay."""
+    """Put rows into the table of that name in a page of Markdown.
+
+    Rows of another first cell stay; a column that they did not have says so.
+    """
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     head, _, rest = page.read_text().partition(begin)
     before, _, tail = rest.partition(end)
     header, rule, *rows = lines
-    old = before.splitlines()
-    kept = {_first(row): row for row in old[2:]} if old[:1] == [header] else {}
-    kept |= {_first(row): row for row in rows}
+    columns = _cells(header)
+    old = [_cells(row) for row in before.splitlines()]
+    kept = {}
+    for cells in old[2:]:
+        had = dict(zip(old[0], cells, strict=True))
+        if had.get(columns[0]):
+            kept[had[columns[0]]] = f"| {' | '.join(had.get(column, NOT_RUN) for column in columns)} |"
+    kept |= {_cells(row)[0]: row for row in rows}
     page.write_text(head + begin + "\n".join([header, rule, *kept.values()]) + "\n" + end + tail)
 
 
-def _first(row: str) -> str:
-    return row.split("|")[1].strip()
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
 if __name__ == "__main__":

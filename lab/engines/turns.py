@@ -8,9 +8,8 @@
 Every way has an engine process of its own, one after the other, with room for about one conversation. Replies
 are compared token for token with those of an engine that computes every prompt. `again` is a new engine
 process on what the one before it left. The turns of conversations alternate, so that each finds its state
-evicted. A session that begins anew is cut there: `ctxcache again` finds all in its first turn alone. Prompts
-are random token ids. Times are vLLM's own, from a request's arrival to its first token. LMCache is measured,
-as its server beside the engine, where `--lmcache` names a Python that has it.
+evicted. Prompts are random token ids. Times are vLLM's own, from a request's arrival to its first token.
+LMCache is measured, as its server beside the engine, where `--lmcache` names a Python that has it.
 """
 
 import argparse
@@ -59,6 +58,7 @@ RATIOS = (
     ("ctxcache", "lmcache"),
     ("ctxcache", "file tier"),
     ("by prefix", "offload"),
+    ("ctxcache again", "file tier again"),
     ("by prefix again", "file tier again"),
     ("ctxcache tier", "file tier"),
     ("ctxcache tier again", "file tier again"),

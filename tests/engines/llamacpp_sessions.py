@@ -246,6 +246,23 @@ def test_a_new_process_goes_on_with_a_conversation(
     assert texts(one) == expected["alice"][:3]
 
 
+def test_a_turn_that_is_asked_again_cuts_nothing(
+    model: Path, store: ServerProcess, tmp_path: Path, expected: dict[str, list[str]]
+) -> None:
+    """A new process begins a conversation again from its first turn: each one finds all that was said."""
+    one, again = Conversation("alice", SUBJECTS["alice"]), Conversation("alice", SUBJECTS["alice"])
+    with Llama(model, store.target, tmp_path) as llama:
+        llama.wait_for(READY)
+        for _ in range(3):
+            one.go_on(llama)
+        assert llama.end() == 0
+    with Llama(model, store.target, tmp_path) as llama:
+        llama.wait_for(READY, 2)
+        for _ in range(3):
+            assert again.go_on(llama).restored_count > one.replies[-1].prompt_count
+    assert texts(again) == texts(one) == expected["alice"][:3]
+
+
 def wait_until_saved(llama: Llama) -> None:
     """Wait until no slot's file is left to be saved. Its one slot has nobody's tokens then."""
     # It gets the slot once the request before has written the slot's file.

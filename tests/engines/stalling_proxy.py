@@ -1,8 +1,7 @@
-"""A proxy of TCP connections that stalls in the middle of a long answer, as networks do, and goes on."""
+"""A proxy of TCP connections that stalls in the middle of a long answer, as networks do, until it goes on."""
 
 import socket
 import threading
-import time
 from types import TracebackType
 from typing import Self
 
@@ -20,9 +19,9 @@ class StallingProxy:
         self._server = host, int(port)
         self._lock = threading.Lock()
         self._left_bytes: int | None = None
-        self._stall_s = 0.0
+        self._going = threading.Event()
+        self._going.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.stall_count = 0
 
     @property
     def target(self) -> str:
@@ -30,10 +29,19 @@ class StallingProxy:
         host, port = self._listener.getsockname()
         return f"{host}:{port}"
 
-    def stall_once(self, *, after_bytes: int, seconds: float) -> None:
-        """Pass the next `after_bytes` of answers, then no answer of that connection for so long."""
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it passes no answer now."""
+        return not self._going.is_set()
+
+    def stall(self, *, after_bytes: int) -> None:
+        """Pass the next `after_bytes` of answers, then none until `go_on`."""
         with self._lock:
-            self._left_bytes, self._stall_s = after_bytes, seconds
+            self._left_bytes = after_bytes
+
+    def go_on(self) -> None:
+        """Pass all answers again, those that were held first."""
+        self._going.set()
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -43,6 +51,7 @@ class StallingProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._listener.close()
+        self.go_on()
 
     def _accept(self) -> None:
         while True:
@@ -60,21 +69,20 @@ class StallingProxy:
         with source, sink:
             try:
                 while data := source.recv(CHUNK_BYTES):
-                    if is_answer and self._stalls(len(data)):
-                        time.sleep(self._stall_s)
+                    if is_answer:
+                        self._count(len(data))
+                        self._going.wait()
                     sink.sendall(data)
                 source.shutdown(socket.SHUT_RDWR)
                 sink.shutdown(socket.SHUT_RDWR)
             except OSError:
                 return
 
-    def _stalls(self, size_bytes: int) -> bool:
+    def _count(self, size_bytes: int) -> None:
         with self._lock:
             if self._left_bytes is None:
-                return False
+                return
             self._left_bytes -= size_bytes
-            if self._left_bytes > 0:
-                return False
-            self._left_bytes = None
-            self.stall_count += 1
-            return True
+            if self._left_bytes <= 0:
+                self._left_bytes = None
+                self._going.clear()

@@ -107,6 +107,26 @@ def test_a_conversation_that_the_engine_evicted_comes_from_the_store(
         reply = restored(engine, prompt, session)
 
 
+def test_a_turn_that_is_asked_again_cuts_nothing(engine: VllmEngine) -> None:
+    """A conversation begins again from its first turn: its later turns come from the store all the same.
+
+    Where the user then says something else, it goes on from there, and that is what is kept.
+    """
+    prompts, replies = [opening(2)], []
+    for number in range(3):
+        replies.append(turn(engine, prompts[-1], "retry"))
+        prompts.append(after(prompts[-1], replies[-1], number))
+    for prompt, reply in zip(prompts, replies, strict=False):
+        again = restored(engine, prompt, "retry")
+        assert again.token_ids == reply.token_ids
+        # All but the last token was there: nothing of it was saved by this one.
+        assert again.cached_count == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    other = after(prompts[0], replies[0], 9)
+    reply = restored(engine, other, "retry")
+    following = after(other, reply, 10)
+    restored(engine, following, "retry")
+
+
 def test_conversations_that_evict_each_other_are_restored(engine: VllmEngine) -> None:
     """Five of them, in an engine that has room for three."""
     prompts = {f"user-{number}": opening(10 + number) for number in range(5)}

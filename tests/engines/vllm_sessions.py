@@ -11,16 +11,25 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.request import Request
 
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.types import StorageTier
+from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.vllm import scheduler
+from gpu_worker.engines.vllm.plan import BlockLayout
+from gpu_worker.engines.vllm.settings import ConnectorSettings
 from gpu_worker.model_spec import describe_directory
 from gpu_worker.plan import Method, RestorePlan
 from lab.engines.families import SHAPE
@@ -527,8 +536,8 @@ def test_a_compiled_engine_and_an_eager_one_share_blocks(
 def test_a_restore_that_comes_too_late_leaves_nothing_wrong(
     model: Path, state: str, plain: VllmEngine, tmp_path: Path
 ) -> None:
-    """Its pass went on with blocks that were not restored: nothing that it computed is ever served."""
-    extra = {"state": state, "restore_timeout_s": 2.0}
+    """Its request does not wait for a store that hangs, and what was not restored is never served."""
+    extra = {"state": state, "restore_timeout_s": 600.0}
     remote_only = ("--control-socket", "", "--bulk-listen", "", "--arena-sealed", "true")
     with (
         ServerProcess(tmp_path / "data", *remote_only) as server,
@@ -538,16 +547,42 @@ def test_a_restore_that_comes_too_late_leaves_nothing_wrong(
         prompt = converse(engine, plain, "alice", opening(9), range(2))
         # More than a block: what the pass computes beside the restored rows would be saved at once.
         prompt += opening(30)
-        # The restore ends at its deadline, and what is saved behind it goes through.
-        proxy.stall_once(after_bytes=64 << 10, seconds=3)
+        proxy.stall(after_bytes=64 << 10)
         reply = engine.turn(prompt, "alice", COUNT)
         compare(reply, prompt, plain)
-        assert proxy.stall_count == 1
-        # Whatever of that pass was to be saved is in the store by then.
-        time.sleep(3)
-        assert "is computed again" in engine.log
+        assert proxy.is_stalled
+        assert "is computed again: its rows come too late" in engine.log
+        # Rows that were under way come now, to blocks that are others' by now.
+        proxy.go_on()
         prompt = [*prompt, *reply.token_ids, *asked(2)]
         converse_until_restored(engine, plain, "alice", prompt)
+
+
+def test_a_request_does_not_wait_for_a_look_up_longer_than_for_one_call(
+    model: Path, store: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look-up has several calls, and each may take its time: all together have that of one."""
+    now_s = [1000.0]
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
+        kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
+    ).create_engine_config()
+    side = scheduler.SchedulerSide(config, ConnectorSettings(target=store.target, timeout_s=600))
+    side.layouts.set_result({0: BlockLayout(BLOCK_TOKENS, (1 << 14,) * 3, "none")})
+    request = Request("first", opening(15), SamplingParams(max_tokens=1), None, session_id="alice")
+    try:
+        assert side.link.wait(60) is LinkState.READY
+        store.signal(signal.SIGSTOP)
+        side.arrived(request)
+        for now_s[0], expected in ((1000.0, None), (1599.0, None), (1601.0, 0), (1602.0, 0)):
+            assert side.matched(request, 0) is expected
+    finally:
+        store.signal(signal.SIGCONT)
+        side.close()
 
 
 PLANTED = """

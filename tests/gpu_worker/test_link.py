@@ -1,5 +1,6 @@
 """An engine's link to a real store: kept, broken, made again, and refused for good."""
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,43 @@ def test_a_store_with_another_model_is_refused_for_good(store: ServerProcess, sp
     assert link.state is LinkState.REFUSED
     assert link.use() is None
     link.close()
+
+
+def test_a_store_that_hangs_is_noticed_by_who_waits_for_it(store: ServerProcess, spec: ModelSpec) -> None:
+    """Calls that move rows may take long: a short question tells a slow store from one that hangs."""
+    now_s = [100.0]
+
+    def register(client: Client) -> CallerModel:
+        return client.models.register(spec)
+
+    link = StoreLink(
+        lambda: ctxcache.connect(store.target, timeout_s=600.0),
+        register,
+        lambda client, model: client.models.get(model.name),
+        clock=lambda: now_s[0],
+    )
+    try:
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+        begun_s = now_s[0]
+        # Asked for as long as it likes: it answers each time, and is used.
+        for _ in range(50):
+            now_s[0] += 1.0
+            assert link.answers(begun_s, 2.0)
+            while link._asked_s is not None:
+                time.sleep(0.001)
+        store.signal(signal.SIGSTOP)
+        now_s[0] += 1.0
+        assert link.answers(begun_s, 2.0)
+        now_s[0] += 2.0
+        assert link.answers(begun_s, 2.0)
+        now_s[0] += 0.1
+        assert not link.answers(begun_s, 2.0)
+        assert link.use() is None
+        # Nor for one who has just begun to wait.
+        assert not link.answers(now_s[0], 2.0)
+    finally:
+        store.signal(signal.SIGCONT)
+        link.close()
 
 
 def test_closing_does_not_wait_for_a_pause(spec: ModelSpec) -> None:

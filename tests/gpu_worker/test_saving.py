@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -371,6 +372,84 @@ def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: S
     assert isinstance(failure, GenerationMismatch)
     assert saver.shed_token_counts == {"GENERATION_MISMATCH": 2}
     _assert_holds(client, session, [7])
+
+
+def _with(client: Client, session: SessionInfo, ids: Sequence[int]) -> SessionInfo:
+    """The session, once it holds these tokens."""
+    rows = {spec.stream: _rows(spec, ids).numpy() for spec in _STATE}
+    return client.sessions.open(session, _OWN).append({TOKENS: np.array(ids, "<i4"), **rows})
+
+
+def _pass_of(saver: Saver, session: SessionInfo, begin: int, ids: Sequence[int]) -> None:
+    """A pass over tokens of one session, between two that are nobody's."""
+    slices = [Slice("", 0, 1), Slice(session.name, begin, len(ids)), Slice("", 0, 1)]
+    with saver.passing(slices, [7, *ids, 7]):
+        for spec in _STATE:
+            saver.put(*spec.stream, _rows(spec, [7, *ids, 7]))
+
+
+def test_tokens_that_a_session_has_are_not_saved_again(client: Client, session: SessionInfo) -> None:
+    """Computed once more, they leave it as it is; those behind its end are its next ones."""
+    has = _with(client, session, range(10))
+    with Saver(client, _OWN, _LAYOUT) as saver:
+        for ends in ([8], [7, 10]):
+            saver.open(has, ahead=range(4, 10))
+            for begin, end in pairwise([4, *ends]):
+                _pass_of(saver, has, begin, range(begin, end))
+            assert saver.wait(has.name) is None
+            assert client.sessions.get(has.name).generation == has.generation
+        saver.open(has, ahead=range(4, 10))
+        _pass_of(saver, has, 4, range(4, 13))
+        _pass_of(saver, has, 13, [13])
+        assert saver.wait(has.name) is None
+        assert saver.saved_token_count == 4
+    _assert_holds(client, session, range(14))
+
+
+@pytest.mark.parametrize(("unit_tokens", "saved_count"), [(1, 3), (4, 4), (8, 8)])
+def test_a_session_is_cut_where_a_token_differs(
+    client: Client, session: SessionInfo, unit_tokens: int, saved_count: int
+) -> None:
+    """It stays whole until then, and is cut at the begin of the unit that has that token."""
+    has = _with(client, session, range(20))
+    ids = [*range(8, 13), 99, 14, 15]
+    with Saver(client, _OWN, _LAYOUT) as saver:
+        saver.open(has, ahead=range(8, 20), unit_tokens=unit_tokens)
+        _pass_of(saver, has, 8, ids)
+        assert saver.wait(has.name) is None
+        assert saver.saved_token_count == saved_count
+        _assert_holds(client, session, [*range(8), *ids])
+        # Behind the cut nothing is compared with what was there.
+        again = client.sessions.get(session.name)
+        saver.open(again, ahead=[15], unit_tokens=1)
+        _pass_of(saver, again, 15, [15, 16])
+        assert saver.wait(has.name) is None
+    _assert_holds(client, session, [*range(8), *ids, 16])
+
+
+def test_a_unit_of_which_a_session_has_a_part_is_saved_whole(client: Client, session: SessionInfo) -> None:
+    """Its end within a unit: the unit's rows come together, and what it has of them is cut off."""
+    has = _with(client, session, range(11))
+    with Saver(client, _OWN, _LAYOUT) as saver:
+        saver.open(has, ahead=range(8, 11), unit_tokens=4)
+        _pass_of(saver, has, 8, range(8, 16))
+        assert saver.wait(has.name) is None
+        assert saver.saved_token_count == 8
+    _assert_holds(client, session, range(16))
+
+
+def test_a_session_that_others_changed_is_not_cut(client: Client, session: SessionInfo) -> None:
+    """Before the first row that differs it is what they made of it, and stays so."""
+    has = _with(client, session, range(10))
+    with Saver(client, _OWN, _LAYOUT) as saver:
+        saver.open(has, ahead=range(4, 10))
+        _pass_of(saver, has, 4, [4, 5])
+        _with(client, client.sessions.get(session.name), [10, 11])
+        _pass_of(saver, has, 6, [99])
+        failure = saver.wait(has.name)
+    assert isinstance(failure, GenerationMismatch)
+    assert saver.shed_token_counts == {"GENERATION_MISMATCH": 1}
+    _assert_holds(client, session, range(12))
 
 
 def test_a_reservation_that_ended_is_opened_again(client: Client, session: SessionInfo) -> None:

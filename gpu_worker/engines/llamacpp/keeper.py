@@ -32,6 +32,10 @@ from gpu_worker.engines.llamacpp import LlamaSettings
 
 log = logging.getLogger(__name__)
 
+SLOT_WORDS = 6
+"""A slot's file begins with so many words of 32 bits, and its tokens follow."""
+SLOT_HEAD = (0x67677371, 4, -1, 1, 4)
+"""In xllamacpp 2026.10: a sequence's mark and version, its tokens' mark and version, words beside tokens."""
 PART_BYTES = 4 << 20
 """Bytes of a slot's file in one block."""
 DRAIN_S = 10.0
@@ -194,6 +198,15 @@ class SlotKeeper:
             raise
         if old is not None:
             client.blocks.delete(space, old.keys)
+
+
+def tokens_in(path: Path) -> npt.NDArray[np.int32]:
+    """The tokens at the begin of a slot's file; none of a file of another kind, or with images."""
+    head = np.fromfile(path, "<i4", SLOT_WORDS)
+    magic, version, size, mark, tokens_version, count = (*head.tolist(), *([0] * SLOT_WORDS))[:SLOT_WORDS]
+    if (magic, version, mark, tokens_version, size - count) != SLOT_HEAD:
+        return np.empty(0, np.int32)
+    return np.fromfile(path, "<i4", count, offset=head.nbytes)
 
 
 def _record(client: Client, space: BlockSpace, session: str) -> SlotRecord | None:

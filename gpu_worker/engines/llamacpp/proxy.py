@@ -16,19 +16,29 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import numpy as np
+import numpy.typing as npt
+
 from ctxcache.client import Client, connect
 from ctxcache.client.types import Durability
 from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.link import StoreLink
 from gpu_worker.engines.llamacpp import LlamaSettings
-from gpu_worker.engines.llamacpp.keeper import DRAIN_S, LlamaRefused, LlamaServer, SlotKeeper, model_files
+from gpu_worker.engines.llamacpp.keeper import (
+    DRAIN_S,
+    LlamaRefused,
+    LlamaServer,
+    SlotKeeper,
+    model_files,
+    tokens_in,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +65,8 @@ class Slot:
 
     number: int
     session: str | None = None
+    kept: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """The tokens that were last restored or saved of this session."""
     is_taken: bool = False
     last_use: int = 0
 
@@ -275,8 +287,10 @@ class _Handler(BaseHTTPRequestHandler):
         session = self._session(request)
         with self.server.slots.taken(session) as slot:
             restored_count = 0
-            if session is not None and slot.session != session and request.get("cache_prompt", True):
-                restored_count = self._restore(session, slot)
+            if slot.session != session:
+                slot.kept = slot.kept[:0]
+                if session is not None and request.get("cache_prompt", True):
+                    restored_count = self._restore(session, slot)
             slot.session = None
             data = json.dumps(request | {"id_slot": slot.number}).encode()
             if self._forward(data, restored_count) == http.client.OK:
@@ -289,11 +303,14 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if not self.server.keeper.restore(session, path):
                 return 0
-            return int(self.server.llama.slot(slot.number, "restore", path)["n_restored"])
+            restored_count = int(self.server.llama.slot(slot.number, "restore", path)["n_restored"])
+            slot.kept = tokens_in(path)
         except LlamaRefused as error:
             log.warning("llama.cpp does not take a slot's state, the prompt is computed: %s", error)
             self.server.llama.slot(slot.number, "erase")
             return 0
+        else:
+            return restored_count
         finally:
             path.unlink(missing_ok=True)
 
@@ -301,14 +318,20 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.server.new_file()
         try:
             token_count = int(self.server.llama.slot(slot.number, "save", path)["n_saved"])
+            tokens = tokens_in(path)
         except (LlamaRefused, OSError) as error:
             path.unlink(missing_ok=True)
             log.warning("a conversation is not saved: %s", error)
             return
-        if token_count:
+        is_there = 0 < tokens.size < slot.kept.size and np.array_equal(tokens, slot.kept[: tokens.size])
+        if token_count and not is_there:
+            slot.kept = tokens
             self.server.keeper.save(session, path, token_count)
-        else:
-            path.unlink(missing_ok=True)
+            return
+        path.unlink(missing_ok=True)
+        if is_there:
+            # An earlier turn was asked again: what the store has goes on, and is restored when that comes.
+            slot.session = None
 
     def _forward(self, body: bytes, restored_count: int) -> int:
         """Pass the request on, and the reply back as it comes; the reply's status."""

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, group_kernel_blocks
 
 from ctxcache.client import SessionRows
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave
+from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Writing
 from gpu_worker.engines.vllm.settings import layer_specs
 from gpu_worker.saving import Saver, Slice
 
@@ -74,19 +74,20 @@ class EngineBlocks:
         """See EngineState."""
         self._sessions.discard(name)
 
-    def load(self, rows: SessionRows, streams: Sequence[Stream], item: BlockLoad) -> None:
+    def load(self, rows: SessionRows, streams: Sequence[Stream], item: BlockLoad, writing: Writing) -> None:
         """Put whole blocks where the request has its own."""
         begin, end = item.begin // self._block_tokens, item.end // self._block_tokens
         ids = item.block_ids[begin:end]
         for pages, stream in zip(self._pages, streams, strict=True):
             blocks = rows.array(stream).reshape(len(ids), -1)
-            if self.device.type == "cpu":
-                # Torch would start threads for it, beside those that compute.
-                pages.numpy()[_chosen(ids)] = blocks
-            else:
-                pages.index_copy_(
-                    0, torch.tensor(ids, device=self.device), torch.from_numpy(blocks).to(self.device)
-                )
+            with writing():
+                if self.device.type == "cpu":
+                    # Torch would start threads for it, beside those that compute.
+                    pages.numpy()[_chosen(ids)] = blocks
+                else:
+                    pages.index_copy_(
+                        0, torch.tensor(ids, device=self.device), torch.from_numpy(blocks).to(self.device)
+                    )
 
     @torch.inference_mode()
     def save(self, saves: Iterable[BlockSave]) -> None:
@@ -96,7 +97,7 @@ class EngineBlocks:
                 continue
             count = len(item.token_ids)
             with self._saver.passing([Slice(item.session_name, item.begin, count)], item.token_ids):
-                for layer, pages in enumerate(self._pages):
+                for layer, pages in enumerate(self._pages if self._saver.is_taking else ()):
                     if self.device.type == "cpu":
                         blocks = torch.from_numpy(pages.numpy()[_chosen(item.block_ids)])
                     else:

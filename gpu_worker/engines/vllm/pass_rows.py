@@ -9,7 +9,7 @@ model of another structure, which is refused at the start with the layer and the
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 from ctxcache.client import SessionRows
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.link import Refused
-from gpu_worker.engines.vllm.plan import BlockLoad, BlockSave
+from gpu_worker.engines.vllm.plan import BlockLoad, BlockSave, Writing
 from gpu_worker.saving import Saver, Slice
 
 if TYPE_CHECKING:
@@ -139,22 +139,26 @@ class PassRows(ABC):
         self.disown(name)
         self._ends.pop(name, None)
 
-    def load(self, rows: SessionRows, streams: Sequence[Stream], item: BlockLoad) -> None:
+    def load(self, rows: SessionRows, streams: Sequence[Stream], item: BlockLoad, writing: Writing) -> None:
         """Put rows of each layer into the request's blocks, as K and V with their positions."""
         positions = torch.arange(item.begin, item.end)
         blocks = torch.tensor(item.block_ids)[positions // self._block_tokens]
         slots = blocks * self._block_tokens + positions % self._block_tokens
         for layer, stream in zip(self._layers, streams, strict=True):
-            self._place(layer, torch.from_numpy(rows.array(stream)), positions, slots)
+            self._place(layer, torch.from_numpy(rows.array(stream)), positions, slots, writing)
 
     def save(self, saves: Iterable[BlockSave]) -> None:
         """Nothing: the rows of the pass are in staging."""
         del saves
 
-    def _place(self, layer: AttentionLayer, stored: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _place(
+        self, layer: AttentionLayer, stored: Tensor, positions: Tensor, slots: Tensor, writing: Writing
+    ) -> None:
         device = layer.cache.device
         rows = stored.view(self._dtype).to(device)
-        self._write(layer, self._halves(layer, rows, positions.to(device)), slots)
+        halves = self._halves(layer, rows, positions.to(device))
+        with writing():
+            self._write(layer, halves, slots)
 
     def _write(self, layer: AttentionLayer, halves: Halves, slots: Tensor) -> None:
         slots = slots.to(layer.cache.device)
@@ -227,7 +231,7 @@ class PassRows(ABC):
         saved = page.clone()
         page.zero_()
         stored = rows.cpu().contiguous().view(torch.uint8).clone()
-        self._place(layer, stored, positions, slots)
+        self._place(layer, stored, positions, slots, nullcontext)
         _check(layer, "cache", saved, page, ALLOWED[self._dtype])
         page.zero_()
 

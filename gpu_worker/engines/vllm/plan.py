@@ -5,7 +5,8 @@ the session of the first rank, and list all of them where a worker opens or read
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ctxcache.client.types import HintAction, SessionInfo
+
+Writing = Callable[[], AbstractContextManager[None]]
+"""Entered around each write to a request's blocks. Raises where they are not to be written to any more."""
 
 
 # One conversation on 2 ranks, each with a session of its own heads' blocks:
@@ -43,11 +47,14 @@ class BlockSave(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Save what is computed of a request from here on. `token_count`: how many tokens the session has."""
+    """Save what is computed of a request from here on, as far as its session does not have it."""
 
     sessions: tuple[SessionInfo, ...]
     """One for each rank."""
     token_count: int
+    """Tokens of the prompt that all of them have."""
+    ahead: tuple[tuple[int, ...], ...]
+    """The ids of the tokens that each has behind those: they stay unless the request's differ."""
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """The scheduler's side: looks sessions up, and says step by step what to restore and what to save.
 
 Called by vLLM's scheduler thread alone; look-ups run in threads of their own. Worst case: a store that does
-not answer, for which a request waits until its look-up's deadline.
+not answer, for which a request waits `timeout_s`: for all calls of its look-up together.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ UNNAMED_TTL = timedelta(hours=1)
 PRIORITY_STEP = 1 << 40
 """Places between two of vLLM's priorities: more than requests that arrive while one waits."""
 SAVE_WAIT_S = 5.0
-"""How long a conversation's next request waits for the saves of the one before it."""
+"""How long a conversation's next request waits for the one before it to be saved, while the store answers."""
 
 
 @dataclass(slots=True)
@@ -79,11 +79,12 @@ class Followed:
     prompt: list[int]
     is_shared: bool
     """Whether it may begin with what other sessions have."""
-    deadline_s: float
+    since_s: float
+    """When it began to wait for what it waits for: the saves of the request before it, then its look-up."""
     place: int
     """Among those that wait: a smaller one is sooner."""
-    lookup: "Future[tuple[SessionInfo, ...]] | None" = None
-    """Each rank's session when all hold the same tokens, and of the prompt alone; none where not usable."""
+    lookup: "Future[Opened | None] | None" = None
+    """Each rank's session; None where one is not usable."""
     is_open: bool = False
     """Whether the worker was told to save it."""
     load_begin: int = 0
@@ -91,7 +92,7 @@ class Followed:
     block_ids: list[int] = field(default_factory=list)
     """Its blocks, in order."""
     saved_end: int = 0
-    """Tokens that the session has, or that the worker was told to save."""
+    """Tokens of the prompt that the session has, and tokens that the worker was told to save."""
 
 
 class SchedulerSide:
@@ -139,7 +140,7 @@ class SchedulerSide:
         if not name and (not is_shared or len(prompt) < KEYED_TOKENS):
             return
         place = self._arrived_count + (request.priority * PRIORITY_STEP if self._has_priorities else 0)
-        followed = Followed(request, name, prompt, is_shared, time.monotonic() + SAVE_WAIT_S, place)
+        followed = Followed(request, name, prompt, is_shared, time.monotonic(), place)
         self._followed[request.request_id] = followed
         self._begin_lookup(followed)
 
@@ -149,24 +150,15 @@ class SchedulerSide:
         if followed is None or followed.is_open:
             # It was preempted, and what is saved of it by now may still be under way.
             return 0
-        if followed.lookup is None:
-            if time.monotonic() < followed.deadline_s:
-                self._begin_lookup(followed)
-                return None
-            self._leave(request.request_id)
-            return 0
-        # A thread of this process looks it up, and would have to ask a busy loop for each of its turns.
-        wait([followed.lookup], LOOKUP_PATIENCE_S)
-        if not followed.lookup.done():
+        if self._is_awaited(followed):
             return None
-        sessions = followed.lookup.result()
-        if not sessions:
+        lookup = followed.lookup
+        found = lookup.result() if lookup is not None and lookup.done() else None
+        if found is None:
             self._leave(request.request_id)
             return 0
         # At least one token is computed: its output is the answer's first.
-        usable = (
-            min(sessions[0].token_count, len(followed.prompt) - 1) // self._block_tokens * self._block_tokens
-        )
+        usable = min(found.token_count, len(followed.prompt) - 1) // self._block_tokens * self._block_tokens
         followed.load_begin = computed_count
         return max(0, usable - computed_count)
 
@@ -175,24 +167,23 @@ class SchedulerSide:
         followed = self._followed.get(request.request_id)
         if followed is None or followed.lookup is None:
             return
-        sessions = followed.lookup.result()
-        if not sessions:
+        found = followed.lookup.result()
+        if found is None:
             return
-        session = sessions[0]
         (block_ids,) = blocks.get_block_ids()
-        followed.session_name = session.name
+        followed.session_name = found.name
         if not followed.is_open:
-            if self._saving.setdefault(session.name, request.request_id) != request.request_id:
+            if self._saving.setdefault(found.name, request.request_id) != request.request_id:
                 self._leave(request.request_id)
                 return
             followed.is_open = True
             self._queue.started(request.request_id)
-            followed.saved_end = session.token_count
-            self._plan.opened.append(Opened(sessions, session.token_count))
+            followed.saved_end = found.token_count
+            self._plan.opened.append(found)
         if external_count:
             begin = followed.load_begin
             self._plan.loads.append(
-                BlockLoad(request.request_id, sessions, begin, begin + external_count, tuple(block_ids))
+                BlockLoad(request.request_id, found.sessions, begin, begin + external_count, tuple(block_ids))
             )
 
     def step(self, output: "SchedulerOutput") -> StepPlan:
@@ -287,11 +278,25 @@ class SchedulerSide:
             plan.saves.append(BlockSave(followed.session_name, followed.saved_end, blocks, tuple(ids)))
             followed.saved_end = end * self._block_tokens
 
+    def _is_awaited(self, followed: Followed) -> bool:
+        """Whether a request may wait longer for its look-up."""
+        waited_s = time.monotonic() - followed.since_s
+        if followed.lookup is None:
+            # The request before it is being saved.
+            if waited_s >= SAVE_WAIT_S or not self.link.answers(followed.since_s, self._settings.answer_s):
+                return False
+            self._begin_lookup(followed)
+            return True
+        # A thread of this process looks it up, and would have to ask a busy loop for each of its turns.
+        wait([followed.lookup], LOOKUP_PATIENCE_S)
+        return waited_s < self._settings.timeout_s and not followed.lookup.done()
+
     def _leave(self, request_id: str) -> Followed | None:
         """Follow a request no more; what was followed."""
         followed = self._followed.pop(request_id, None)
         if followed is not None and followed.lookup is not None and not followed.is_open:
-            # The look-up puts it in the queue as it ends.
+            # One that has begun puts it in the queue as it ends.
+            followed.lookup.cancel()
             followed.lookup.add_done_callback(lambda _lookup: self._queue.left(request_id))
         return followed
 
@@ -305,16 +310,18 @@ class SchedulerSide:
 
     def _begin_lookup(self, followed: Followed) -> None:
         if followed.session_name not in self._saving:
+            followed.since_s = time.monotonic()
             followed.lookup = self._threads.submit(self._look_up, followed)
 
-    def _look_up(self, followed: Followed) -> tuple[SessionInfo, ...]:
-        """Each rank's session, all holding the same tokens of the prompt; none where one is not usable."""
+    def _look_up(self, followed: Followed) -> Opened | None:
+        """Each rank's session, and what all of them have of the prompt; None where one is not usable."""
         use = self.link.use()
         if use is None:
-            return ()
+            return None
         client, model = use
         name, prompt = followed.session_name, followed.prompt
         sessions: list[SessionInfo] = []
+        tokens: list[list[int]] = []
         common = len(prompt)
         try:
             for rank, part in enumerate(tuple(self._models)):
@@ -324,29 +331,27 @@ class SchedulerSide:
                     own, ttl = f"{sessions[0].name}.rank{rank}", sessions[0].ttl
                 layout = streams_of(part, self._settings.saved)
                 session = _get_or_create(client, part, own, salt_of(followed.request), layout, ttl)
-                count = session.token_count
-                if not count and followed.is_shared:
-                    session = client.prefixes.adopt(session, part, prompt)
-                    count = session.token_count
-                elif count:
+                if session.token_count:
                     with client.sessions.open(session, part).read(streams=[TOKENS]) as rows:
-                        count = _common_count(rows.token_ids(), prompt)
+                        # As it is read: others may have changed it since it was looked up.
+                        session = rows.session
+                        ids = rows.token_ids()
+                else:
+                    if followed.is_shared:
+                        session = client.prefixes.adopt(session, part, prompt)
+                    ids = prompt[: session.token_count]
                 sessions.append(session)
-                common = min(common, count)
-            common -= common % self._unit_tokens
-            for rank, session in enumerate(sessions):
-                if common < session.token_count:
-                    sessions[rank] = client.sessions.keep_first(
-                        session.name, common, if_generation_match=session.generation
-                    )
+                tokens.append(ids)
+                common = min(common, _common_count(ids, prompt))
         except CacheError as error:
             self.link.failed(error)
             logger.debug("%s is not used: %s", name or "the store", error)
-            return ()
+            return None
+        common -= common % self._unit_tokens
         beyond = max(0, len(prompt) - common)
         job = QueuedJob(followed.request.request_id, sessions[0].name, beyond, position=followed.place)
         self._queue.waits(client, model, job)
-        return tuple(sessions)
+        return Opened(tuple(sessions), common, tuple(tuple(ids[common:]) for ids in tokens))
 
 
 def is_plain(request: "Request") -> bool:

@@ -69,12 +69,20 @@ class ConnectorSettings(StoreSettings):
     prefixes: bool = True
     """Whether a request may begin with what other sessions have, and one that names no session is saved."""
     restore_timeout_s: Seconds = 5.0
-    """How long a step may wait for rows; `timeout_s` is how long a look-up may hold up its own request."""
+    """How long a request may wait for its rows, while the store answers.
+
+    `timeout_s` is how long a look-up may hold it up, and a store that does not answer.
+    """
 
     @property
     def saved(self) -> SavedState:
         """The kind of state that is saved of a token."""
         return SavedState(self.state)
+
+    @property
+    def answer_s(self) -> float:
+        """How long a store that answers may take to say so: a request hears of it within `timeout_s`."""
+        return self.timeout_s / 2
 
 
 # Engines that are served, by connector:
@@ -167,7 +175,7 @@ def link_for(
             parts[:] = models
         return models[0]
 
-    return StoreLink(settings.connect, register)
+    return StoreLink(settings.connect, register, lambda client, model: client.models.get(model.name))
 
 
 def streams_of(model: CallerModel, saved: SavedState) -> list[Stream]:

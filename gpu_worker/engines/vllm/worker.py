@@ -3,10 +3,12 @@
 `engine_blocks.py`, `kv_rows.py` and `hidden_rows.py` know what the state is; threads of the saver commit it.
 Steps come from vLLM's worker thread. An engine that has no request left makes no step: where the scheduler is
 in this process, it says itself that a request ended. Loads run in threads of their own, between steps. Worst
-case: a store that does not answer holds up the request that restores from it, for `restore_timeout_s`.
+case: a store that does not answer holds up the request that restores from it, for `timeout_s`; one that does,
+and is slow, for `restore_timeout_s`. Then the load is given up, and writes to no block any more.
 """
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -20,13 +22,13 @@ from vllm.logger import init_logger
 
 from ctxcache.client import SessionRows
 from ctxcache.client.types import HintAction
-from ctxcache.errors import CacheError, SessionNotFound
+from ctxcache.errors import CacheError, DeadlineExceeded, SessionNotFound
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
 from gpu_worker.engines.vllm.hidden_rows import HiddenRows
 from gpu_worker.engines.vllm.hints import HintTeller
 from gpu_worker.engines.vllm.pass_rows import KvRows
-from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan
+from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan, Writing
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
 from gpu_worker.saving import Saver
 
@@ -72,11 +74,37 @@ class EngineState(Protocol):
     def closed(self, name: str) -> None:
         """Save nothing of a session from now on."""
 
-    def load(self, rows: SessionRows, streams: Sequence[Stream], item: BlockLoad) -> None:
-        """Put the rows of these streams where the request has its blocks."""
+    def load(self, rows: SessionRows, streams: Sequence[Stream], item: BlockLoad, writing: Writing) -> None:
+        """Put the rows of these streams where the request has its blocks, within `writing` alone."""
 
     def save(self, saves: Iterable[BlockSave]) -> None:
         """A step was computed that filled these blocks."""
+
+
+class Loading:
+    """A restore that is under way."""
+
+    def __init__(self, item: BlockLoad) -> None:
+        self.item = item
+        self.begun_s = time.monotonic()
+        self.future: Future[bool] = Future()
+        """Whether the blocks hold the rows."""
+        self.is_given_up = False
+        self.lock = threading.Lock()
+        """Held while it writes to blocks, and while it or its end is decided."""
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within it the request's blocks are written to. Raises DeadlineExceeded once it is given up."""
+        with self.lock:
+            if self.is_given_up:
+                raise DeadlineExceeded(target=self.item.sessions[0].name, timeout_s="its time is over")
+            yield
+
+    def give_up(self) -> None:
+        """From here on the request's blocks are not written to."""
+        with self.lock:
+            self.is_given_up = True
 
 
 class WorkerSide:
@@ -105,7 +133,7 @@ class WorkerSide:
         self._copier = ThreadPoolExecutor(1, "ctxcache-copy")
         self._copying: list[Future[None]] = []
         """Copies out of blocks that no step may write to before they have ended. Owned by `_lock`."""
-        self._loading: dict[str, Future[bool]] = {}
+        self._loading: dict[str, Loading] = {}
         """By request. Used by vLLM's worker thread."""
         self._lock = threading.RLock()
         """Over which sessions are saved: the scheduler's thread may end one."""
@@ -156,18 +184,28 @@ class WorkerSide:
     def load(self, loads: Iterable[BlockLoad]) -> None:
         """Begin to restore state into blocks, in threads of its own."""
         for item in loads:
-            written = self._written_so_far()
-            self._loading[item.request_id] = self._loaders.submit(self._load, item, written)
+            loading = self._loading[item.request_id] = Loading(item)
+            loading.future = self._loaders.submit(self._load, loading, self._written_so_far())
 
     def take_loaded(self, patience_s: float) -> tuple[set[str], set[str]]:
-        """Requests whose loads ended since the last call, and those of them that failed.
+        """Requests whose loads ended since the last call or were given up, and those of them that failed.
 
         Waits for the first while none has ended, at most `patience_s`.
         """
         if self._loading and patience_s:
-            wait(self._loading.values(), patience_s, FIRST_COMPLETED)
-        ended = {request_id for request_id, loading in self._loading.items() if loading.done()}
-        failed = {request_id for request_id in ended if not self._loading.pop(request_id).result()}
+            wait([loading.future for loading in self._loading.values()], patience_s, FIRST_COMPLETED)
+        ended: set[str] = set()
+        failed: set[str] = set()
+        for request_id, loading in list(self._loading.items()):
+            is_done = loading.future.done()
+            if not is_done and not self._is_late(loading):
+                continue
+            del self._loading[request_id]
+            ended.add(request_id)
+            if not is_done:
+                self._give_up(loading)
+            if not is_done or not loading.future.result():
+                failed.add(request_id)
         return ended, failed
 
     def save(self, saves: Iterable[BlockSave]) -> None:
@@ -207,11 +245,26 @@ class WorkerSide:
         self.layouts.cancel()
         self.link.close()
 
-    def _load(self, item: BlockLoad, written: torch.cuda.Event | None) -> bool:
+    def _is_late(self, loading: Loading) -> bool:
+        if time.monotonic() - loading.begun_s > self._settings.restore_timeout_s:
+            return True
+        return not self.link.answers(loading.begun_s, self._settings.answer_s)
+
+    def _give_up(self, loading: Loading) -> None:
+        """Leave a load to its thread, which ends whenever the store lets it."""
+        loading.give_up()
+        if self._state is not None and self._state.device.type == "cuda":
+            # Copies that were begun may still write to blocks.
+            torch.cuda.synchronize(self._state.device)
+        logger.info("%s is computed again: its rows come too late", loading.item.sessions[self._rank].name)
+        self.finish(loading.item.sessions[0].name)
+
+    def _load(self, loading: Loading, written: torch.cuda.Event | None) -> bool:
         """Whether the blocks hold the rows by now."""
+        item = loading.item
         try:
             with torch.inference_mode(), self._behind(written):
-                self._restore(item)
+                self._restore(loading)
         except CacheError as error:
             logger.info("%s is computed again: %s", item.sessions[self._rank].name, error)
             self.link.failed(error)
@@ -220,11 +273,14 @@ class WorkerSide:
             logger.exception("%s is computed again", item.sessions[self._rank].name)
         else:
             return True
-        # Its blocks are computed, and the store has other rows of these tokens, or none.
-        self.finish(item.sessions[0].name)
+        with loading.lock:
+            if not loading.is_given_up:
+                # Its blocks are computed, and the store has other rows of these tokens, or none.
+                self.finish(item.sessions[0].name)
         return False
 
-    def _restore(self, item: BlockLoad) -> None:
+    def _restore(self, loading: Loading) -> None:
+        item = loading.item
         use, session = self.link.use(), item.sessions[self._rank]
         if use is None or self._state is None:
             raise SessionNotFound(session=session.name)
@@ -236,7 +292,7 @@ class WorkerSide:
             end=item.end,
             if_generation_match=session.generation,
         ) as rows:
-            self._state.load(rows, streams, item)
+            self._state.load(rows, streams, item, loading.writing)
 
     def _written_so_far(self) -> torch.cuda.Event | None:
         """A mark behind what the engine has begun: requests that are gone may still write to their blocks."""
@@ -264,7 +320,9 @@ class WorkerSide:
         try:
             if saver is None:
                 raise SessionNotFound(session=session.name)
-            saver.open(session)
+            is_portable = self._settings.saved.is_portable
+            unit_tokens = 1 if is_portable else self._config.cache_config.block_size
+            saver.open(session, ahead=opened.ahead[self._rank], unit_tokens=unit_tokens)
         except CacheError as error:
             logger.warning("%s is not saved: %s", session.name, error)
             self._not_saved.add(opened.name)
