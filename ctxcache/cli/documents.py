@@ -44,6 +44,7 @@ def _mapping(document: Mapping[str, Plain]) -> Iterator[str]:
 
 def _entry(head: str, value: Plain) -> Iterator[str]:
     """The text behind `name:` or `-`."""
+    # A dash takes the first line of its value beside it; a name has all of them below it, one step in.
     match value:
         case dict() if value:
             first, *rest = _mapping(value)

@@ -112,10 +112,12 @@ _OPTIONS = ("-o", "--output")
 def asked_output(words: Sequence[str]) -> Output:
     """How a command is to print: the last word that says it, whether or not the others can be read."""
     found = Output.TABLE
+    # Read without typer: what cannot be read as options may still say how its refusal is to be printed.
     for before, word in zip(("", *words), words, strict=False):
         if word == "--":
             break
         text = word if before in _OPTIONS else ""
+        # `-ojson`, `-o=json` and `--output=json` are one word.
         for option in _OPTIONS:
             if word.startswith(option) and word not in _OPTIONS:
                 text = word.removeprefix(option).removeprefix("=")

@@ -41,6 +41,8 @@ def with_signature(
 ) -> Callable[..., None]:
     """Return `function` as typer shall see it; it is called with every parameter by its name."""
 
+    # typer reads a command's signature and annotations; this one has those that it is given, made of many
+    # parts.
     def command(**given: Any) -> None:  # Any: typer has checked each against the signature
         function(**given)
 
@@ -147,6 +149,7 @@ class Shared:
     credentials: Credentials = Credentials()
     tenant: str = ""
 
+    # Each of them may be given before the command's name and behind it, and behind it wins.
     def but(self, target: str | None, output: Output | None, timeout_s: float | None) -> Self:
         """Return this with those options changed that are given."""
         changed = replace(self, target=target or self.target, output=output or self.output)

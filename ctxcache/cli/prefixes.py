@@ -138,6 +138,7 @@ def _found(
             token_ids,
             keys=keys,
             contents=contents,
+            # A key was made with its salt.
             salt=other.salt if other and file else b"",
             layout=other.streams() if other else None,
         )

@@ -95,8 +95,11 @@ def serve(context: typer.Context, **given: Any) -> None:
 
     Works without any configuration. Options win over CTXCACHE_ variables, those over --config.
     """
+    # `load_settings` takes names out of what it is given; a reload reads the same words again.
     as_given = dict(given)
     settings = load_settings(given)
+    # The order below: modes before any file is made, the bound on memory before anything large is mapped, the
+    # limit of descriptors before anything is opened, time slices before any thread.
     keep_private()
     check_address_space(settings.arena_size_bytes)
     output = shared_of(context, given).output
@@ -146,6 +149,7 @@ def _end_unfinished(server: Server) -> None:
         "not on disk by then is lost (TIER_FAILURE)"
     )
     server.storage.arena.unlink()
+    # Neither `finally` nor exit handlers: they would wait for the very thread that hangs.
     os._exit(ExitCode.DEVICE)
 
 

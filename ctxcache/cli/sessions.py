@@ -89,6 +89,7 @@ def list_sessions(
             and pinned in (None, session.is_pinned)
         )
 
+    # A filter is applied here, page by page: small pages would cost a call for a few names each.
     is_filtered = bool(prefix or larger_bytes) or pinned is not None or idle != "0"
     page_size = 1000 if all_ or is_filtered else min(limit + 1, 1000)
     with call.client() as client:

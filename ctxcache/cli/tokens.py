@@ -65,6 +65,7 @@ def _add(file: Path, token: Token) -> None:
         # One that the server could not use is not to be added to.
         read_tokens(file)
     try:
+        # O_APPEND and one write: two commands that add at once have a line each.
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with os.fdopen(opened, "r+b") as lines:
             is_ended = not lines.seek(0, os.SEEK_END) or _last_byte(lines.fileno()) == b"\n"

@@ -103,6 +103,7 @@ def show_outcomes(
 def raise_first(outcomes: Sequence[ArchiveOutcome]) -> None:
     """Raise the first failure, as one of so many."""
     failed = [one for one in outcomes if one.status is ArchiveStatus.FAILED]
+    # The exit code is of one failure, so the first one gives it; all of them stand in the list.
     if not failed:
         return
     # The file's own failure, if there is one: no session's line reports it.
@@ -281,6 +282,10 @@ SHOWN_SETTINGS = ("data_directory", "ssd_directories", "ssd_size_bytes")
 """Settings that --help shows; a new store may be given all others that `serve` will get."""
 
 
+# Two passes over a file, one over a pipe:
+#
+#     file   verify all of it ──► names and conflicts looked at ──► read again, imported
+#     pipe   imported as it is verified: what came before a damage is there
 def import_sessions(
     call: CliCall,
     settings: dict[str, Any],
@@ -329,6 +334,7 @@ def import_sessions(
         ttl_s=None if ttl is None else parsed(parse_duration_s, ttl, "--ttl"),
         keeps_pins=pins,
     )
+    # A pipe cannot be read twice.
     if file == PIPE and (check or new_store):
         raise typer.BadParameter(f"--{'check' if check else 'new-store'} needs a file")
     if new_store:
@@ -355,6 +361,7 @@ def import_sessions(
         if outcomes:
             show_outcomes(call, file, outcomes)
         raise
+    # Sessions of the file that were never come to, because of an error that ends all.
     tried = {one.session for one in outcomes}
     rest = (one for one in found if f"sessions/{one.session_id}" not in tried)
     outcomes += [
@@ -392,6 +399,7 @@ def _import(
     progress: Bar,
     outcomes: list[ArchiveOutcome],
 ) -> None:
+    # Before the first one is brought in: `fail` means that nothing is changed where one name is taken.
     if wishes.on_conflict is OnConflict.FAIL:
         for target in (wishes.target(one.session_id) for one in found):
             if present(client, target) is not None:
@@ -399,6 +407,7 @@ def _import(
     progress.begin("importing", sum(one.token_count for one in found) or None)
     with source(file) as opened:
         reader = ArchiveReader(opened)
+        # `extend` takes them one by one: what came before an error is in the list when it is raised.
         outcomes.extend(Importer(client, wishes, reader.begin_time_ns, progress.step).take(reader.sessions()))
 
 

@@ -94,6 +94,7 @@ def verify(
 def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> Iterator[VerifyProgress]:
     keep_private()
     settings = load({"data_directory": data_directory, "ssd_directories": tuple(ssd_directories) or None})
+    # One loop for all steps, to which the generator is bound; the bar moves between two of them.
     with asyncio.Runner() as runner:
         reports = verify_directory(settings, bytes_per_second=rate)
         while (report := runner.run(anext(reports, None))) is not None:
@@ -110,6 +111,7 @@ def _follow(reports: Iterable[VerifyProgress], call: CliCall) -> dict[str, Plain
         task = bar.add_task("verifying")
         for last in reports:
             released += last.released_slot_count
+            # One segment of several sessions is lost once, and is bad in each of them.
             lost.update(found.segment_id for found in last.bad if not found.is_mended)
             for found in last.bad:
                 bad.append(plain := document(found))

@@ -55,6 +55,10 @@ class ArenaGrant:
         return role + ([WRITE_IN_PLACE] if self.writes_in_place else [SHARED_MEMORY] * self.has_shared_memory)
 
 
+# From a caller to what it may do:
+#
+#     certificate, or a user ──► subjects ──► rules, in their order ──► the first that fits ──► grant
+#     token ──► SHA-256 ──► file of hashes ──► grant
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A subject and its grant. `*` in the subject stands for a part; `$1` in the tenant is the first one."""
@@ -118,6 +122,7 @@ def parse_grant(
     tenant: str, *, role: str = Role.USER, shared_memory: object = False, write_in_place: object = False
 ) -> ArenaGrant:
     """A grant as configuration says it; to write in place is to read too. Raises ValueError."""
+    # Each value is checked before it is used: a word such as "false" is a text, and true.
     if role not in list(Role):
         raise ValueError(f"{role!r} is neither {' nor '.join(Role)}")
     for name, value in (("shared_memory", shared_memory), ("write_in_place", write_in_place)):

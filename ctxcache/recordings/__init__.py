@@ -21,6 +21,7 @@ from ctxcache.errors import FileAlreadyExists, FileUnusable
 from ctxcache.runtime.files import open_private
 from ctxcache.simulate.recorded import FORMAT, VERSION
 
+# Numbers that stand for a name: 64 bits, which JSON readers would round.
 HASHES = frozenset(("session", "tenant", "source"))
 CALL_FIELDS = tuple(
     (field.name, field.default is None)

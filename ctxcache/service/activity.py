@@ -20,6 +20,7 @@ def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) 
     """At most `limit` sessions and as many tenants."""
     state, reading = cache.state, cache.leases
     counts = state.journal.counts
+    # A session without tokens was found as its creator left it.
     hit_count = sum(count for (_, result), count in counts.items() if result in (HIT, EMPTY))
     budget, dirty_limit = reading.pins, cache.ledger.watermarks.dirty_limit
     found = Activity(
@@ -54,6 +55,7 @@ def _methods(times: RpcTimes) -> Iterator[MethodActivity]:
             yield MethodActivity(
                 method=method,
                 count=sum(one.count for one in histograms),
+                # A caller that went away is no failure of the server's.
                 failed_count=sum(h.count for end, h in timer.by_end.items() if end not in (OK, CANCELLED)),
                 total_seconds=sum(one.total for one in histograms),
                 bounds_seconds=bounds,
@@ -72,6 +74,7 @@ def _operations(cache: Cache) -> Iterator[MethodActivity]:
 
 
 def _sessions(cache: Cache, limit: int) -> Iterator[SessionActivity]:
+    # Few are counted, see `Busiest`: no walk over all sessions is needed.
     for uid, count in cache.ledger.busiest.first(limit):
         session = cache.ledger.get(uid)
         if session is not None:

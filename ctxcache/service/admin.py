@@ -146,6 +146,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """See the proto."""
         limit = validate.page_size(request.page_size)
         after = validate.page_token(request.page_token)
+        # Sorted anew at each page: a name that comes meanwhile is on its page, or was before it.
         names = sorted(name for name in self._cache.ledger.tenants() if name > after)[: limit + 1]
         return admin_pb2.ListTenantsResponse(
             tenants=[self._tenant(name) for name in names[:limit]],
@@ -174,6 +175,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         answer.name = f"sessions/{session_id}"
         session = ledger.named(tenant, session_id)
         if session is not None and session.expire_time_ns > state.clock.now_ns():
+            # What was noted about a session is reckoned late, so it is done before it is told.
             ledger.reckon(session)
             happened = state.journal.history.of(tenant, session_id)
             answer.is_there, answer.token_count = True, session.token_count
@@ -266,7 +268,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             async for data, copied in pieces:
                 yield _backup_message(data, copied)
                 sent_bytes += len(data)
+                # By bytes since the beginning: a client that was slow for a while may catch up, and no second
+                # is over the rate for long.
                 wait_ns = began_ns + (sent_bytes * 10**9 // rate if rate else 0) - clock.monotonic_ns()
+                # Also where nothing is to be waited for: others have their turn.
                 await asyncio.sleep(max(wait_ns, 0) / 10**9)
                 if turns:
                     await turns.take()
@@ -369,10 +374,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         reading = self._cache.leases
         lease = reading.lease(request.lease_id)
         if lease.client.number is None:
+            # A stream's lease ends with the stream; taking it away midway would break the rows that are being
+            # sent.
             if lease.deadline_ns == NEVER_NS:
                 raise InvalidArgument(field="lease_id", problem="its rows are on their way; try again")
             reading.release(lease.lease_id)
             return operations_pb2.RevokeLeaseResponse(ended_lease_count=1)
+        # A local client reads without asking, so a single lease cannot be taken back from it: the whole
+        # connection ends, and it learns that at its next check.
         ended = [one.lease_id for one in reading.leases() if one.client == lease.client]
         if not await self._controls.cut_off(lease.client.number):
             problem = "its holder is connected by gRPC and could not know in time; it ends when it expires"
@@ -401,6 +410,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         context: Context,
     ) -> AsyncIterator[operations_pb2.DrainStatus]:
         """See the proto."""
+        # Doors first: what begins now would have to be waited for.
         self._controls.doors.close()
         problem, flush = "", asyncio.ensure_future(self._cache.flush_due())
         try:
@@ -410,6 +420,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 # The end has its own patience, and flushes by itself.
                 if status.is_done or self._controls.doors.is_over:
                     return
+                # Two things are looked at: what clients still hold, five times a second, and the flush, when
+                # it has ended.
                 await asyncio.wait({flush}, timeout=REPORT_INTERVAL_S)
                 if flush.done():
                     problem = await _problem_of(flush)
@@ -473,6 +485,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _hold_path(self, request: operations_pb2.UpdatePathRequest) -> int:
         """Returns the path's number. Raises InvalidArgument."""
         ssd, index = self._cache.ssd, self._path_index(request.path)
+        # A server without any path that takes writes would refuse all appends that are to be durable.
         if request.resting and not set(range(len(ssd.paths))) - ssd.refusals.keys() - {index}:
             raise InvalidArgument(field="path", problem="no other path would take writes")
         self._controls.hold_path(index, request.resting)

@@ -55,6 +55,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
 
     async def _answer(self, record: Registered) -> bytes:
         encoded = await self._encoded(record, LoopSlice(self._turns))
+        # Encoded parts of one message may follow each other: the probe is put behind, and is not kept.
         return encoded if record.probe is None else encoded + convert.encoded_probe(record.probe)
 
     async def _encoded(self, record: Registered, part: LoopSlice) -> bytes:
@@ -64,6 +65,8 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         # Another one may have its name by now.
         if known is not record:
             encoded = await part.work(convert.encoded_model(record))
+            # All at once: which one will be asked for next is not known, and each is made again in
+            # milliseconds.
             if self._message_bytes + len(encoded) > MESSAGES_LIMIT_BYTES:
                 self._messages.clear()
                 self._message_bytes = 0

@@ -126,10 +126,13 @@ def _prefix(given: prefix_pb2.Prefix) -> bytes | Sequence[bytes]:
     """Token ids, or keys where there are none, of a length that they may have."""
     if given.keys:
         validate.within(len(given.keys), 1, KEYS_LIMIT, "prefix.keys")
+        # Of one length, or they are no keys: a prefix of a key would never be found, and nothing would say
+        # why.
         for i, key in enumerate(given.keys):
             if len(key) != KEY_BYTES:
                 problem = f"{KEY_BYTES} bytes expected, {len(key)} given"
                 raise InvalidArgument(field=f"prefix.keys[{i}]", problem=problem)
+        # Keys beside token ids are an offer: what they say is compared with the ids.
         if not given.token_ids:
             return given.keys
     size_bytes = validate.within(

@@ -171,6 +171,7 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = _knob("log_level")
     log_format: Literal["text", "json"] = _knob("log_format")
 
+    # The lower mark is declared before the upper one: a validator sees only the fields before its own.
     @field_validator("dram_high_watermark", "dirty_limit")
     @classmethod
     def _is_above(cls, value: float, info: ValidationInfo) -> float:
@@ -212,11 +213,18 @@ def load(arguments: dict[str, Any], *, file: Path | None = None) -> Settings:
     return load_with_sources(arguments, file=file)[0]
 
 
+# Who wins, and by which of pydantic's ways each value comes:
+#
+#     option ──────► init       above      environment ──► env
+#     file ────────► init, but only names that the environment does not have, which is above it
+#     default ─────► field
 def load_with_sources(
     arguments: dict[str, Any], *, file: Path | None = None
 ) -> tuple[Settings, dict[str, Source]]:
     """Settings as `load` has them, and where each comes from. Raises InvalidConfiguration."""
     given = {name: value for name, value in arguments.items() if value is not None}
+    # A misspelt name would be ignored by pydantic, and a server would run with other settings than were
+    # meant.
     stray = {name for name in os.environ if name.startswith(PREFIX)} - {
         knob.variable for knob in KNOBS.values()
     }
@@ -227,6 +235,7 @@ def load_with_sources(
     try:
         settings = Settings(**{**below, **given})
     except ValidationError as error:
+        # The first is enough: whoever mends it sees the next.
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         problem = _unknown(field) if first["type"] == "extra_forbidden" else first["msg"]

@@ -13,6 +13,8 @@ SSD_SHARE = 5
 LEAST_BYTES = 64 * MIB
 
 
+# Defaults for a machine that others use as well: a quarter of what is available, and never more than the
+# caps.
 def arena_bytes(directory: Path) -> int:
     """A quarter of the memory available or half of what the tmpfs has free, at most 8 GiB.
 

@@ -33,9 +33,11 @@ def doctor(context: typer.Context, **given: Any) -> None:
     settings = load_settings(given)
     call = call_of(context, given)
     findings = list(examine(settings, call))
+    # All probes are asked, also behind one that is fatal: one run shows all there is to do.
     failures = [finding.failure for finding in findings if finding.failure is not None]
     call.show_facts(_facts(findings), _text(findings))
     if failures:
+        # Standard output is buffered, and the error is written to the other stream.
         sys.stdout.flush()
         raise failures[0]
 

@@ -61,6 +61,7 @@ def space(settings: Settings, directory: Path) -> Finding:
         status = os.statvfs(place)
     except OSError as error:
         return fatal(name, _unusable(directory, error), CHOOSE)
+    # Only the lack is needed: blocks of the file that is there are allocated already.
     free, lack_bytes = status.f_bavail * status.f_frsize, needed - present
     if lack_bytes < 0:
         sizes_found = f"{human_size(present)} are there and cannot shrink to {human_size(needed)}"
@@ -98,6 +99,7 @@ def metadata(settings: Settings) -> Finding:
     """Does the data directory open, and RocksDB in it."""
     directory = settings.data_directory
     if holder := _holder(directory):
+        # Its metadata may not be opened by a second process, and need not be: it serves.
         return ok("metadata", f"{directory} is held by a running server (pid {holder})", "that server")
     try:
         check_not_restoring(directory)
@@ -109,6 +111,7 @@ def metadata(settings: Settings) -> Finding:
                     directory, data.instance_id, ssd_directories_of(settings), may_be_absent=is_lenient
                 )
                 ordered = [each.path for each in found if not each.absence]
+                # Read only: a look changes nothing.
                 witness = Witness(ordered, data.instance_id, is_read_only=True)
                 if not witness.sequence and not found[0].absence:
                     _check_not_gone(data, ordered[0])
@@ -200,6 +203,8 @@ def _holder(directory: Path) -> str:
     try:
         with (directory / "LOCK").open("rb") as lock:
             try:
+                # Shared, as a question: the server's lock is exclusive, and two doctors do not disturb each
+                # other.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return lock.read(32).decode(errors="replace").strip() or "unknown"
@@ -325,6 +330,7 @@ def _disks(directory: Path, root: Path) -> list[Path]:
 def _below(place: Path) -> Iterator[Path]:
     # A partition is of its disk.
     disk = place.parent if (place / "partition").exists() else place
+    # A mapped device, or an array, says nothing of itself; the disks below it do.
     slaves = list((disk / "slaves").glob("*"))
     if not slaves:
         yield disk

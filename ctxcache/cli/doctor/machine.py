@@ -165,6 +165,7 @@ def open_files(settings: Settings) -> Finding:
     """May it open as many files as settings admit connections."""
     # A server raises its own limit as far as it may.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Two listeners of gRPC, TCP and a Unix socket, have a limit each.
     connections = 2 * settings.max_connections + settings.max_local_clients + settings.max_bulk_connections
     needed = OWN_FILES + connections
     found = (
@@ -277,6 +278,7 @@ def listen_address(settings: Settings) -> Finding:
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
+            # A port in TIME_WAIT is free to a server, which binds likewise.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

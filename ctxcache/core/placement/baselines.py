@@ -15,6 +15,13 @@ from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy, Ran
 from ctxcache.core.placement.value import MISS_COST, MissCost, ReturnValue
 
 
+# Who stands where. A line's first leaves first; `idle` puts a session at the end:
+#
+#     all         every session that is kept                 evict looks here
+#     dram        those of them that are in memory           demote looks here
+#
+# A session in a turn may not leave. When it comes first it is taken out of the line, so that it is looked at
+# once and not at each need, and `idle` puts it back; `_set_aside` knows who belongs in memory's line as well.
 class Recency(Policy):
     """Two lines, the store's and memory's, in the order in which turns ended.
 
@@ -70,6 +77,7 @@ class Recency(Policy):
 
     def give_up(self, count: int, accepts: Accepts) -> list[bytes]:
         """See Policy. Those that `accepts` refuses are looked at once."""
+        # Of whatever lines and orders a subclass has: each keeps those that were refused out of the way.
         orders = [each for each in vars(self).values() if isinstance(each, (Line, Keyed))]
         for order in orders:
             order.pass_over()
@@ -131,6 +139,7 @@ class FirstInFirstOut(LeastRecentlyUsed):
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
         """See Policy."""
+        # Once, when it comes: a later turn changes nothing.
         if uid not in self.all:
             self.all.put(uid)
             self._number(uid)
@@ -176,6 +185,7 @@ class TailOptimised(LeastRecentlyUsed):
             self._cheap.put(uid)
             if uid in self.dram:
                 self._cheap_dram.put(uid)
+            # Its rank fell without its turn being the reason: whoever keeps an order by rank has to hear it.
             if is_fallen:
                 self._fallen(uid)
         else:
@@ -221,11 +231,17 @@ SMALL_SHARE = 10
 S3_FIFO_MOST_USES = 3
 
 
+# By bytes, as many as the store has; by names too, since small sessions would make the ghosts too many.
 def _bound(ghosts: Line, limit_bytes: int) -> None:
     while len(ghosts) and (ghosts.size_bytes > limit_bytes or len(ghosts) > GHOSTS):
         ghosts.discard(next(iter(ghosts)))
 
 
+#     new ──► small (a tenth) ── used since ──► main ── used since ──► main, at the end, one use less
+#               │ unused                          │ unused
+#               ▼                                 ▼
+#             leaves, its name is a ghost       leaves
+#               └── comes back ──► main
 class S3Fifo(Recency):
     """A tenth of the bytes on probation, the rest a FIFO with second chances. Source: SOSP'23."""
 
@@ -280,11 +296,16 @@ class S3Fifo(Recency):
 
     def _candidate(self, accepts: Accepts) -> bytes | None:
         lines = [self._small, self._main]
+        # The small queue gives only where it has more than its tenth; below that main gives first.
         if self._small.size_bytes * SMALL_SHARE <= self._total_bytes:
             lines.reverse()
         return next((uid for line in lines if (uid := line.first(accepts)) is not None), None)
 
 
+#     once   seen once lately          ghosts of it that come back: `once` should have been larger
+#     often  seen more than once       ghosts of it that come back: `often` should have been larger
+#
+# `_once_goal_bytes` is the balance between both, moved at each return of a ghost.
 class AdaptiveReplacement(Recency):
     """ARC: recency against frequency, the balance learned from what left too early. Source: FAST'03."""
 
@@ -307,6 +328,7 @@ class AdaptiveReplacement(Recency):
 
     def _learn(self, uid: bytes) -> bool:
         once, often = self._once_ghosts, self._often_ghosts
+        # A step is larger where that side's ghosts are few: a rare return says more.
         once_bytes, often_bytes = max(once.size_bytes, 1), max(often.size_bytes, 1)
         if (size_bytes := once.discard(uid)) is not None:
             goal = self._once_goal_bytes + size_bytes * max(often_bytes / once_bytes, 1)
@@ -393,6 +415,7 @@ class GreedyDualSizeFrequency(LeastFrequentlyUsed):
 
     def evicted(self, uid: bytes) -> None:
         """See Policy."""
+        # Before it leaves the order: its priority is what newcomers must beat from here on.
         key = self._order.keys.get(uid)
         if key is not None:
             self._clock = max(self._clock, key[0])
@@ -403,6 +426,10 @@ class GreedyDualSizeFrequency(LeastFrequentlyUsed):
         super().evicted(uid)
 
 
+#     oldest  A*  B   C*  D   E  youngest        * visited
+#                 ▲ hand
+#
+# A is passed and unvisited, B is taken, and the hand stays before C: those behind it keep their place.
 class Sieve(Recency):
     """A queue in order of arrival; a hand goes from the oldest to the youngest and takes the first unvisited.
 
@@ -461,6 +488,7 @@ class Sieve(Recency):
                 return None
             if accepts(uid):
                 if uid not in self._visited:
+                    # Kept where it is: `evicted` moves it on to the younger one.
                     self._hand = uid
                     return uid
                 self._visited.discard(uid)
@@ -474,6 +502,11 @@ USES_REMEMBERED = 10
 MOST_USES = 15
 
 
+# Where a session stands:
+#
+#     window      new ones, a hundredth of the bytes; the least lately used of it is the comer
+#     probation   comers that were used more than the one that left for them; its first is the victim
+#     protected   those of probation that were used again; over 80 % of the rest, its first goes back
 class WindowTinyLfu(Recency):
     """W-TinyLFU: a window of 1 % by LRU, the rest by segmented LRU; who leaves the window must be used more.
 
@@ -510,6 +543,7 @@ class WindowTinyLfu(Recency):
         self._uses[uid] = min(self._uses.get(uid, 0) + 1, MOST_USES)
         self._use_count += 1
         if self._use_count >= USES_REMEMBERED * max(len(self.all), 1) or len(self._uses) > GHOSTS:
+            # Those used once are forgotten by it, which bounds the names.
             self._uses = {each: uses // 2 for each, uses in self._uses.items() if uses > 1}
             self._use_count //= 2
 
@@ -604,6 +638,7 @@ class LeastHitDensity(Recency):
         place = self._places.pop(uid, None)
         if place is None:
             return
+        # The last one takes the free place: lists without gaps can be drawn from by number.
         last, used, size_bytes = self._uids.pop(), self._used.pop(), self._sizes.pop()
         if last != uid:
             self._uids[place], self._used[place], self._sizes[place] = last, used, size_bytes
@@ -615,6 +650,7 @@ class LeastHitDensity(Recency):
         now, pick, count = self._turn_count, self._pick, len(used)
         sample: list[tuple[float, int, int]] = []
         for _ in range(min(SAMPLED, count)):
+            # A generator of its own, always begun alike: a replay that is repeated draws the same samples.
             pick = (pick * 1103515245 + 12345) & 0x7FFFFFFF
             place = (pick >> 8) % count
             used_at = used[place]
@@ -628,6 +664,7 @@ class LeastHitDensity(Recency):
             if accepts(uid):
                 return uid
             sample = [each for each in sample if each != least]
+        # Nobody of the sample may leave, so the longest unused one that may is taken.
         return self.all.first(accepts)
 
 

@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+# Decimal and binary units, in any case: KB is 1000, KiB 1024.
 _SIZE_UNITS = {"": 1, "B": 1} | {
     f"{u}{i}B": (1024 if i else 1000) ** n for n, u in enumerate("KMGT", 1) for i in ("I", "")
 }
@@ -21,6 +22,7 @@ class KnobKind(enum.Enum):
     """The type of a knob's text; the value is how `--help` shows it."""
 
     DIRECTORY = "DIR"
+    # With a blank: members of an enumeration that have the same value would be one.
     DIRECTORIES = "DIR "
     FILE = "FILE"
     PATH = "PATH"
@@ -66,6 +68,7 @@ def parse_size_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise ValueError(f"{text!r} is not a size such as 512MiB or 8GiB")
+    # Decimal: `1.1GB` is 1,100,000,000 bytes, which a float misses.
     return int(Decimal(match[1]) * _SIZE_UNITS[(match[2] or "").upper()])
 
 
