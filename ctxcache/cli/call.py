@@ -147,6 +147,11 @@ IntervalOption = Annotated[
 WATCHING = (option("watch", WatchOption), option("interval", IntervalOption))
 
 
+# How a command comes to be called:
+#
+#     words ──► typer ──► options before the name: `context.obj`  ──┐
+#                         options behind it: `given`               ──┴► call_of ──► CliCall ──► the function
+#                                                                       └ takes its own out of `given`
 class CliCall(Shared):
     """The shared options of a command that asks a server, and what it does with them."""
 
@@ -315,6 +320,7 @@ def _matching(
     given = context.find_root().params
     # Their variables, where options are not given, are among the parameters.
     names_of = ("token_file", "tls_ca", "tls_client_certificate", "tls_client_key")
+    # Without what a command would need besides: whoever completes waits, so a second is all there is.
     call = CliCall(credentials=Credentials(*map(given.get, names_of)), timeout_s=TIMEOUT_S)
     target = given.get("target") or os.environ.get("CTXCACHE_TARGET")
     try:

@@ -107,6 +107,12 @@ DESCRIPTIONS = {
 }
 
 
+# From a name to a command, with as little imported as can be:
+#
+#     --help, completion of a name    the table below, and names of entry points      no command's module
+#     a command of ours               its module, replaced in the table               once it is called
+#     a plugin                        its entry point                                 once it is run
+#     a lab's command, not installed  a command that says how to get it
 class CommandGroup(TyperGroup):
     """All commands by name: ours as the table lists them, each in its own form once it is called.
 
@@ -142,6 +148,8 @@ def spare_models(command: Any) -> None:
     typer makes a pydantic model for each parameter: pydantic takes longer to import than a small command to
     run. Typer refuses any other value, with a sentence of its own.
     """
+    # The parameters are made when they are asked for, so the asking is wrapped, and each parameter in turn,
+    # once.
     command.get_params = partial(_spared, command.get_params)
     for each in getattr(command, "commands", {}).values():
         spare_models(each)
@@ -209,6 +217,7 @@ def _command(entry_point: EntryPoint) -> Callable[[typer.Context], None]:
             _run(entry_point, context)
         except ModuleNotFoundError as error:
             missing = error.name or ""
+            # One of ours, or of the plugin's own, is a bug, and its traceback is wanted.
             if not missing or missing.partition(".")[0] in (*OURS, entry_point.module.partition(".")[0]):
                 raise
             _refuse(

@@ -31,6 +31,7 @@ def check(context: typer.Context, **given: Any) -> None:
     settings, sources = settings_of(given)
     changed = sum(source != "default" for source in sources.values())
     found: list[Plain] = [*doubts(settings)]
+    # Warnings are no failure: a server would start, and the exit code says that.
     text = "\n".join(
         [*(f"warning: {doubt}" for doubt in found), f"ok: {changed} of {len(sources)} settings are given"]
     )

@@ -283,6 +283,7 @@ def drain(
             call.show_facts({"is_draining": False}, "work is taken again")
             return
         last: DrainStatus | None = None
+        # The last status is shown, however the waiting ends.
         with CtrlC() as ctrl_c:
             for last in client.admin.drain():
                 if not wait or ctrl_c.was_pressed:
@@ -295,6 +296,7 @@ def drain(
 def _report(status: DrainStatus) -> None:
     """Tell a person who waits at a terminal."""
     if sys.stderr.isatty():
+        # Back to the beginning of the line and over it: one line, as long as it takes.
         sys.stderr.write(f"\r\x1b[K{drain_line(status)}" + ("\r\x1b[K" if status.is_done else ""))
         sys.stderr.flush()
 

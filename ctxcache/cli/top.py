@@ -39,6 +39,7 @@ from ctxcache.client.types import (
 )
 from ctxcache.errors import Unavailable
 
+# A call that stays open would count for nothing until it ends, and then for hours.
 UNCOUNTED = ("Access", "Schedule", "GetStats", "GetActivity", "Verify", "Drain")
 """Rpcs that stay open, or are our own looking."""
 PIPE_WIDTH = 120
@@ -122,6 +123,7 @@ class Rates:
 
         Since a moment unknown when it was not among the busiest before.
         """
+        # Without a count from before, its accesses of all time would be taken for those of this moment.
         now = _accesses(self._now.activity, kind).get(name, 0)
         before = {} if self._before is None else _accesses(self._before.activity, kind)
         return self._per_s(max(now - before.get(name, now if self._before else 0), 0))
@@ -452,6 +454,8 @@ def _live(client: Client, target: str, interval_s: float, width: int | None, ctr
             try:
                 now = _look(client)
                 live.update(frame(now, before, target, console.width), refresh=True)
+                # After a look that failed the next rates are over the gap: `before` is the last one that was
+                # seen.
                 before = now
             except Unavailable as error:
                 live.update(Text(sentence(error), style="bold red"), refresh=True)

@@ -56,6 +56,8 @@ def record(
     with call.client() as client, closing(client.admin.record(span)) as parts:
         # A recording that was refused leaves no file.
         first = next(parts)
+        # In this order: the server has agreed, the file is made, Ctrl-C ends the recording and not the
+        # command.
         with created(file) as lines, CtrlC() as ctrl_c:
             for written in write(chain((first,), parts), lines):
                 _report(written)

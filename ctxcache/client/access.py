@@ -60,8 +60,8 @@ from ctxcache.wire.frames import (
 )
 from ctxcache.wire.status import from_parts, from_rpc_error, from_status
 
-# Asked where a way has to prove itself: before an attachment is trusted, and where a gRPC stream was silent.
-# Ends a lease that never exists: an operation that changes nothing, and whose answer proves the way.
+# Ends a lease that never exists: an operation that changes nothing, and whose answer proves the way. Asked
+# before an attachment is trusted, and where a gRPC stream was silent.
 PROBE = Operation(release_lease=ReleaseLease(lease_id=0))
 
 
@@ -423,6 +423,7 @@ _GONE = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 #
 #     | u32 length | u8 kind = ACCESS | 0x08 | varint number | operations … | trace_parent |
 #                                      └ NUMBER first: an answer's is read without its message being parsed
+#
 # The life of a request, by who waits for its answer:
 #
 #    awaited ──── answered ────► taken by its caller
