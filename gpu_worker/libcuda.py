@@ -48,6 +48,31 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
+class _Planes(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("srcXInBytes", ctypes.c_size_t),
+        ("srcY", ctypes.c_size_t),
+        ("srcMemoryType", ctypes.c_int),
+        ("srcHost", ctypes.c_void_p),
+        ("srcDevice", ctypes.c_uint64),
+        ("srcArray", ctypes.c_void_p),
+        ("srcPitch", ctypes.c_size_t),
+        ("dstXInBytes", ctypes.c_size_t),
+        ("dstY", ctypes.c_size_t),
+        ("dstMemoryType", ctypes.c_int),
+        ("dstHost", ctypes.c_void_p),
+        ("dstDevice", ctypes.c_uint64),
+        ("dstArray", ctypes.c_void_p),
+        ("dstPitch", ctypes.c_size_t),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+    )
+
+
+_HOST_MEMORY = 1
+_DEVICE_MEMORY = 2
 _POSIX_DESCRIPTOR = 1
 _PINNED = 1
 _ON_DEVICE = 1
@@ -193,6 +218,33 @@ class Libcuda:
     def unregister_host(self, address: int) -> None:
         """Undo `register_host`; no copy may be under way."""
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def copy_planes(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        *,
+        plane_bytes: int,
+        plane_count: int,
+        stream: int,
+    ) -> None:
+        """Begin to copy planes of device memory into the host's, on a stream, by one call.
+
+        `target`, `source`: the first plane's addresses; pitches: bytes from one plane to the next.
+        """
+        planes = _Planes(
+            srcMemoryType=_DEVICE_MEMORY,
+            srcDevice=source,
+            srcPitch=source_pitch,
+            dstMemoryType=_HOST_MEMORY,
+            dstHost=target,
+            dstPitch=target_pitch,
+            WidthInBytes=plane_bytes,
+            Height=plane_count,
+        )
+        self._call("cuMemcpy2DAsync_v2", ctypes.byref(planes), ctypes.c_void_p(stream))
 
     def _device(self, ordinal: int) -> ctypes.c_int:
         device = ctypes.c_int()

@@ -39,7 +39,7 @@ if [[ -n ${TINY:-} ]]; then
   export TRITON_INTERPRET=1
   tests=(tests/gpu_worker/kernels/test_quantization.py)
   kernels=(--tiny)
-  saving=(--shape tiny --batch 2 --history 8 --steps 2 --rounds 2)
+  saving=(--shape tiny --batch 2 --history 8 --steps 2 --rounds 2 --replayed 3)
   restore=(--shapes tiny,tiny-opt --device cpu --history 96,160 --rounds 2)
   direct=(--shape tiny --tokens 200 --rounds 2)
   decoding=(--shapes tiny --history 96 --steps 3 --rounds 1)
@@ -47,7 +47,8 @@ else
   tests=(tests/gpu_worker/kernels)
   # The shorter lengths say where the product overtakes the fused kernel.
   kernels=(--tokens 512,2048,16384 --rounds 7)
-  saving=(--shape llama-2-7b --batch 16 --history 512 --steps 32 --rounds 7)
+  # Eager steps, then a graph's: what of a step its hundred replays take to be saved, and whether rows are right.
+  saving=(--shape llama-2-7b --batch 16 --history 512 --steps 32 --rounds 5 --replayed 100)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
   restore=(--shapes llama-2-7b,llama-3-8b,opt-30b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
     --history 1024,4096,16384 --ssd-tokens 1024 --rounds 5 --budget-s 125)

@@ -61,9 +61,11 @@ from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import DeviceFailed
+from gpu_worker.saving.device_ring import RING_BYTES, DeviceRing
 from gpu_worker.saving.staging import (
     Bytes,
     Copies,
+    DeviceRows,
     RowRun,
     Rows,
     Slice,
@@ -471,6 +473,13 @@ class Sorter:
         return failure
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedPass:
+    """A pass that a graph has captured, with so many rows, padding included."""
+
+    row_count: int
+
+
 STAGING_BYTES = 1 << 30
 THREAD_COUNT = 2
 SAVE_TIMEOUT_S = 60.0
@@ -494,20 +503,28 @@ class Saver(Closing):
         device: torch.device = _CPU,
         copies: Copies | None = None,
         staging_bytes: int = STAGING_BYTES,
+        ring_bytes: int | None = None,
         thread_count: int = THREAD_COUNT,
         rounding: Callable[[int], Tensor | None] = lambda _layer: None,
     ) -> None:
-        """`rounding`: how deltas are rounded, see Chain; with care, a pass waits for it.
+        """`ring_bytes`: of the ring on the device; RING_BYTES on a GPU, and without one else.
+
+        `rounding`: how deltas are rounded, see Chain; with care, a pass waits for it.
 
         Raises InvalidArgument for a stream that the model does not have.
         """
         self._client, self._model = client, model
+        if ring_bytes is None and device.type == "cuda":
+            ring_bytes = RING_BYTES
         self._staging = StagingBuffers(
             tuple(model.specs(streams).values()),
             copies or copies_from(device),
             size_bytes=staging_bytes,
             is_pinned=device.type == "cuda",
             rounding=rounding,
+            make_ring=None
+            if ring_bytes is None
+            else lambda groups: DeviceRing(groups, device, size_bytes=ring_bytes),
         )
         self._board = Board(self._staging)
         self._is_closing = False
@@ -613,15 +630,25 @@ class Saver(Closing):
     # -- passes: the engine's thread -----------------------------------------------------------------
 
     @contextmanager
-    def passing(self, slices: Sequence[Slice], token_ids: Sequence[int]) -> Iterator[None]:
+    def passing(
+        self,
+        slices: Sequence[Slice],
+        token_ids: Sequence[int],
+        *,
+        replayed: CapturedPass | None = None,
+    ) -> Iterator[None]:
         """Enclose a forward pass over `token_ids`. `slices` say whose tokens they are, in the pass's order.
 
-        A pass that raises is a gap in all of them. Raises InvalidArgument where slices are not the pass.
+        `replayed`: it is the replay of a graph, see `capturing`, whose first rows these tokens are. A pass
+        that raises is a gap in all of them. Raises InvalidArgument where slices are not the pass.
         """
         ids = np.asarray(token_ids, "<i4")
         if sum(part.count for part in slices) != len(ids):
             raise InvalidArgument(field="slices", problem=f"they are not the {len(ids)} tokens of the pass")
-        takers = self._begin(slices, ids)
+        if replayed is not None and len(ids) > replayed.row_count:
+            problem = f"the pass that was captured has {replayed.row_count} rows, this one {len(ids)}"
+            raise InvalidArgument(field="token_ids", problem=problem)
+        takers = self._begin(slices, ids, is_replayed=replayed is not None)
         try:
             yield
         finally:
@@ -632,10 +659,32 @@ class Saver(Closing):
         """Whether any row of the pass under way is to be saved."""
         return self._frame is not None
 
+    @contextmanager
+    def capturing(self, row_count: int) -> Iterator[CapturedPass]:
+        """Enclose a pass of `row_count` rows, padding included, while a CUDA graph captures it.
+
+            with torch.cuda.graph(graph), saver.capturing(64) as captured:
+                model(...)                      # its hooks call `put`, for the only time
+            with saver.passing(slices, ids, replayed=captured):
+                graph.replay()                  # its rows are those tokens', padding is nobody's
+
+        Graphs are replayed on one stream, that of `passing`. A replay outside of it saves nothing. Raises
+        InvalidArgument without a ring, for more rows than it has, and for packed kinds; IncompleteAppend for
+        a stream without rows; and what `put` finds wrong.
+        """
+        with self._staging.capturing(row_count) as frame:
+            self._frame, self._failure = frame, None
+            try:
+                yield CapturedPass(row_count)
+            finally:
+                self._frame = None
+            if self._failure is not None:
+                raise self._failure
+
     def put(self, layer: int, kind: StateKind, rows: Tensor) -> None:
         """Take the rows [T, row] of one layer of the pass under way; those of other streams are passed over.
 
-        Raises nothing: what is wrong with them is a gap.
+        They are to stay as they are until the pass ends. Raises nothing: what is wrong with them is a gap.
         """
         if self._frame is None or self._failure is not None:
             return
@@ -646,7 +695,7 @@ class Saver(Closing):
         except RuntimeError as error:
             self._failure = DeviceFailed(problem=str(error))
 
-    def _begin(self, slices: Sequence[Slice], ids: npt.NDArray[np.int32]) -> "_Takers":
+    def _begin(self, slices: Sequence[Slice], ids: npt.NDArray[np.int32], *, is_replayed: bool) -> "_Takers":
         takers: _Takers = []
         row = 0
         self._failure = None
@@ -663,7 +712,29 @@ class Saver(Closing):
             if takers and self._frame is None:
                 limit = self._staging.ring.row_count
                 self._stop(takers, TooManyRequests(what="tokens waiting to be saved", limit=limit))
+        ring = self._staging.device_ring
+        if ring is not None and self._frame is not None:
+            # Without the lock: it may wait for the device.
+            self._failure = self._enter(ring, self._frame, is_replayed=is_replayed)
         return takers
+
+    @staticmethod
+    def _enter(ring: DeviceRows, frame: StagedPass, *, is_replayed: bool) -> CacheError | None:
+        """Why a pass has no room on the device, if it needs any; one longer than the ring does not."""
+        if is_replayed:
+            # A graph writes its rows: `put` brings none.
+            frame.targets.clear()
+        if not ring.holds(len(frame.rows)):
+            return None
+        try:
+            frame.in_ring = ring.take(len(frame.rows))
+        except CacheError as error:
+            return error
+        except RuntimeError as error:
+            return DeviceFailed(problem=str(error))
+        if frame.in_ring is not None:
+            return None
+        return TooManyRequests(what="tokens on the device waiting to be copied", limit=ring.row_count)
 
     def _takes(self, progress: Progress, part: Slice) -> bool:
         failure = progress.failure

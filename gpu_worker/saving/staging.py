@@ -10,21 +10,22 @@
 Streams whose rows are alike share one buffer. The ring hands rows out in runs, and takes them back in the
 same order. Buffers are bounded, and pinned where rows come from a GPU. Knows no session and no store.
 
-On a GPU, copies go over a stream of their own: it waits for what computed the rows, and nothing waits for
-it. Three rules keep them in order:
+On a GPU, a pass's rows wait in the device's ring and leave it in one copy for all streams of one size; a
+pass longer than the ring leaves layer by layer. Copies go over a stream of their own: it waits for what
+computed the rows, and nothing waits for it. Three rules keep them in order:
 
 1. A row's memory is not given to another tensor before its copy has ended (`record_stream`).
 2. The host reads no row before the mark behind its copy is done.
 3. A row of a staging buffer is not handed out again before that mark.
 
-An engine that overwrites rows in place (a replayed graph, a fused add and norm) waits for the mark first.
-Worst case: staging is full, which `take` says at once; or the device fails, and no mark behind that is
-ever done.
+An engine that overwrites rows in place (a fused add and norm) hands over copies. Worst case: staging is
+full, which `take` says at once; or the device fails, and no mark behind that is ever done.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,11 +34,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ctxcache.errors import DeadlineExceeded, IncompleteAppend
+from ctxcache.errors import DeadlineExceeded, IncompleteAppend, InvalidArgument
 from ctxcache.format.packing import CHAIN_KINDS, DELTAS
 from ctxcache.format.streams import TOKENS, DType, Stream, StreamSpec
 from gpu_worker.deltas import Chain, chained_layers
 from gpu_worker.errors import DeviceFailed
+from gpu_worker.libcuda import Libcuda
 from gpu_worker.rows import as_stored, stored_dtype
 
 Rows = slice | npt.NDArray[np.int64]
@@ -58,7 +60,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Rows `[begin, end)` of the staging buffers."""
+    """Rows `[begin, end)` of a ring's buffers."""
 
     begin: int
     end: int
@@ -130,21 +132,61 @@ class HostCopies:
         return _DONE
 
 
+class PlaneCopier(Protocol):
+    """The driver's copy of planes, see Libcuda."""
+
+    def use(self, device: int) -> None:
+        """Calls of this thread are about a device."""
+
+    def copy_planes(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        *,
+        plane_bytes: int,
+        plane_count: int,
+        stream: int,
+    ) -> None:
+        """Begin to copy planes from the device into the host's pinned memory."""
+
+
 class CudaCopies:
     """Rows on a GPU: copied into pinned memory over a stream of their own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, driver: PlaneCopier | None = None) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._driver = driver or Libcuda()
 
     def copy(self, target: Tensor, rows: Tensor) -> None:
         """See Copies."""
         # Behind what computes the rows, which was issued to the engine's stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            target.copy_(rows, non_blocking=True)
+            if target.is_contiguous():
+                target.copy_(rows, non_blocking=True)
+            else:
+                self._copy_planes(target, rows)
         # Rule 1: the allocator hands the memory of these rows on behind the copy alone.
         rows.record_stream(self._stream)
+
+    def _copy_planes(self, target: Tensor, rows: Tensor) -> None:
+        """Planes [S, T, row] that lie apart by one call: torch would copy each by itself, and wait."""
+        try:
+            self._driver.use(self._stream.device_index)
+            self._driver.copy_planes(
+                target.data_ptr(),
+                target.stride(0) * target.itemsize,
+                rows.data_ptr(),
+                rows.stride(0) * rows.itemsize,
+                plane_bytes=rows[0].nbytes,
+                plane_count=len(rows),
+                stream=self._stream.cuda_stream,
+            )
+        except OSError as error:
+            raise RuntimeError(str(error)) from error
 
     def mark(self) -> Mark:
         """See Copies."""
@@ -230,6 +272,40 @@ class RowRing:
         return 0 if count <= tail else None
 
 
+@dataclass(slots=True)
+class RingRun:
+    """A pass's rows in the ring."""
+
+    rows: RowRun
+    mark: Mark | None = None
+    """Behind the copy out of the ring; None while the pass is under way, and where the device failed then."""
+
+
+class DeviceRows(Protocol):
+    """Rows of a pass on the device, see DeviceRing."""
+
+    row_count: int
+
+    def holds(self, count: int) -> bool:
+        """Whether a pass of so many tokens ever has room."""
+        ...
+
+    def take(self, count: int) -> RingRun | None:
+        """Rows for a pass; None where there is no room. Raises DeviceFailed."""
+        ...
+
+    def put(self, stream: Stream, rows: Tensor, *, count: int) -> None:
+        """Take a stream's rows of the pass. Raises InvalidArgument."""
+
+    def leave(self, run: RingRun) -> Sequence[Tensor]:
+        """The pass's rows, by groups of alike streams. Raises InvalidArgument."""
+        ...
+
+    def capturing(self, count: int) -> AbstractContextManager[None]:
+        """Enclose a pass that a graph captures. Raises InvalidArgument."""
+        ...
+
+
 Bytes = npt.NDArray[np.uint8]
 ROWS_LIMIT = 1 << 16
 """Most rows, where they are so small that their bytes do not bound them."""
@@ -242,6 +318,10 @@ class StagedPass:
         self.rows = rows
         self.targets = targets
         """[T, row] for each stream."""
+        self.in_ring: RingRun | None = None
+        """Its rows on the device, where they wait for the copy."""
+        self.is_captured = False
+        """A graph captures it: it has no rows of its own."""
         self.chain: Chain | None = None
         """The chain of the sessions' deltas, where there are any."""
         self.holder_count = 0
@@ -277,17 +357,19 @@ class StagingBuffers:
         size_bytes: int,
         is_pinned: bool,
         rounding: Callable[[int], Tensor | None] = lambda _layer: None,
+        make_ring: Callable[[Sequence[Sequence[StreamSpec]]], DeviceRows] | None = None,
     ) -> None:
-        """`rounding`: see Chain."""
+        """`rounding`: see Chain. `make_ring` makes the ring on the device, of groups of alike streams."""
         self._rounding = rounding
         self.specs = {spec.stream: spec for spec in specs}
         self._chained = chained_layers(self.specs)
         self._copies = copies
         row_count = max(min(size_bytes // sum(spec.row_bytes for spec in specs), ROWS_LIMIT), 1)
         self.ring = RowRing(row_count)
-        self._arrays: dict[Stream, Bytes] = {}
+        self._arrays: dict[Stream, Bytes] = {TOKENS: np.empty((row_count, 4), np.uint8)}
         self._groups: list[tuple[list[Stream], Tensor]] = []
-        for alike in _alike(specs):
+        groups = _alike([spec for spec in specs if spec.stream != TOKENS])
+        for alike in groups:
             first = alike[0]
             dtype = stored_dtype(first)
             tensor = torch.empty(
@@ -296,6 +378,8 @@ class StagingBuffers:
             arrays = tensor.view(torch.uint8).numpy()
             self._arrays |= {spec.stream: array for spec, array in zip(alike, arrays, strict=True)}
             self._groups.append(([spec.stream for spec in alike], tensor))
+        self.device_ring = None if make_ring is None else make_ring(groups)
+        """Where rows wait on the device; None where they come from the host."""
 
     @property
     def widest_bytes(self) -> int:
@@ -313,15 +397,41 @@ class StagingBuffers:
             # All of them at once: between two layers nothing is in a cache, and each call costs what ten do
             # elsewhere.
             targets.update(zip(streams, tensor[:, rows.begin : rows.end].unbind(), strict=True))
-        del targets[TOKENS]
         return StagedPass(rows, targets)
 
+    @contextmanager
+    def capturing(self, row_count: int) -> Iterator[StagedPass]:
+        """A pass whose rows go to those of each replay's. See Saver.
+
+        Raises InvalidArgument, and IncompleteAppend where a stream is missing.
+        """
+        ring = self.device_ring
+        if ring is None:
+            problem = "rows of a captured pass need a GPU, or a ring that is asked for"
+            raise InvalidArgument(field="ring_bytes", problem=problem)
+        packed = [str(spec.stream) for spec in self.specs.values() if spec.dtype is DType.PACKED]
+        if packed:
+            problem = f"{packed[0]} is packed, for which the host looks at rows: not in a captured pass"
+            raise InvalidArgument(field="streams", problem=problem)
+        with ring.capturing(row_count):
+            targets = {
+                stream: tensor[0, :1].expand(row_count, -1)
+                for streams, tensor in self._groups
+                for stream in streams
+            }
+            frame = StagedPass(RowRun(0, row_count), targets)
+            frame.is_captured = True
+            yield frame
+            if frame.targets:
+                raise _missing(frame)
+
     def put(self, frame: StagedPass, stream: Stream, rows: Tensor) -> None:
-        """Begin to copy a pass's rows [T, row] of one stream.
+        """Begin to copy a pass's rows [T, row] of one stream, which stay as they are until it ends.
 
         Rows of a stream that is not expected are passed over.
 
-        Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable, RuntimeError for a device that failed.
+        Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable, InvalidArgument for rows that did not
+        stay, RuntimeError for a device that failed.
         """
         target = frame.targets.get(stream)
         if target is None:
@@ -332,18 +442,31 @@ class StagingBuffers:
             rows = frame.chain.packed(self.specs[stream], rows)
         if rows.shape != target.shape or rows.dtype is not target.dtype:
             rows = as_stored(rows, self.specs[stream], token_count=len(frame.rows))
-        self._copies.copy(target, rows)
+        if self.device_ring is not None and (frame.in_ring is not None or frame.is_captured):
+            self.device_ring.put(stream, rows, count=len(frame.rows))
+        else:
+            self._copies.copy(target, rows)
         del frame.targets[stream]
 
     def seal(self, frame: StagedPass) -> None:
         """Close the pass: no more rows come.
 
-        Raises IncompleteAppend where a stream is missing, RuntimeError for a device that failed.
+        Raises IncompleteAppend where a stream is missing, InvalidArgument for rows that did not stay,
+        RuntimeError for a device that failed.
         """
         frame.chain = None
-        frame.mark = self._copies.mark()
+        try:
+            if self.device_ring is not None and frame.in_ring is not None:
+                run = slice(frame.rows.begin, frame.rows.end)
+                found = self.device_ring.leave(frame.in_ring)
+                for (_, tensor), rows in zip(self._groups, found, strict=True):
+                    self._copies.copy(tensor[:, run], rows)
+        finally:
+            frame.mark = self._copies.mark()
+            if frame.in_ring is not None:
+                frame.in_ring.mark = frame.mark
         if frame.targets:
-            raise IncompleteAppend(stream=str(min(frame.targets)), row_count=0, token_count=len(frame.rows))
+            raise _missing(frame)
 
     def view(self, stream: Stream, rows: Rows, scratch: Bytes) -> Bytes:
         """Rows of one stream, [n, row_bytes]: where they lie, or put together in `scratch`."""
@@ -353,6 +476,10 @@ class StagingBuffers:
         together = scratch[: len(rows) * array.shape[1]].reshape(len(rows), array.shape[1])
         # In the default mode numpy would fill a buffer first, in case an index is out of bounds.
         return np.take(array, rows, axis=0, out=together, mode="clip")
+
+
+def _missing(frame: StagedPass) -> IncompleteAppend:
+    return IncompleteAppend(stream=str(min(frame.targets)), row_count=0, token_count=len(frame.rows))
 
 
 def _alike(specs: Sequence[StreamSpec]) -> list[list[StreamSpec]]:

@@ -6,14 +6,17 @@ Time between tokens without it, in two stages, and written directly.
     python -m lab.studies.saving                                # SmolLM2-135M on this machine's CPU
     python -m lab.studies.saving --model DIR --batch 1,4,16 --kind kv --json
     python -m lab.studies.saving --shape llama-2-7b --history 512 --rounds 15 --json   # a GPU, random weights
+    python -m lab.studies.saving --shape llama-2-7b --replayed 100 --json              # also as a CUDA graph
     python -m lab.studies.saving --shape tiny --steps 4 --rounds 2                     # in seconds
 
 A server in a process of its own keeps the sessions. `direct` writes each session's row to its place in the
 arena within the layer's hook, as HCache's DirectIO (EuroSys '25, section 6.3.3) does to its disks; both
 commit where a segment ends. Ways take turns block by block; a figure is the median over rounds of a block's
 mean, with the quartiles, and ratios are within a round. CPU time is the engine thread's own: with `--threads
-1` it is all that a step computes, whoever else uses the machine. Sessions begin at different places of their
-segments, so that each block has its share of commits.
+1` it is all that a step computes, whoever else uses the machine. With --replayed, decoding is captured as a
+CUDA graph and replayed so many times, saved and not; stored rows are compared with those of the same steps
+computed eagerly (on a CPU, nothing is captured: the steps are eager, by way of a ring). Sessions begin at
+different places of their segments, so that each block has its share of commits.
 """
 
 import json
@@ -22,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -31,7 +34,9 @@ import numpy as np
 import torch
 import typer
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxcache
 from ctxcache.client import CallerModel, Client, SessionWriter
@@ -39,12 +44,14 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.generation import Capture
+from gpu_worker.families import Adapter
+from gpu_worker.generation import Capture, Sink
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.proof import adapt
-from gpu_worker.saving import Saver, Slice
+from gpu_worker.saving import CapturedPass, Saver, Slice
+from gpu_worker.saving.device_ring import RING_BYTES
 from lab.bench.server import serving
 from lab.demo.machine import physical_core_count, this_machine
 
@@ -72,6 +79,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 ARENA_BYTES = 6 << 30
+RIGHT = 2e-2
+"""Most that rows of a replay may differ from eager ones, relative to the largest: products may be others."""
 WAYS = ("none", "two-stage", "direct")
 
 
@@ -200,7 +209,9 @@ class Blocks:
     """Blocks of decode steps of one batch, each from the same history on sessions of its own."""
 
     def __init__(self, model: PreTrainedModel, client: Client, spec: ModelSpec, plan: RestorePlan) -> None:
-        self._packed, self._adapter = PackedModel(model), adapt(model)
+        # First: models are proven by passes that attend as they do by themselves.
+        self.adapter = adapt(model)
+        self._packed = PackedModel(model)
         self._client, self._plan, self._spec = client, plan, spec
         self._own = client.models.register(spec)
         self._caches: list[SequenceCache] = []
@@ -227,7 +238,7 @@ class Blocks:
         ids = [1] * len(self._caches)
         times = []
         streams = () if isinstance(way, Nothing) else self._plan.streams()
-        with Capture(self._adapter, streams, way.put, is_on_host=False):
+        with Capture(self.adapter, streams, way.put, is_on_host=False):
             for step in range(steps + 1):
                 begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
                 slices = [Slice(session.name, session.token_count + step, 1) for session in sessions]
@@ -258,6 +269,233 @@ class Blocks:
         )
 
 
+STATIC = "ctxcache_static"
+
+
+class StaticSteps:
+    """Decode steps of a Llama at addresses that stay: a token of each sequence, in caches of one size."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, history: int, steps: int) -> None:
+        ALL_ATTENTION_FUNCTIONS.register(STATIC, _attend_static)
+        model.set_attn_implementation(STATIC)
+        self.model, self._history = model, history
+        config = model.config
+        device, dtype = model.device, model.dtype
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (batch, config.num_key_value_heads, history + steps, head_size)
+        draw = torch.Generator(device).manual_seed(1)
+        self._caches = [
+            (
+                torch.randn(shape, dtype=dtype, device=device, generator=draw),
+                torch.randn(shape, dtype=dtype, device=device, generator=draw),
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+        self.table = torch.randint(0, config.vocab_size, (steps, batch), generator=draw, device=device)
+        """Token ids of each step."""
+        self._ids = torch.zeros(1, batch, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(1, batch, dtype=torch.int64, device=device)
+        self._next = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def begin(self) -> None:
+        """The next step is the first."""
+        self._positions.fill_(self._history)
+        self._next.zero_()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step: nothing in it comes from the host."""
+        self._ids.copy_(self.table.index_select(0, self._next))
+        self.model(
+            input_ids=self._ids,
+            position_ids=self._positions,
+            use_cache=False,
+            caches=self._caches,
+            positions=self._positions[0],
+        )
+        self._positions.add_(1)
+        self._next.add_(1)
+
+
+# Any: transformers hands over whatever a model has.
+def _attend_static(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    caches: Sequence[tuple[Tensor, Tensor]] = (),
+    positions: Tensor | None = None,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention of one token of each sequence [1, H, B, C] -> [1, B, H, C]."""
+    if positions is None:
+        raise ValueError("attention is not told where its tokens are")
+    keys, values = caches[module.layer_idx]
+    for cache, new in ((keys, key), (values, value)):
+        rows = new[0].transpose(0, 1).unsqueeze(2)
+        cache.scatter_(2, positions[:, None, None, None].expand(rows.shape), rows)
+    seen = torch.arange(keys.shape[2], device=keys.device) <= positions[:, None]
+    own = query[0].transpose(0, 1).unsqueeze(2)
+    mixed = scaled_dot_product_attention(
+        own, keys, values, seen[:, None, None], scale=scaling, enable_gqa=True
+    )
+    return mixed.squeeze(2)[None], None
+
+
+class Replays:
+    """Blocks of captured decode steps, saved and not."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        client: Client,
+        own: CallerModel,
+        streams: Sequence[Stream],
+        saver: Saver,
+    ) -> None:
+        self._adapter, self._model = adapter, adapter.model
+        self._client, self._own, self._streams, self._saver = client, own, streams, saver
+
+    def compare(self, batch: int, history: int, steps: int, rounds: int) -> dict[str, object]:
+        """One row of figures."""
+        attention = self._model.config._attn_implementation  # noqa: SLF001  there is a way to set it, none to ask
+        static = StaticSteps(self._model, batch, history, steps)
+        tokens = static.table.tolist()
+        plain, _ = self._captured(static, batch, is_saved=False)
+        with self._capture(self._saver.put):
+            replay, captured = self._captured(static, batch, is_saved=True)
+            wall_s: dict[str, list[float]] = {"none": [], "replayed": []}
+            engine_s: list[float] = []
+            stored: list[dict[Stream, Tensor]] = []
+            for number in range(rounds + 1):
+                wall_s["none"].append(self._timed(static, [plain] * steps))
+                sessions = [
+                    self._client.sessions.create(self._own, layout=self._streams).info for _ in range(batch)
+                ]
+                for session in sessions:
+                    self._saver.open(session)
+                calls = [
+                    _Saved(self._saver, sessions, step, ids, replay, captured)
+                    for step, ids in enumerate(tokens)
+                ]
+                wall_s["replayed"].append(self._timed(static, calls))
+                engine_s += [call.engine_s for call in calls] if number else []
+                for session in sessions:
+                    if (failure := self._saver.wait(session.name)) is not None:
+                        raise failure
+                if number == rounds:
+                    stored = [self._rows(session) for session in sessions]
+                for session in sessions:
+                    self._client.sessions.delete(session.name)
+        equal, worst = self._judged(static, stored, steps)
+        self._model.set_attn_implementation(attention)
+        return {
+            "way": "replayed",
+            "is_captured": captured is not None,
+            "over_none": _over(wall_s["replayed"][1:], wall_s["none"][1:]),
+            "time_between_tokens_s": _spread(wall_s["replayed"][1:]),
+            "none_s": _spread(wall_s["none"][1:]),
+            "saving_on_engine_s": statistics.median(engine_s),
+            "equal_rows": equal,
+            "worst_difference": worst,
+            "is_right": worst <= RIGHT,
+        }
+
+    def _capture(self, sink: Sink) -> Capture:
+        return Capture(self._adapter, self._streams, sink, is_on_host=False)
+
+    def _captured(
+        self, static: StaticSteps, batch: int, *, is_saved: bool
+    ) -> tuple[Callable[[], None], CapturedPass | None]:
+        if self._model.device.type != "cuda":
+            return static.step, None
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                static.begin()
+                static.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph, captured = torch.cuda.CUDAGraph(), None
+        static.begin()
+        with ExitStack() as stack:
+            stack.enter_context(torch.cuda.graph(graph))
+            if is_saved:
+                captured = stack.enter_context(self._saver.capturing(batch))
+            static.step()
+        return graph.replay, captured
+
+    def _timed(self, static: StaticSteps, calls: Sequence[Callable[[], None]]) -> float:
+        """Seconds of a step."""
+        static.begin()
+        self._synchronize()
+        begin_s = time.perf_counter()
+        for call in calls:
+            call()
+        self._synchronize()
+        return (time.perf_counter() - begin_s) / len(calls)
+
+    def _synchronize(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _rows(self, session: SessionInfo) -> dict[Stream, Tensor]:
+        with self._client.sessions.open(session.name, self._own).read() as rows:
+            return {
+                stream: torch.from_numpy(rows.array(stream).copy()).view(self._model.dtype)
+                for stream in self._streams
+                if stream != TOKENS
+            }
+
+    def _judged(
+        self, static: StaticSteps, stored: Sequence[Mapping[Stream, Tensor]], steps: int
+    ) -> tuple[float, float]:
+        """The share of stored rows that are as eager ones, and the largest relative difference."""
+        seen: dict[Stream, list[Tensor]] = {stream: [] for stream in stored[0]}
+        static.begin()
+        with self._capture(lambda layer, kind, rows: seen[Stream(layer, kind)].append(rows.clone())):
+            for _ in range(steps):
+                static.step()
+        equal = count = 0
+        worst = 0.0
+        for stream, pieces in seen.items():
+            eager = torch.stack(pieces).cpu().float()
+            for number, rows in enumerate(stored):
+                found, expected = rows[stream].float(), eager[:, number]
+                equal += int((found == expected).all(1).sum())
+                count += steps
+                worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
+        return equal / count, worst
+
+
+class _Saved:
+    """A step that is saved; `engine_s` of it were the saver's."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        sessions: Sequence[SessionInfo],
+        step: int,
+        ids: Sequence[int],
+        replay: Callable[[], None],
+        captured: CapturedPass | None,
+    ) -> None:
+        self._slices = [Slice(session.name, step, 1) for session in sessions]
+        self._saver, self._ids, self._replay, self._captured = saver, ids, replay, captured
+        self.engine_s = 0.0
+
+    def __call__(self) -> None:
+        begin_s = time.perf_counter()
+        with self._saver.passing(self._slices, self._ids, replayed=self._captured):
+            entered_s = time.perf_counter()
+            self._replay()
+            left_s = time.perf_counter()
+        self.engine_s = entered_s - begin_s + time.perf_counter() - left_s
+
+
 def main(
     *,
     model: Annotated[
@@ -268,6 +506,9 @@ def main(
     history: Annotated[int, typer.Option(help="Tokens of each before the first step.", min=1)] = 128,
     kind: Annotated[str, typer.Option(help="What is saved: hidden or kv.")] = "hidden",
     steps: Annotated[int, typer.Option(help="Steps of a block.", min=1)] = 16,
+    replayed: Annotated[
+        int, typer.Option(help="Steps of a block of a CUDA graph's replays; 0: none.", min=0)
+    ] = 0,
     rounds: Annotated[int, typer.Option(help="Blocks of each way.", min=2)] = 7,
     threads: Annotated[int, typer.Option(help="Of torch; 0: one for each core.")] = 0,
     directory: Annotated[Path | None, typer.Option(help="Where the server keeps its data.")] = None,
@@ -283,7 +524,15 @@ def main(
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         server = stack.enter_context(serving(root / "data", arena_bytes=ARENA_BYTES, ssd_bytes=ARENA_BYTES))
         client = stack.enter_context(ctxcache.connect(server.target("tcp"), access="local"))
-        saver = stack.enter_context(Saver(client, CallerModel(spec), plan.streams(), device=device))
+        saver = stack.enter_context(
+            Saver(
+                client,
+                CallerModel(spec),
+                plan.streams(),
+                device=device,
+                ring_bytes=RING_BYTES if replayed else None,
+            )
+        )
         blocks = Blocks(loaded, client, spec, plan)
         for count in map(int, batch.split(",")):
             blocks.prepare(count, history, steps)
@@ -310,6 +559,11 @@ def main(
             }
             for row in figures:
                 _report({**facts, **row}, as_json=as_json)
+            if replayed:
+                row = Replays(blocks.adapter, client, CallerModel(spec), plan.streams(), saver).compare(
+                    count, history, replayed, rounds
+                )
+                _report_replays({**facts, **row, "steps": replayed}, as_json=as_json)
 
 
 def _load(path: Path | None, shape: str, device: torch.device) -> tuple[PreTrainedModel, str]:
@@ -386,6 +640,21 @@ def _report(row: dict[str, object], *, as_json: bool) -> None:
         f"  {over['median']:+7.2%} [{over['low']:+.2%}, {over['high']:+.2%}]"  # type: ignore[index]
         f"  CPU {row['engine_cpu_over_none']['median']:+7.2%}"  # type: ignore[index]
         f"  of it on the engine {engine_us:7.0f} us, threads {threads_us:6.0f} us a step",
+        flush=True,
+    )
+
+
+def _report_replays(row: dict[str, object], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(row), flush=True)
+        return
+    mean, over = row["time_between_tokens_s"], row["over_none"]
+    how = "replayed" if row["is_captured"] else "eager, not captured"
+    print(
+        f"batch {row['batch']:>3}  {how:<10} {1e3 * mean['median']:9.2f} ms a token"  # type: ignore[index]
+        f"  {over['median']:+7.2%} [{over['low']:+.2%}, {over['high']:+.2%}]"  # type: ignore[index]
+        f"  of it on the engine {1e6 * row['saving_on_engine_s']:.0f} us a step"  # type: ignore[operator]
+        f"  rows as eager ones {row['equal_rows']:.1%}, worst {row['worst_difference']:.1e}",
         flush=True,
     )
 

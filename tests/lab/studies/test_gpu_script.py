@@ -133,8 +133,11 @@ def test_what_is_met_and_what_is_not() -> None:
         {"way": "two-stage", "model": "a", "batch": 16, "over_none": {"median": 0.01}},
         {"way": "two-stage", "model": "b", "batch": 16, "over_none": {"median": 0.011}},
         {"way": "direct", "model": "a", "batch": 16, "over_none": {"median": 0.3}},
+        {"way": "replayed", "model": "a", "batch": 16, "over_none": {"median": 0.009}, "is_right": True},
+        {"way": "replayed", "model": "b", "batch": 16, "over_none": {"median": 0.009}, "is_right": False},
+        {"way": "replayed", "model": "c", "batch": 16, "over_none": {"median": 0.5}, "is_captured": False},
     )
-    assert [line.is_met for line in found.values()] == [True, False, None]
+    assert [line.is_met for line in found.values()] == [True, False, None, True, False, None]
     kernel = {"what": "kv_projection A 1024", "teraflops": 1.0, "gigabytes_per_s": 1.0, "share_of_limit": 0.9}
     found = figures(
         {**kernel, "way": "product alone", "median_s": 0.96},
