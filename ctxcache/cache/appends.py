@@ -110,8 +110,11 @@ class Reservation:
     def cuts(self, token_begin: int, token_end: int) -> list[Cut]:
         """The runs that hold tokens of `[token_begin, token_end)`, each with its first token and its end."""
         found: list[Cut] = []
-        # The run that holds the first token, by bisection: a decode step commits one token of thousands.
-        for run in self.runs[max(bisect_right(self.runs, token_begin, key=TOKEN_BEGIN) - 1, 0) :]:
+        runs = self.runs
+        if len(runs) > 1:
+            # The run that holds the first token, by bisection: a decode step commits one token of thousands.
+            runs = runs[max(bisect_right(runs, token_begin, key=TOKEN_BEGIN) - 1, 0) :]
+        for run in runs:
             if run.token_begin >= token_end:
                 break
             begin = max(run.token_begin, token_begin)
@@ -135,14 +138,16 @@ class Reservation:
 
     def joint_sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
         """A writer's checksums of tokens: one for each. Raises InvalidArgument."""
-        token_count = sum(end - begin for _, begin, end in cuts)
-        if len(given) != token_count:
-            problem = f"{len(given)} are not one for each of {token_count} tokens"
+        rows = [
+            (run.segment, row)
+            for run, begin, end in cuts
+            for row in range(run.row_of(begin), run.row_of(begin) + end - begin)
+        ]
+        if len(given) != len(rows):
+            problem = f"{len(given)} are not one for each of {len(rows)} tokens"
             raise InvalidArgument(field="checksums", problem=problem)
-        rows = ((run, token) for run, begin, end in cuts for token in range(begin, end))
         return [
-            (run.segment, Sums(run.row_of(token), run.row_of(token) + 1, (value,)))
-            for (run, token), value in zip(rows, given, strict=True)
+            (segment, Sums(row, row + 1, (value,))) for (segment, row), value in zip(rows, given, strict=True)
         ]
 
     def tallied(self) -> Tally:
@@ -154,8 +159,12 @@ class Reservation:
     def mark(self, token_count: int) -> list[Segment]:
         """Tokens below `token_count` will not change any more; returns segments that are full with them."""
         # From where the last mark or commit ended: a segment is returned as full once.
-        cuts = self.cuts(max(self.marked, self.committed), token_count)
+        begin = max(self.marked, self.committed)
         self.marked = max(self.marked, token_count)
+        if len(self.runs) == 1 and token_count < self.end:
+            # Its only segment is not full yet, as with most steps of a decoding engine.
+            return []
+        cuts = self.cuts(begin, token_count)
         return [
             run.segment
             # A segment is full with these tokens only if its last row is among them, not if it is reserved to

@@ -666,27 +666,44 @@ class WriteBehind:
             if self._ledger.take_changed(session) and not self._spares(session):
                 yield self._take(session, is_tail_left=True)
         # Full segments came first, for they change no more. Now rows by age, growing tails among them.
-        while self.allowance.is_left(begun_ns) and (found := self._oldest(begun_ns)):
-            if not self._spares(found):
-                yield self._take(found, is_tail_left=False)
-            await self._look()
+        passed: list[Session] = []
+        try:
+            while self.allowance.is_left(begun_ns) and (found := self._oldest(begun_ns)):
+                session, is_old = found
+                # A tail that a writer has room in is dirty again with the next token, and keeps its slot: to
+                # write it makes no room. It is written for its age alone.
+                is_tail_left = session.is_writing and not is_old
+                if is_tail_left and not self._ledger.has_full(session):
+                    passed.append(session)
+                elif not self._spares(session):
+                    yield self._take(session, is_tail_left=is_tail_left)
+                await self._look()
+        finally:
+            # At the end only: else the same ones would be found again.
+            for session in passed:
+                self._ledger.put_back(session)
 
     async def _look(self) -> None:
         self.looked_at_count += 1
         if self.looked_at_count % LOOKS_PER_SLICE == 0:
             await asyncio.sleep(0)
 
-    def _oldest(self, now_ns: int) -> Session | None:
-        """The session whose rows are too old; above the watermark the one whose rows are oldest."""
+    def _oldest(self, now_ns: int) -> tuple[Session, bool] | None:
+        """The session whose rows are too old; above the watermark the one whose rows are oldest.
+
+        And whether its rows are too old.
+        """
         age_ns = self._ledger.watermarks.tail_age_ns
         # 0 switches ages off.
-        found = self._ledger.take_old(now_ns - age_ns) if age_ns else None
+        if age_ns and (old := self._ledger.take_old(now_ns - age_ns)) is not None:
+            return old, True
         # Bytes under way are clean soon: counted as dirty they would make each turn write too much.
         due_bytes = self._ledger.due_bytes - self._under_way_bytes
         capacity_bytes = self._ledger.memory.capacity_bytes
-        if found is None and self._ledger.watermarks.excess_dirty_bytes(due_bytes, capacity_bytes) > 0:
-            found = self._ledger.take_oldest(now_ns)
-        return found
+        if self._ledger.watermarks.excess_dirty_bytes(due_bytes, capacity_bytes) > 0:
+            oldest = self._ledger.take_oldest(now_ns)
+            return None if oldest is None else (oldest, False)
+        return None
 
     def _spares(self, session: Session) -> bool:
         return self._staging.spares(session, self._under_way_bytes)

@@ -1,4 +1,6 @@
-"""Decode-time appends: one token of many sessions per step, written in place and committed in one message.
+"""Decode-time appends: one token of many sessions per step, put in place and committed in one message.
+
+    write, stream by stream ──► a step's rows, token by token ──► added up, put to their slots ──► committed
 
 Room is reserved for many steps at once. Not thread-safe. Worst case: a session fails, by itself; its
 lane is left out from then on, and the others go on.
@@ -6,14 +8,15 @@ lane is left out from then on, and the others go on.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.access import ArenaAttachment, ClockPair
-from ctxcache.client.arena import Bytes, Chunk, SlotLayout
+from ctxcache.client.arena import Bytes, SlotLayout
 from ctxcache.client.convert import durability_to_wire
 from ctxcache.client.types import CallerModel, Durability, SessionInfo
 from ctxcache.client.wire import Closing
@@ -38,15 +41,27 @@ ROOM_TOKENS = 64
 """Steps that room is reserved for, by default: a segment's tokens."""
 
 
+class _Alike(NamedTuple):
+    """Streams that follow one another in the layout and have rows of one size.
+
+    `columns`: their rows in a step's; `offsets_bytes`: where the chunk of each begins in a slot.
+    """
+
+    row_bytes: int
+    columns: slice
+    offsets_bytes: Numbers
+
+
 # One step of B lanes. Every lane writes one row per stream, each in a segment of its own session:
 #
 #     lane        0         1         2         …
 #     session     s0        s1        s2                    `_slots`: where its slot begins in the arena
 #     slot        | … ▓ |   | ▓ … |   | … ▓ |               `_rows`: the row in it that this step writes
-#                     └ at _slots + chunk.offset + _rows * row_bytes: all lanes by one fancy index
+#                     └ at _slots + chunk.offset + _rows * row_bytes: all lanes, and all streams whose rows
+#                       have one size, by one fancy index
 #
-#     `_tokens`   [B, bytes of all streams]: the same rows side by side, since a commit's checksum is of one
-#                 token over all streams
+#     `_tokens`   [B, bytes of all streams]: the same rows side by side until the commit, whose checksum is of
+#                 one token over all streams
 #
 # Room for `room_tokens` steps is reserved at once. The last step's message commits, and reserves the next
 # room:
@@ -80,7 +95,7 @@ class DecodeBatch(Closing):
         self._stream, self._arena, self._model = attachment.stream, arena, model
         self._specs = model.specs(sessions[0].streams())
         self._layouts = attachment.layouts
-        self._chunks: Mapping[Stream, Chunk] = {}
+        self._alike: list[_Alike] = []
         self._sessions, self._room_tokens = sessions, room_tokens
         self._lanes: Numbers = np.arange(count)
         self._reservation_ids: Numbers = np.zeros(count, np.int64)
@@ -91,15 +106,13 @@ class DecodeBatch(Closing):
         self._steps_left = 0
         self._deadline_ns = self._renew_ns = 0
         self._written: set[Stream] = set()
-        # A step's rows, token by token: what the checksums of a commit are made of.
+        # A step's rows, token by token: what the checksums of a commit are made of, and then put in place.
         self._tokens = np.empty((count, sum(spec.row_bytes for spec in self._specs.values())), np.uint8)
         self._columns: dict[Stream, slice] = {}
         begin = 0
         for stream, spec in self._specs.items():
             self._columns[stream] = slice(begin, begin + spec.row_bytes)
             begin += spec.row_bytes
-        # This step's places by the size of a row: streams of equally long rows have the same ones.
-        self._places: dict[int, Numbers] = {}
         sent = ClockPair.now()
         self._take_reservations(self._stream.call(self._reserves()), sent)
 
@@ -122,9 +135,6 @@ class DecodeBatch(Closing):
         self._check_held()
         self._written.add(stream)
         self._tokens[:, self._columns[stream]] = view
-        if len(self._lanes):
-            is_all = len(self._lanes) == self.session_count
-            self._scatter(self._chunks[stream], view if is_all else view[self._lanes])
 
     def commit(self, durability: Durability = Durability.MEMORY) -> Numbers:
         """Make the step's token visible in every lane's session by one message; returns lanes that have it.
@@ -136,6 +146,8 @@ class DecodeBatch(Closing):
         self._check_held()
         if not len(self._lanes):
             return self._lanes
+        checksums = [rows_checksum(self._tokens[lane].data) for lane in self._lanes.tolist()]
+        self._put()
         # A batch that decodes slowly renews its room when half of the room's time is over.
         is_last = self._steps_left == 1 or time.monotonic_ns() >= self._renew_ns
         # Ahead of the answer, as the message needs the new counts; a lane that failed is set back by one.
@@ -145,7 +157,7 @@ class DecodeBatch(Closing):
             token_counts=self.token_counts[self._lanes].tolist(),
             durability=durability_to_wire(durability),
             keep_open=not is_last,
-            checksums=[rows_checksum(self._tokens[lane].data) for lane in self._lanes.tolist()],
+            checksums=checksums,
         )
         sent = ClockPair.now()
         try:
@@ -158,7 +170,6 @@ class DecodeBatch(Closing):
             self.close()
             raise
         self._written.clear()
-        self._places.clear()
         done = self._without_failed()
         if is_last:
             self._take_reservations(others, sent)
@@ -181,24 +192,28 @@ class DecodeBatch(Closing):
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _scatter(self, chunk: Chunk, rows: Bytes) -> None:
-        # Slots and chunks begin on page boundaries, so every row does on a multiple of this.
-        unit = math.gcd(ALIGN_BYTES, chunk.row_bytes)
-        first = self._first_units(chunk.row_bytes, unit) + chunk.offset_bytes // unit
-        # Indexed in units that every row is whole multiples of: one gather moves rows of any size.
-        units = self._arena.reshape(-1, unit)
-        if unit == chunk.row_bytes:
-            units[first] = rows
-        else:
-            count = chunk.row_bytes // unit
-            units[first[:, None] + np.arange(count)] = rows.reshape(len(rows), count, unit)
+    def _put(self) -> None:
+        """Put the step's rows to their places: all streams whose rows have one size at once."""
+        is_all = len(self._lanes) == self.session_count
+        tokens = self._tokens if is_all else self._tokens[self._lanes]
+        slots, rows = self._slots[self._lanes], self._rows[self._lanes]
+        for row_bytes, columns, offsets_bytes in self._alike:
+            # Slots and chunks begin on page boundaries, so every row does on a multiple of this.
+            unit = math.gcd(ALIGN_BYTES, row_bytes)
+            count = row_bytes // unit
+            # Indexed in units that every row is whole multiples of: one scatter moves rows of any size.
+            first = ((slots + rows * row_bytes)[:, None] + offsets_bytes) // unit
+            places = first if count == 1 else first[:, :, None] + np.arange(count)
+            self._arena.reshape(-1, unit)[places] = tokens[:, columns].reshape(*places.shape, unit)
 
-    def _first_units(self, row_bytes: int, unit: int) -> Numbers:
-        """Where this step's rows of that size begin in a chunk at the slots' begin; once a step and size."""
-        found = self._places.get(row_bytes)
-        if found is None:
-            offsets = self._slots[self._lanes] + self._rows[self._lanes] * row_bytes
-            found = self._places[row_bytes] = offsets // unit
+    def _alike_of(self, layout: SlotLayout) -> list[_Alike]:
+        found: list[_Alike] = []
+        for stream, columns in self._columns.items():
+            chunk, offsets = layout.chunks[stream], list[int]()
+            if found and found[-1].row_bytes == chunk.row_bytes:
+                _, before, known = found.pop()
+                columns, offsets = slice(before.start, columns.stop), known.tolist()  # noqa: PLW2901
+            found.append(_Alike(chunk.row_bytes, columns, np.array([*offsets, chunk.offset_bytes], np.int64)))
         return found
 
     def _advance(self) -> None:
@@ -268,7 +283,7 @@ class DecodeBatch(Closing):
             # Lanes are of one layout, but each session's is checked: it may have been deleted and made anew.
             layout = self._layouts.get_or_make(made.session_uid, partial(SlotLayout, made.layout))
             layout.check(self._sessions[lane].name, self._specs)
-            self._chunks = layout.chunks
+            self._alike = self._alike or self._alike_of(layout)
             self._reservation_ids[lane] = made.reservation_id
             self._runs[lane] = iter(_checked(made.runs, layout, self._arena.size))
             self._next_run(lane)

@@ -670,8 +670,9 @@ class LocalClient:
                 reservation, token_count, keep_open=keep_open, checksums=(checksum,), is_joint=True
             )
         except CacheError as error:
+            self._forget_if_ended(reservation_id)
             return _Outcome(error=error)
-        finally:
+        if not keep_open:
             self._forget_if_ended(reservation_id)
         return _Outcome(reservation, reservation.session.generation)
 

@@ -60,6 +60,8 @@ def _difference(found: Bytes, expected: Bytes) -> str:
 
 
 MODEL = "models/bench"
+POPULATED_S = 30.0
+"""How long at most is waited for the arena's pages."""
 _ROOM = 3
 """Contexts beside those that are kept for which an arena has room."""
 
@@ -128,6 +130,12 @@ class Contexts:
     def verify(self, index: int, what: str) -> None:
         """Check that the destination has context `index`. The one before was another's."""
         check(self.whole, self.data[index], what)
+
+    def wait_populated(self) -> None:
+        """Wait until the pages of the arena are there, which come in the background."""
+        attachment = self.client.blocks._routes.attach()  # noqa: SLF001  no caller needs to wait
+        if attachment is not None:
+            attachment.arena.wait_populated(POPULATED_S)
 
     def create(self, name: str) -> SessionInfo:
         """A new empty session."""

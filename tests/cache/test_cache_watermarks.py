@@ -247,6 +247,38 @@ async def test_much_that_is_dirty_is_written_tails_too(large: Make, writer: Writ
     assert [durable(rig, f"s{number}") for number in range(12)] == [10] * 4 + [0] * 8
 
 
+async def test_a_tail_that_a_writer_has_room_in_is_left_for_its_age(large: Make, writer: Writer) -> None:
+    """With the next token it would be dirty again, and its slot stays: writing it makes no room.
+
+    A session that rests is written, and so is the writer's once its rows are old or the writer is done.
+    """
+    rig = await large()
+    names = [f"w{number}" for number in range(10)]
+    writers = []
+    for name in names:
+        await rig.create(name)
+        writers.append(await rig.reserve(name, 20))
+        rig.place(writers[-1], 0, writer.make(10))
+        await rig.cache.appends.commit(writers[-1], 10, is_durable=False, keep_open=True)
+    rig.clock.advance(seconds=0.001)
+    await rig.create("rests")
+    await rig.append("rests", writer.make(10))
+    for _ in range(3):
+        await Upkeep(rig.cache).turn()
+    young = [durable(rig, name) for name in (*names, "rests")]
+    rig.cache.appends.release(writers[0])
+    await Upkeep(rig.cache).turn()
+    done = [durable(rig, name) for name in names]
+    rig.clock.advance(seconds=30)
+    await Upkeep(rig.cache).turn()
+
+    assert young == [0] * 10 + [10]
+    assert done == [10] + [0] * 9
+    assert [durable(rig, name) for name in names] == [10] * 10
+    for other in writers[1:]:
+        rig.cache.appends.release(other)
+
+
 # -- age and rate ------------------------------------------------------------------------------------------
 
 

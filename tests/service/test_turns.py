@@ -63,6 +63,7 @@ async def test_bulk_work_waits_for_newcomers(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "NEW_NS", 10**12)
     monkeypatch.setattr(module, "PATIENCE_NS", 10**18)
     newcomers, log = Newcomers(), list[str]()
+    newcomers.called_ns = time.monotonic_ns()
     turns = Turns(newcomers)
 
     async def bulk() -> None:
@@ -172,6 +173,33 @@ async def test_the_processor_is_left_to_grpc_alone(
         await asyncio.wait_for(turns.take(), 10)
 
     assert bool(yielded) is yields
+
+
+@pytest.mark.parametrize(
+    ("since_ns", "least", "most"), [(module.RPCS_NS - 1, TURNS_BETWEEN, 99), (module.RPCS_NS, 1, 2)]
+)
+async def test_a_rest_is_as_long_as_those_need_who_come(
+    monkeypatch: pytest.MonkeyPatch, since_ns: int, least: int, most: int
+) -> None:
+    """Taking on a call by gRPC takes several turns of the loop; where no rpc came lately one is enough."""
+    monkeypatch.setattr(module, "time", Hands())
+    newcomers, log = Newcomers(), list[str]()
+    newcomers.called_ns = Hands().now_ns - since_ns
+    turns = Turns(newcomers)
+
+    async def bulk() -> None:
+        for _ in range(4):
+            await LoopSlice(turns).rest()
+            log.append("piece")
+
+    async def other() -> None:
+        while log.count("piece") < 4:
+            log.append(".")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(bulk(), other())
+    gaps = " ".join(log).split("piece")[2:-1]
+    assert all(least <= gap.count(".") <= most for gap in gaps), log
 
 
 class Hands:

@@ -1026,6 +1026,10 @@ class Ledger:
         uid = self._unwritten.take_oldest(now_ns)
         return None if uid is None else self._by_uid[uid]
 
+    def has_full(self, session: Session) -> bool:
+        """Whether a session has a segment to be written that grows no more."""
+        return self._unwritten.has_full(session)
+
     def taken(self, session: Session) -> None:
         """The session is being written, unasked."""
         self._unwritten.taken(session)

@@ -35,7 +35,13 @@ import enum
 from collections.abc import Mapping
 
 
-class Place(enum.Enum):
+class _Entry(enum.Enum):
+    """An entry of the tables below, which are asked at every step: hashed without a call of Python."""
+
+    __hash__ = object.__hash__
+
+
+class Place(_Entry):
     """Where a segment is in its life."""
 
     RESERVED = "reserved"
@@ -54,7 +60,7 @@ class Place(enum.Enum):
     """Its slots are given back."""
 
 
-class SegmentEvent(enum.Enum):
+class SegmentEvent(_Entry):
     """An event in a segment's life."""
 
     COMMITTED = "committed"
@@ -81,7 +87,7 @@ class SegmentEvent(enum.Enum):
     """The last of those who used its slots is done."""
 
 
-class Use(enum.Enum):
+class Use(_Entry):
     """The use of a session: none, readers or a writer."""
 
     FRESH = "fresh"
@@ -96,7 +102,7 @@ class Use(enum.Enum):
     """It was deleted, has expired or was evicted."""
 
 
-class UseEvent(enum.Enum):
+class UseEvent(_Entry):
     """An event in a session's use."""
 
     READ_BEGAN = "read began"
@@ -113,7 +119,7 @@ class UseEvent(enum.Enum):
     """The session is gone."""
 
 
-class Backlog(enum.Enum):
+class Backlog(_Entry):
     """Whether a session has rows that memory alone has, and what becomes of them."""
 
     DURABLE = "durable"
@@ -127,7 +133,7 @@ class Backlog(enum.Enum):
     GONE = "gone"
 
 
-class BacklogEvent(enum.Enum):
+class BacklogEvent(_Entry):
     """An event in a session's backlog."""
 
     COMMITTED = "committed"

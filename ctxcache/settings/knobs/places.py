@@ -172,6 +172,7 @@ TIERS = Section(
             default=0.25,
             unit=ARENA,
             help="When more is not on SSD, the oldest is written at once, growing segments too.",
+            more="A segment that a writer has room in waits for its age.",
             watch="ctxcache_dirty_bytes",
             least=0,
             most=1,

@@ -14,7 +14,7 @@ import numpy as np
 import ctxcache
 from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import FoundBlock, LookupState
-from lab.bench.contexts import Bytes, check, content, seconds
+from lab.bench.contexts import POPULATED_S, Bytes, check, content, seconds
 from lab.bench.peers import RedisClient, redis_client
 from lab.bench.row import QUICK, Goal, Place, Row, Sides, WrongBytes, at_most
 from lab.bench.rows.calls import timed_calls
@@ -25,8 +25,6 @@ SPACE = BlockSpace(model_fingerprint=bytes(32), layout_tag="bench")
 ROOM_BLOCKS = 8 * BLOCK_COUNT
 """Blocks that there is room for, in both tiers: those of some rounds."""
 LEAST_ROOM_BYTES = 64 << 20
-POPULATED_S = 30.0
-"""How long at most is waited for the arena's pages."""
 KEPT = 1 << 32
 """Stands for a round: of the blocks that stay."""
 

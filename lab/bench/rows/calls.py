@@ -124,6 +124,8 @@ def _decoding(place: Place) -> Iterator[Sides]:
         steps = [_step(one, owner) for owner in range(2)]
         copied = {stream: np.ones_like(rows) for stream, rows in steps[0].items()}
         with c.client.sessions.decode_batch(names, c.model) as batch:
+            # An engine maps the arena once; first touches would be most of the first steps.
+            c.wait_populated()
 
             def ours(number: int) -> float:
                 step = steps[number % 2]
