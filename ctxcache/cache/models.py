@@ -39,6 +39,13 @@ class Models:
 
         Raises ModelFingerprintMismatch, CapacityExceeded, TierFailure.
         """
+        # In this order, so that a large model holds up nobody and two engines that register it at once make
+        # one:
+        #
+        #     fingerprint and text of the record    a part at a time, others run between
+        #     known? room? does metadata take it?   one step without a wait, from here to the commit's begin
+        #     in memory, and `_unrecorded`          sessions of it may be made
+        #     commit, durable                       acknowledged; a crash before leaves no model and no answer
         made = ModelRecord(tenant, spec, self._state.clock.wall_ns(), probe)
         digest = hashlib.sha256()
         for part in spec.encoded_parts():
@@ -49,6 +56,7 @@ class Models:
         await _write_down(made, pace)
         known = self._state.models.get((tenant, spec.model_id))
         if known is None:
+            # Counted only for a new one: a known model may be registered again at the limit.
             limit = self._state.limits.model_count
             own = len(self._state.model_ids.get(tenant, ()))
             if self._state.limits.bound(limit).is_reached(len(self._state.models), own):
@@ -69,8 +77,10 @@ class Models:
         # Also when it was known: another call may still be waiting for its commit, or have waited in vain.
         if (tenant, spec.model_id) in self._unrecorded:
             await self._metadata.commit(Changes(models=[known]), is_durable=True)
+            # It may have been deleted meanwhile, and made anew.
             if self._state.models.get((tenant, spec.model_id)) is known:
                 self._unrecorded.discard((tenant, spec.model_id))
+            # Hundreds of KiB of a large model, of use for this one commit.
             known.keep_streams_text("")
         return known
 
@@ -88,8 +98,10 @@ class Models:
     async def delete(self, tenant: str, model_id: str) -> None:
         """Forget a model that no session is of. Raises ModelNotFound, InvalidArgument, TierFailure."""
         self._state.model(tenant, model_id)
+        # In one step with the removal: a session of it cannot be made between.
         if count := self._state.ledger.model_session_count(tenant, model_id):
             raise InvalidArgument(field="name", problem=f"{count} sessions are of models/{model_id}")
+        # Deleting needs no room, and is what makes some.
         self._metadata.check(is_growing=False)
         self._state.remove_model(tenant, model_id)
         self._unrecorded.discard((tenant, model_id))

@@ -141,6 +141,11 @@ MEMORY_S = 5.0
 """Bytes that arrived this much busy time ago count for 1/e."""
 
 
+# Why busy time: two promotions at once take as long as one where the device has room for both.
+#
+#     arrival 1   ├──────────────┤
+#     arrival 2          ├──────────────┤          ├─────┤
+#     counted     ├─────────────────────┤          ├─────┤     their bytes over these times
 class Throughput:
     """Bytes over the time in which at least one arrival was under way."""
 

@@ -163,6 +163,8 @@ def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None
         row_bytes = validate.within(spec.row_bytes, 1, ROW_BYTES_LIMIT, f"{field}.row_bytes")
         dtype = validate.dtype(spec.dtype, f"{field}.dtype")
         count += named.layer_end - named.layer_begin
+        # Token ids may be among those that are named, and do not count; which one is named is known further
+        # down.
         if count > limit + 1:
             raise InvalidArgument(field="model.streams", problem=f"more than {limit} streams")
         found.update((stream, StreamSpec(stream, row_bytes, dtype)) for stream in named.streams())
@@ -228,6 +230,7 @@ def encoded_model(record: Registered) -> Generator[None, None, bytes]:
     for (_, row_bytes, dtype), streams in alike.items():
         yield
         ranges.append([(item, row_bytes, dtype) for item in ranges_of(streams)])
+    # Each list is in order by itself; merged they are in order too, without a sort of all.
     ordered = merge(*ranges)
     while some := list(islice(ordered, SPECS_PER_PAUSE)):
         yield
@@ -334,11 +337,17 @@ def fill_lease(
         _fill_runs(message.runs, lease.pieces)
 
 
+# The bytes of such an answer. What is in brackets is made for each reader, all else once:
+#
+#     results │ lease │ [lease_id, expire_time] │ session │ facts, [access_time, expire_time] │ rest: runs, …
+#
+# Each of the three has its length in front, and is put together anew with it.
 class LeaseAnswer:
     """The answer to a lease, made once for its rows; `encoded` adds what each reader is told anew."""
 
     def __init__(self, lease: Lease, session: Session, clock: Clock, *, is_brief: bool) -> None:
         """`lease`: of rows in DRAM alone."""
+        # What may change while the rows stay; by it a taken-up answer is known to be right.
         self._facts = _changing(session, clock.wall_ahead_ns())
         message = arena_pb2.Lease()
         told = replace(lease, view=session.view())
@@ -368,6 +377,7 @@ class LeaseAnswer:
             return None
         accessed_ns = session.access_time_ns + ahead_ns
         self._lease.lease_id = lease.lease_id
+        # The moment of the access, and from it the time that the lease has: both of one clock, read once.
         for told, time_ns in (
             (self._lease_end, accessed_ns + lease.deadline_ns - lease.begun_ns),
             (self._accessed, accessed_ns),

@@ -35,6 +35,7 @@ class ModelRecord:
             self.keep_fingerprint(self.spec.fingerprint())
         return self._fingerprint
 
+    # The two fields below are of use for others' time only: made early or late, they are the same.
     def keep_fingerprint(self, fingerprint: bytes) -> None:
         """`spec` has this one, which was made a part at a time."""
         object.__setattr__(self, "_fingerprint", fingerprint)
@@ -97,6 +98,12 @@ class BlockRecord(NamedTuple):
     part_bytes: tuple[int, ...]
 
 
+# A session's log, and what its record says of it:
+#
+#     position      0             64            128       150
+#     segment_ids   | s1          | s2          | s3      |      in the order of the log
+#     live          ▓▓▓▓▓▓▓▓······▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓       ((0, 40), (64, 150)): the rest was truncated
+#     log_end       150: the next row's position, which none ever had before
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
     """A session's durable state, or a block's. Key: uid (16 bytes), never reused.
