@@ -336,6 +336,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="lab.engines.duel", description=__doc__.partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=300, help="replies per fault and contender")
     parser.add_argument("--only", default=",".join(FAULTS), help="faults, separated by commas")
+    names = [one.name for one in CONTENDERS]
+    parser.add_argument("--contender", choices=names, action="append", help="all by default")
     parser.add_argument("--write", type=Path, help="a page of Markdown whose table is to be replaced")
     parser.add_argument("--results", type=Path, help="a file of outcomes: what it has is not run again")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each fault")
@@ -354,6 +356,8 @@ def main() -> int:
             with VllmEngine(current(models, number), None, place / "plain.log") as engine:
                 expected[number], _ = ask(engine, prompts)
         for contender in CONTENDERS:
+            if contender.name not in (options.contender or names):
+                continue
             done = {one.fault for one in outcomes if one.contender == contender.name}
             left = [fault for fault in faults if fault not in done]
             came = fight(contender, models, prompts, left, place / contender.name.partition(" ")[0])

@@ -381,6 +381,20 @@ def test_a_store_that_has_seen_nothing_knows_return_times_of_public_traces() -> 
     assert 100 < public["classes"]["0"][0][0] < 1000
 
 
+def test_a_newcomer_leaves_before_a_session_whose_return_is_near() -> None:
+    """Most sessions that return do so after some 20 s: until then the value rises with idle time."""
+    policy = ReturnValue(CAPACITIES)
+    for uid, at_s in ((b"idle for long", 0.0), (b"due", 45.0), (b"new", 60.0)):
+        policy.idle(uid, Facts(1000, 1, 1000, 1), at_s)
+        policy.placed(uid, Level.BELOW)
+
+    assert sorted((b"due", b"new", b"idle for long"), key=lambda uid: policy.rank(uid) or ()) == [
+        b"idle for long",
+        b"new",
+        b"due",
+    ]
+
+
 @pytest.mark.parametrize("names", [(b"a", b"b"), (b"b", b"a")])
 def test_of_equals_the_least_recently_used_leaves_first(names: tuple[bytes, bytes]) -> None:
     """Two sessions of one class, age and size: what they are called decides nothing."""
