@@ -101,8 +101,8 @@ class Reservation:
     contents: Sequence[Content] = ()
 
     def check(self, token_count: int) -> None:
-        # `committed` and not 0: a commit that went back would take visible tokens away from readers.
         """Raise InvalidArgument unless there is room up to `token_count` and no later token is visible."""
+        # `committed` and not 0: a commit that went back would take visible tokens away from readers.
         if not self.committed <= token_count <= self.end:
             problem = f"{token_count} is not within [{self.committed}, {self.end}]"
             raise InvalidArgument(field="token_count", problem=problem)

@@ -160,8 +160,8 @@ def document(plain: object) -> dict[str, Any]:
 
 
 def contents_to_wire(contents: Iterable[Content]) -> list[session_pb2.ContentRange]:
-    # By hand, as is `session_from_wire`: each append has them.
     """Put what lies behind tokens on the wire."""
+    # By hand, as is `session_from_wire`: each append has them.
     return [session_pb2.ContentRange(begin=one.begin, end=one.end, digest=one.digest) for one in contents]
 
 

@@ -220,8 +220,8 @@ class SegmentIdentity(NamedTuple):
             raise ValueError(f"a session uid is {UID_BYTES} bytes, a fingerprint {FINGERPRINT_BYTES}")
 
     def seed(self) -> int:
-        # A number of bytes that is too short would be padded, and look like another one.
         """64-bit digest of every field, length-prefixed. Raises as `check` does."""
+        # A number of bytes that is too short would be padded, and look like another one.
         self.check()
         tenant = self.tenant.encode()
         packed = struct.pack(

@@ -56,12 +56,12 @@ log = logging.getLogger(__name__)
 # -- rpcs of one sort ---------------------------------------------------------------------------------
 
 
+# One sort of rpc, and what may be refused:
+#
+#     refusal()    draining, or full: asked before a request is read, and costs next to nothing
+#     begin()      the same, and the tenant's part: when it is known whose it is
+#     linger()     over, but its client has not taken the answer: still in memory
 class Admission:
-    # One sort of rpc, and what may be refused:
-    #
-    #     refusal()    draining, or full: asked before a request is read, and costs next to nothing
-    #     begin()      the same, and the tenant's part: when it is known whose it is
-    #     linger()     over, but its client has not taken the answer: still in memory
     """How many rpcs of one sort run, and whether new ones are taken. Owned by the event loop."""
 
     def __init__(

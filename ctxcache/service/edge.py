@@ -690,8 +690,8 @@ Spelling it out would hold up the event loop.
 
 
 def is_audited(method: str) -> bool:
-    # Operators' calls that change nothing are too many for a log that people read.
     """Whether it is an operator's and changes something."""
+    # Operators' calls that change nothing are too many for a log that people read.
     return method.startswith(OPERATORS_ONLY) and method not in UNCHANGING
 
 

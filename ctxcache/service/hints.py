@@ -83,9 +83,9 @@ class Scheduling:
     async def _conversation(
         self, requests: Requests, queue: Queue, stream: asyncio.Event
     ) -> AsyncGenerator[hints_pb2.ScheduleResponse]:
+        """Answers and events until the requests end. Raises Draining, EngineTakenOver."""
         # Four things to wait for, and each is begun anew when it has come. `FIRST_COMPLETED` looks at all of
         # them, so that news does not wait for requests, nor requests for news.
-        """Answers and events until the requests end. Raises Draining, EngineTakenOver."""
         drained = asyncio.ensure_future(self._admission.drained())
         taken_over = asyncio.ensure_future(stream.wait())
         coming = asyncio.ensure_future(anext(requests, None))

@@ -134,9 +134,9 @@ class Append:
                 raise IncompleteAppend(stream=str(stream), row_count=end, token_count=token_count)
 
     def _cut_off(self) -> CacheError:
+        """Why the reservation ended under the writer: what it has to know to go on."""
         # The writer's own view of its session is outdated: it is told what the session is now. Messages are
         # of one stream: a reader places them by stream and token.
-        """Why the reservation ended under the writer: what it has to know to go on."""
         session = self.reservation.session
         if session.is_gone:
             return SessionNotFound(session=session.name)

@@ -202,8 +202,8 @@ def page_size(value: int) -> int:
 
 
 def page_token(value: str) -> str:
-    # A prefix, so that nobody builds tokens by himself and relies on it.
     """Where to go on listing: the last id of the page before, with a prefix so that it stays opaque."""
+    # A prefix, so that nobody builds tokens by himself and relies on it.
     if value and not value.startswith("after:"):
         raise InvalidArgument(field="page_token", problem="is not one of ours")
     return value.removeprefix("after:")

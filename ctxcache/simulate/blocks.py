@@ -144,13 +144,13 @@ class _Holder:
     use_count: int = 0
 
 
-# Who holds what, of three sessions that begin alike:
+# Who holds what, of two sessions that begin alike:
 #
-#     block        b0   b1   b2   b3   b4
+#     block        b0   b1   b2   b3
 #     session A    ▓▓   ▓▓   ▓▓
 #     session B    ▓▓   ▓▓        ▓▓
-#     prefix b1    ▓▓   ▓▓                 made when B found b0 and b1 that it did not hold itself
-#     `_counts`    3    3    1    1        a block leaves with its last holder
+#     prefix b1    ▓▓   ▓▓                made when B found b0 and b1 that it did not hold itself
+#     `_counts`    3    3    1    1       a block leaves with its last holder
 class HeldBlocks(BlockStore):
     """A policy of holders."""
 

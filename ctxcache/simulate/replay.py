@@ -67,8 +67,8 @@ class Waiting:
             self._schedule.gone(ENGINE, job_id, now_s, is_started=True)
 
     def rested(self, uid: bytes) -> None:
-        # Looked at behind the turn: a second job of the session is what its next return is foreseen by.
         """The turn is over: what still waits of the session was not it."""
+        # Looked at behind the turn: a second job of the session is what its next return is foreseen by.
         order = self._schedule.order(uid)
         if order is not None:
             self._reordered(uid, order)

@@ -213,8 +213,8 @@ class _Transfer:
         self._returned = self._loop.create_future()
 
     async def wait(self) -> None:
-        # Two ends, and two futures: `_answered` for the caller, `_returned` for the buffer.
         """Wait for the last piece, also when cancelled, or until the transfer is given up."""
+        # Two ends, and two futures: `_answered` for the caller, `_returned` for the buffer.
         while not self._answered.done():
             try:
                 await asyncio.wait([self._answered])

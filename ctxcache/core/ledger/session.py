@@ -193,7 +193,6 @@ class Session:
     segments: list[Segment] = field(default_factory=list)
     live: Ranges = ()
     log_end: int = 0
-    input_end: int = 0
     # A conversation turn, as its commits tell:
     #
     #     commits   |--512--|--512--|--512--|-90-|1|1|1|1|1|...
@@ -202,6 +201,7 @@ class Session:
     #
     # The policy learns how soon sessions return by the sizes of their answers and inputs: a short answer has
     # called a tool, and its session is back at once.
+    input_end: int = 0
     """Where the last turn's input ends, as far as its commits tell.
 
     An engine commits an input in pieces of one size and a rest, and then its answer, in smaller ones.

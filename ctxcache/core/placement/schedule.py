@@ -139,11 +139,11 @@ class _Queue:
     """Jobs by when they are to be put off, or further."""
 
 
+# From a position to a start, for one engine that starts 2 jobs per second:
+#
+#     position   1      2      5      7            ranks 0, 1, 2, 3: positions may have gaps
+#     start      now    +0.5   +1.0   +1.5         always between its neighbours' starts
 class Schedule:
-    # From a position to a start, for one engine that starts 2 jobs per second:
-    #
-    #     position   1      2      5      7            ranks 0, 1, 2, 3: positions may have gaps
-    #     start      now    +0.5   +1.0   +1.5         always between its neighbours' starts
     """The merged queue.
 
     Calls `changed` with a session's expected start when it changes; None: no job waits.

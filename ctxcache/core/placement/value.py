@@ -127,9 +127,9 @@ class _Order:
         insort(self._places, order)
 
     def discard(self, uid: bytes) -> None:
+        """One that waited does so no longer."""
         # Of the last few that started the one with the earliest place. Jobs that stand before that were
         # overtaken by all of them: the order does not know where they are.
-        """One that waited does so no longer."""
         del self._places[bisect_left(self._places, self._orders.pop(uid))]
 
     def started(self, uid: bytes, other: bytes) -> None:

@@ -395,11 +395,11 @@ def _doubled(part: "array[int]", homes: list[int]) -> "array[int]":
 
 
 def _take_out(part: "array[int]", slot: int, home_of: Callable[[int], int]) -> None:
+    """Free a slot, and move what follows so that no search ends too early."""
     # Backward shift instead of marks for deleted slots, which would make every search longer with time:
     #
     #     home   2  2  3  5
     #     slot   2  3  4  5      take out 2: 3 moves to 2, 4 moves to 3, 5 stays, for 5 is its home
-    """Free a slot, and move what follows so that no search ends too early."""
     mask = len(part) - 1
     follows = (slot + 1) & mask
     while (row := part[follows]) != FREE:

@@ -157,8 +157,8 @@ class RocksDbMetadata:
         self._writer = Threads(1, "metadata-log", self._clock)
         # One thread: syncs follow one another, and each covers whoever has written before it began.
         self._syncer = Threads(1, "metadata-sync", self._clock)
-        self._beside = Threads(1, "metadata-beside", self._clock)
         # Work of seconds has a thread of its own, or commits would wait behind a scan.
+        self._beside = Threads(1, "metadata-beside", self._clock)
         """Opening and scanning the database, questions to the filesystem: no commit waits for this thread."""
         self._space_asked: Future[None] | None = None
         self._is_remote = _kind_of_filesystem(self._path).startswith(REMOTE_FILESYSTEMS)
@@ -360,8 +360,8 @@ class RocksDbMetadata:
     # -- into the log ------------------------------------------------------------------------------
 
     def _put(self, entries: Sequence[Entry]) -> "asyncio.Future[None]":
-        # The caller's future is made before the round, so that a round which fails at once finds its callers.
         """Have changes written in the order of the calls; done when they are in the log."""
+        # The caller's future is made before the round, so that a round which fails at once finds its callers.
         if self._waiting_logged is None:
             self._waiting_logged = asyncio.get_running_loop().create_future()
             # A failure that no caller waits for any more is not an error of the loop.

@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 ARENA_FILE_NAME = "ctxcache-{}.arena"
 ARENA_ID_BYTES = 16
 INLINE_COPY_BYTES = 1 << 20
-# Two thread switches cost more than copying a megabyte.
 """Copies up to this size run on the event loop: about 0.2 ms, less than two thread switches are worth."""
 COPY_THREADS = 2
 
