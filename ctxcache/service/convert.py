@@ -264,7 +264,6 @@ def session_message(view: SessionView, clock: Clock) -> session_pb2.Session:
     return message
 
 
-# A message of a session's unchanging facts is copied, which is cheaper than setting each field anew.
 _CONSTANTS: dict[bytes, session_pb2.Session] = {}
 """By uid, what of a session's message never changes. Copying it is cheaper than making it."""
 
