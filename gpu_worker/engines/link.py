@@ -137,12 +137,17 @@ class StoreLink(Generic[Subject]):
         """
         with self._changed:
             now_s, pause_s = self._clock(), within_s / 4
+            # A caller that waits since 0, with w = `within_s`; up to w/4 it costs the store nothing:
+            #
+            #     store is there    0 ── w/4: asked ─ answered ── w/4 later: asked ─ answered ── …
+            #     store hangs       0 ── w/4: asked ─────────────────────── w later: it does not answer
             if self._state is not LinkState.READY or now_s - since_s < pause_s:
                 return self._state is LinkState.READY
             if self._asked_s is None:
                 if now_s - self._answered_s >= pause_s:
                     self._asked_s = now_s
                     self._changed.notify_all()
+            # The question's own deadline may be longer than this caller waits.
             elif now_s - self._asked_s > within_s:
                 self.failed(DeadlineExceeded(target="a question", timeout_s=f"{within_s:g}"))
             return self._state is LinkState.READY

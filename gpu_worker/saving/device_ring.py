@@ -77,6 +77,7 @@ class DeviceRing:
             self._index = torch.full((self.row_count,), self.row_count, dtype=torch.int64, device=device)
             for specs in groups:
                 size = specs[0].row_bytes
+                # Rows are moved as integers, the widest that divide them, whatever their own type is.
                 word = next(each for each in _WORDS if size % each.itemsize == 0)
                 shape = (len(specs), self.row_count + 1, size // word.itemsize)
                 group = _Group(torch.zeros(shape, dtype=word, device=device), stored_dtype(specs[0]))
@@ -127,6 +128,7 @@ class DeviceRing:
         for group in self._groups:
             kept, group.kept = group.kept, {}
             for begin, rows in _in_a_row(kept):
+                # [n, T, words] to rows `index[:T]` of n planes that follow one another: one kernel.
                 block = torch.stack(rows).view(group.rows.dtype)
                 group.rows[begin : begin + len(rows)].index_copy_(1, self._index[:count], block)
 
@@ -167,6 +169,7 @@ class DeviceRing:
     @property
     def _is_emptying(self) -> bool:
         """Whether a copy is under way that will free rows."""
+        # The oldest decides: the ring takes rows back in the order in which it handed them out.
         return bool(self._runs) and self._runs[0].mark is not None
 
     def _point_to(self, rows: RowRun) -> None:

@@ -73,6 +73,7 @@ def rows_of(runs: Iterable[RowRun]) -> Rows:
     """The rows of runs in order: a slice where they follow one another, else their numbers."""
     joined: list[RowRun] = []
     for run in runs:
+        # Runs that touch are one slice: numpy then shows rows where they lie, instead of gathering them.
         if joined and joined[-1].end == run.begin:
             joined[-1] = RowRun(joined[-1].begin, run.end)
         else:
@@ -262,6 +263,9 @@ class RowRing:
         if not self._runs:
             return 0 if count <= self.row_count else None
         tail, head = self._runs[0].begin, self._runs[-1].end
+        #     head <= tail     [ used ──► head │ free │ tail ──► used ]
+        #     otherwise        [ free │ tail ──► used ──► head │ free ]
+        #
         # The runs reach around the end: what is free lies in one piece between the newest and the oldest.
         if head <= tail:
             return head if head + count <= tail else None
@@ -364,6 +368,7 @@ class StagingBuffers:
         self.specs = {spec.stream: spec for spec in specs}
         self._chained = chained_layers(self.specs)
         self._copies = copies
+        # One row at least: a model whose row is larger than all of staging is shed, not refused.
         row_count = max(min(size_bytes // sum(spec.row_bytes for spec in specs), ROWS_LIMIT), 1)
         self.ring = RowRing(row_count)
         self._arrays: dict[Stream, Bytes] = {TOKENS: np.empty((row_count, 4), np.uint8)}
@@ -372,6 +377,10 @@ class StagingBuffers:
         for alike in groups:
             first = alike[0]
             dtype = stored_dtype(first)
+            # A plane of rows for each stream. A pass is one run in all planes, for one copy off a GPU:
+            #
+            #     layer 0   │ pass 7 │ pass 8 │  free  │     plane 0
+            #     layer 1   │ pass 7 │ pass 8 │  free  │     plane 1, row_count rows behind plane 0
             tensor = torch.empty(
                 len(alike), row_count, first.row_bytes // dtype.itemsize, dtype=dtype, pin_memory=is_pinned
             )
@@ -414,6 +423,7 @@ class StagingBuffers:
             problem = f"{packed[0]} is packed, for which the host looks at rows: not in a captured pass"
             raise InvalidArgument(field="streams", problem=problem)
         with ring.capturing(row_count):
+            # The shape and type alone, for the checks of `put`: a captured pass writes to the ring.
             targets = {
                 stream: tensor[0, :1].expand(row_count, -1)
                 for streams, tensor in self._groups
@@ -440,12 +450,14 @@ class StagingBuffers:
             if frame.chain is None:
                 frame.chain = Chain(self._chained, len(frame.rows), rows.shape[1], rounding=self._rounding)
             rows = frame.chain.packed(self.specs[stream], rows)
+        # The common case is two comparisons: rows of the stream's own type are copied as they are.
         if rows.shape != target.shape or rows.dtype is not target.dtype:
             rows = as_stored(rows, self.specs[stream], token_count=len(frame.rows))
         if self.device_ring is not None and (frame.in_ring is not None or frame.is_captured):
             self.device_ring.put(stream, rows, count=len(frame.rows))
         else:
             self._copies.copy(target, rows)
+        # Behind the copy's begin: a stream that raised is missing, and the pass is a gap.
         del frame.targets[stream]
 
     def seal(self, frame: StagedPass) -> None:
@@ -454,6 +466,7 @@ class StagingBuffers:
         Raises IncompleteAppend where a stream is missing, InvalidArgument for rows that did not stay,
         RuntimeError for a device that failed.
         """
+        # It holds the rows of the last layer, while the pass may lie in staging for long.
         frame.chain = None
         try:
             if self.device_ring is not None and frame.in_ring is not None:

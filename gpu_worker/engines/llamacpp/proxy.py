@@ -80,7 +80,7 @@ class NoSlot(Exception):
 #     taken ─► has it the session? ── no ──► restore from the store ─┐
 #                      │ yes                                         │
 #                      └─────────────────────────────────────────────┴─► run
-#     a reply of 200    the slot has the session's tokens, and is saved
+#     a reply of 200    the slot has the session's tokens, and is saved unless the store has more
 #     anything else     nothing is known of the slot
 class Slots:
     """Which request has which slot. Thread-safe."""

@@ -53,7 +53,7 @@ logger = init_logger("vllm.ctxcache")
 #     arrived ─► look-up in a thread ─► matched: n tokens ─► allocated: blocks ─► step: load, then save
 #        │                                 │ 0: computed             │
 #        │ the conversation's former       │                        └ preempted: lost_blocks, resumed anew
-#        └ request is being saved: asked again until SAVE_WAIT_S
+#        └ request is being saved: asked again until SAVE_WAIT_S, while the store answers
 #
 #     finished ─► the worker saves to the end ─► reported by all ranks ─► the next request of it may begin
 LOOKUP_THREADS = 4

@@ -81,6 +81,10 @@ class EngineState(Protocol):
         """A step was computed that filled these blocks."""
 
 
+# A load that is given up, and the engine that computes the same blocks instead:
+#
+#     ctxcache-load    read ─ [write layer 0] ─ read ─ [write layer 1] ─ read ─ raises: no layer 2
+#     vLLM's thread                                 give_up waits ──►│ blocks are the engine's
 class Loading:
     """A restore that is under way."""
 
@@ -178,6 +182,7 @@ class WorkerSide:
             own = self._own(name)
         if ending is not None and hints:
             ending.add_done_callback(lambda _ending: self.hints.tell(hints, own))
+        # Ranks that share one session would tell the store the same hint each.
         elif self._rank == 0 or own != name:
             self.hints.tell(hints, own)
 
@@ -234,6 +239,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Save what is still in staging, then end the threads and the connection."""
+        # In the order in which one needs another: loads and copies use blocks, the saver's end is what
+        # waiters wait for, and the link waits for the layouts, which may never come.
         self._loaders.shutdown(cancel_futures=True)
         with self._lock:
             self._settle()
@@ -273,6 +280,7 @@ class WorkerSide:
             logger.exception("%s is computed again", item.sessions[self._rank].name)
         else:
             return True
+        # One that was given up is finished: the name may be the next request's by the time it ends here.
         with loading.lock:
             if not loading.is_given_up:
                 # Its blocks are computed, and the store has other rows of these tokens, or none.
