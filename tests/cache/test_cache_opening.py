@@ -32,8 +32,7 @@ async def test_an_orderly_end_keeps_everything(disk_rig: DiskRig) -> None:
 
     assert await disk_rig.read("a") == expected(tokens[:10] + tokens[20:])
     assert await disk_rig.read("b") == expected((tokens[:10] + tokens[20:])[:50])
-    assert after == replace(
-        before,
+    assert after == before._replace(
         memory_bytes=0,
         durable_bytes=after.durable_bytes,
         generation=after.generation,

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 from ctxcache.core import ranges
 from ctxcache.core.ledger.places import (
@@ -553,8 +554,8 @@ class Session:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SessionView:
+# A tuple: each lease, commit and answer about a session makes one. A frozen dataclass takes twice as long.
+class SessionView(NamedTuple):
     """A session's facts at one moment; stays true of a lease's rows when the session goes on."""
 
     name: str

@@ -19,6 +19,7 @@ import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.sessions import SessionHandle
 from ctxcache.client.types import Durability
+from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import TOKENS
 from lab.bench.bare_grpc import far_side
 from lab.bench.bare_leases import bare_leases
@@ -55,6 +56,24 @@ def _append(client: Client, c: Contexts) -> Callable[[], object]:
     handle = client.sessions.create(c.model, id=f"appended{os.urandom(8).hex()}", layout=c.out)
     one = {stream: rows[:1] for stream, rows in c.rows[0].items()}
     return lambda: handle.append(one)
+
+
+def _append_by_writer(client: Client, c: Contexts) -> Callable[[], object]:
+    """As an engine appends what it decodes: room for a segment at a time, a commit for each token."""
+    handle = client.sessions.create(c.model, id=f"written{os.urandom(8).hex()}", layout=c.out)
+    one = {stream: rows[:1] for stream, rows in c.rows[0].items()}
+    writers = [handle.writer(SEGMENT_TOKENS)]
+
+    def append() -> None:
+        writer = writers[-1]
+        row = writer.session.token_count - writer.write_offset
+        for stream, rows in one.items():
+            writer.write(stream, row, rows)
+        writer.commit(writer.session.token_count + 1, keep_open=True)
+        if row + 1 == SEGMENT_TOKENS:
+            writers[-1] = handle.writer(SEGMENT_TOKENS)
+
+    return append
 
 
 def _get(client: Client, c: Contexts) -> Callable[[], object]:
@@ -143,6 +162,7 @@ LOCAL, GRPC = ("local-socket", "local"), ("grpc", "remote")
 _CALLS: tuple[tuple[str, str, Call, tuple[str, ...], float, bool], ...] = (
     ("lease", "lease and release, control socket", _lease, LOCAL, 40 * US, False),
     ("append", "append of one token, control socket", _append, LOCAL, 40 * US, False),
+    ("append-writer", "a token by an open writer, control socket", _append_by_writer, LOCAL, 40 * US, False),
     ("create", "CreateSession", _create, GRPC, 1.3, True),
     ("get", "GetSession", _get, GRPC, 1.3, True),
     ("look-up", "LookupSessions, one key", _look_up, GRPC, 1.3, True),
