@@ -10,17 +10,19 @@ from itertools import pairwise
 
 from ctxcache.cache import Cache
 from ctxcache.core import ranges
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Segment, Usage
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.format.checksums import covers
 
 
 def check_integrity(cache: Cache) -> list[str]:
     """The contradictions found, one sentence each; empty when all is well."""
     holders = Counter(s for holder in (cache.leases, cache.appends) for s in holder.held())
-    known = {*cache.ledger.segments(), *holders}
+    dormant = _dormant(cache)
+    known = {*cache.ledger.segments(), *(s for each in dormant for s in each.segments), *holders}
     return [
-        *_sessions(cache),
+        *(problem for session in (*cache.ledger.listing(), *dormant) for problem in _session(session)),
         *_references(cache),
         *_holds(known, holders),
         *_pins(cache),
@@ -32,9 +34,14 @@ def check_integrity(cache: Cache) -> list[str]:
     ]
 
 
-def _sessions(cache: Cache) -> Iterator[str]:
-    for session in cache.ledger.listing():
-        yield from _session(session)
+def _dormant(cache: Cache) -> list[Session]:
+    """The dormant sessions as they would be, were they known: they stay dormant."""
+    dormant, usage = cache.ledger.dormant, Usage(NO_SHARES)
+    found = [dormant.revived(number, usage.of(dormant.tenant(number))) for number in dormant]
+    for session in found:
+        for segment in session.segments:
+            segment.list_in(session.residence)
+    return found
 
 
 def _claims(cache: Cache) -> Iterator[str]:

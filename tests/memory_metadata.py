@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 from ctxcache.errors import CapacityExceeded, TierFailure
 from ctxcache.format.layout import Slot
-from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.base import (
+    Changes,
+    KeptSegment,
+    KeptSession,
+    ModelRecord,
+    SegmentRecord,
+    SessionRecord,
+)
 
 
 @dataclass(slots=True)
@@ -63,6 +70,38 @@ class MemoryMetadata:
     def segments(self) -> Iterator[SegmentRecord]:
         """See MetadataStore. Ascending by id."""
         return iter([segment for _, segment in sorted(self._current.segments.items())])
+
+    def kept_sessions(self) -> Iterator[KeptSession]:
+        """See MetadataStore."""
+        for uid, record in sorted(self._current.sessions.items()):
+            is_plain = not (record.block or record.is_pinned or record.copies > 1)
+            live_begin, live_end = (record.live[0][0], record.live[-1][1]) if record.live else (0, 0)
+            yield KeptSession(
+                uid, record.tenant, record.session_id, record.model_id, record.layout, record.segment_ids,
+                live_begin, live_end, record.access_time_ns, record.expire_time_ns, is_plain, record,
+            )  # fmt: skip
+
+    def kept_segments(self) -> Iterator[KeptSegment]:
+        """See MetadataStore."""
+        for record in self.segments():
+            identity = record.identity
+            yield KeptSegment(
+                record.segment_id, identity.tenant, identity.model_fingerprint, identity.begin,
+                identity.token_count, record.slot, record.segment_tokens, record.keys, record.copy is None,
+                record,
+            )  # fmt: skip
+
+    def session(self, uid: bytes, kept: object) -> SessionRecord:
+        """See MetadataStore."""
+        assert isinstance(kept, SessionRecord)
+        assert kept.uid == uid
+        return kept
+
+    def segment(self, segment_id: int, kept: object) -> SegmentRecord:
+        """See MetadataStore."""
+        assert isinstance(kept, SegmentRecord)
+        assert kept.segment_id == segment_id
+        return kept
 
     def quarantined(self) -> Iterator[Slot]:
         """See MetadataStore."""

@@ -96,6 +96,50 @@ class MetadataContract:
 
         assert contents(open_store()) == put
 
+    async def test_what_is_kept_is_read_in_full_later(self, open_store: OpenStore) -> None:
+        """A look at records gives the fields that it names, and enough to read the rest from."""
+        sliding = replace(make_session(1, segment_ids=(7, 9)), ttl_ns=5, live=((3, 64), (70, 90)), salt=b"s")
+        put = Changes(
+            sessions=[sliding, replace(make_session(2), live=()), replace(make_session(3), is_pinned=True)],
+            segments=[
+                make_segment(7)._replace(keys=(bytes(32), b"k" * 32)),
+                make_segment(9)._replace(copy=Slot(1, SLOT_BYTES, SLOT_BYTES)),
+            ],
+        )
+        store = open_store()
+        await store.commit(put, is_durable=True)
+        sessions, segments = list(store.kept_sessions()), list(store.kept_segments())
+
+        assert [store.session(found.uid, found.kept) for found in sessions] == put.sessions
+        assert [store.segment(found.segment_id, found.kept) for found in segments] == put.segments
+        assert [found.is_plain for found in sessions] == [True, True, False]
+        assert [found.is_plain for found in segments] == [True, False]
+        assert [(found.live_begin, found.live_end) for found in sessions[:2]] == [(3, 90), (0, 0)]
+        for found, whole in zip(sessions, put.sessions, strict=True):
+            assert (found.tenant, found.session_id, found.model_id) == (
+                whole.tenant,
+                whole.session_id,
+                whole.model_id,
+            )
+            assert (found.segment_ids, found.access_time_ns, found.expire_time_ns) == (
+                whole.segment_ids,
+                whole.access_time_ns,
+                whole.expire_time_ns,
+            )
+        for kept, record in zip(segments, put.segments, strict=True):
+            identity = record.identity
+            assert (kept.tenant, kept.model_fingerprint, kept.begin, kept.token_count) == (
+                identity.tenant,
+                identity.model_fingerprint,
+                identity.begin,
+                identity.token_count,
+            )
+            assert (kept.slot, kept.segment_tokens, kept.keys) == (
+                record.slot,
+                record.segment_tokens,
+                record.keys,
+            )
+
     async def test_a_commit_is_visible_at_once(self, open_store: OpenStore) -> None:
         """Records can be read back without a sync."""
         store = open_store()

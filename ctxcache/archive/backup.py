@@ -122,7 +122,7 @@ class _Backup:
         self._made: list[bytes] = []
         self._made_bytes = 0
         self._keep(self._frames.header)
-        self.copied = Copied(len(cache.ledger.sessions()), sum(cache.ledger.below.used_bytes_by_path))
+        self.copied = Copied(cache.ledger.session_count, sum(cache.ledger.below.used_bytes_by_path))
 
     def take(self, *, at_least: int = 0) -> Iterator[bytes]:
         """The bytes made so far, in pieces for messages; nothing while it is less than that."""
@@ -138,7 +138,7 @@ class _Backup:
         # its copy.
         # Uids and not sessions: one that ends meanwhile is skipped, and its name may be another one's by
         # then.
-        uids = [session.uid for session in self._state.ledger.sessions()]
+        uids = self._state.ledger.uids()
         crash_count = self._state.least_generation >> GENERATION_BITS
         self._add(MADE, Origin(created_by, crash_count).encode())
         for record in list(self._state.models.values()):

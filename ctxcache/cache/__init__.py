@@ -6,6 +6,7 @@ here knows gRPC. A request is served by one of the parts of `Cache`.
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 
 from ctxcache.cache.appends import Appends
 from ctxcache.cache.blocks import Blocks
@@ -17,7 +18,7 @@ from ctxcache.cache.flushing import PARALLEL_FLUSHES, Flushing, Staging, WriteBe
 from ctxcache.cache.hints import Hints
 from ctxcache.cache.joining import Joining
 from ctxcache.cache.leases import Leases
-from ctxcache.cache.loading import load
+from ctxcache.cache.loading import LAST_USED, DormantSlots, load
 from ctxcache.cache.models import Models
 from ctxcache.cache.prefixes import Prefixes
 from ctxcache.cache.promotion import Prefetching, Promotions
@@ -160,22 +161,23 @@ class Cache:
         """Wait for everything that runs in the background."""
         await self._background.drain()
 
-    async def open(self) -> None:
+    async def open(self, last_used: int = LAST_USED) -> None:
         """Load every record; what does not fit together is cut or removed, logged and committed.
+
+        So many sessions, the last that were used, are known from the start; others may be dormant.
 
         Raises CorruptMetadata, and DataDirectoryUnusable when records name an SSD path that is not there.
         """
         # Before the records: sessions on a lost path are recalled as far as they can be had.
         self.devices.note()
-        repairs = load(self.state, self._metadata)
+        loaded = load(self.state, self._metadata, last_used)
         # A directory that was left out by mistake must stop the start, not cut every session that lies there.
         self._check_paths()
-        # Every slot is taken before any is given back.
         # Repairs give slots back. Given back before all were taken, they could be adopted by the wrong
         # segment.
-        misplaced, halved = self._adopt()
-        if repairs:
-            await self._metadata.commit(repairs, is_durable=True)
+        misplaced, halved = self._adopt(loaded.dormant)
+        if loaded.repairs:
+            await self._metadata.commit(loaded.repairs, is_durable=True)
         if misplaced:
             await self.mending.quarantine(misplaced)
         if halved:
@@ -243,8 +245,9 @@ class Cache:
 
     def _check_paths(self) -> None:
         """Refuse what would cost every session its tokens on a path that nobody has named."""
-        segments = self.ledger.segments()
+        segments, dormant = self.ledger.segments(), self.ledger.dormant
         number = max((slot.path_index for s in segments for slot in s.places), default=0)
+        number = max(number, dormant.last_path)
         if number >= len(self.ssd.paths):
             problem = (
                 f"records name SSD directory number {number}, which is missing: name it with"
@@ -252,7 +255,7 @@ class Cache:
             )
             raise DataDirectoryUnusable(path=self.ssd.paths[0], problem=problem)
 
-    def _adopt(self) -> tuple[set[Segment], list[Segment]]:
+    def _adopt(self, dormant: DormantSlots) -> tuple[set[Segment], list[Segment]]:
         """Take the segments' slots.
 
         Returns the segments that have no slot that is theirs to have, and those that have one of two.
@@ -265,12 +268,21 @@ class Cache:
         slots = [(slot, s) for slot, s in named if slot.size_bytes == s.size_bytes]
         wrong = [(slot, s) for slot, s in named if slot.size_bytes != s.size_bytes]
         # A slot that a segment has is not kept from use a second time.
-        kept_from_use = sorted(set(self._metadata.quarantined()) - {slot for slot, _ in named})
-        refused = below.adopt([*(slot for slot, _ in slots), *kept_from_use])
-        wrong += [slots[i] for i in refused if i < len(slots)]
-        below.quarantined = set(kept_from_use) - {
-            kept_from_use[i - len(slots)] for i in refused if i >= len(slots)
-        }
+        quarantined = set(self._metadata.quarantined()) - {slot for slot, _ in named}
+        if quarantined:
+            quarantined.difference_update(dormant)
+        kept_from_use = sorted(quarantined)
+        refused = below.adopt(chain(dormant, (slot for slot, _ in slots), kept_from_use))
+        for i in refused:
+            if i < len(dormant):
+                # As any other that is not what it should be, it is to be known.
+                segment = self.ledger.segment(dormant.segment_ids[i])
+                wrong += [(slot, segment) for slot in segment.places] if segment else []
+            elif i < len(dormant) + len(slots):
+                wrong.append(slots[i - len(dormant)])
+            else:
+                quarantined.discard(kept_from_use[i - len(dormant) - len(slots)])
+        below.quarantined = quarantined
         halved: dict[Segment, None] = {}
         misplaced = {segment for segment in segments if not segment.places}
         for slot, segment in wrong:

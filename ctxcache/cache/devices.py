@@ -9,7 +9,7 @@ lost path that DRAM has are written to another path. Worst case: a pass over all
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
@@ -82,6 +82,8 @@ class Devices:
     async def give_up(self, path_indexes: Iterable[int]) -> None:
         """Cut the sessions that have segments on these paths, for good: their files are new and empty."""
         emptied = {i: self._ssd.paths[i] for i in path_indexes}
+        for _ in self._ledger.wake_on(emptied):
+            continue
         # Segments that have nothing left are cut; those with a copy elsewhere lose a place.
         gone = [s for s in self._ledger.segments() if lies_on(s, emptied)]
         halved = [
@@ -114,7 +116,8 @@ class Devices:
         # Set before the pass: news that comes during it makes another pass.
         self._is_reckoned = True
         count = 0
-        for session in list(self._ledger.listing()):
+        lost = set(self._ledger.lost)
+        for session in chain(list(self._ledger.listing()), self._ledger.wake_on(lost)):
             if not session.is_gone:
                 self._ledger.reckon(session)
                 count += 1 + len(session.segments)

@@ -1,36 +1,142 @@
 """Loading: the records of a metadata store become the cache's state, as they fit together.
 
-A segment nobody lists is dropped, and a session's tokens from the first segment that is missing.
-A million segments take some seconds; what would be made anew for every session or segment and is the
-same, layouts, names and identities, is made once.
+A segment nobody lists is dropped, and a session's tokens from the first segment that is missing. What would
+be made anew for every session or segment and is the same, layouts, names and identities, is made once.
+
+    the last LAST_USED sessions, blocks, and what is pinned, shared, copied or does not fit ──► known
+    all others, whose records fit together ──► dormant
+
+A million sessions take seconds. Of a dormant one some fields are looked at; the rest of its record is read
+when it comes to be known.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ctxcache.cache.eviction import record_of
 from ctxcache.cache.state import State
+from ctxcache.core.ledger.dormant import Dormant
 from ctxcache.core.ledger.ledger import SECOND_NS
 from ctxcache.core.ledger.segment import Segment, TenantUse
 from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.core.placement.shares import EVERYONE
+from ctxcache.core.prefix.keys import scope_of
 from ctxcache.format.layout import SegmentLayout, block_layout
 from ctxcache.format.streams import Stream, ranges_of
-from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.base import (
+    Changes,
+    KeptSegment,
+    KeptSession,
+    MetadataStore,
+    ModelRecord,
+    SegmentRecord,
+    SessionRecord,
+)
 
+LAST_USED = 1 << 10
+"""Sessions that are known from the start, those that were used last: the policy is told of them."""
 log = logging.getLogger(__name__)
 
 
-def load(state: State, metadata: MetadataStore) -> Changes:
-    """Fill an empty state; returns the changes that make the records whole again, to be committed.
+class DormantSlots(Collection[tuple[int, int, int]]):
+    """The slots of dormant segments: path number, offset, size; and the segments' ids in the same order."""
 
-    Raises CorruptMetadata.
-    """
-    return _Loader(state, metadata).load()
+    def __init__(self, ids: "array[int]", *columns: "array[int]") -> None:
+        self.segment_ids, self._columns = ids, columns
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.segment_ids)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """Each slot."""
+        paths, offsets, sizes = self._columns
+        return zip(paths, offsets, sizes, strict=True)
+
+    def __contains__(self, slot: object) -> bool:
+        """Whether one of them is this slot."""
+        return any(each == slot for each in self)
+
+
+class Loaded(NamedTuple):
+    """The repairs that make the records whole again, and the slots of dormant segments, to be taken."""
+
+    repairs: Changes
+    dormant: DormantSlots
+
+
+def load(state: State, metadata: MetadataStore, last_used: int = LAST_USED) -> Loaded:
+    """Fill an empty state. Raises CorruptMetadata."""
+    return _Loader(state, metadata).load(last_used)
+
+
+class Reviver:
+    """Makes sessions of records."""
+
+    def __init__(self, state: State, metadata: MetadataStore) -> None:
+        self._state, self._metadata = state, metadata
+        self._layouts: dict[tuple[bytes, tuple[Stream, ...]], SegmentLayout] = {}
+
+    def revive(
+        self, uid: bytes, kept: object, kept_segment: Callable[[int], object], use: TenantUse | None
+    ) -> Session:
+        """See Revive."""
+        record = self._metadata.session(uid, kept)
+        session = self.session(record, self._state.models[record.tenant, record.model_id])
+        if use is not None:
+            session.segments = [
+                segment_of(self._metadata.segment(segment_id, kept_segment(segment_id)), session, use)
+                for segment_id in record.segment_ids
+            ]
+        return session
+
+    def session(self, record: SessionRecord, model: ModelRecord) -> Session:
+        """A session without segments."""
+        return self.made(record, model.tenant, model.fingerprint, self.layout(record.layout, model))
+
+    def made(self, record: SessionRecord, tenant: str, fingerprint: bytes, layout: SegmentLayout) -> Session:
+        """A session or a block without segments."""
+        return Session(
+            uid=record.uid,
+            tenant=tenant,
+            session_id=record.session_id,
+            model_id=record.model_id,
+            model_fingerprint=fingerprint,
+            layout=layout,
+            expiration=Expiration(record.ttl_ns, record.expire_time_ns),
+            create_time_ns=record.create_time_ns,
+            access_time_ns=record.access_time_ns,
+            expire_time_ns=record.expire_time_ns,
+            is_pinned=record.is_pinned,
+            salt=record.salt,
+            contents=record.contents,
+            copies=record.copies,
+            live=record.live,
+            # At least this run's first: what the crash took back had generations too.
+            generation=max(record.generation, self._state.least_generation),
+            # All three ends are one: what a record says is durable.
+            log_end=record.log_end,
+            recorded_end=record.log_end,
+            durable_end=record.log_end,
+        )
+
+    def layout(self, streams: tuple[Stream, ...], model: ModelRecord) -> SegmentLayout:
+        """The layout of a session's segments."""
+        # By its streams, which records share: making ranges of them takes a while.
+        key = (model.fingerprint, streams)
+        if key not in self._layouts:
+            self._layouts[key] = self._state.layout(model, ranges_of(streams))
+        return self._layouts[key]
 
 
 # What the records may say, and what is made of it:
 #
-#     session, its segments all there      recalled
+#     session, its segments all there      recalled, or dormant
 #     session, a segment missing           cut before the missing one, and recorded anew
 #     session of a model that is gone      removed
 #     segment that no session lists        removed, its slot free
@@ -40,62 +146,112 @@ class _Loader:
         self._state = state
         self._ledger = state.ledger
         self._metadata = metadata
+        self._reviver = Reviver(state, metadata)
         self._repairs = Changes()
-        self._layouts: dict[tuple[bytes, tuple[Stream, ...]], SegmentLayout] = {}
+        self._listings: list[tuple[Session, tuple[int, ...]]] = []
+        """The sessions that are to be known, without segments, and the ids of those that each lists."""
+        self._listed_by: dict[int, Session] = {}
+        self._plain = _Plain(Dormant(state.clock.now_ns(), self._reviver.revive))
+        self._layouts: dict[tuple[str, str, Hashable], SegmentLayout] = {}
 
-    def load(self) -> Changes:
+    def load(self, last_used: int) -> Loaded:
         """See the module's."""
-        state = self._state
         for model in self._metadata.models():
-            state.add_model(model)
+            self._state.add_model(model)
         # All sessions before the segments: a segment's record is only of use with a session that lists it.
-        listings = list(self._sessions())
-        self._load_segments({i: session for session, segment_ids in listings for i in segment_ids})
+        for found in self._metadata.kept_sessions():
+            self._look_at(found)
+        # What can be had of a session whose path is lost is reckoned for each: all are known then.
+        self._set_apart(self._plain.set_apart(self._listed_by, None if self._ledger.lost else last_used))
+        self._load_segments()
+        self._set_apart(self._plain.unfit())
         # In the order of their accesses, as policies hear of them.
-        for session, segment_ids in sorted(listings, key=lambda listing: listing[0].access_time_ns):
+        for session, segment_ids in sorted(self._listings, key=lambda listing: listing[0].access_time_ns):
             segments = map(self._ledger.segment, segment_ids)
             session.segments = [segment for segment in segments if segment]
             self._add(session)
         if self._repairs.sessions:
             self._forget_unlisted()
-        return self._repairs
+        self._plain.settle(is_by_tenant=bool(self._ledger.usage.shares))
+        self._ledger.fell_asleep(self._plain.dormant)
+        return Loaded(self._repairs, self._plain.slots())
 
-    def _sessions(self) -> Iterator[tuple[Session, tuple[int, ...]]]:
-        """The sessions, without segments, and the ids of those that each lists."""
-        for record in self._metadata.sessions():
-            if record.block is not None:
-                layout = block_layout(record.block.part_bytes)
-                session = self._made(record, record.tenant, record.block.space, layout)
-                session.parent_id = record.block.parent_id
-                yield session, record.segment_ids
-                continue
-            model = self._state.models.get((record.tenant, record.model_id))
+    def _look_at(self, found: KeptSession) -> None:
+        if not found.is_plain:
+            self._read(self._metadata.session(found.uid, found.kept))
+            return
+        key = found.tenant, found.model_id, found.layout
+        layout = self._layouts.get(key)
+        if layout is None:
+            record = self._metadata.session(found.uid, found.kept)
+            model = self._model_of(record)
             if model is None:
-                log.error("session_without_model session=%s model=%s", record.session_id, record.model_id)
-                self._repairs.deleted_session_uids.append(record.uid)
-            else:
-                yield self._session(record, model), record.segment_ids
+                return
+            layout = self._layouts[key] = self._reviver.layout(record.layout, model)
+        self._plain.add(found, layout)
 
-    def _load_segments(self, listed_by: Mapping[int, Session]) -> None:
-        last = 0
-        for record in self._metadata.segments():
+    def _model_of(self, record: SessionRecord) -> ModelRecord | None:
+        model = self._state.models.get((record.tenant, record.model_id))
+        if model is None:
+            log.error("session_without_model session=%s model=%s", record.session_id, record.model_id)
+            self._repairs.deleted_session_uids.append(record.uid)
+        return model
+
+    def _read(self, record: SessionRecord) -> None:
+        """The session is to be known."""
+        if record.block is not None:
+            layout = block_layout(record.block.part_bytes)
+            session = self._reviver.made(record, record.tenant, record.block.space, layout)
+            session.parent_id = record.block.parent_id
+        else:
+            model = self._model_of(record)
+            if model is None:
+                return
+            session = self._reviver.session(record, model)
+        self._listings.append((session, record.segment_ids))
+        self._listed_by.update(dict.fromkeys(record.segment_ids, session))
+
+    def _set_apart(self, numbers: Iterable[int]) -> None:
+        """These are not dormant, but to be known."""
+        dormant = self._plain.dormant
+        for number in numbers:
+            record = self._metadata.session(dormant.uid(number), dormant.kept(number))
+            kept = {i: dormant.kept_segment(i) for i in record.segment_ids if dormant.lister(i) is not None}
+            dormant.left(number, record.tenant, record.session_id, kept)
+            dormant.models[record.tenant, record.model_id] -= 1
+            self._read(record)
+            for segment_id, found in kept.items():
+                self._load_segment(self._metadata.segment(segment_id, found))
+
+    def _load_segments(self) -> None:
+        last, plain = 0, self._plain
+        for found in self._metadata.kept_segments():
             # Ids ascend: the last one read is the largest.
-            last = record.segment_id
-            session = listed_by.get(last)
-            if session is None:
-                self._repairs.deleted_segment_ids.append(last)
+            last = found.segment_id
+            number = plain.lister(last)
+            if number is not None:
+                plain.add_segment(number, found)
+                self._find_by(found, plain.layouts[number])
+            elif last in self._listed_by:
+                self._load_segment(self._metadata.segment(last, found.kept))
+                self._find_by(found, self._listed_by[last].layout)
             else:
-                use = self._ledger.usage.of(session.tenant)
-                # Names and identities are shared with the session's, for a million segments would repeat them
-                # a million times.
-                segment = _segment(record, session, use)
-                self._ledger.recorded_segment(segment)
-                if record.keys:
-                    self._ledger.keyed.recalled(segment, record.keys)
+                self._repairs.deleted_segment_ids.append(last)
         if self._repairs.deleted_segment_ids:
             # A session and its segments are recorded and removed in one commit.
             log.error("segments_without_session count=%d", len(self._repairs.deleted_segment_ids))
         self._ledger.skip_segment_ids(last)
+
+    def _load_segment(self, record: SegmentRecord) -> None:
+        session = self._listed_by[record.segment_id]
+        segment = segment_of(record, session, self._ledger.usage.of(session.tenant))
+        self._ledger.recorded_segment(segment)
+
+    def _find_by(self, found: KeptSegment, layout: SegmentLayout) -> None:
+        """Let the segment be found by the keys of its tokens."""
+        if found.keys:
+            scope = scope_of(found.tenant, found.model_fingerprint, layout.outline.ranges)
+            self._ledger.keyed.recalled(scope, found.segment_id, found.begin, found.keys)
 
     def _add(self, session: Session) -> None:
         gap = session.first_gap()
@@ -122,43 +278,135 @@ class _Loader:
         session.drop_positions(((gap, session.log_end),))
         self._repairs.sessions.append(record_of(session))
 
-    def _session(self, record: SessionRecord, model: ModelRecord) -> Session:
-        return self._made(record, model.tenant, model.fingerprint, self._layout(record, model))
 
-    def _made(self, record: SessionRecord, tenant: str, fingerprint: bytes, layout: SegmentLayout) -> Session:
-        return Session(
-            uid=record.uid,
-            tenant=tenant,
-            session_id=record.session_id,
-            model_id=record.model_id,
-            model_fingerprint=fingerprint,
-            layout=layout,
-            expiration=Expiration(record.ttl_ns, record.expire_time_ns),
-            create_time_ns=record.create_time_ns,
-            access_time_ns=record.access_time_ns,
-            expire_time_ns=record.expire_time_ns,
-            is_pinned=record.is_pinned,
-            salt=record.salt,
-            contents=record.contents,
-            copies=record.copies,
-            live=record.live,
-            # At least this run's first: what the crash took back had generations too.
-            generation=max(record.generation, self._state.least_generation),
-            # All three ends are one: what a record says is durable.
-            log_end=record.log_end,
-            recorded_end=record.log_end,
-            durable_end=record.log_end,
+class _Plain:
+    """Sessions that may be dormant: a column for each fact that is looked at."""
+
+    def __init__(self, dormant: Dormant) -> None:
+        self.dormant = dormant
+        self.layouts: list[SegmentLayout] = []
+        self._access, self._expire = array("q"), array("q")
+        self._live_begins, self._live_ends = array("q"), array("q")
+        self._listed, self._listers = array("Q"), array("q")
+        """Ids of segments that are listed, and the numbers of the sessions; ascending from `set_apart` on."""
+        self._at = 0
+        self._ids, self._owners = array("Q"), array("q")
+        self._begins, self._ends = array("q"), array("q")
+        self._paths, self._offsets, self._sizes = array("q"), array("q"), array("q")
+        self._sizes_of: dict[tuple[int, int], int] = {}
+        self._misfits: set[int] = set()
+
+    def add(self, found: KeptSession, layout: SegmentLayout) -> None:
+        """A session."""
+        number = self.dormant.add(found.uid, found.tenant, found.session_id, found.model_id, found.kept)
+        self.layouts.append(layout)
+        self._access.append(found.access_time_ns)
+        self._expire.append(found.expire_time_ns)
+        self._live_begins.append(found.live_begin)
+        self._live_ends.append(found.live_end)
+        for segment_id in found.segment_ids:
+            self._listed.append(segment_id)
+            self._listers.append(number)
+
+    def set_apart(self, listed_by: "dict[int, Session]", last_used: int | None) -> list[int]:
+        """The sessions that share segments with others, and the last used ones; None: all."""
+        listed, listers = np.array(self._listed, np.uint64), np.array(self._listers, np.int64)
+        if last_used is None:
+            apart = np.arange(len(self.layouts))
+        else:
+            order = np.argsort(listed, kind="stable")
+            listed, listers = listed[order], listers[order]
+            is_shared = np.isin(listed, np.array(list(listed_by), np.uint64))
+            is_repeated = listed[1:] == listed[:-1]
+            is_shared[1:] |= is_repeated
+            is_shared[:-1] |= is_repeated
+            by_use = np.argsort(np.array(self._access, np.int64), kind="stable")
+            apart = np.union1d(listers[is_shared], by_use[max(len(by_use) - last_used, 0) :])
+        is_left = ~np.isin(listers, apart)
+        self._listed = array("Q", listed[is_left].tobytes())
+        self._listers = array("q", listers[is_left].tobytes())
+        found: list[int] = apart.tolist()
+        return found
+
+    def lister(self, segment_id: int) -> int | None:
+        """The session that lists a segment. Asked of ids in ascending order."""
+        listed = self._listed
+        while self._at < len(listed) and listed[self._at] < segment_id:
+            # Its record is missing.
+            self._misfits.add(self._listers[self._at])
+            self._at += 1
+        if self._at == len(listed) or listed[self._at] != segment_id:
+            return None
+        self._at += 1
+        return self._listers[self._at - 1]
+
+    def add_segment(self, number: int, found: KeptSegment) -> None:
+        """The session's segment."""
+        path_index, offset_bytes, size_bytes = found.slot
+        self.dormant.add_segment(found.segment_id, number, found.slot, found.kept)
+        self._ids.append(found.segment_id)
+        self._owners.append(number)
+        self._begins.append(found.begin)
+        self._ends.append(found.begin + found.token_count)
+        self._paths.append(path_index)
+        self._offsets.append(offset_bytes)
+        self._sizes.append(size_bytes)
+        layout = self.layouts[number]
+        size = id(layout), found.segment_tokens
+        if size not in self._sizes_of:
+            self._sizes_of[size] = layout.of(found.segment_tokens).size_bytes
+        if not found.is_plain or size_bytes != self._sizes_of[size]:
+            self._misfits.add(number)
+
+    def unfit(self) -> list[int]:
+        """Sessions whose segments are missing, or not what they should be: to be known, and cut or mended."""
+        self._misfits.update(self._listers[self._at :])
+        owners, begins, ends = (np.array(each, np.int64) for each in (self._owners, self._begins, self._ends))
+        order = np.lexsort((begins, owners))
+        owners, begins, ends = owners[order], begins[order], ends[order]
+        is_next = owners[1:] == owners[:-1]
+        # Where one ends before the next begins, something may be missing: a full look tells.
+        gaps = owners[1:][is_next & (begins[1:] != ends[:-1])]
+        count = len(self.layouts)
+        firsts, lasts = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        is_first = np.concatenate(([True], ~is_next))[: len(owners)]
+        is_last = np.concatenate((~is_next, [True]))[: len(owners)]
+        firsts[owners[is_first]], lasts[owners[is_last]] = begins[is_first], ends[is_last]
+        is_short = (np.array(self._live_begins) < firsts) | (np.array(self._live_ends) > lasts)
+        is_short &= np.array(self._live_ends) > 0
+        found = {*self._misfits, *gaps.tolist(), *np.flatnonzero(is_short).tolist()}
+        return [number for number in sorted(found) if self.dormant.kept(number) is not None]
+
+    def settle(self, *, is_by_tenant: bool) -> None:
+        """Put the dormant sessions in order."""
+        by_use = np.argsort(np.array(self._access, np.int64), kind="stable").astype(np.uint32)
+        accounts = {EVERYONE: by_use}
+        if is_by_tenant:
+            tenants = np.array([self.dormant.tenant(number) for number in by_use.tolist()], object)
+            accounts = {tenant: by_use[tenants == tenant] for tenant in self.dormant.names}
+        expire = np.array(self._expire, np.int64)
+        by_expiry = np.argsort(expire, kind="stable")
+        self.dormant.order(
+            {account: _packed("I", numbers) for account, numbers in accounts.items()},
+            _packed("I", by_expiry.astype(np.uint32)),
+            _packed("q", expire[by_expiry]),
         )
 
-    def _layout(self, record: SessionRecord, model: ModelRecord) -> SegmentLayout:
-        # By its streams, which records share: making ranges of them takes a while.
-        key = (model.fingerprint, record.layout)
-        if key not in self._layouts:
-            self._layouts[key] = self._state.layout(model, ranges_of(record.layout))
-        return self._layouts[key]
+    def slots(self) -> DormantSlots:
+        """The slots of the sessions that are dormant now."""
+        is_dormant = np.zeros(len(self.layouts), bool)
+        is_dormant[list(self.dormant)] = True
+        is_left = is_dormant[np.array(self._owners, np.int64)]
+        columns = (self._ids, self._paths, self._offsets, self._sizes)
+        return DormantSlots(*(_packed(each.typecode, np.array(each)[is_left]) for each in columns))
 
 
-def _segment(record: SegmentRecord, session: Session, use: TenantUse) -> Segment:
+def _packed(kind: str, numbers: "npt.NDArray[Any]") -> "array[int]":
+    return array(kind, numbers.tobytes())
+
+
+def segment_of(record: SegmentRecord, session: Session, use: TenantUse) -> Segment:
+    """A segment of the session's, counted as `use`."""
     identity = record.identity
     is_writer = identity.session_uid == session.uid
     is_same_model = identity.model_fingerprint == session.model_fingerprint

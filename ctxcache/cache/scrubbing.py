@@ -17,9 +17,10 @@ import asyncio
 import logging
 import mmap
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 from ctxcache.cache.eviction import Departures
@@ -28,8 +29,9 @@ from ctxcache.cache.state import Background, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.places import Place
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Segment, Usage
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.errors import CorruptSegment, TierFailure, TooManyRequests
 from ctxcache.format.checksums import Sums
 from ctxcache.format.layout import Slot
@@ -368,13 +370,23 @@ class Scrubbing:
         segments = await self._last_first()
         began_ns, done_bytes = self._state.clock.monotonic_ns(), 0
         bad: list[Bad] = []
+        count = len(segments) + self._ledger.dormant.segment_count
         # One slot's memory for the whole pass. A failed read past this ends the pass, so that no late write
         # of a device meets the next segment.
-        bounce = memoryview(mmap.mmap(-1, max((s.layout.size_bytes for s in segments), default=4096)))
-        for i, segment in enumerate(segments):
+        bounce = memoryview(mmap.mmap(-1, 4096))
+        for i, segment in enumerate(chain(segments, self._dormant())):
             if i % SEGMENTS_PER_REPORT == 0:
-                yield Scrubbed(len(segments), i, done_bytes, record_count, tuple(bad))
+                yield Scrubbed(count, min(i, count), done_bytes, record_count, tuple(bad))
                 bad.clear()
+            if len(bounce) < segment.layout.size_bytes:
+                bounce = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
+            if self._ledger.is_dormant(segment):
+                done_bytes += segment.durable_bytes
+                bad += await self._check_dormant(segment, bounce)
+                await self._pause(began_ns, done_bytes, bytes_per_second, is_over)
+                if is_over():
+                    return
+                continue
             if segment.memory and segment.place is not Place.HELD:
                 done_bytes += segment.memory.size_bytes
                 bad += await self._check_dram(segment)
@@ -385,10 +397,24 @@ class Scrubbing:
             await self._pause(began_ns, done_bytes, bytes_per_second, is_over)
             if is_over():
                 return
-        yield Scrubbed(len(segments), len(segments), done_bytes, record_count, tuple(bad))
+        yield Scrubbed(count, count, done_bytes, record_count, tuple(bad))
+
+    def _dormant(self) -> Iterator[Segment]:
+        """Segments of dormant sessions, made for this look. Sessions may come to be known meanwhile."""
+        dormant, nowhere = self._ledger.dormant, Usage(NO_SHARES)
+        for number in dormant:
+            session = dormant.revived(number, nowhere.of(dormant.tenant(number)))
+            yield from reversed(session.segments)
+
+    async def _check_dormant(self, segment: Segment, bounce: memoryview) -> list[Bad]:
+        """Verify the slot of a segment that is dormant; where it is bad, the segment is to be known."""
+        if segment.durable is None or not await self._problem(segment, segment.durable, bounce):
+            return []
+        known = self._ledger.segment(segment.segment_id)
+        return [] if known is None else await self._check(known, bounce)
 
     async def _last_first(self) -> list[Segment]:
-        """All segments, in no order within one position. To sort a million in one go takes a second."""
+        """Known segments, in no order within one position. To sort a million in one go takes a second."""
         by_begin: defaultdict[int, list[Segment]] = defaultdict(list)
         for i, segment in enumerate(list(self._ledger.segments()), 1):
             by_begin[segment.begin].append(segment)

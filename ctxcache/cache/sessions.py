@@ -34,7 +34,7 @@ from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StreamRange, contents_within
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 
-NAMES_PER_TURN = 256
+NAMES_PER_TURN = 64
 """Sessions that a listing looks at before others have their turn: half a millisecond."""
 SESSIONS_PER_COMMIT = 64
 SEGMENTS_PER_LOOK = 64
@@ -147,7 +147,7 @@ class Sessions:
             begin = bisect_right(names, after)
             some = names[begin : begin + NAMES_PER_TURN]
             for name in some:
-                session = self._ledger.named(tenant, name)
+                session = self._ledger.glance(tenant, name)
                 if session is None or session.expire_time_ns <= now_ns:
                     # Expired, and not removed yet.
                     continue
@@ -565,7 +565,7 @@ class Sessions:
     def _check_new(self, tenant: str, session_id: str) -> None:
         limit = self._state.limits.session_count
         own = len(self._ledger.names(tenant))
-        if self._state.limits.bound(limit).is_reached(len(self._ledger.sessions()), own):
+        if self._state.limits.bound(limit).is_reached(self._ledger.session_count, own):
             # The limit counts sessions, and blocks have their own.
             raise TooManyRequests(what="sessions", limit=limit)
         known = self._ledger.named(tenant, session_id)

@@ -5,6 +5,7 @@ stays low. Every operation takes logarithmic time: free extents lie in bins by s
 bytes has no more than sqrt(C / 2 KiB) different sizes of them (their sum is at most C).
 """
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from heapq import heapify, heappop, heappush
@@ -218,23 +219,27 @@ class SlotAllocator:
         self._credits[index] -= 1
         return index
 
-    def adopt(self, slots: Sequence[Slot]) -> list[int]:
+    def adopt(self, slots: Iterable[tuple[int, int, int]]) -> list[int]:
         """Take exactly these slots, as found in records, before any other is taken.
 
         Returns the indexes of those that could not be had: out of bounds, or overlapping another one.
         """
-        of_path: list[list[tuple[int, int, int]]] = [[] for _ in self._paths]
+        # By path, in columns: there may be ten million.
+        columns = [(array("q"), array("q"), array("q")) for _ in self._paths]
         misplaced = []
-        # Records of a store with more paths: those slots cannot be had, and their sessions are cut.
-        for i, slot in enumerate(slots):
-            if slot.path_index < len(self._paths):
-                of_path[slot.path_index].append((slot.offset_bytes, slot.size_bytes, i))
-            else:
+        for i, (path_index, offset_bytes, size_bytes) in enumerate(slots):
+            # Records of a store with more paths: those slots cannot be had, and their sessions are cut.
+            if path_index >= len(self._paths):
                 misplaced.append(i)
-        for path, runs in zip(self._paths, of_path, strict=True):
-            runs.sort()
-            is_adopted = path.adopt((offset, size_bytes) for offset, size_bytes, _ in runs)
-            misplaced += [run[2] for run, is_ours in zip(runs, is_adopted, strict=True) if not is_ours]
+                continue
+            offsets, sizes, indexes = columns[path_index]
+            offsets.append(offset_bytes)
+            sizes.append(size_bytes)
+            indexes.append(i)
+        for path, (offsets, sizes, indexes) in zip(self._paths, columns, strict=True):
+            order = sorted(range(len(offsets)), key=offsets.__getitem__)
+            is_adopted = path.adopt((offsets[j], sizes[j]) for j in order)
+            misplaced += [indexes[j] for j, is_ours in zip(order, is_adopted, strict=True) if not is_ours]
         return misplaced
 
     def give(self, slot: Slot) -> None:

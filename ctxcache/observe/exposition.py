@@ -72,13 +72,13 @@ def _prefixes(cache: Cache) -> Iterator[Sample]:
 
 def _stay(cache: Cache) -> Iterator[Sample]:
     state, counters, seen, ledger = cache.state, cache.state.counters, cache.state.seen, cache.ledger
-    yield Sample("ctxcache_sessions", len(ledger.sessions()))
+    yield Sample("ctxcache_sessions", ledger.session_count)
     yield Sample("ctxcache_session_limit", state.limits.session_count)
     yield Sample("ctxcache_blocks", len(ledger.blocks()))
     yield Sample("ctxcache_wall_clock_ahead_seconds", state.clock.wall_ahead_ns() / SECOND_NS)
     yield Sample("ctxcache_models", len(state.models))
     yield Sample("ctxcache_model_limit", state.limits.model_count)
-    yield Sample("ctxcache_segments", len(ledger.segments()))
+    yield Sample("ctxcache_segments", ledger.segment_count)
     for cause, count in (
         ("expired", counters.expired_session_count),
         ("evicted", counters.evicted_session_count),

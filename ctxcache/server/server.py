@@ -288,7 +288,7 @@ class Server:
     @property
     def session_count(self) -> int:
         """Sessions it has."""
-        return len(self._cache.ledger.sessions())
+        return self._cache.ledger.session_count
 
     @property
     def settings(self) -> Settings:

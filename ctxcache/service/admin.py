@@ -122,9 +122,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             start_time=convert.timestamp(self._about.start_time_ns),
             data_directory=self._about.data_directory,
             listen_addresses=self._about.listen_addresses,
-            session_count=len(ledger.sessions()),
+            session_count=ledger.session_count,
             model_count=len(state.models),
-            segment_count=len(ledger.segments()),
+            segment_count=ledger.segment_count,
             lease_count=self._cache.leases.lease_count,
             reservation_count=self._cache.appends.reservation_count,
             tiers=self._tiers(),
@@ -301,7 +301,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             start_time=convert.timestamp(cache.state.clock.wall_ns()),
             dram_bytes=cache.ledger.memory.capacity_bytes,
             ssd_bytes=cache.ledger.below.capacity_bytes,
-            session_count=len(cache.ledger.sessions()),
+            session_count=cache.ledger.session_count,
             placement_policy=self._about.placement_policy,
         )
         parts = recorded(cache, store, duration_ns=duration_ns, is_over=lambda: operators.is_draining)

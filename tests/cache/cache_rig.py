@@ -122,6 +122,8 @@ class Rig:
     """How many SSD paths have each segment, unless a session says otherwise."""
     crash_count: int = 0
     """How many crashes the cache is told of."""
+    last_used: int = 1
+    """How many sessions are known after a start. Few: tests are to find out what others are worth."""
     cache: Cache = field(init=False)
     arena: DramArena = field(init=False)
 
@@ -139,7 +141,7 @@ class Rig:
             watermarks=self.watermarks, shares=self.shares, crash_count=self.crash_count, copies=self.copies,
         )  # fmt: skip
         self.cache.ledger.many_segments = self.many_segments
-        await self.cache.open()
+        await self.cache.open(self.last_used)
         for tenant in {self.tenant, *self.shares.by_tenant}:
             await self.cache.models.register(tenant, MODEL)
 
@@ -290,8 +292,9 @@ class Rig:
     def names(self) -> set[str]:
         """Sessions that are there."""
         now_ns = self.cache.state.clock.now_ns()
-        there = (s for s in self.cache.ledger.sessions() if s.tenant == self.tenant)
-        return {session.session_id for session in there if session.expire_time_ns > now_ns}
+        ledger = self.cache.ledger
+        there = [ledger.glance(self.tenant, name) for name in ledger.names(self.tenant)]
+        return {session.session_id for session in there if session and session.expire_time_ns > now_ns}
 
     async def check(self) -> None:
         """Fail unless the books add up, once nothing moves."""

@@ -238,8 +238,10 @@ async def test_a_child_leaves_before_its_parent(tmp_path_factory: pytest.TempPat
     await rig.open()
     await put(rig, 0, is_durable=True)
     for number in range(1, 6):
+        rig.clock.advance(seconds=1)
         await put(rig, number, is_durable=True, parent=number - 1)
     for number in range(100, 104):
+        rig.clock.advance(seconds=1)
         await put(rig, number, is_durable=True)
     assert look(rig, *range(6)) == [BlockState.HIT] * 4 + [BlockState.MISS] * 2
     await rig.check()

@@ -170,7 +170,7 @@ async def test_sessions_that_expired_meanwhile_are_gone(disk_rig: DiskRig) -> No
     await disk_rig.open()
 
     assert disk_rig.names() == {"b"}
-    assert len(disk_rig.cache.ledger.sessions()) == 1
+    assert disk_rig.cache.ledger.session_count == 1
 
 
 async def test_a_sliding_expiry_goes_on_after_a_crash(disk_rig: DiskRig) -> None:

@@ -69,7 +69,7 @@ async def test_a_name_can_be_used_again_once_its_session_is_over(rig: MemoryRig,
     assert second.token_count == rig.cache.ledger.below.used_bytes == 0
     await rig.crash()
     assert rig.token_count("a") == 0
-    assert len(rig.cache.ledger.sessions()) == 1
+    assert rig.cache.ledger.session_count == 1
 
 
 async def test_sessions_and_models_are_bounded(rig: MemoryRig) -> None:
@@ -96,7 +96,7 @@ async def test_a_session_lives_as_long_whoever_sets_the_clock(rig: MemoryRig, st
     await rig.cache.sessions.expire_due()
 
     assert is_there == {"a"}
-    assert not rig.cache.ledger.sessions()
+    assert not rig.cache.ledger.session_count
 
 
 async def test_touching_a_session_for_ever_takes_no_room(rig: MemoryRig) -> None:
@@ -274,7 +274,7 @@ async def test_an_expired_session_waits_for_its_writer(rig: MemoryRig) -> None:
     await rig.cache.sessions.expire_due()
     await rig.check()
 
-    assert not rig.cache.ledger.sessions()
+    assert not rig.cache.ledger.session_count
     assert rig.cache.state.counters.expired_session_count == 1
 
 
@@ -381,7 +381,7 @@ async def test_a_slow_device_delays_no_deadline(rig: MemoryRig, writer: Writer) 
     running = asyncio.ensure_future(Upkeep(rig.cache, interval_s=0).run())
     await rig.reached(Operation.WRITE)
     rig.clock.advance(seconds=10)
-    while len(rig.cache.ledger.sessions()) == 2:  # noqa: ASYNC110  # until upkeep comes round
+    while rig.cache.ledger.session_count == 2:  # noqa: ASYNC110  # until upkeep comes round
         await asyncio.sleep(0)
     running.cancel()
     await asyncio.wait([running])
@@ -398,4 +398,4 @@ async def test_upkeep_survives_its_own_bugs(rig: MemoryRig, monkeypatch: pytest.
     rig.clock.advance(seconds=10)
     await Upkeep(rig.cache).turn()
 
-    assert not rig.cache.ledger.sessions()
+    assert not rig.cache.ledger.session_count

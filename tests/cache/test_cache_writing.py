@@ -382,7 +382,7 @@ async def test_a_commit_does_not_bring_an_expired_session_back(
         await commit(rig, reservation, 15)
 
     await rig.cache.sessions.expire_due()
-    assert not rig.cache.ledger.sessions()
+    assert not rig.cache.ledger.session_count
     await rig.check()
     await rig.crash()
     assert not rig.names()

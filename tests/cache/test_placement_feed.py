@@ -37,10 +37,11 @@ class Noted(LeastRecentlyUsed):
         super().idle(uid, facts, now_s)
         self._note("idle", uid, facts.size_bytes // SLOT_BYTES, facts.turn_count, facts.appended_bytes)
 
-    def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float, *, is_watched: bool = True) -> None:
         """See Policy."""
         super().idle(uid, facts, 0)
-        self._note("recalled", uid, facts.turn_count, idle_s)
+        self._numbers[uid] = -idle_s
+        self._note("recalled" if is_watched else "woken", uid, facts.turn_count, idle_s)
 
     def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
@@ -158,6 +159,7 @@ async def test_after_a_start_sessions_are_told_in_the_order_of_their_accesses(no
         noted.clock.advance(seconds=10)
     await noted.read("c")
     noted.clock.advance(seconds=100)
+    noted.last_used = 3
     await noted.restart()
 
     told = [note for note in policy_of(noted).since() if note[0] == "recalled"]

@@ -257,10 +257,10 @@ class Feed:
         self.policy.arrived(standing.name, self._now_s())
         self._heard_count += 1
 
-    def recalled(self, session: Session, idle_s: float) -> None:
-        """The session was there when the store was opened, and idle for that long; the oldest come first."""
+    def recalled(self, session: Session, idle_s: float, *, is_watched: bool) -> None:
+        """The session was there when the store was opened, and idle for that long. See Policy."""
         standing = self._appear(session)
-        self.policy.recalled(standing.name, standing.recall(), idle_s)
+        self.policy.recalled(standing.name, standing.recall(), idle_s, is_watched=is_watched)
         self._heard_count += 1
         self.settled(session)
 

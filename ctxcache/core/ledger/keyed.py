@@ -107,11 +107,11 @@ class Keyed:
             most_keys -= self._leave(next(iter(self._leaving)))
         return bool(self._leaving)
 
-    def recalled(self, segment: Segment, keys: Iterable[bytes]) -> None:
-        """The segment's record has these keys."""
-        scope, row_count = _scope(segment), first_row_count(segment)
+    def recalled(self, scope: Scope, segment_id: int, begin: int, keys: Iterable[bytes]) -> None:
+        """The record of a segment that begins there has these keys."""
+        row_count = BLOCK_TOKENS - begin % BLOCK_TOKENS
         for i, key in enumerate(keys):
-            self.index.put(scope, key, segment.segment_id, row_count + i * BLOCK_TOKENS)
+            self.index.put(scope, key, segment_id, row_count + i * BLOCK_TOKENS)
 
     def joined(self, parts: Iterable[Segment], whole: Segment) -> None:
         """One segment has the rows of these: their keys name it too, as far as none is missing."""

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Protocol
 
 from ctxcache.core import ranges
+from ctxcache.core.ledger.dormant import Dormant
 from ctxcache.core.ledger.feed import Feed
 from ctxcache.core.ledger.keyed import Keyed, holds
 from ctxcache.core.ledger.leaving import Leaving
@@ -160,9 +161,7 @@ class Ledger:
         seen: Observations,
         wishes: "Wishes",
     ) -> None:
-        self._clock = clock
-        self._devices = devices
-        self._wishes = wishes
+        self._clock, self._devices, self._wishes = clock, devices, wishes
         self.memory, self.below = memory, below
         self.watermarks = watermarks
         """May be replaced while the store runs."""
@@ -180,6 +179,10 @@ class Ledger:
         self._model_sessions: Counter[tuple[str, str]] = Counter()
         self._segments: dict[int, Segment] = {}
         self._last_segment_id = 0
+        self.dormant = Dormant()
+        """The sessions that nobody has used since the store was opened. To be looked at, not changed."""
+        self._woken_coldest: dict[str, tuple[bytes, Key | None]] = {}
+        """By account, the session that was the coldest dormant one, and its rank when it came to be known."""
         self.keyed = Keyed()
         """Which segments are found by their tokens."""
         self._expiry = ExpiryQueue()
@@ -214,7 +217,7 @@ class Ledger:
         # Without shares all sessions are in one ranking, which is quicker than one for each of many tenants.
         account = self._account if shares else None
         self._resident = Resident(self._feed.memory_rank, self._by_uid, account)
-        self._evictable = Evictable(self._feed.rank, account)
+        self._evictable = Evictable(self._feed.rank, account, self._let_coldest_in)
         self._unwritten = Unwritten(self._feed.rank, account)
         self.quotas = Quotas(
             self.usage, below.capacity_bytes, lambda: self.watermarks.filled_bytes(memory.capacity_bytes)
@@ -242,8 +245,8 @@ class Ledger:
         name = tenant, session_id
         session = self._sessions.get(name)
         # Two dicts and no common one: listing sessions must not walk a million blocks.
-        if session is None and session_id.startswith(BLOCKS):
-            session = self._blocks.named(tenant, session_id)
+        if session is None:
+            session = self.named(tenant, session_id)
         # Upkeep removes expired sessions some time later. Until then a look-up already takes them for gone.
         if session is None or session.expire_time_ns <= now_ns:
             raise SessionNotFound(session=f"sessions/{session_id}")
@@ -265,7 +268,21 @@ class Ledger:
         """A tenant's session or block, expired or not."""
         if session_id.startswith(BLOCKS):
             return self._blocks.named(tenant, session_id)
-        return self._sessions.get((tenant, session_id))
+        session = self._sessions.get((tenant, session_id))
+        if session is None and self.dormant.count:
+            return self._woken(self.dormant.named(tenant, session_id))
+        return session
+
+    def glance(self, tenant: str, session_id: str) -> Session | None:
+        """As `named`, to be looked at and no more. A dormant one stays so, and shows no segments."""
+        number = self.dormant.named(tenant, session_id)
+        # What can be had of it while a path is lost is known of known ones.
+        if number is None or self.lost:
+            return self.named(tenant, session_id)
+        session = self.dormant.revived(number, None)
+        session.residence.add(0, 0, self.dormant.slot_bytes(number))
+        session.reckoned = self._reckoning
+        return session
 
     def blocks_under(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[Session | None]:
         """A tenant's blocks under these keys, expired or not, as they can be had now; None for the others."""
@@ -278,10 +295,23 @@ class Ledger:
 
     def get(self, uid: bytes) -> Session | None:
         """A session that is there."""
-        return self._by_uid.get(uid)
+        session = self._by_uid.get(uid)
+        if session is None and self.dormant.count:
+            return self._woken(self.dormant.with_uid(uid))
+        return session
+
+    @property
+    def session_count(self) -> int:
+        """How many sessions there are."""
+        return len(self._sessions) + self.dormant.count
+
+    @property
+    def segment_count(self) -> int:
+        """How many segments sessions list."""
+        return len(self._segments) + self.dormant.segment_count
 
     def sessions(self) -> Collection[Session]:
-        """Every session."""
+        """Every session that is not dormant."""
         return self._sessions.values()
 
     def blocks(self) -> Collection[Session]:
@@ -289,11 +319,15 @@ class Ledger:
         return self._blocks
 
     def listing(self) -> Collection[Session]:
-        """Every session and every block: all that list segments."""
+        """Every session that is not dormant, and every block: all that list known segments."""
         return self._by_uid.values()
 
+    def uids(self) -> list[bytes]:
+        """The uids of every session."""
+        return [*(s.uid for s in self._sessions.values()), *map(self.dormant.uid, self.dormant)]
+
     def newest(self, limit: int) -> list[Session]:
-        """At most so many sessions, the last made first."""
+        """At most so many sessions that are not dormant, the last made first."""
         return list(islice(reversed(self._sessions.values()), limit))
 
     def names(self, tenant: str) -> Sequence[str]:
@@ -310,10 +344,16 @@ class Ledger:
 
     def segment(self, segment_id: int) -> Segment | None:
         """A segment that a session lists."""
+        if segment_id not in self._segments:
+            self._woken(self.dormant.lister(segment_id))
         return self._segments.get(segment_id)
 
+    def is_dormant(self, segment: Segment) -> bool:
+        """Whether the session that lists the segment is dormant."""
+        return self.dormant.lister(segment.segment_id) is not None
+
     def segments(self) -> Collection[Segment]:
-        """Every segment that a session lists."""
+        """Every segment that a session lists which is not dormant."""
         return self._segments.values()
 
     def listers(self, segment: Segment) -> list[Session]:
@@ -332,7 +372,8 @@ class Ledger:
         """
         now_ns, looks = self._clock.now_ns(), 0
         for number, segment_id, row_count in self.keyed.longest(scope, keys):
-            segment = self._segments[segment_id]
+            segment = self.segment(segment_id)
+            assert segment is not None  # noqa: S101  # no key leads to what is gone
             if segment.begin + row_count != (number + 1) * BLOCK_TOKENS:
                 # A key that was given for tokens at another place.
                 continue
@@ -363,19 +404,75 @@ class Ledger:
 
     def recalled(self, session: Session, idle_s: float) -> None:
         """The session was there when the store was opened, and idle for that long; the oldest come first."""
+        self._add(session)
+        self._recall(session, idle_s, is_watched=True)
+
+    def fell_asleep(self, dormant: Dormant) -> None:
+        """These were there as well, and are dormant from here on."""
+        self.dormant = dormant
+        for tenant, names in dormant.names.items():
+            self._names[tenant] = sorted([*self._names.get(tenant, ()), *names])
+        self._model_sessions.update(dormant.models)
+        for tenant, size_bytes in dormant.durable_bytes().items():
+            self.usage.of(tenant).add(0, size_bytes, size_bytes)
+
+    def wake_on(self, paths: Collection[int]) -> Iterator[Session]:
+        """Make known the dormant sessions that have a segment on these paths below, one by one."""
+        for number in self.dormant.on_paths(paths):
+            yield self._wake(number)
+
+    def _woken(self, number: int | None) -> Session | None:
+        return None if number is None else self._wake(number)
+
+    def _wake(self, number: int) -> Session:
+        """A dormant session becomes known: the only step that leads from one to the other."""
+        session = self.dormant.revived(number, self.usage.of(self.dormant.tenant(number)))
+        segments = {segment.segment_id: segment for segment in session.segments}
+        self.dormant.left(number, session.tenant, session.session_id, segments)
+        # Its segments were counted from the opening on, and are counted one by one now.
+        size_bytes = self.dormant.slot_bytes(number)
+        self.usage.of(session.tenant).add(0, -size_bytes, -size_bytes)
+        self._segments.update(segments)
+        self._sessions[session.tenant, session.session_id] = session
+        self._by_uid[session.uid] = session
+        for segment in session.segments:
+            segment.list_in(session.residence)
+        idle_s = max(self.dormant.opened_ns - session.access_time_ns, 0) / SECOND_NS
+        self._recall(session, idle_s, is_watched=False)
+        return session
+
+    def _let_coldest_in(self, among: Sequence[str] | None) -> None:
+        """Let one that is ranked be the coldest of these accounts, of all where None, dormant ones included.
+
+        Of dormant ones the policy was told nothing: they stand behind each other as they were used last. So
+        it suffices that the first of them is known.
+        """
+        if not self.dormant.count:
+            return
+        for account in self.dormant.accounts(among):
+            uid, rank = self._woken_coldest.get(account, (b"", None))
+            # One that was used since ranks above those that are still dormant.
+            while uid not in self._evictable or self._feed.rank(uid) != rank:
+                number = self.dormant.coldest(account)
+                if number is None:
+                    break
+                uid = self._wake(number).uid
+                rank = self._feed.rank(uid)
+            self._woken_coldest[account] = uid, rank
+
+    def _recall(self, session: Session, idle_s: float, *, is_watched: bool) -> None:
         # Slots of the last segments say where the session lies: a session stays on one device, so that a lost
         # device takes few sessions instead of a part of each.
         places = session.segments[-1].places if session.segments else ()
         session.path = places[0].path_index if places else None
         session.copy_path = places[1].path_index if len(places) > 1 else None
-        self._add(session)
         # A session that wants one copy may list segments with two: those are surplus, and have to be counted.
         if session.copies == 1:
             for segment in session.segments:
                 if segment.copy is not None:
                     self._count_copies(segment)
         session.used(UseEvent.RECALLED)
-        self._feed.recalled(session, idle_s)
+        self._feed.recalled(session, idle_s, is_watched=is_watched)
         self._index(session)
 
     def forked(self, source: Session, fork: Session) -> None:
@@ -548,6 +645,8 @@ class Ledger:
 
     def due(self, now_ns: int, *, limit: int) -> list[Session]:
         """Sessions whose time has come, at most so many; each is told once."""
+        for number in self.dormant.due(now_ns, limit):
+            self._wake(number)
         return [self._by_uid[uid] for uid in self._expiry.due(now_ns, self._expire_time, limit=limit)]
 
     def still_due(self, session: Session, now_ns: int) -> None:
@@ -1165,7 +1264,6 @@ class Ledger:
     # -- parts -------------------------------------------------------------------------------------
 
     def _add(self, session: Session) -> None:
-        self._by_uid[session.uid] = session
         name = session.tenant, session.session_id
         if session.is_block:
             self._blocks.put(session)
@@ -1176,6 +1274,7 @@ class Ledger:
             self._model_sessions[session.tenant, session.model_id] += 1
             # Sorted at insertion: pages of a listing are cut by bisection, with a million sessions.
             insort(self._names.setdefault(session.tenant, []), session.session_id)
+        self._by_uid[session.uid] = session
         for segment in session.segments:
             segment.list_in(session.residence)
         self._want_copies(session)
@@ -1370,7 +1469,11 @@ class Ledger:
         yield from self._faults_of_blocks()
         yield from self._faults_of_copies()
         listed = {(tenant, name) for tenant, names in self._names.items() for name in names}
-        if listed != set(self._sessions) or any(names != sorted(names) for names in self._names.values()):
+        dormant = [(tenant, name) for tenant, names in self.dormant.names.items() for name in names]
+        if not listed.issuperset(dormant) or len(dormant) != self.dormant.count:
+            yield "dormant sessions are not those that have names"
+        is_sorted = all(names == sorted(names) for names in self._names.values())
+        if listed.difference(dormant) != set(self._sessions) or not is_sorted:
             yield "sessions and the list of their names differ"
         for session in self._by_uid.values():
             yield from self._faults_of(session)
@@ -1382,7 +1485,9 @@ class Ledger:
         if any(uid not in self._by_uid or self._by_uid[uid].segments for uid in late):
             yield "sessions leave too late: the rankings were not told that their ranks fell"
         owners = self.keyed.index.owners()
-        if any(owner not in self._segments and not self.keyed.is_leaving(owner) for owner in owners):
+        known = self._segments
+        lost = (o for o in owners if o not in known and self.dormant.lister(o) is None)
+        if not all(map(self.keyed.is_leaving, lost)):
             yield "segments that no session lists are found by keys"
         for session in self._feed.misplaced():
             yield f"{session.name} is taken to be in memory and is not"

@@ -1,5 +1,8 @@
 """The lives of a segment and of a session, as tables. Nothing else changes a place, a use or a backlog.
 
+A session that was there when the store was opened is recalled then, or, dormant (`dormant.py`), when it is
+looked at.
+
 A segment's place. Tiers are an ordered list: the first is memory, where rows are written and read; those
 below outlive the process.
 

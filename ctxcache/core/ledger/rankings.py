@@ -214,9 +214,19 @@ class Verdict(enum.Enum):
 class Evictable:
     """Sessions that may have something below that may leave. Owned by the ledger."""
 
-    def __init__(self, rank: RankOf, account: AccountOf | None = None) -> None:
+    def __init__(
+        self,
+        rank: RankOf,
+        account: AccountOf | None = None,
+        let_in: Callable[[Sequence[str] | None], None] = lambda _: None,
+    ) -> None:
+        """`let_in` of some accounts, or of all, adds the first to leave of those that are not added yet."""
         self._ranking = ranking(rank, account)
+        self._let_in = let_in
         self._aside: set[bytes] = set()
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self._ranking
 
     def add(self, uid: bytes) -> None:
         """It may leave: something of it was written, unpinned or let go."""
@@ -268,7 +278,7 @@ class Evictable:
                 self._ranking.add(uid)
 
     def _look(self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None) -> bytes | None:
-        while (uid := self._ranking.first(among=among)) is not None:
+        while (uid := self._first(among)) is not None:
             verdict = judge(uid)
             if verdict is Verdict.LEAVES:
                 return uid
@@ -276,6 +286,10 @@ class Evictable:
             if verdict is Verdict.NOT_NOW:
                 self._aside.add(uid)
         return None
+
+    def _first(self, among: Sequence[str] | None) -> bytes | None:
+        self._let_in(among)
+        return self._ranking.first(among=among)
 
 
 # What `take` walks. A session's segments leave from its end, because its first tokens are of use alone and

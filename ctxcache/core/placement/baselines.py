@@ -102,13 +102,18 @@ class LeastRecentlyUsed(Recency, Ranked):
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers: dict[bytes, int] = {}
+        self._numbers: dict[bytes, float] = {}
         self._last = 0
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
         """See Policy."""
         super().idle(uid, facts, now_s)
         self._number(uid)
+
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float, *, is_watched: bool = True) -> None:  # noqa: ARG002
+        """See Policy."""
+        self.idle(uid, facts, 0.0)
+        self._numbers[uid] = -idle_s
 
     def evicted(self, uid: bytes) -> None:
         """See Policy."""

@@ -121,7 +121,7 @@ class Windowed(Ranked):
         self._held: dict[bytes, Level] = {}
         self._held_bytes = 0
         self._sizes: dict[bytes, int] = {}
-        self._last_use: dict[bytes, int] = {}
+        self._last_use: dict[bytes, float] = {}
         self._use_count = 0
         self._in_turn: set[bytes] = set()
         self._fetched = Window(self._rank_fetch)
@@ -199,11 +199,14 @@ class Windowed(Ranked):
         """Where a session that was measured stands: the lowest leaves first."""
         raise NotImplementedError
 
-    def _measure(self, uid: bytes, size_bytes: int) -> None:
-        """A turn of the session is over, and it has that size."""
+    def _measure(self, uid: bytes, size_bytes: int, last_use: float | None = None) -> None:
+        """A turn of the session is over, and it has that size.
+
+        `last_use`: a number below 0 in place of the next, where it was before all that are counted.
+        """
         self._use_count += 1
         self._in_turn.discard(uid)
-        self._last_use[uid] = self._use_count
+        self._last_use[uid] = self._use_count if last_use is None else last_use
         if uid in self._held:
             self._held_bytes += size_bytes - self._sizes[uid]
         self._sizes[uid] = size_bytes
@@ -277,6 +280,12 @@ class LookAhead(Windowed):
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
         """See Policy."""
         self._measure(uid, facts.size_bytes)
+        self._resize()
+        self._rank(uid)
+
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float, *, is_watched: bool = True) -> None:  # noqa: ARG002
+        """See Policy."""
+        self._measure(uid, facts.size_bytes, -idle_s)
         self._resize()
         self._rank(uid)
 

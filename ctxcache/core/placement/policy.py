@@ -68,8 +68,12 @@ class Policy:
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
         """The turn is over. Called before the session is placed, and for one that is not kept, too."""
 
-    def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:  # noqa: ARG002
-        """The store was opened with it, idle for that long; who is idle for longest is told first."""
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float, *, is_watched: bool = True) -> None:  # noqa: ARG002
+        """The store was opened with it, idle for that long: it was used before all that was used since.
+
+        Those that are watched come first, who is idle for longest before others; the others come when they
+        come. Whether one that is not watched returns teaches nothing: those that do not may never be told.
+        """
         self.idle(uid, facts, 0.0)
 
     def resized(self, uid: bytes, facts: Facts) -> None:

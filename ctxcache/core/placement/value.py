@@ -305,10 +305,11 @@ class ReturnValue(Windowed):
         self._returns.idle(uid, facts, now_s)
         self._weigh(uid, facts)
 
-    def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
-        """See Policy."""
-        self._returns.recalled(uid, idle_s)
-        self._weigh(uid, facts)
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float, *, is_watched: bool = True) -> None:
+        """See Policy. One that is not watched is taken to be away for longer than is learned."""
+        if is_watched:
+            self._returns.recalled(uid, idle_s)
+        self._weigh(uid, facts, -idle_s)
 
     def resized(self, uid: bytes, facts: Facts) -> None:
         """See Policy."""
@@ -413,12 +414,12 @@ class ReturnValue(Windowed):
             return True
         return self._returns.now_s > promise[1] + _tolerance_s(*promise)
 
-    def _weigh(self, uid: bytes, facts: Facts) -> None:
+    def _weigh(self, uid: bytes, facts: Facts, last_use: float | None = None) -> None:
         size_bytes = facts.size_bytes or 1
         if self._sizes.get(uid) != size_bytes:
             # A miss costs by tokens, and a session's tokens by its size: computed again only when it changes.
             self._worth[uid] = self._miss_cost.of(size_bytes / facts.token_bytes) / size_bytes
-        self._measure(uid, size_bytes)
+        self._measure(uid, size_bytes, last_use)
         self._rank(uid)
 
     # In the usual case neither a hint nor a job is looked up.

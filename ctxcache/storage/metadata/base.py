@@ -5,7 +5,7 @@ them. Every implementation passes `MetadataContract` of `tests/metadata_contract
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -136,6 +136,42 @@ class SessionRecord:
     """How many SSD paths each of its segments shall be on, 1 or 2."""
 
 
+class KeptSession(NamedTuple):
+    """What opening looks at of a session's record, and `kept`: what the store reads the whole record from.
+
+    `layout` is equal for the same streams. What is live lies within `[live_begin, live_end)`, which is empty
+    where nothing is. Not `is_plain`: a block, or a session that is pinned or has copies.
+    """
+
+    uid: bytes
+    tenant: str
+    session_id: str
+    model_id: str
+    layout: Hashable
+    segment_ids: tuple[int, ...]
+    live_begin: int
+    live_end: int
+    access_time_ns: int
+    expire_time_ns: int
+    is_plain: bool
+    kept: object
+
+
+class KeptSegment(NamedTuple):
+    """As `KeptSession`, of a segment's record. Not `is_plain`: one with a copy."""
+
+    segment_id: int
+    tenant: str
+    model_fingerprint: bytes
+    begin: int
+    token_count: int
+    slot: tuple[int, int, int]
+    segment_tokens: int
+    keys: tuple[bytes, ...]
+    is_plain: bool
+    kept: object
+
+
 @dataclass(slots=True)
 class Changes:
     """Changes that become true at once: all of it or, after a crash, none of it."""
@@ -171,6 +207,18 @@ class MetadataStore(Protocol):
 
     def segments(self) -> Iterator[SegmentRecord]:
         """Every segment. Raises CorruptMetadata."""
+
+    def kept_sessions(self) -> Iterator[KeptSession]:
+        """Every session, by uid, verified and not read in full. Raises CorruptMetadata."""
+
+    def kept_segments(self) -> Iterator[KeptSegment]:
+        """Every segment, ascending by id, verified and not read in full. Raises CorruptMetadata."""
+
+    def session(self, uid: bytes, kept: object) -> SessionRecord:
+        """The whole record of a session that `kept_sessions` gave. Does no I/O. Raises CorruptMetadata."""
+
+    def segment(self, segment_id: int, kept: object) -> SegmentRecord:
+        """The whole record of a segment that `kept_segments` gave. Does no I/O. Raises CorruptMetadata."""
 
     def quarantined(self) -> Iterator[Slot]:
         """Every SSD slot that is kept from use. Raises CorruptMetadata."""

@@ -42,6 +42,8 @@ from ctxcache.format.streams import DIGEST_BYTES, Content, DType, StateKind, Str
 from ctxcache.storage.metadata.base import (
     BlockRecord,
     Changes,
+    KeptSegment,
+    KeptSession,
     ModelRecord,
     SegmentRecord,
     SessionRecord,
@@ -63,6 +65,7 @@ UID_BYTES = 16
 #     | 1 | fixed part ............. | tenant | ... variable parts ... | XXH3-64 |
 #      version        counts ─────────────────────► lengths             over all before it, seeded by the key
 _CHECKSUM = struct.Struct("<Q")
+_INT = struct.Struct("<q")
 _SEGMENT = struct.Struct("<16sqqq32sIqqQIH")
 # A key is unpacked as one field: iteration over many is one call into C.
 _PREFIX_KEY = struct.Struct("<32s")
@@ -180,6 +183,92 @@ def decode_session(key: bytes, value: bytes) -> SessionRecord:
     return _decode(key, value, _read_session)
 
 
+def keep_session(key: bytes, value: bytes) -> KeptSession:
+    """Look at a session's value, which is kept as it is. Raises CorruptMetadata."""
+    _verify(key, value)
+    try:
+        return _look_at_session(key[len(SESSION_PREFIX) :], value)
+    except (ValueError, struct.error) as error:
+        raise _corrupt(key, f"its body does not parse: {error!r}") from error
+
+
+def _look_at_session(uid: bytes, value: bytes) -> KeptSession:
+    (
+        _, _, _, access_time_ns, expire_time_ns, _, flags, tenant_bytes, id_bytes, model_bytes,
+        stream_count, segment_count, range_count, salt_bytes, content_count,
+    ) = _SESSION.unpack_from(value, 1)  # fmt: skip
+    tenant_begin = 1 + _SESSION.size
+    id_begin = tenant_begin + tenant_bytes
+    model_begin = id_begin + id_bytes
+    layout_begin = model_begin + model_bytes
+    segments_begin = layout_begin + stream_count * _STREAM.size
+    live_begin = segments_begin + segment_count * 8
+    live_end = live_begin + range_count * _RANGE.size
+    end = live_end + salt_bytes + content_count * _CONTENT.size
+    is_plain = not flags & ~_HAS_TTL
+    if is_plain and end + _CHECKSUM.size != len(value):
+        raise ValueError(f"{len(value)} bytes where {end + _CHECKSUM.size} are announced")
+    return KeptSession(
+        uid,
+        value[tenant_begin:id_begin].decode(),
+        value[id_begin:model_begin].decode(),
+        value[model_begin:layout_begin].decode(),
+        value[layout_begin:segments_begin],
+        _ids(segment_count).unpack_from(value, segments_begin),
+        _INT.unpack_from(value, live_begin)[0] if range_count else 0,
+        _INT.unpack_from(value, live_end - _INT.size)[0] if range_count else 0,
+        access_time_ns,
+        expire_time_ns,
+        is_plain,
+        value,
+    )
+
+
+@lru_cache(LAYOUTS_KEPT)
+def _ids(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
+
+
+def keep_segment(key: bytes, value: bytes) -> KeptSegment:
+    """Look at a segment's value, which is kept as it is. Raises CorruptMetadata."""
+    _verify(key, value)
+    try:
+        (
+            _, _, begin, token_count, fingerprint, path_index, offset_bytes, size_bytes, _, segment_tokens,
+            tenant_bytes,
+        ) = _SEGMENT.unpack_from(value, 1)  # fmt: skip
+        tenant_end = 1 + _SEGMENT.size + tenant_bytes
+        rest_bytes = len(value) - tenant_end - _CHECKSUM.size
+        if rest_bytes < 0:
+            raise ValueError(f"{len(value)} bytes are too few")  # noqa: TRY301
+        tenant = value[1 + _SEGMENT.size : tenant_end].decode()
+    except (ValueError, struct.error) as error:
+        raise _corrupt(key, f"its body does not parse: {error!r}") from error
+    keys: tuple[bytes, ...] = ()
+    if rest_bytes >= _PREFIX_KEY.size:
+        ends = range(tenant_end + _PREFIX_KEY.size, tenant_end + rest_bytes + 1, _PREFIX_KEY.size)
+        keys = tuple([value[end - _PREFIX_KEY.size : end] for end in ends])
+    return KeptSegment(
+        int.from_bytes(key[len(SEGMENT_PREFIX) :], "big"),
+        tenant,
+        fingerprint,
+        begin,
+        token_count,
+        (path_index, offset_bytes, size_bytes),
+        segment_tokens,
+        keys,
+        rest_bytes % _PREFIX_KEY.size == 0,
+        value,
+    )
+
+
+def _verify(key: bytes, value: bytes) -> None:
+    """Raise CorruptMetadata unless a value is what was sealed under its key, in this version."""
+    sealed = value[: -_CHECKSUM.size]
+    if not sealed or _checksum(key, sealed) != seal_of(value) or sealed[0] != RECORD_VERSION:
+        _open(key, value)
+
+
 def encode_model(record: ModelRecord) -> bytes:
     """Pack the value kept under `model_key`."""
     spec = record.spec
@@ -236,7 +325,7 @@ def decode_slot(key: bytes, value: bytes) -> Slot:
 
 def seal_of(value: bytes) -> int:
     """The checksum that a value ends with: another one for another value, or under another key."""
-    return int(_CHECKSUM.unpack(value[-_CHECKSUM.size :])[0])
+    return int.from_bytes(value[-_CHECKSUM.size :], "little")
 
 
 def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:

@@ -30,6 +30,8 @@ import logging
 import os
 import tempfile
 import time
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -55,7 +57,14 @@ from ctxcache.runtime.clock import SystemClock
 from ctxcache.runtime.files import claim_directory
 from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata import records
-from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.base import (
+    Changes,
+    KeptSegment,
+    KeptSession,
+    ModelRecord,
+    SegmentRecord,
+    SessionRecord,
+)
 from ctxcache.storage.metadata.catalog import HANG_AFTER_S, Catalog, Entry
 from ctxcache.storage.metadata.records import Commit
 from ctxcache.storage.metadata.witness import PATIENCE_S as WITNESS_PATIENCE_S
@@ -183,8 +192,8 @@ class RocksDbMetadata:
         self.reopened_count = 0
         """How often a rest has ended."""
         self._is_closed = False
-        self._seals: dict[bytes, int] | None = None
-        """The checksum of each session's record, by uid; None until they were read."""
+        self._seals: Seals | None = None
+        """The checksum of each session's record; None until they were read."""
         try:
             self._is_counted, self._last = self._read_last()
         # Whoever fails here must give up the lock of the directory, or the next try would find it held.
@@ -277,22 +286,43 @@ class RocksDbMetadata:
 
     def sessions(self) -> Iterator[SessionRecord]:
         """See MetadataStore."""
-        seals: dict[bytes, int] = {}
-
-        def decode(key: bytes, value: bytes) -> SessionRecord:
-            # The seals are collected while records are read anyway, and compared at the end with what the
-            # last commit noted.
-            record = records.decode_session(key, value)
-            seals[record.uid] = records.seal_of(value)
-            return record
-
-        yield from self._scan(records.SESSION_PREFIX, decode)
-        if self._seals is None:
-            self._check_sessions(seals)
+        return self._sessions(records.decode_session)
 
     def segments(self) -> Iterator[SegmentRecord]:
         """See MetadataStore. Ascending by id."""
         return self._scan(records.SEGMENT_PREFIX, records.decode_segment)
+
+    def kept_sessions(self) -> Iterator[KeptSession]:
+        """See MetadataStore."""
+        return self._sessions(records.keep_session)
+
+    def kept_segments(self) -> Iterator[KeptSegment]:
+        """See MetadataStore."""
+        return self._scan(records.SEGMENT_PREFIX, records.keep_segment)
+
+    def session(self, uid: bytes, kept: object) -> SessionRecord:
+        """See MetadataStore."""
+        assert isinstance(kept, bytes)  # noqa: S101  # this store gave it
+        return records.decode_session(records.session_key(uid), kept)
+
+    def segment(self, segment_id: int, kept: object) -> SegmentRecord:
+        """See MetadataStore."""
+        assert isinstance(kept, bytes)  # noqa: S101  # this store gave it
+        return records.decode_segment(records.segment_key(segment_id), kept)
+
+    def _sessions(self, read: Callable[[bytes, bytes], Record]) -> Iterator[Record]:
+        seals = Seals()
+
+        def noted(key: bytes, value: bytes) -> Record:
+            # The seals are collected while records are read anyway, and compared at the end with what the
+            # last commit noted.
+            record = read(key, value)
+            seals.add(key, value)
+            return record
+
+        yield from self._scan(records.SESSION_PREFIX, noted)
+        if self._seals is None:
+            self._check_sessions(seals)
 
     def quarantined(self) -> Iterator[Slot]:
         """See MetadataStore."""
@@ -322,7 +352,7 @@ class RocksDbMetadata:
         Durable once the store is closed. Raises TierFailure.
         """
         # Every session is counted from nothing.
-        self._seals, self._written = {}, Commit(sequence, 0, 0)
+        self._seals, self._written = Seals(), Commit(sequence, 0, 0)
         remaining = iter(entries)
         # The number counts also where there are no records.
         self._write_now([])
@@ -513,7 +543,7 @@ class RocksDbMetadata:
         log.warning("metadata_reopened path=%s commit=%d owed=%d", self._path, last.sequence, len(owed))
         return True
 
-    def _open_again(self) -> tuple[Commit, dict[bytes, int]] | None:
+    def _open_again(self) -> "tuple[Commit, Seals] | None":
         """The last commit that is there and each session's seal, of a database opened anew.
 
         None where it cannot be.
@@ -527,16 +557,16 @@ class RocksDbMetadata:
             # Opened in a thread: it replays the log.
             value = self._db.get(records.COMMIT_KEY)
             last = records.decode_commit(value) if value else Commit(0, 0, 0)
-            seals = {
-                records.decode_session(key, value).uid: records.seal_of(value)
-                for key, value in self.raw()
-                if key.startswith(records.SESSION_PREFIX)
-            }
+            seals = Seals()
+            for key, value in self.raw():
+                if key.startswith(records.SESSION_PREFIX):
+                    records.keep_session(key, value)
+                    seals.add(key, value)
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             log.warning("metadata_reopen_failed path=%s error=%s", self._path, error)
             return None
         # The text is of the directory, not of RocksDB's own message.
-        return Commit(last.sequence, len(seals), reduce(xor, seals.values(), 0)), seals
+        return Commit(last.sequence, seals.read_count, seals.read_digest), seals
 
     def _has_what_lacked(self) -> bool:
         spare: list[int] = []
@@ -668,18 +698,19 @@ class RocksDbMetadata:
                 # commits.
                 continue
         assert self._seals is not None  # noqa: S101  # the loop has just read them
-        digest = self._written.session_digest
+        _, count, digest = self._written
         for key, value in entries:
             if key.startswith(records.SESSION_PREFIX):
-                uid = key[len(records.SESSION_PREFIX) :]
                 # XOR takes a record out of the digest as it was put in, in any order.
-                digest ^= self._seals.get(uid, 0)
-                if value is None:
-                    self._seals.pop(uid, None)
+                uid = key[len(records.SESSION_PREFIX) :]
+                before, after = self._seals[uid], 0 if value is None else records.seal_of(value)
+                digest ^= before ^ after
+                count += bool(after) - bool(before)
+                if after:
+                    self._seals[uid] = after
                 else:
-                    self._seals[uid] = records.seal_of(value)
-                    digest ^= self._seals[uid]
-        self._written = Commit(self._written.sequence + 1, len(self._seals), digest)
+                    self._seals.forget(uid)
+        self._written = Commit(self._written.sequence + 1, count, digest)
         return self._written
 
     def _read_last(self) -> tuple[bool, Commit]:
@@ -700,20 +731,20 @@ class RocksDbMetadata:
             self._catalog.check_new(lambda key: self._db.get(key) is not None)
         return value is not None, last
 
-    def _check_sessions(self, seals: dict[bytes, int]) -> None:
-        digest = reduce(xor, seals.values(), 0)
+    def _check_sessions(self, seals: "Seals") -> None:
+        count, digest = seals.read_count, seals.read_digest
         if not self._is_counted:
             # New, or written by a version that did not count. Witnessed at once: from now on it cannot
             # be gone unnoticed. A process that only looks leaves it to that version.
             self._seals = seals
-            self._last = self._written = Commit(self._last.sequence, len(seals), digest)
+            self._last = self._written = Commit(self._last.sequence, count, digest)
             self._is_counted = True
             if self._witness and self._witness.is_open:
                 self._write_now([])
                 self._sync()
-        elif self._last[1:] != (len(seals), digest):
-            problem = f"{len(seals)} sessions are there, {self._last.session_count} were recorded"
-            if len(seals) == self._last.session_count:
+        elif self._last[1:] != (count, digest):
+            problem = f"{count} sessions are there, {self._last.session_count} were recorded"
+            if count == self._last.session_count:
                 problem = "sessions are not as they were recorded last"
             raise CorruptMetadata(where=self._path, problem=problem)
         self._seals = seals
@@ -756,6 +787,48 @@ class RocksDbMetadata:
         if self._failure is None or (self._is_resting and not is_passing):
             self._is_resting, self._failure = is_passing, said
             log.error("metadata_refuses path=%s problem=%s", self._path, self.problem)
+
+
+class Seals(dict[bytes, int]):
+    """The checksum of each session's record by uid, 0 for one that has none.
+
+    Its items are those of records that were written since. Those that were read, in the order of their keys,
+    take 24 bytes each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uids, self._read = bytearray(), array("Q")
+
+    def __missing__(self, uid: bytes) -> int:
+        """The checksum of a record that was read and not written since."""
+        i = bisect_left(range(len(self._read)), uid, key=self._uid)
+        return self._read[i] if i < len(self._read) and self._uid(i) == uid else 0
+
+    @property
+    def read_count(self) -> int:
+        """How many were read."""
+        return len(self._read)
+
+    @property
+    def read_digest(self) -> int:
+        """XOR of those that were read."""
+        return reduce(xor, self._read, 0)
+
+    def add(self, key: bytes, value: bytes) -> None:
+        """A session's record was read, whose key comes behind all before it."""
+        self._uids += key[len(records.SESSION_PREFIX) :]
+        self._read.append(records.seal_of(value))
+
+    def forget(self, uid: bytes) -> None:
+        """The session has no record any more."""
+        self.pop(uid, None)
+        # One that was read has an entry of its own, which goes for more than what was read.
+        if self[uid]:
+            self[uid] = 0
+
+    def _uid(self, i: int) -> bytes:
+        return bytes(self._uids[i * records.UID_BYTES : (i + 1) * records.UID_BYTES])
 
 
 class _Overdue(Exception):
