@@ -229,9 +229,7 @@ class Blocks:
                 rooms.append(room)
         except BaseException:
             # All or none: a writer that got half of its places could not go on.
-            for room in rooms:
-                if room.reservation_id:
-                    self.withdraw(room.reservation_id, writer, is_abandoned=False)
+            self.give_back(wanted, rooms, writer)
             raise
         return rooms
 
@@ -279,8 +277,16 @@ class Blocks:
         with suppress(SessionNotFound, CorruptSegment):
             await self._flushing.flush(block)
 
-    def withdraw(self, reservation_id: int, writer: int, *, is_abandoned: bool) -> None:
-        """This writer lets go of the parts that it has not committed. Does nothing where it has none.
+    def give_back(self, wanted: Sequence[Wanted], rooms: Sequence[Room], writer: int) -> None:
+        """Take back what one call of `reserve` gave: places that this writer has by others stay its own."""
+        for one, room in zip(wanted, rooms, strict=False):
+            if room.reservation_id:
+                self.withdraw(room.reservation_id, writer, one.parts, is_abandoned=False)
+
+    def withdraw(
+        self, reservation_id: int, writer: int, parts: Sequence[int] | None = None, *, is_abandoned: bool
+    ) -> None:
+        """This writer lets go of those parts, else of all, that it has not committed. May have none.
 
         `is_abandoned`: nobody can say that it has stopped writing, so that the put is given up. Otherwise it
         goes on while others have parts of it.
@@ -289,7 +295,11 @@ class Blocks:
         if put is None or put.reservation is None or writer not in put.claims.values():
             return
         # Only this writer's claims: others may still be writing their parts.
-        put.claims = {part: owner for part, owner in put.claims.items() if owner != writer}
+        put.claims = {
+            part: owner
+            for part, owner in put.claims.items()
+            if owner != writer or (parts is not None and part not in parts)
+        }
         if is_abandoned or not (put.claims or put.sums):
             self._appends.release(put.reservation, is_abandoned=is_abandoned)
 

@@ -884,8 +884,10 @@ class Leases:
         # The device may take longer than the lease lasts.
         self._ledger.held(segment)
         try:
-            # It may come to memory, and leave it, while this call waits: the loop looks anew each time.
-            while segment.memory:
+            # It may come to memory, and leave it, while this call waits: each try looks anew.
+            for _ in range(TRIES):
+                if not segment.memory:
+                    return await self._chunk(piece, stream, bounce)
                 await self._mending.settle(segment, piece.row_end)
                 data, checksum = await self._summed(self._io.view(segment), piece, stream)
                 place[: len(data)] = data
@@ -893,7 +895,7 @@ class Leases:
                 if rows_checksum(place[: len(data)]) == checksum:
                     return Summed(place[: len(data)], checksum)
                 await self._mending.verify(segment)
-            return await self._chunk(piece, stream, bounce)
+            raise CorruptSegment(segment_id=segment.segment_id, problem="memory does not keep its rows")
         finally:
             self._ledger.released(segment)
 

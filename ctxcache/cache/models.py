@@ -71,6 +71,7 @@ class Models:
         elif known.probe is None and probe is not None:
             self._metadata.check()
             known = replace(known, probe=probe)
+            known.keep_fingerprint(fingerprint)
             known.keep_streams_text(made.streams_text)
             self._state.models[tenant, spec.model_id] = known
             self._unrecorded.add((tenant, spec.model_id))

@@ -519,7 +519,7 @@ class Scrubbing:
                 # Every copy there is was looked at, and all are bad.
                 elif len(there) == len(places):
                     await self._mending.quarantine({segment})
-                else:
+                elif there:
                     self._mending.drop_place(segment, there[0], problems[there[0]])
                 return bad
             finally:

@@ -25,6 +25,7 @@ from ctxcache.errors import (
     PositionsNotRelocatable,
     SessionAlreadyExists,
     SessionInUse,
+    SessionNotFound,
     SessionTooFragmented,
     TierFailure,
     TooManyRequests,
@@ -180,8 +181,7 @@ class Sessions:
         if copies > session.copies:
             new_bytes = sum(s.size_bytes for s in session.segments if s.copies < copies)
             await self._ssd_room.keep_within_limit(session, new_bytes)
-            # Looked up anew after each wait: it may be gone.
-            session = self._ledger.find(tenant, session_id)
+            self._still(session)
         if copies:
             session.copies = copies
             segments = list(session.segments)
@@ -192,7 +192,7 @@ class Sessions:
                 ]
                 self._ledger.wanted(session, listed)
                 await asyncio.sleep(0)
-            session = self._ledger.find(tenant, session_id)
+            self._still(session)
         if expiration is not None:
             session.expiration = expiration
         if is_pinned is not None:
@@ -202,6 +202,11 @@ class Sessions:
         self._state.journal.did(Call.TOUCH, session, **self._terms(session))
         await self._departures.write_down([session])
         return session.view()
+
+    def _still(self, session: Session) -> None:
+        """Raise SessionNotFound where it has ended: another one may have its name by now."""
+        if self._ledger.find(session.tenant, session.session_id) is not session:
+            raise SessionNotFound(session=f"sessions/{session.session_id}")
 
     async def keep_recent(
         self, tenant: str, session_id: str, generation: int | None, *, recent_count: int, sink_count: int

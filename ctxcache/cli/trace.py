@@ -17,6 +17,7 @@ import typer
 from ctxcache.cli.call import CliCall, CtrlC, online
 from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.units import human_duration, parse_span, parsed
+from ctxcache.errors import Unavailable
 from ctxcache.recordings import RecordedFile, created, write
 from ctxcache.simulate.recorded import contents
 from ctxcache.simulate.trace import Trace
@@ -55,7 +56,9 @@ def record(
     _check_name(file)
     with call.client() as client, closing(client.admin.record(span)) as parts:
         # A recording that was refused leaves no file.
-        first = next(parts)
+        first = next(parts, None)
+        if first is None:
+            raise Unavailable(target=call.target, problem="ended the recording before its first part")
         # In this order: the server has agreed, the file is made, Ctrl-C ends the recording and not the
         # command.
         with created(file) as lines, CtrlC() as ctrl_c:

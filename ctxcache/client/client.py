@@ -90,13 +90,17 @@ def connect(
       caller that does so itself. Rows that come over the network are always verified.
     - `tls`: for a server whose TCP port has TLS.
     - `token_file`: holds the token that names the tenant; a changed file is read again.
-    - `tenant`: for an operator, the tenant that calls without rows are about.
+    - `tenant`: for an operator, the tenant that calls without rows are about; `access` is `remote`.
     """
     _check_one_of("access", access, get_args(Access))
     _check_one_of("transport", transport, get_args(Transport))
     _check_one_of("verify", verify, get_args(Verify))
+    if tenant and access == "local":
+        raise InvalidArgument(field="access", problem="calls about another tenant go over the network")
     token = None if token_file is None else OwnTokenFile(token_file)
     wire = Wire(target, timeout_s, tls, token, tenant)
+    # The server's sockets know one tenant for each connection: its own.
+    access = "remote" if tenant else access
     return Client(wire, RowRoutes(wire, access, transport, is_verified=verify == "always"))
 
 

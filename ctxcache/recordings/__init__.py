@@ -122,13 +122,18 @@ def created(path: Path) -> Iterator[TextIO]:
 
 
 def write(parts: Iterable[RecordingPart], file: TextIO) -> Iterator[RecordedFile]:
-    """Write every part; yields after each, and ends the recording whatever ends the parts."""
+    """Write every part; yields after each. A caller that stops ends the recording, a failure cuts it off."""
     lines = Lines(file)
+    is_cut_off = False
     try:
         for part in parts:
             lines.write(part)
             # A part that was announced is in the file, even if this process ends.
             file.flush()
             yield lines.written
+    except Exception:
+        is_cut_off = True
+        raise
     finally:
-        lines.end()
+        if not is_cut_off:
+            lines.end()

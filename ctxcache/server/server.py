@@ -328,10 +328,12 @@ class Server:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
             # Dirty state has no writer any more, so that what is flushed here is all there is.
-            await self._cache.close()
-            self._lag.stop()
-            self._recording.stop()
-            await self._metrics.stop()
+            try:
+                await self._cache.close()
+            finally:
+                self._lag.stop()
+                self._recording.stop()
+                await self._metrics.stop()
             await self._lessons.keep()
             if isinstance(clock := self._cache.state.clock, StoreClock):
                 await clock.keep()

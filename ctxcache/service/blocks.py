@@ -356,8 +356,7 @@ async def reserve(
         try:
             await cache.blocks.flush(cache.blocks.there(tenant, asked.space.fingerprint, keys))
         except BaseException:
-            for room in rooms:
-                cache.blocks.withdraw(room.reservation_id, client, is_abandoned=False)
+            cache.blocks.give_back(asked.wanted, rooms, client)
             raise
     return block_pb2.ReservedBlocks(
         rooms=[

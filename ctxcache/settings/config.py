@@ -225,10 +225,8 @@ def load_with_sources(
     given = {name: value for name, value in arguments.items() if value is not None}
     # A misspelt name would be ignored by pydantic, and a server would run with other settings than were
     # meant.
-    stray = {name for name in os.environ if name.startswith(PREFIX)} - {
-        knob.variable for knob in KNOBS.values()
-    }
-    if stray - {PREFIX + name for name in OTHERS}:
+    known = {knob.variable for knob in KNOBS.values()} | {PREFIX + name for name in OTHERS}
+    if stray := {name for name in os.environ if name.upper().startswith(PREFIX)} - _as_spelt(known):
         raise InvalidConfiguration(source="environment", problem=f"unknown name {min(stray)}")
     in_file = _file(file) if file else {}
     below = {name: value for name, value in in_file.items() if not _is_in_environment(name)}
@@ -254,7 +252,12 @@ def _source(name: str, given: Mapping[str, Any], below: Mapping[str, Any]) -> So
 
 
 def _is_in_environment(name: str) -> bool:
-    return f"{PREFIX}{name.upper()}" in os.environ
+    return bool(_as_spelt({f"{PREFIX}{name.upper()}"}))
+
+
+def _as_spelt(variables: set[str]) -> set[str]:
+    """Those of the environment's names that are one of these in any case, as pydantic reads them."""
+    return {name for name in os.environ if name.upper() in variables}
 
 
 def _unknown(name: str) -> str:

@@ -452,18 +452,19 @@ def play(
         return
     context = multiprocessing.get_context("spawn")
     workers = min(job_count, len(runs))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+    # Not in a `with`: its end would wait for every run, also where the caller has stopped.
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
+    try:
         futures = [pool.submit(_figures, trace, run) for run in runs]
         # All are handed out at once, and rows are yielded in the order of the runs, whichever ends first.
         for future in futures:
             future.add_done_callback(lambda _: done())
-        try:
-            for run, future in zip(runs, futures, strict=True):
-                yield SweepRow(run, future.result())
-        except BrokenProcessPool as error:
-            raise ReplayLost from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for run, future in zip(runs, futures, strict=True):
+            yield SweepRow(run, future.result())
+    except BrokenProcessPool as error:
+        raise ReplayLost from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _figures(trace: PacedTrace, run: SweepRun, step: Step = lambda _what, _done: None) -> dict[str, object]:

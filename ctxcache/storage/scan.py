@@ -4,6 +4,7 @@ Reads the file once, in order, holes left out; a segment may begin at every 4 Ki
 no record. Worst case: bytes that are no segment, which are passed over.
 """
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,8 +83,10 @@ def _extents(fd: int) -> Iterator[tuple[int, int]]:
     while offset < size_bytes:
         try:
             begin = os.lseek(fd, offset, os.SEEK_DATA)
-        except OSError:
-            # Only holes are left; or the filesystem does not tell, and says so by another number.
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            # Only holes are left.
             return
         offset = os.lseek(fd, begin, os.SEEK_HOLE)
         yield begin // ALIGN_BYTES * ALIGN_BYTES, offset

@@ -316,3 +316,21 @@ async def test_sessions_and_blocks_leave_for_each_other(rig: MemoryRig) -> None:
     assert history.end_of(TENANT, "a") is Event.EVICTED
     assert history.end_of(TENANT, block_id(SPACE, key_of(0))) is None
     await rig.check()
+
+
+async def test_a_refused_request_takes_back_its_own_places_alone(rig: MemoryRig) -> None:
+    """A part that the same writer has by another request stays its own, and is committed."""
+    sizes, space = (10, 10), space_of(bytes(32), b"", b"", (Part(0, 1, 0), Part(0, 1, 1)))
+    [first] = await reserved(rig, Wanted(key_of(1), sizes, (0,)), space=space)
+    too_many = [Wanted(key_of(number), sizes, (0, 1)) for number in range(2, 500)]
+
+    with pytest.raises(CapacityExceeded):
+        await reserved(rig, Wanted(key_of(1), sizes, (1,)), *too_many, space=space)
+
+    [second] = await reserved(rig, Wanted(key_of(1), sizes, (1,)), space=space)
+    assert second.reservation_id == first.reservation_id
+    await rig.cache.blocks.commit(
+        [write(rig, first, 0, bytes(10)), write(rig, second, 1, bytes(10))], writer=WRITER
+    )
+    assert look(rig, 1, space=space) == [BlockState.HIT]
+    await rig.check()

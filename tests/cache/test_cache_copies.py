@@ -1,5 +1,6 @@
 """Second copies on another SSD path: what they save, what they cost, and when there are none."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from fakes import Operation
 
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.placement.shares import Share, Shares
-from ctxcache.errors import CapacityExceeded, InvalidArgument, TierFailure
+from ctxcache.errors import CapacityExceeded, InvalidArgument, SessionNotFound, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 
 LENGTH = 3 * SEGMENT_TOKENS + 10
@@ -383,3 +384,31 @@ async def test_a_third_path_takes_the_copies_of_a_lost_one(tmp_path: Path) -> No
     assert not rig.cache.ledger.copies.single
     await rig.check()
     rig.arena.close()
+
+
+async def test_a_session_of_the_same_name_does_not_get_what_another_was_asked(
+    rig: MemoryRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was asked goes while room is made for its copies; the new one is as it was."""
+    has_room = asyncio.Event()
+
+    async def wait(*_: object) -> None:
+        await has_room.wait()
+
+    monkeypatch.setattr(rig.cache.sessions._ssd_room, "keep_within_limit", wait)
+    await rig.create("s")
+    await rig.append("s", Writer(1).make(LENGTH), is_durable=True)
+    asked = asyncio.ensure_future(
+        rig.cache.sessions.update(rig.tenant, "s", expiration=None, is_pinned=True, copies=2)
+    )
+    await asyncio.sleep(0)
+    await rig.delete("s")
+    await rig.create("s", copies=1)
+    has_room.set()
+
+    with pytest.raises(SessionNotFound):
+        await asked
+
+    view = rig.cache.ledger.find(rig.tenant, "s").view()
+    assert (view.is_pinned, view.copies) == (False, 1)
+    await rig.check()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import ctxcache
 
+from ctxcache.cli.failures import ExitCode
 from ctxcache.settings.config import Settings, load
 from ctxcache.settings.knobs import KNOBS, KnobKind
 from ctxcache.settings.knobs.reference import toml
@@ -94,3 +95,15 @@ def test_a_knob_says_all_that_its_readers_need() -> None:
         assert knob.unit_text, knob.name
         assert bool(knob.choices) == (knob.kind is KnobKind.WORD)
         assert not knob.advice.endswith(".")
+
+
+def test_a_variable_is_known_in_any_case() -> None:
+    """As it is read: its source is told, and a name that is misspelt is refused."""
+    shown = json.loads(
+        ctxcache("config", "show", "--output", "json", environment={"ctxcache_max_leases": "70"}).stdout
+    )
+    refused = ctxcache("config", "show", environment={"ctxcache_max_leses": "70"})
+
+    assert shown["max_leases"] == {"value": 70, "source": "environment"}
+    assert refused.exit_code == ExitCode.CONFIGURATION
+    assert "unknown name ctxcache_max_leses" in refused.stderr

@@ -21,6 +21,7 @@ from ctxcache.client.credentials import ClientTls
 from ctxcache.client.types import HintOutcome, SessionInfo, seconds
 from ctxcache.errors import (
     CacheError,
+    InvalidArgument,
     ModelNotFound,
     PermissionDenied,
     SessionAlreadyExists,
@@ -389,3 +390,16 @@ def test_a_ticket_is_its_owners(pki: Pki, connect: Callable[..., Client]) -> Non
     with pytest.raises(CacheError) as caught:
         rows_of_snapshot(other, owner.sessions.get("sessions/bulky"))
     assert "was given to spiffe://example.org/ns/a/sa/engine" in str(caught.value)
+
+
+def test_an_operators_client_on_the_servers_host_is_about_that_tenant(
+    pki: Pki, connect: Callable[..., Client], server: ServerProcess
+) -> None:
+    """The server's sockets know one tenant a connection, the caller's own: it does not use them."""
+    name = fill(connect("a"), "matched", make_rows(70)).name
+    tenant = connect("a").sessions.get(name).tenant
+    with ctxcache.connect(server.target, tls=tls_of(pki, "ops"), tenant=tenant) as operator:
+        assert operator._routes.attach() is None
+        assert operator.sessions.get(name).tenant == tenant
+    with pytest.raises(InvalidArgument, match="go over the network"):
+        ctxcache.connect(server.target, tls=tls_of(pki, "ops"), tenant=tenant, access="local")

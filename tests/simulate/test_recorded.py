@@ -1,11 +1,15 @@
 """Turns of recordings: where they begin, what their history is, and which lines are refused."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ctxcache.client.types import RecordingPart
+from ctxcache.errors import Unavailable
+from ctxcache.recordings import created, write
 from ctxcache.simulate.trace import InvalidTrace, Trace
 
 HEADER = {"format": "ctxcache-recording", "version": 1, "store": {}}
@@ -116,3 +120,22 @@ def test_what_is_wrong_is_refused_with_its_line(
     """And its field."""
     with pytest.raises(InvalidTrace, match=problem):
         list(Trace(written(tmp_path / "calls.jsonl", *lines)))
+
+
+def test_a_recording_is_whole_where_its_reader_stopped_and_not_where_the_server_went(tmp_path: Path) -> None:
+    """Ctrl-C closes it with its last line; a server that goes leaves it without."""
+
+    def parts() -> Iterator[RecordingPart]:
+        yield RecordingPart()
+        raise Unavailable(target="it", problem="went")
+
+    stopped, cut_off = tmp_path / "stopped.jsonl", tmp_path / "cut_off.jsonl"
+    with created(stopped) as lines:
+        written = write(parts(), lines)
+        next(written)
+        written.close()  # type: ignore[attr-defined]
+    with created(cut_off) as lines, pytest.raises(Unavailable):
+        list(write(parts(), lines))
+
+    assert '"end":true' in stopped.read_text()
+    assert "end" not in cut_off.read_text()

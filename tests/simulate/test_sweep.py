@@ -4,11 +4,13 @@ import itertools
 import multiprocessing
 import os
 import threading
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ctxcache.simulate import sweeps
 from ctxcache.simulate.sweeps import SWEEPS, ReplayLost, SweepRow, play, prepare
 from ctxcache.simulate.tally import Census, count
 from ctxcache.simulate.trace import PacedTrace, Trace, TraceTurn
@@ -167,3 +169,26 @@ def test_a_warm_up_is_of_turns_served(load_path: Path) -> None:
     (row,) = rows_played
     assert row.number("turns") == census.turn_count - census.turn_count // 5
     assert row.number("all_hit_rate") <= row.number("later_turn_share") < 1
+
+
+def test_a_caller_that_stops_leaves_what_has_not_begun(
+    load_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runs are given up, and no process is left."""
+    futures: list[Future[object]] = []
+
+    class Pool(ProcessPoolExecutor):
+        def submit(self, *given: object, **named: object) -> Future[object]:  # type: ignore[override]
+            futures.append(super().submit(*given, **named))  # type: ignore[arg-type]
+            return futures[-1]
+
+    monkeypatch.setattr(sweeps, "ProcessPoolExecutor", Pool)
+    sweep = SWEEPS["policies"]
+    runs = sweep.make(sweep.preset, ["lru"], Census(1, 1, 1.0, 1, 1, 1.0)) * 20
+    rows = play(PacedTrace(load_path), runs, job_count=2, step=quiet, done=lambda: None)
+
+    next(rows)
+    rows.close()  # type: ignore[attr-defined]
+
+    assert futures[-1].cancelled()
+    assert not multiprocessing.active_children()
