@@ -384,7 +384,7 @@ class Aging:
     ) -> dict[Stream, Bytes]:
         """Wide rows, or rows as they are stored, as they are to be stored."""
         # For each piece anew: a piece has the rows of all layers for its own tokens.
-        chain = Chain(chained_layers(streams), count, self._adapter.hidden_size, rounding=self._roundings.of)
+        chain = Chain(chained_layers(streams), count, self._adapter.hidden_size, rounding=self._rounding)
         packed: dict[Stream, Bytes] = {}
         for stream, spec in self._model.specs(streams).items():
             if stream == TOKENS:
@@ -394,6 +394,11 @@ class Aging:
             stored = chain.packed(spec, wide) if stream.kind in _FROM_INPUTS else as_stored(wide, spec)
             packed[stream] = stored.contiguous().view(torch.uint8).numpy().reshape(count, -1)
         return packed
+
+    def _rounding(self, layer: int) -> Tensor | None:
+        """See Roundings: beside the rows, which are on the host."""
+        factor = self._roundings.of(layer)
+        return None if factor is None else factor.cpu()
 
     def _held_rows(
         self, session: SessionInfo, kinds: Kinds

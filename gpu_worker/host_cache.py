@@ -73,7 +73,10 @@ class _Coming(NamedTuple):
 
 
 def check_host(adapter: Adapter) -> None:
-    """Raise UnsupportedArchitecture for models whose layers are not all full attention with K and V."""
+    """Raise UnsupportedArchitecture for models whose layers are not all full attention with K and V.
+
+    Of two layers at least.
+    """
     if adapter.is_recurrent:
         raise refuse(adapter.model, "its layers keep states, for which a cache on the host has no room")
     if not adapter.is_uniform:
@@ -82,6 +85,9 @@ def check_host(adapter: Adapter) -> None:
         raise refuse(adapter.model, "a layer with a window keeps few tokens, which fit the device")
     if adapter.kind is not StateKind.KV or StateKind.HIDDEN not in adapter.kinds:
         raise refuse(adapter.model, "its K and V do not come back from its layers' inputs")
+    # The next layer comes while one is computed. If it were the same one, its new rows would be missing.
+    if len(adapter.layers) < 2:
+        raise refuse(adapter.model, "it has no second layer that could come while the first is computed")
 
 
 class HostCache(Cache):

@@ -125,8 +125,11 @@ class DeviceRing:
         Raises InvalidArgument(field="rows") for rows that were written to since they came.
         """
         self._kept_bytes = 0
+        # Of all groups at once: what a refused pass kept is no later pass's.
+        kept_rows = [group.kept for group in self._groups]
         for group in self._groups:
-            kept, group.kept = group.kept, {}
+            group.kept = {}
+        for group, kept in zip(self._groups, kept_rows, strict=True):
             for begin, rows in _in_a_row(kept):
                 # [n, T, words] to rows `index[:T]` of n planes that follow one another: one kernel.
                 block = torch.stack(rows).view(group.rows.dtype)

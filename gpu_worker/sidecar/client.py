@@ -162,7 +162,10 @@ class AttachedEngine(Closing):
         late.start()
         try:
             with client.errors():
-                self.welcome: worker_pb2.AttachResponse = next(self._call)
+                welcome: worker_pb2.AttachResponse | None = next(self._call, None)
+            if welcome is None:
+                raise Unavailable(target="attach", problem="it ended without a welcome")
+            self.welcome = welcome
         except CacheError as error:
             self._requests.put(None)
             # The timer has run: what gRPC says is that this client cancelled, and the deadline is why.

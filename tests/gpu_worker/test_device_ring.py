@@ -648,3 +648,17 @@ def test_the_driver_is_told_both_sides_of_a_copy() -> None:
     assert ctypes.sizeof(_Planes) == 128
     words = np.frombuffer(told[0], "<u8").tolist()
     assert words == [0, 0, 2, 0, 0x2000, 0, 160, 0, 0, 1, 0x1000, 0, 0, 96, 80, 3]
+
+
+def test_what_a_refused_pass_kept_is_no_later_pass_s() -> None:
+    """Rows that an engine wrote to are refused with all that was kept beside them; the next pass is whole."""
+    first, second = LAYOUTS["kv-fp32"][0], LAYOUTS["kv-fp32"][1]
+    ring = DeviceRing([[first], [second]], CPU, size_bytes=1 << 16, wait_s=0.0)
+    run, rows = ring.take(2), torch.ones(2, SIZE)
+    assert isinstance(run, RingRun)
+    ring.put(first.stream, rows, count=2)
+    ring.put(second.stream, rows, count=2)
+    rows.add_(1)
+    with pytest.raises(InvalidArgument):
+        ring.leave(run)
+    assert not any(group.kept for group in ring._groups)

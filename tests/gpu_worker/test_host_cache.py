@@ -121,6 +121,8 @@ def test_a_cache_says_what_it_does_not_take() -> None:
     model = _model("llama")
     with pytest.raises(UnsupportedArchitecture, match="window"):
         HostCache(_adapter("gemma3"), 10)
+    with pytest.raises(UnsupportedArchitecture, match="second layer"):
+        HostCache(adapt(build("llama", layer_count=1)), 10)
     with pytest.raises(InvalidArgument) as raised:
         HostCache(_adapter("llama"), 0)
     assert raised.value.field == "capacity"

@@ -169,7 +169,8 @@ class SlotKeeper:
                     self._put(*used, session, path, token_count)
             except CacheError as error:
                 self._link.failed(error)
-            except OSError as error:
+            except (OSError, ValueError) as error:
+                # An empty file cannot be mapped, which numpy says by a ValueError.
                 log.warning("a conversation is not saved: %s", error)
             finally:
                 path.unlink(missing_ok=True)

@@ -127,6 +127,7 @@ class HintTeller:
         """Over both that follow."""
         self._counts: Counter[str] = Counter()
         self._waiting_count = 0
+        self._is_closing = self._is_unanswered = False
 
     def tell(self, hints: Iterable[HintAction], own_session: str = "") -> None:
         """Tell the store these hints, one by one, soon. `own_session`: for those that name none."""
@@ -161,18 +162,22 @@ class HintTeller:
 
     def close(self) -> None:
         """Tell what waits, while the store answers, and end the thread."""
+        self._is_closing = True
         self._thread.shutdown()
 
     def _tell(self, action: HintAction) -> None:
         outcome = "unsent"
         try:
             used = self._link.use()
-            if used is not None:
+            # A thousand may wait, and the engine's end with them: one that is not answered is enough.
+            if used is not None and not (self._is_closing and self._is_unanswered):
                 (result,) = used[0].hints.give([action])
                 outcome = result.outcome.name.lower() if isinstance(result.outcome, HintOutcome) else "other"
+                self._is_unanswered = False
         except DeadlineExceeded:
             # The store goes on with it: a promotion may wait longer for room than a call may take.
             outcome = "unanswered"
+            self._is_unanswered = True
         except CacheError as error:
             outcome = "refused"
             self._link.failed(error)

@@ -227,14 +227,15 @@ class WorkerSide:
 
     def take_saved(self) -> set[str]:
         """Sessions whose saves ended since the last call."""
-        saved = {name for name, ending in self._endings.items() if ending.done()}
-        for name in saved:
-            failure = self._endings.pop(name).result()
-            own = self._names.pop(name, name)
-            if failure is not None:
-                logger.warning("%s is not saved to its end: %s", own, failure)
-        saved |= self._not_saved
-        self._not_saved = set()
+        with self._lock:
+            saved = {name for name, ending in self._endings.items() if ending.done()}
+            for name in saved:
+                failure = self._endings.pop(name).result()
+                own = self._names.pop(name, name)
+                if failure is not None:
+                    logger.warning("%s is not saved to its end: %s", own, failure)
+            saved |= self._not_saved
+            self._not_saved = set()
         return saved
 
     def close(self) -> None:

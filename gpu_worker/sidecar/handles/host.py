@@ -13,6 +13,7 @@ a peer that sends nonsense, whose connection ends.
 
 import asyncio
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"/[^/\0]{1,250}")
 _DIRECTORY = "/dev/shm"  # noqa: S108  where Linux keeps what shm_open opens
@@ -102,6 +105,7 @@ TICKET_BYTES = range(16, 65)
 CONNECTION_LIMIT = 64
 DESCRIPTOR_LIMIT = 256
 """Most descriptors of one message, and of one connection's unclaimed ones."""
+ACCEPT_PAUSE_S = 0.1
 TAKEN = b"\x01"
 _CREDENTIALS = struct.Struct("3i")
 
@@ -155,7 +159,13 @@ class DescriptorSocket:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Descriptors or memory may be short for a moment; the connection waits in the backlog.
+                log.warning("no descriptors are accepted for %g s: %s", ACCEPT_PAUSE_S, error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
             # The kernel says who connected (SO_PEERCRED): a
             # second guard beside the mode of the socket's file.
             if len(self._peers) >= CONNECTION_LIMIT or not _is_trusted(connection):

@@ -3,8 +3,13 @@
 Misses with reasons, and nothing written behind.
 """
 
+import asyncio
+import errno
 import json
+import os
 import signal
+import socket
+from asyncio.selector_events import BaseSelectorEventLoop
 from pathlib import Path
 
 import grpc
@@ -20,6 +25,7 @@ from ctxcache.wire.status import PUSHBACK_KEY, from_rpc_error
 from gpu_worker.cli.app import app
 from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.errors import AttachmentNotFound, BlockInUse, RestoreAlreadyExists
+from gpu_worker.sidecar.handles import host
 from gpu_worker.v1 import worker_pb2
 
 
@@ -209,3 +215,33 @@ def test_a_worker_that_is_asked_to_end_tells_its_engines(
         assert not worker.path.exists()
         assert not worker.path.with_name("worker.sock.fds").exists()
         assert case.engine.cache.path.exists()
+
+
+async def test_a_shortage_of_descriptors_ends_no_accepting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that could not be accepted for a moment is accepted behind it."""
+    accept, failure_count = BaseSelectorEventLoop.sock_accept, 0
+
+    async def short(loop: BaseSelectorEventLoop, listener: socket.socket) -> object:
+        nonlocal failure_count
+        failure_count += 1
+        if failure_count == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await accept(loop, listener)
+
+    monkeypatch.setattr(BaseSelectorEventLoop, "sock_accept", short)
+    monkeypatch.setattr(host, "ACCEPT_PAUSE_S", 0.0)
+    descriptors = host.DescriptorSocket(str(tmp_path / "it.sock"))
+    descriptors.open()
+    reader, writer = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
+        engine.connect(str(tmp_path / "it.sock"))
+        engine.setblocking(False)  # noqa: FBT003  as the library has it
+        socket.send_fds(engine, [os.urandom(16)], [reader])
+        taken = await asyncio.get_running_loop().sock_recv(engine, 1)
+    await descriptors.close()
+    os.close(reader)
+    os.close(writer)
+
+    assert taken == host.TAKEN
