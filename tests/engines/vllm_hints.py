@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.client.types import EngineUse
-from ctxcache.errors import SessionNotFound
+from ctxcache.client.types import EngineUse, HintAction, HintKind
+from ctxcache.errors import DeadlineExceeded, SessionNotFound
+from gpu_worker.engines.vllm.hints import HintTeller
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
 from tests.server_process import ServerProcess
@@ -219,3 +220,38 @@ def test_requests_that_wait_are_a_queue_of_the_store(engine: VllmEngine, cache: 
     assert until(lambda: [one.waiting_count for one in cache.admin.list_engines()] == [0])
     with pytest.raises(SessionNotFound):
         cache.sessions.get("sessions/waits-4")
+
+
+def test_the_end_waits_for_one_answer_of_a_store_that_hangs() -> None:
+    """A thousand hints may wait, and each would take its time-out."""
+    asked, is_late = threading.Event(), threading.Event()
+    times = 0
+
+    class Hanging:
+        """A link to a store that takes every call's time."""
+
+        hints = property(lambda self: self)
+
+        def use(self) -> tuple[Any, None]:
+            return self, None
+
+        def give(self, _actions: list[HintAction]) -> None:
+            nonlocal times
+            times += 1
+            asked.set()
+            is_late.wait(60)
+            raise DeadlineExceeded(target="it", timeout_s="1")
+
+    link: Any = Hanging()
+    teller = HintTeller(link)
+    teller.tell([HintAction(HintKind.PREFETCH, "sessions/s")] * 20)
+    assert asked.wait(60)
+    ends = threading.Thread(target=teller.close)
+    ends.start()
+    while not teller._is_closing:
+        time.sleep(0.001)
+    is_late.set()
+    ends.join(60)
+
+    assert times == 1
+    assert sum(teller.take_counts().data.values()) == 20
