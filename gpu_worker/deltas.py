@@ -20,16 +20,18 @@ import torch
 from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import CHAIN_KINDS, DELTAS, PACKINGS, DeltaPacking
+from ctxcache.format.packing import CHAIN_KINDS, DELTAS, FAR_OUTLIER, PACKINGS, DeltaPacking
 from ctxcache.format.streams import StateKind, Stream, StreamSpec
 from gpu_worker.errors import BaseMismatch, RowNotRepresentable, ShapeMismatch, UnsupportedDtype
-from gpu_worker.kernels.quantization import NotRepresentable, check_held
+from gpu_worker.kernels.quantization import MOST_MAGNITUDE, NotRepresentable, check_held
 from gpu_worker.rounding import rounded
 from gpu_worker.rows import as_stored, widen
 
 ZERO_STEPS = 16
 """A group's zero is stored in so many parts of its step."""
-_MOST_ZERO = 255
+_MOST_ZERO = _MOST_SHARE = 255
+_FAR = -(1 << 15)
+"""Added to the place of an outlier that counts FAR_OUTLIER times."""
 # One row of D elements in b bits, groups of G, 4 outliers (docs/chunk_format.md):
 #
 #     codes      D * b / 8 bytes        4 bits: halves of bytes; 2 bits: quarters; 3 bits: see `_put_codes`
@@ -101,11 +103,21 @@ def pack_delta(delta: Tensor, kind: StateKind, base_marks: Tensor, upper: Tensor
         check_held(outliers, least, greatest)
     except NotRepresentable as error:
         raise RowNotRepresentable(what=kind.name.lower(), row=error.row, problem=error.problem) from error
+    is_far = outliers.abs() > MOST_MAGNITUDE
+    near = torch.where(is_far, outliers / FAR_OUTLIER, outliers).half()
+    is_beyond = torch.isinf(near).any(1)
+    if bool(is_beyond.any()):
+        problem = f"differs from the layer below by more than {FAR_OUTLIER * MOST_MAGNITUDE:,.0f}"
+        raise RowNotRepresentable(what=kind.name.lower(), row=int(is_beyond.int().argmax()), problem=problem)
     # Zero is always within the range, so that a byte holds where it begins.
     least, greatest = least.clamp(max=0.0), greatest.clamp(min=0.0)
     most = (1 << packing.bits) - 1
-    scales = ((greatest - least) / most).half()
-    steps = torch.where(scales > 0, scales.float(), torch.inf)
+    scales = (greatest - least) / most
+    step = scales.amax(1, keepdim=True).half()
+    # Rounded up: what is beyond a group's last code would be cut off. A row without a step has no shares.
+    shares = (scales / step.float() * _MOST_SHARE).nan_to_num_(0.0, 0.0).ceil_().clamp_(0, _MOST_SHARE)
+    steps = _scales(step, shares)
+    steps = torch.where(steps > 0, steps, torch.inf)
     # In steps from the group's begin: at most 15.9 of them fit into a byte, and 4 bits have 15 steps.
     zeros = (-least / steps * ZERO_STEPS).round_().clamp_(0, _MOST_ZERO)
     # Nearest codes, for saving beside a request; with `upper`, an element at a time (`rounding.py`).
@@ -117,10 +129,12 @@ def pack_delta(delta: Tensor, kind: StateKind, base_marks: Tensor, upper: Tensor
         begins = (zeros / ZERO_STEPS).repeat_interleave(packing.group_size, 1)[:, : delta.shape[1]]
         codes = rounded(delta, wide, begins, most, places, upper)
     _put_codes(codes.to(torch.uint8), packing.bits, packed)
-    _part(packed, at.outliers, 4 * at.outlier_count, torch.float32).copy_(outliers)
+    _part(packed, at.outliers, 2 * at.outlier_count, torch.float16).copy_(near)
     _part(packed, at.base, 4, torch.int32).copy_(base_marks.unsqueeze(1))
-    _part(packed, at.scales, 2 * at.group_count, torch.float16).copy_(scales)
-    _part(packed, at.places, 2 * at.outlier_count, torch.int16).copy_(places)
+    _part(packed, at.step, 2, torch.float16).copy_(step)
+    _part(packed, at.shares, at.group_count, torch.uint8).copy_(shares)
+    marked = torch.where(is_far, places + _FAR, places)
+    _part(packed, at.places, 2 * at.outlier_count, torch.int16).copy_(marked)
     _part(packed, at.zeros, at.group_count, torch.uint8).copy_(zeros)
     return packed
 
@@ -138,9 +152,10 @@ def add_delta(packed: Tensor, kind: StateKind, base: Tensor) -> Tensor:
             expected=f"[{len(base)}, {at.row_bytes}] bytes",
             actual=f"{list(packed.shape)} {packed.dtype}",
         )
-    places = _part(packed, at.places, 2 * at.outlier_count, torch.int16).long()
+    marked = _part(packed, at.places, 2 * at.outlier_count, torch.int16).long()
+    places = torch.where(marked < 0, marked - _FAR, marked)
     # A GPU answers a place outside a row by an assertion, after which this process cannot use it any more.
-    if len(packed) and not bool(((places >= 0) & (places < size)).all()):
+    if len(packed) and not bool((places < size).all()):
         raise ShapeMismatch(
             what=f"outliers of {kind.name.lower()} rows",
             expected=f"places in [0, {size})",
@@ -148,12 +163,19 @@ def add_delta(packed: Tensor, kind: StateKind, base: Tensor) -> Tensor:
         )
     codes = _codes(packed, packing, size).float()
     zeros = _part(packed, at.zeros, at.group_count, torch.uint8).float() / ZERO_STEPS
-    scales = _part(packed, at.scales, 2 * at.group_count, torch.float16).float()
+    shares = _part(packed, at.shares, at.group_count, torch.uint8).float()
+    scales = _scales(_part(packed, at.step, 2, torch.float16), shares)
     spread = [each.repeat_interleave(packing.group_size, 1)[:, :size] for each in (zeros, scales)]
     delta = codes.sub_(spread[0]).mul_(spread[1])
-    outliers = _part(packed, at.outliers, 4 * at.outlier_count, torch.float32)
+    near = _part(packed, at.outliers, 2 * at.outlier_count, torch.float16).float()
+    outliers = torch.where(marked < 0, near * FAR_OUTLIER, near)
     # Outliers are differences too, so that both kinds of elements are added in float32.
     return base + delta.scatter_(1, places, outliers)
+
+
+def _scales(step: Tensor, shares: Tensor) -> Tensor:
+    """A row's step [T, 1] float16 and shares [T, G] of it -> the scale of each group [T, G] float32."""
+    return shares * step.float() / _MOST_SHARE
 
 
 def _part(packed: Tensor, begin: int, size_bytes: int, dtype: torch.dtype) -> Tensor:

@@ -73,29 +73,37 @@ class DeltaLayout(NamedTuple):
     element_count: int
     group_count: int
     outlier_count: int
-    outliers: int
-    """float32 [outlier_count]: differences, exact."""
     base: int
     """uint32: the mark of the row below that this one is added to."""
-    scales: int
-    """float16 [group_count]."""
+    outliers: int
+    """float16 [outlier_count]: differences."""
     places: int
-    """uint16 [outlier_count]."""
+    """uint16 [outlier_count]; the highest bit: the outlier counts FAR_OUTLIER times."""
+    step: int
+    """float16: the largest scale of the row."""
+    shares: int
+    """uint8 [group_count]: scales, in 255ths of it."""
     zeros: int
-    """uint8 [group_count], in sixteenths of a step."""
+    """uint8 [group_count], in sixteenths of a scale."""
     row_bytes: int
     """Padded with zeros to a multiple of 4."""
+
+
+FAR_OUTLIER = 256
+"""Differences beyond what float16 holds are stored in so many parts."""
+_ELEMENTS_OF_AN_OUTLIER = 144
+"""Narrow rows have fewer outliers: four take a fifth of a row of 288 elements in 3 bits."""
 
 
 class DeltaPacking(NamedTuple):
     """How a layer's input less that of the layer below is put into few bits.
 
-    X = below + (code - zero / 16) * scale per group, but for a row's outliers, which are differences.
+    X = below + (code - zero / 16) * share / 255 * step, but for a row's outliers, which are differences.
     """
 
     bits: int
     group_size: int
-    outlier_count: int = 4
+    most_outliers: int = 4
 
     def layout(self, element_count: int) -> DeltaLayout:
         """Lay out rows of so many elements. Raises ValueError unless a multiple of 8 up to 32,768."""
@@ -104,14 +112,16 @@ class DeltaPacking(NamedTuple):
                 f"rows of {element_count} elements are not packed as deltas: a multiple of 8 up to"
                 f" {MOST_ELEMENTS}"
             )
-        groups, kept = -(-element_count // self.group_size), min(self.outlier_count, element_count)
-        outliers = _align(element_count * self.bits // _BITS_PER_BYTE, _OUTLIER_ALIGN_BYTES)
-        base = outliers + 4 * kept
-        scales = base + 4
-        places = scales + 2 * groups
-        zeros = places + 2 * kept
+        groups = -(-element_count // self.group_size)
+        kept = min(self.most_outliers, max(1, element_count // _ELEMENTS_OF_AN_OUTLIER))
+        base = _align(element_count * self.bits // _BITS_PER_BYTE, _OUTLIER_ALIGN_BYTES)
+        outliers = base + 4
+        places = outliers + 2 * kept
+        step = places + 2 * kept
+        shares = step + 2
+        zeros = shares + groups
         end = _align(zeros + groups, _OUTLIER_ALIGN_BYTES)
-        return DeltaLayout(element_count, groups, kept, outliers, base, scales, places, zeros, end)
+        return DeltaLayout(element_count, groups, kept, base, outliers, places, step, shares, zeros, end)
 
     def row_bytes(self, element_count: int) -> int:
         """Bytes of one token's row of so many elements. Raises ValueError, as `layout` does."""
@@ -120,7 +130,7 @@ class DeltaPacking(NamedTuple):
 
 DELTAS: Mapping[StateKind, DeltaPacking] = {
     StateKind.HIDDEN_DELTA_INT4: DeltaPacking(4, 32),
-    StateKind.HIDDEN_DELTA_INT3: DeltaPacking(3, 64),
+    StateKind.HIDDEN_DELTA_INT3: DeltaPacking(3, 96),
     StateKind.HIDDEN_DELTA_INT2: DeltaPacking(2, 32),
 }
 """The kinds that are deltas between layers, with the facts of each. Likewise, none ever changes."""

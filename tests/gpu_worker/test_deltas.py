@@ -56,11 +56,16 @@ def _read_by_the_document(stored: list[Tensor], kinds: list[StateKind], size: in
         else:
             packing, groups = DELTAS[kind], -(-size // DELTAS[kind].group_size)
             end = -(-size * packing.bits // 32) * 4
-            outliers = struct.unpack_from("<4f", raw, end)
-            (mark,) = struct.unpack_from("<I", raw, end + 16)
-            scales = np.frombuffer(raw, "<f2", groups, end + 20)
-            places = struct.unpack_from("<4H", raw, end + 20 + 2 * groups)
-            zeros = np.frombuffer(raw, "u1", groups, end + 28 + 2 * groups)
+            kept = min(4, max(1, size // 144))
+            (mark,) = struct.unpack_from("<I", raw, end)
+            near = struct.unpack_from(f"<{kept}e", raw, end + 4)
+            marked = struct.unpack_from(f"<{kept}H", raw, end + 4 + 2 * kept)
+            outliers = [each * (256 if at >> 15 else 1) for each, at in zip(near, marked, strict=True)]
+            places = [at & 0x7FFF for at in marked]
+            (largest,) = struct.unpack_from("<e", raw, end + 4 + 4 * kept)
+            shares = np.frombuffer(raw, "u1", groups, end + 6 + 4 * kept)
+            scales = shares.astype(np.float32) * np.float32(largest) / np.float32(255)
+            zeros = np.frombuffer(raw, "u1", groups, end + 6 + 4 * kept + groups)
             words = struct.unpack(f"<{len(below) // 4}I", below)
             sums = sum(word * (2 * i + 1) * 0x9E3779B1 for i, word in enumerate(words))
             assert mark == (sums + layer * 0x85EBCA6B) % 2**32
@@ -83,7 +88,7 @@ def _code(raw: bytes, bits: int, i: int, size: int) -> int:
 
 
 @each_kind
-@pytest.mark.parametrize("size", [64, 72])
+@pytest.mark.parametrize("size", [64, 72, 288])
 def test_a_stranger_reads_a_chain_by_the_document(kind: StateKind, size: int) -> None:
     """Codes, marks, scales, zeros and outliers lie where the format says."""
     kinds, inputs = [StateKind.HIDDEN, kind, kind], _stack(3, 2, size)
@@ -186,6 +191,21 @@ def test_plans_and_layouts_without_a_base_are_refused() -> None:
         RestoreSchedule.of_pieces([cut, [(Method.HIDDEN_DELTA_INT4, 0, 128)]], 128, (0, 0))
     with pytest.raises(InvalidArgument, match="does not come back whole"):
         RestoreSchedule.of_methods(whole, 128, (64, 0))
+
+
+@each_kind
+def test_outliers_beyond_float16_come_back_to_eleven_bits(kind: StateKind) -> None:
+    """Rows of the largest models have them; what is 256 times beyond is refused by its row."""
+    delta = torch.zeros(2, 64)
+    delta[0, 7], delta[1, 63] = -1_234_567.0, 60_000.0
+    marks = marks_of(torch.zeros(2, 64), 0)
+
+    back = add_delta(pack_delta(delta, kind, marks), kind, torch.zeros(2, 64))
+
+    assert ((back - delta).abs() <= delta.abs() * 2.0**-11).all()
+    delta[1, 2] = 1e9
+    with pytest.raises(RowNotRepresentable, match="row 1 differs from the layer below by more"):
+        pack_delta(delta, kind, marks)
 
 
 def test_rows_that_no_delta_holds_are_refused() -> None:
