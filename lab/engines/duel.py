@@ -3,7 +3,7 @@
 
     .venv-vllm/bin/python -m lab.engines.duel                             # a table
     .venv-vllm/bin/python -m lab.engines.duel --prompts 1000 --only flipped,swapped
-    .venv-vllm/bin/python -m lab.engines.duel --prompts 1100 --results duel.jsonl --write lab/notes/duel.md
+    .venv-vllm/bin/python -m lab.engines.duel --prompts 1700 --contender ctxcache --results duel.jsonl
 
 An engine computes and saves each prompt, and ends. Then what lies on disk is damaged, and a new engine of the
 same name gets the same prompts. Every reply is compared, token for token, with that of an engine that keeps
