@@ -5,7 +5,9 @@ warm: the server has answered the same request before. Upkeep is stopped, so tha
 """
 
 import asyncio
+import itertools
 import mmap
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.cache import leases
+from ctxcache.runtime.clock import SystemClock
 from ctxcache.server.server import Server
 from ctxcache.service import fairness
 from ctxcache.settings.config import Settings
@@ -124,7 +127,7 @@ STORIES: dict[str, Callable[[Store], Awaitable[Walk]]] = {
 def tell(story: str, directory: Path) -> Told:
     """Several repetitions of the story in a new store below `directory`."""
     tracer = Tracer("ctxcache")
-    with tracer.installed(), unsliced():
+    with tracer.installed(), undisturbed():
         return asyncio.run(_tell(STORIES[story], tracer, directory))
 
 
@@ -164,12 +167,15 @@ async def _store(tracer: Tracer, directory: Path) -> AsyncIterator[Store]:
 
 
 @contextmanager
-def unsliced() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Let each request run in one slice of time: a traced request is slow enough to lose its turn.
 
-    Nor does a lease stop lingering in the middle of another request, however slow the machine is.
+    Nor does a lease stop lingering in the middle of another request, nor a session come into another bin of
+    idle time, however slow the machine is.
     """
+    steps_ns = itertools.count(time.monotonic_ns(), 1000)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SystemClock, "monotonic_ns", staticmethod(lambda: next(steps_ns)))
         patch.setattr(fairness, "SLICE_NS", 10**18)
         patch.setattr(leases, "LINGER_NS", 10**15)
         yield

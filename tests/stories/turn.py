@@ -19,7 +19,7 @@ from gpu_worker.model_spec import model_spec
 from gpu_worker.plan import Method, RestorePlan
 from tests.client.live_server import LiveServer
 from tests.gpu_worker.tiny_models import build
-from tests.stories.store import still, unsliced
+from tests.stories.store import still, undisturbed
 from tests.stories.tracer import PRODUCT, Figures, Told, Tracer, Walk
 
 STORY = "restored turn"
@@ -36,7 +36,7 @@ def tell(directory: Path, bound: Figures | None = None) -> Told:
     """Several restored turns of new sessions; more of them while the least figures are above the bound."""
     torch.set_num_threads(1)
     tracer = Tracer(*PRODUCT)
-    with tracer.installed(), unsliced(), _store(directory) as client:
+    with tracer.installed(), undisturbed(), _store(directory) as client:
         model = build(MODEL)
         spec = model_spec(model, model_id=MODEL)
         plan = RestorePlan.uniform(Method.HIDDEN, spec.layer_count)
