@@ -19,6 +19,8 @@ from cache_rig import (
     expected,
 )
 
+from ctxcache.core.ledger import ledger
+from ctxcache.core.ledger.rankings import Evictable
 from ctxcache.core.ledger.session import SessionView
 from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.policy import Capacities, Facts, Ranked
@@ -236,6 +238,25 @@ async def test_a_lost_path_withholds_what_is_on_it(rig: MemoryRig) -> None:
     for name, written in tokens.items():
         assert await rig.read(name) == expected(written)
     await rig.check()
+
+
+async def test_a_search_for_room_wakes_no_more_than_it_may(
+    rig: MemoryRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none of them may leave, as on a path that was just lost; the next search goes on behind them."""
+    monkeypatch.setattr(ledger, "WAKES", 3)
+    await filled(rig)
+    await rig.restart()
+    count = len(dormant(rig))
+    assert count == COUNT - 1
+    monkeypatch.setattr(Evictable, "__contains__", lambda *_: False)
+
+    left = []
+    for _ in range(3):
+        rig.cache.ledger._let_coldest_in(None)
+        left.append(len(dormant(rig)))
+
+    assert left == [count - 3, count - 6, 0]
 
 
 async def test_records_that_do_not_fit_together_wake_their_sessions(rig: MemoryRig) -> None:

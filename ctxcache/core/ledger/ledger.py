@@ -43,6 +43,8 @@ MANY_SEGMENTS = 128
 """Segments of a session that cost so much to list that short ones are joined."""
 HOLDERS_LOOKED_AT = 64
 """Sessions and segments that a search by key looks at: what only others hold is not found."""
+WAKES = 256
+"""Dormant sessions that one search for room wakes: those on a path that was just lost are of no use to it."""
 
 
 class LedgerClock(Protocol):
@@ -451,8 +453,10 @@ class Ledger:
             return
         for account in self.dormant.accounts(among):
             uid, rank = self._woken_coldest.get(account, (b"", None))
-            # One that was used since ranks above those that are still dormant.
-            while uid not in self._evictable or self._feed.rank(uid) != rank:
+            for _ in range(WAKES):
+                # One that was used since ranks above those that are still dormant.
+                if uid in self._evictable and self._feed.rank(uid) == rank:
+                    break
                 number = self.dormant.coldest(account)
                 if number is None:
                     break
