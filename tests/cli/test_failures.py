@@ -1,14 +1,12 @@
 """Failures as scripts see them: a document on standard error, with one reason for one sort of fault."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_line import ctxcache
 
-from ctxcache.cli import main
 from ctxcache.cli.documents import Output
 from ctxcache.cli.failures import ExitCode, asked_output
 
@@ -16,18 +14,13 @@ NOBODY = ("--target", "localhost:1")
 KEYS = ["status", "reason", "message", "field", "hint", "exit_code", "facts"]
 
 
-@pytest.fixture
-def failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command that fails, through its entry point; its exit code and both of its outputs."""
+def failed(*words: str) -> tuple[int, str, str]:
+    """Run a command that fails; its exit code and both of its outputs.
 
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ctxcache", *words])
-        with pytest.raises(SystemExit) as caught:
-            main.main()
-        said = capsys.readouterr()
-        return int(caught.value.code or 0), said.out, said.err
-
-    return run
+    In a process of its own: `serve` sets up the process that it runs in, its collector of garbage among it.
+    """
+    ran = ctxcache(*words)
+    return ran.exit_code, ran.stdout, ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -53,9 +46,7 @@ def failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         ),
     ],
 )
-def test_an_error_is_one_document(
-    failed: Any, words: Sequence[str], code: ExitCode, reason: str, field: str
-) -> None:
+def test_an_error_is_one_document(words: Sequence[str], code: ExitCode, reason: str, field: str) -> None:
     """Of words that cannot be read as of a server that is not there; nothing is on standard output."""
     exit_code, out, err = failed(*words)
     (line,) = err.splitlines()
@@ -67,7 +58,7 @@ def test_an_error_is_one_document(
     assert error["message"]
 
 
-def test_an_error_is_yaml_where_that_is_asked_for_and_a_sentence_else(failed: Any) -> None:
+def test_an_error_is_yaml_where_that_is_asked_for_and_a_sentence_else() -> None:
     """As what a command prints is."""
     assert failed("-o", "yaml", "stats", *NOBODY)[2].startswith('---\nerror:\n  status: "UNAVAILABLE"\n')
     assert failed("stats", *NOBODY)[2].startswith("ctxcache: no answer from localhost:1")
@@ -100,7 +91,7 @@ def test_how_to_print_is_known_of_any_words(words: str, output: Output) -> None:
         ("trace", "convert", "PATH", "NEW"),
     ],
 )
-def test_a_file_that_cannot_be_read_has_one_reason(failed: Any, tmp_path: Path, words: Sequence[str]) -> None:
+def test_a_file_that_cannot_be_read_has_one_reason(tmp_path: Path, words: Sequence[str]) -> None:
     """One that is not there, and a directory."""
     for path in (tmp_path / "missing.jsonl", tmp_path):
         new = str(tmp_path / "new.jsonl")
@@ -112,7 +103,7 @@ def test_a_file_that_cannot_be_read_has_one_reason(failed: Any, tmp_path: Path, 
         assert error["facts"] == {"path": str(path)}
 
 
-def test_a_file_that_is_no_archive_has_one_reason(failed: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_no_archive_has_one_reason(tmp_path: Path) -> None:
     """For a new store as for one that runs."""
     (tmp_path / "it").write_bytes(bytes(100))
     for words in (("import", "--new-store", "--check"), ("import", "--new-store"), ("import", "--check")):
@@ -120,7 +111,7 @@ def test_a_file_that_is_no_archive_has_one_reason(failed: Any, tmp_path: Path) -
         assert (exit_code, json.loads(err)["error"]["reason"]) == (ExitCode.DATA_LOSS, "FILE_DAMAGED"), err
 
 
-def test_a_directory_that_is_not_there_has_one_reason(failed: Any, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_has_one_reason(tmp_path: Path) -> None:
     """To be verified as to be made whole again; neither makes one."""
     missing = str(tmp_path / "missing")
     for words in (("verify",), ("rebuild",), ("rebuild", "--dry-run")):
