@@ -3,6 +3,7 @@
 A rest, after which it goes on by itself.
 """
 
+import gc
 import os
 import resource
 import subprocess
@@ -33,6 +34,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def no_descriptors() -> Iterator[None]:
     """Nothing in this process can be opened meanwhile."""
+    # What other tests left open in a circle of objects would be closed in the middle, and make room.
+    gc.collect()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     resource.setrlimit(
