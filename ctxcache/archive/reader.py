@@ -69,7 +69,7 @@ class _Kept(NamedTuple):
 #     SESS ──► described ──► ROWS, ROWS, SAME, … ──► its last position    whole
 #                                             └────► VOID                 given up: nothing of it counts
 #
-# Whoever takes rows must therefore be able to forget them; an import fills a session under another name.
+# A receiver of rows must therefore be able to forget them; an import fills a session under another name.
 class SessionInFile:
     """One session. `is_void` is known when its stretches have been read: its exporter gave it up midway."""
 
@@ -159,7 +159,7 @@ class ArchiveReader:
                 return
             one = self._begin(frame)
             yield one
-            # What the caller did not read of this session has to be passed over: frames come in one order
+            # Rows of this session that were not read are passed over: frames come in one order
             # only.
             for _ in one.stretches():
                 pass

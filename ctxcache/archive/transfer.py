@@ -261,7 +261,7 @@ def present(client: Client, session_id: str) -> SessionInfo | None:
         return None
 
 
-# What the store has at each step, and what a death there leaves:
+# The store at each step, and what a death there leaves:
 #
 #     importing-…, ttl 120 s     filled, in the order of the file      expires two minutes after its last rows
 #     made durable every 128 MiB                                       likewise

@@ -194,7 +194,7 @@ class Cache:
         So is what SSD has no free room for and is not worth its place there, the best kept first. Raises the
         first failure when everything else is done.
         """
-        # Nobody reads any more. What lingers would only hold rows.
+        # No reader is left. A lease that lingers would only hold rows.
         self.leases.end_lingering()
         dirty = self._worth_keeping()
         results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)

@@ -106,7 +106,7 @@ class Subscriptions:
 
     def came(self, block: Session) -> None:
         """A block is there."""
-        # Nobody subscribes, nearly always.
+        # There is nearly always no subscriber.
         if self._by_space:
             prefix = block.session_id[:PREFIX_LENGTH]
             for news in self._by_space.get((block.tenant, prefix), ()):

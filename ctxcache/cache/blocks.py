@@ -119,7 +119,7 @@ class Put:
     sums: dict[int, int] = field(default_factory=dict)
 
 
-# Whose slot it is at any time:
+# The owner of the slot at any time:
 #
 #     opened      a session without a token: look-ups say PENDING
 #     reserved    the slot is the put's; offsets go to the writers
@@ -217,7 +217,7 @@ class Blocks:
         or earlier in the list. Raises InvalidArgument, CapacityExceeded, TooManyRequests, TierFailure.
         """
         self._metadata.check()
-        # What is in the way of a new put goes first, with one commit.
+        # Old blocks in the way of a new put go first, with one commit.
         await self._clear_away(tenant, space, wanted)
         self._check(tenant, space, wanted)
         rooms: list[Room] = []

@@ -86,7 +86,7 @@ class Pins(Budget):
             # The time to wait includes the wait for the turn.
             async with asyncio.timeout(self._wait_s), turn:
                 while not self.fits(client, sizes := needed()):
-                    # What could never fit must not wait.
+                    # A request that could never fit must not wait.
                     self._check_ever(client, sizes)
                     # Behind the look, and nothing awaits between the two: no wake-up is lost.
                     self._freed.clear()

@@ -60,7 +60,7 @@ class Copying:
         Raises TierFailure.
         """
         is_more = True
-        # What is too many first: it gives room to what is lacking.
+        # Surplus copies first: they give room to those that are lacking.
         while is_more and self._ledger.copies.surplus:
             is_more = await self._release(list(islice(self._ledger.copies.surplus, RELEASED_PER_COMMIT)))
         lacking = list(self._ledger.copies.single)
@@ -99,7 +99,7 @@ class Copying:
             for segment in segments:
                 if not self._ledger.recount_copies(segment):
                     continue
-                # What the copy is of: a flush in between makes another header, and the copy worthless.
+                # The header that is copied: a flush in between makes another one, and the copy worthless.
                 headers[segment] = segment.header_checksum
                 try:
                     slot = await self._copy(segment)

@@ -287,7 +287,7 @@ class SsdRoom:
                 tier="SSD",
                 needed_bytes=size_bytes,
                 limit_bytes=self._ledger.below.capacity_bytes,
-                # What is closed is free as well, and cannot be had.
+                # Room on a closed path is free as well, and cannot be had.
                 free_bytes=self._ledger.below.free_bytes_outside({*self._io.refusals, *besides}),
             )
         whose = "" if victim.tenant == for_session.tenant else f" of tenant {for_session.tenant}"

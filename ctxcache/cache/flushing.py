@@ -132,7 +132,7 @@ class Staging:
 
         False when nothing is staged.
         """
-        # What is done can be given up at once. What is under way cannot: a device may still write there.
+        # A read that has ended is given up at once. One under way is not: a device may still write there.
         for segment, staged in self._staged.items():
             if staged.is_done:
                 self.unstage(segment)
@@ -249,7 +249,7 @@ class Staging:
             staged.is_done = True
             if self._in_place.get(staged.segment) is staged:
                 del self._in_place[staged.segment]
-            # Nobody will take it, or there is nothing to take: its slots go back here, behind the device.
+            # The result has no taker, or is empty: its slots go back here, behind the device.
             if not staged.is_wanted or staged.written is None:
                 self.give_up(staged)
             self._ledger.released(staged.segment)
@@ -291,7 +291,7 @@ class Staging:
         return True
 
 
-# What a flush promises, step by step. A crash between any two lines leaves the line above:
+# The promises of a flush, step by step. A crash between any two lines leaves the line above:
 #
 #     rows in memory            gone
 #     bytes in new slots        not named by any record; old slots still are
@@ -576,7 +576,7 @@ class Flushing:
     async def _record_elsewhere(self, copies: list[Written]) -> bool:
         """Record what is still wanted there; what is not stays in the list."""
         moved = [w for w in copies if w.segment.is_listed and w.row_count == w.segment.durable_row_count]
-        # What was recorded is no longer the caller's to give back.
+        # A slot that was recorded is no longer the caller's to give back.
         for item in moved:
             copies.remove(item)
         replaced = self._ledger.moved([item.flushed for item in moved])
@@ -589,7 +589,7 @@ class Flushing:
             raise
         for slot in replaced:
             self._ledger.below.give(slot)
-        # What was shown from memory, or withheld, can be had now.
+        # Rows that were shown from memory, or withheld, can be had now.
         self._ledger.reckon_again([item.segment for item in moved])
         return bool(moved)
 

@@ -40,7 +40,7 @@ LOOKED_AT = 1024
 """Segments at a session's end among which those to be joined are looked for, at a time."""
 
 
-# What is on disk at each step of a join:
+# The disk at each step of a join:
 #
 #     long segment written, synced    short ones recorded; the long slot is named by nothing
 #     one record, synced              the long one recorded, the short ones' records gone

@@ -214,7 +214,7 @@ class Rows(NamedTuple):
         return self.segment is None
 
 
-# What crosses to another thread: a view, sums and numbers. No session and no segment is looked at there.
+# Only a view, sums and numbers cross to another thread. No session and no segment is looked at there.
 @dataclass(frozen=True, slots=True)
 class Lent:
     """A piece whose bytes another thread may read while it is lent: what of it never changes meanwhile.
@@ -514,7 +514,7 @@ class Leases:
         lease = self.lease(lease_id)
         try:
             for piece in lease.pieces:
-                # What was left on SSD is the reader's to verify.
+                # Rows left on SSD are the reader's to verify.
                 if piece.segment.memory and not lease.is_past(piece.segment):
                     await self._mending.verify(piece.segment)
                 _check_there(piece)

@@ -134,7 +134,7 @@ class Reviver:
         return self._layouts[key]
 
 
-# What the records may say, and what is made of it:
+# The records' possible claims, and what is made of each:
 #
 #     session, its segments all there      recalled, or dormant
 #     session, a segment missing           cut before the missing one, and recorded anew

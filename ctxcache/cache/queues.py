@@ -174,7 +174,7 @@ class Queues:
         queue.lost_until_ns = None
         queue.fingerprint = fingerprint
         queue.grace_ns = self.limits.grace_ns if grace_ns is None else min(grace_ns, self.limits.grace_ns)
-        # What happened while no stream was there is unknown to the engine: everything is told anew.
+        # Changes without a stream are unknown to the engine: everything is told anew.
         for uid in queue.names:
             queue.ask(uid)
         return queue

@@ -196,7 +196,7 @@ class Mending:
         self._ledger.held(segment)
         try:
             found, restored = problem, None
-            # What is restored may turn bad again at once, where memory does not keep its bytes.
+            # Restored rows may turn bad again at once, where memory does not keep its bytes.
             for _ in range(TRIES):
                 restored = await self._restore(segment)
                 found = await self._io.verify(segment) if segment.memory else ""

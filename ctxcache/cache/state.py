@@ -393,7 +393,7 @@ class Journal:
 
     def did(self, call: Call, session: Session | SessionView, **facts: Fact) -> None:
         """Something was asked of a session that is there, or done to it."""
-        # Nobody listens, nearly always: one comparison.
+        # There is nearly always no listener: one comparison.
         if self.listening is not None:
             self._hear(self.listening, call, session, session.token_count, facts)
 

@@ -89,7 +89,7 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     output = asked_output(sys.argv[1:])
     try:
-        # What is buffered is written within the try: a full disk shows at the flush at the latest.
+        # Buffered text is written within the try: a full disk shows at the flush at the latest.
         try:
             # Without `standalone_mode` typer raises what it would print, so that it can be printed as a
             # document.

@@ -38,7 +38,7 @@ def rebuild(context: typer.Context, **given: Any) -> None:
     is_dry_run = bool(given.pop("dry_run"))
     settings = load_settings(given)
     shared = shared_of(context, given)
-    # What is made belongs to the server, whoever's umask this is.
+    # New files belong to the server, with any umask.
     keep_private()
     found = make_anew(
         settings.data_directory,

@@ -194,7 +194,7 @@ class ClockPair:
         return expire_time.ToNanoseconds() - ahead_ns
 
 
-# What a thread asks before and after it touches leased memory:
+# The questions of a thread before and after it touches leased memory:
 #
 #     check         the server is asked, or the socket is looked at     a proof: after a copy, before a write
 #     check_known   flags and clocks of this process alone              cheap: before each view is handed out
@@ -256,7 +256,7 @@ class _Asked(NamedTuple):
     sent_ns: int
 
 
-# Who runs where:
+# Threads and their work:
 #
 #     caller ── put ──► SimpleQueue ── drawn by a thread of gRPC's ──► server
 #       ▲                                                                │

@@ -440,7 +440,7 @@ class _Run(NamedTuple):
     segment: SegmentLocation
 
 
-# What a reader believes, and whom it asks. The sum is the writer's, and the server gave it with the lease:
+# The reader's beliefs, and their sources. The sum is the writer's, and the server gave it with the lease:
 #
 #     compare ── same ──► done
 #        │ differs
@@ -468,7 +468,7 @@ class Verifier:
         self._arena, self._layout = arena, layout
         self._check, self._recheck = check, recheck
         self._verified: set[Stream] = set()
-        # What was left on SSD is read from files, and verified there against the header of its slot.
+        # Rows left on SSD are read from files, and verified there against the header of its slot.
         self._segments = [segment for segment in segments if not segment.HasField("path_index")]
         for segment in self._segments:
             _check_sums(segment, layout, arena.size)

@@ -282,7 +282,7 @@ class BlockCalls:
         while begin < len(keys):
             some, places = keys[begin : begin + count], targets[begin : begin + count]
             loaded = self._load_some(space, some, places, attachment, recheck=False)
-            # What differs is asked for once more, and the server then verifies what it has first.
+            # Rows that differ are asked for once more, and the server then verifies what it has first.
             bad = [i for i, one in enumerate(loaded) if one is _BAD]
             if bad:
                 again = self._load_some(

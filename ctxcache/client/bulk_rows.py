@@ -76,7 +76,7 @@ class NoBulkChannel(Exception):
 #                           close()              ▼        or bytes unasked for     ▼
 #                                              closed                            closed
 #
-# What happens to a request whose kept connection turns out to be dead (the server closed it, or restarted):
+# The way of a request whose kept connection turns out to be dead (the server closed it, or restarted):
 #
 #     nothing was answered, nothing was committed   ──► once more, on a fresh connection
 #     anything was answered, or COMMIT was sent     ──► Unavailable: the caller must look what is there

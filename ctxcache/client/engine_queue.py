@@ -82,7 +82,7 @@ def check_job(job: QueuedJob) -> None:
         raise InvalidArgument(field="new_token_count", problem=f"{job.new_token_count} is no count of tokens")
 
 
-# What each job is, by where it stands. A job is in `_jobs` as long as it waits; the two others are the mail:
+# The state of each job, by where it stands. It is in `_jobs` while it waits; the two others are the mail:
 #
 #     put ──► _jobs, _put ── sent ──► _jobs ── started, cancelled ──► _gone ── sent ──► forgotten
 #                  │                                                    ▲
@@ -162,7 +162,7 @@ class Outbox:
         request = hints_pb2.ScheduleRequest(sequence=sequence)
         if self._is_whole_due:
             self._is_whole_due = False
-            # What does not fit into the snapshot's message follows as changes, in the order of the queue.
+            # Jobs that do not fit into the snapshot's message follow as changes, in the order of the queue.
             self._put = dict.fromkeys(self._jobs)
             request.snapshot.SetInParent()
             request.snapshot.jobs.extend(self._taken(now_s))

@@ -158,7 +158,7 @@ class SessionWriter(Closing):
             raise InvalidArgument(field="writer", problem="is closed")
 
 
-# What is under way while a large append is copied into its room (is_marked):
+# Calls under way while a large append is copied into its room (is_marked):
 #
 #     this thread    copy 64 ──► copy 128 ──► copy 256 ──► … ──► commit(all)
 #                           └ mark(64)  └ mark(192) └ …           │

@@ -293,7 +293,7 @@ class Budget:
 # Meanwhile its tenant gets nothing and what the tenant has is written, so that the tenant comes to be within
 # its share as well.
 #
-# Who is first, with a budget of 100 and two tenants, 50 each:
+# The order of service, with a budget of 100 and two tenants, 50 each:
 #
 #     a has 60, asks 10 (number 1)     above its share by 20
 #     b has 20, asks 10 (number 2)     within its share          ► b first

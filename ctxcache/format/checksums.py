@@ -237,7 +237,7 @@ class Tally:
         touched = pieces[first:last]
         if [piece[:2] for piece in touched] == [(begin, end)]:
             return touched[0].value
-        # Nobody noted these rows, or not all of them.
+        # No sum was noted of these rows, or not of all.
         if not touched or touched[0].begin > begin or touched[-1].end < end:
             raise KeyError(stream, begin, end)
         if any(one.end != next_one.begin for one, next_one in pairwise(touched)):

@@ -39,7 +39,7 @@ class HeldCondition:
     unit: str
 
 
-# What a condition may look at:
+# The facts that a condition may look at:
 #
 #     now     gauges, as they are
 #     ring    counters and distributions, as they have grown in the last minutes

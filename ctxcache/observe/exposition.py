@@ -276,7 +276,7 @@ class Sources:
         return problem and f"writes are refused, reads go on: metadata {problem}"
 
 
-# Who reads what. Nothing on the loop waits:
+# The readers of each figure. Nothing on the loop waits:
 #
 #     event loop   counters, gauges, histograms of cache and calls       copied to samples
 #     thread       RocksDB's properties, statvfs, /proc                  may hang with a device

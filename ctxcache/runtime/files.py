@@ -161,7 +161,7 @@ def _change(path: Path, found: os.stat_result, mode: int) -> None:
 CHECKSUM = "checksum"
 
 
-# What is on disk after each step, and what a crash there leaves:
+# The disk after each step, and what a crash there leaves:
 #
 #     NAME.partial written and synced     NAME as it was; the partial file is truncated the next time
 #     renamed to NAME                     NAME as it was, or as it is to be: never half of either

@@ -131,7 +131,7 @@ def can_give_back() -> bool:
     return hasattr(ctypes.CDLL(None), "malloc_trim")
 
 
-# What becomes of an object that stays:
+# The life of an object that stays:
 #
 #     youngest ──► middle ──► oldest ──► full collection ──► frozen: no collection looks at it
 #                                                               │ 1260 full collections later, and

@@ -66,7 +66,7 @@ from ctxcache.wire.framed_socket import (
 )
 from ctxcache.wire.status import to_status
 
-# What goes over one connection:
+# The frames of one connection:
 #
 #     client                            server
 #     HELLO ticket, version       ──►   used up, right or wrong
@@ -211,7 +211,7 @@ class AppendTransfer:
 
         Raises as `Append.make_room`.
         """
-        # What was lent before is taken back, for its views end where the new room begins.
+        # Room lent before is taken back, for its views end where the new room begins.
         await self.take_back()
         await self.append.make_room(token_end)
         return self._lent.enter_context(self._writing.lend(self.append.reservation))

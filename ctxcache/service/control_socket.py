@@ -122,7 +122,7 @@ class ControlSocket:
         left = {connection.ended for connection in self.connections}
         if left:
             await asyncio.wait(left, timeout=timeout_s)
-        # What holds something at the deadline is cut off, and counts as abandoned.
+        # A connection that holds something at the deadline is cut off, and counts as abandoned.
         for connection in list(self.connections):
             connection.cut_off()
         if left:

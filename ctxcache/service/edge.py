@@ -56,8 +56,8 @@ from ctxcache.service.callers import (
 from ctxcache.service.fairness import Newcomers, Turns, Usage
 from ctxcache.wire.status import code_of, message_of, trailing_metadata
 
-# Who pays for what, before a request is whole. Bytes that a stranger can make the store hold are bounded at
-# each step:
+# The payer of each part of a request that is not whole. Bytes that a stranger can make the store hold are
+# bounded at each step:
 #
 #     connection    gRPC's limit, and one per host          `Connections`
 #     headers       an admission for each sort of rpc       refused without reading on

@@ -50,7 +50,7 @@ NEW_NS = 3_000_000
 work."""
 
 
-# Who is new, and for how long:
+# Newcomers, and how long they are new:
 #
 #     a call comes ──► newcomer ──► answered
 #                         │ rests by itself, or NEW_NS are over: then it is bulk, or waits for a disk
@@ -211,7 +211,7 @@ class Turns:
 
         The turn before it is a few turns of the loop ago.
         """
-        # Nobody has a turn: it begins now, unless newcomers are there.
+        # No turn is under way: it begins now, unless newcomers are there.
         if not self._is_taken:
             self._is_taken = True
             if not self._must_wait():

@@ -133,7 +133,7 @@ class Scheduling:
             convert.fill_error(answer.error, error)
         else:
             part = LoopSlice(self._turns)
-            # What goes, before what comes: the limit holds at every moment.
+            # Leaving sessions before those that come: the limit holds at every moment.
             for job_id, is_started in gone.items():
                 self._queues.gone(queue, job_id, is_started=is_started)
                 await self._rest(part, queue, stream)

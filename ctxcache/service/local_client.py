@@ -392,7 +392,7 @@ class LocalClient:
 
         `is_abandoned`: nobody can say that the client has stopped writing.
         """
-        # What ended by itself is no error here.
+        # A lease that ended by itself is no error here.
         for lease_id in self._leases:
             with suppress(LeaseNotFound):
                 self._cache.leases.release(lease_id)
@@ -847,7 +847,7 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         try:
             while True:
                 await asyncio.wait({drained, coming}, return_when=asyncio.FIRST_COMPLETED)
-                # What a silent client holds may end by itself.
+                # The leases of a silent client may end by themselves.
                 while self._admission.is_draining and not coming.done():
                     client.check_empty()
                     await asyncio.wait({coming}, timeout=LOOK_INTERVAL_S)

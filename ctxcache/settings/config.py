@@ -213,7 +213,7 @@ def load(arguments: dict[str, Any], *, file: Path | None = None) -> Settings:
     return load_with_sources(arguments, file=file)[0]
 
 
-# Who wins, and by which of pydantic's ways each value comes:
+# The order of sources, and the way of pydantic by which each value comes:
 #
 #     option ──────► init       above      environment ──► env
 #     file ────────► init, but only names that the environment does not have, which is above it

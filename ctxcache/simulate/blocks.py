@@ -144,7 +144,7 @@ class _Holder:
     use_count: int = 0
 
 
-# Who holds what, of two sessions that begin alike:
+# The blocks that two sessions hold that begin alike:
 #
 #     block        b0   b1   b2   b3
 #     session A    ▓▓   ▓▓   ▓▓

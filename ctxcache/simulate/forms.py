@@ -102,7 +102,7 @@ class Rest:
     after: int
 
 
-# What a token costs over the time that it rests: bringing it back, and the rent of its bytes.
+# The cost of a token over the time that it rests: bringing it back, and the rent of its bytes.
 #
 #     form           bringing back     rent
 #     kv             nothing           most

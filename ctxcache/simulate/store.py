@@ -154,7 +154,7 @@ class Tiers:
         self._buffer_bytes = buffer_bytes
         self._used = dict.fromkeys(Level, 0)
         self._held: dict[bytes, _Held] = {}
-        # Nobody's need moves these: a turn reads them.
+        # No need of a turn moves these: a turn reads them.
         self._in_turn: set[bytes] = set()
 
     def __len__(self) -> int:

@@ -140,7 +140,7 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
         result, entries = _collect(ordered, instance_id)
         write_down(data_directory, instance_id, ordered)
         fresh = data_directory / f"{METADATA}.rebuilt"
-        # What an earlier rebuild left half done.
+        # Files that an earlier rebuild left half done.
         shutil.rmtree(fresh, ignore_errors=True)
         store = RocksDbMetadata(fresh)
         # Behind the witnessed commits: otherwise the next start would take this metadata for an old copy.

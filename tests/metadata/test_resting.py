@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def no_descriptors() -> Iterator[None]:
     """Nothing in this process can be opened meanwhile."""
-    # What other tests left open in a circle of objects would be closed in the middle, and make room.
+    # Files that other tests left open in a circle of objects would be closed in the middle, and make room.
     gc.collect()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []

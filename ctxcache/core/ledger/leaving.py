@@ -123,8 +123,8 @@ class Leaving:
         """
         if session.is_pinned or not session.is_idle:
             return False
-        # What is below already, even in part, stays: the rest is little, and a record without its end is a
-        # loss.
+        # A session that is below already, even in part, stays: the rest is little, and a record without its
+        # end is a loss.
         if not _is_in_memory_alone(session) or self._feed.retaining.store_level(session.uid):
             return False
         # Every copy takes room.
@@ -197,7 +197,7 @@ class Leaving:
     def _freed_bytes(self, session: Session) -> int:
         """The bytes that leave with it; what others list too stays."""
         closed = self._closed_paths()
-        # What forks share has more than one lister, and does not leave with this session.
+        # A segment of several forks has more than one lister, and does not leave with this session.
         slots = (slot for s in session.segments if s.reference_count == 1 for slot in s.places)
         return sum(slot.size_bytes for slot in slots if slot.path_index not in closed)
 

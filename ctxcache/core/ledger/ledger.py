@@ -1420,7 +1420,7 @@ class Ledger:
         if self.is_on_lost_path(segment):
             # Memory has the only copy that can be read: it waits until a path comes back, or none is left.
             self._kept_back.add(segment)
-        # What forks share is durable: a kin's segment that is not clean is held, or kept for a lost path.
+        # Segments of several forks are durable: a kin's that is not clean is held, or kept for a lost path.
         home = segment.home
         if not isinstance(home, Residence) or not self._is_spared(segment):
             return False

@@ -292,8 +292,8 @@ class Evictable:
         return self._ranking.first(among=among)
 
 
-# What `take` walks. A session's segments leave from its end, because its first tokens are of use alone and
-# its last ones are not:
+# The order in which `take` walks. A session's segments leave from its end, because its first tokens are of
+# use alone and its last ones are not:
 #
 #     segments   | s0 | s1 | s2 | s3 | s4 |
 #                               ▲ _ends: everything from here on has left, or may not leave

@@ -589,7 +589,7 @@ class Segment:
         # The bound checksums belong to the header before. The next read of the new header fills them.
         self.bound_checksums, self.header_checksum = (), header_checksum
         self.settle(row_count, values)
-        # What was staged has become the place itself, which `_move` has counted: it must not count twice.
+        # The staged place has become the place itself, which `_move` has counted: it must not count twice.
         self.stage(-self.durable_bytes)
         return before
 

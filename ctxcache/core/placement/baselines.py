@@ -15,7 +15,7 @@ from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy, Ran
 from ctxcache.core.placement.value import MISS_COST, MissCost, ReturnValue
 
 
-# Who stands where. A line's first leaves first; `idle` puts a session at the end:
+# The lines and who stands in them. A line's first leaves first; `idle` puts a session at the end:
 #
 #     all         every session that is kept                 evict looks here
 #     dram        those of them that are in memory           demote looks here
@@ -669,7 +669,7 @@ class LeastHitDensity(Recency):
             if accepts(uid):
                 return uid
             sample = [each for each in sample if each != least]
-        # Nobody of the sample may leave, so the longest unused one that may is taken.
+        # None of the sample may leave, so the longest unused one that may is taken.
         return self.all.first(accepts)
 
 

@@ -254,7 +254,7 @@ class PrefixIndex:
     def drop(self, owner: int, beyond: int = 0) -> int:
         """Forget an owner's keys, or those for more than `beyond` tokens; returns how many there were."""
         rows = list(self._rows_of(owner))
-        # What is remembered may be one of those that go.
+        # The remembered session may be one of those that go.
         self._last_owner = None
         kept = [row for row in rows if self._counts[row] <= beyond]
         for row in rows[len(kept) :]:

@@ -378,7 +378,7 @@ class Catalog:
         # In the order writer, base, syncer: each may ask the next one for something.
         # The mark says that the base is there.
         for threads in (self._writer, self._base_writer, self._syncer):
-            # Whoever is late is given up, and the rest is not waited for.
+            # A late caller is given up, and the rest is not waited for.
             self._finish(threads, threads.submit(_nothing))
         if not self._is_hung:
             self._finish(self._writer, self._writer.submit(partial(self._end, sequence)))

@@ -70,7 +70,7 @@ from ctxcache.storage.metadata.records import Commit
 from ctxcache.storage.metadata.witness import PATIENCE_S as WITNESS_PATIENCE_S
 from ctxcache.storage.metadata.witness import Witness
 
-# What a commit goes through, and what it survives at each step:
+# The steps of a commit, and what it survives at each:
 #
 #     in memory     RocksDB's memtable, on the event loop     nothing
 #     in the log    flush_wal(sync=False), in a thread        the death of the process
@@ -196,7 +196,7 @@ class RocksDbMetadata:
         """The checksum of each session's record; None until they were read."""
         try:
             self._is_counted, self._last = self._read_last()
-        # Whoever fails here must give up the lock of the directory, or the next try would find it held.
+        # A failure here must give up the lock of the directory, or the next try would find it held.
         except BaseException:
             for threads in (self._writer, self._syncer, self._beside):
                 threads.close()

@@ -31,7 +31,7 @@ class TierRefusal:
         return f"{self.state}{' until a restart' * (self.state == 'fenced')}: {self.problem}"
 
 
-# Who calls, and in which thread the work is:
+# The callers, and the thread of each work:
 #
 #     event loop ──► read, write, sync ──► queue of pieces ──► threads of the path ──► device
 #          ▲                                                        │

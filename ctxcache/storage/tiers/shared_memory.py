@@ -20,7 +20,7 @@ from typing import Literal
 from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
 from ctxcache.runtime.files import FILE_MODE
 
-# Who may do what with the arena:
+# The rights to the arena:
 #
 #     server           maps it to write, before the seal
 #     local writer     write_fd: none exists where the memory is sealed
