@@ -114,7 +114,8 @@ def created(path: Path) -> Iterator[TextIO]:
         if isinstance(error.__cause__, FileExistsError):
             raise FileAlreadyExists(path=str(path)) from error
         raise
-    with os.fdopen(opened, "wb") as raw:
+    # Also of writes: an error of one that names no file would be told as standard output's.
+    with refusals_of_file(str(path)), os.fdopen(opened, "wb") as raw:
         # Fast: a recording is written beside a server.
         file = gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=3) if path.suffix == ".gz" else raw
         with file, io.TextIOWrapper(file, encoding="utf-8") as text:

@@ -1,6 +1,8 @@
 """Turns of recordings: where they begin, what their history is, and which lines are refused."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from ctxcache.client.types import RecordingPart
-from ctxcache.errors import Unavailable
+from ctxcache.errors import FileFull, Unavailable
 from ctxcache.recordings import created, write
 from ctxcache.simulate.trace import InvalidTrace, Trace
 
@@ -139,3 +141,10 @@ def test_a_recording_is_whole_where_its_reader_stopped_and_not_where_the_server_
 
     assert '"end":true' in stopped.read_text()
     assert "end" not in cut_off.read_text()
+
+
+def test_a_full_disk_is_told_with_the_recordings_name(tmp_path: Path) -> None:
+    """An error of a write names no file, and would be taken for standard output's."""
+    with pytest.raises(FileFull, match="No space left") as full, created(tmp_path / "full.jsonl"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert full.value.facts["path"] == str(tmp_path / "full.jsonl")
