@@ -445,6 +445,9 @@ class Blocks:
                 problem = f"others write this block with parts of {list(sizes)} B"
                 raise InvalidArgument(field=f"blocks[{i}].part_bytes", problem=problem)
             coming.add(one.key)
+        self._check_count(new_count)
+
+    def _check_count(self, new_count: int) -> None:
         limit = self._state.limits.session_count
         # Blocks have a bound of their own, as large as that of sessions: neither can take the other's places.
         if len(self._ledger.blocks()) + new_count > limit:
@@ -470,6 +473,8 @@ class Blocks:
             if put.reservation is None or is_taken:
                 return Room(BlockState.PENDING)
             return self._claim(put, one, writer)
+        # Once more: other calls have made blocks while this one made room for those before.
+        self._check_count(1)
         block = self._blank(tenant, name, space, one, expiration or self._default())
         # Known as a put before anything awaits: a second writer of the same key waits instead of beginning
         # another.

@@ -444,10 +444,11 @@ class Leases:
         what `held` raises, CapacityExceeded, TooManyRequests.
         """
         owner = Pinner(tenant, client)
-        # Counted before the wait; the wait is short.
+        # Before the wait as well: a call that is refused anyway takes no place in the line.
         self._check_count(tenant)
         await self.pins.wait_for_room(owner, lambda: held().pinned)
-        # Asked once more: the lease may have ended while this call waited for room.
+        # Asked once more: the lease may have ended while this call waited for room, and others have begun.
+        self._check_count(tenant)
         source, now_ns = held(), self._state.clock.monotonic_ns()
         self.pins.pin(owner, source.pinned)
         # A copy of the lease with its own number and deadline. Its rows are those of the source, held once
@@ -758,6 +759,8 @@ class Leases:
         plan = ReadPlan(self._state, request)
         look = partial(plan.look_for_stream, self.pins) if is_stream else plan.look
         await self.pins.wait_for_room(plan.owner, look)
+        # Once more: of all that passed the first look and waited, only so many as the bound lets.
+        self._check_count(request.tenant)
         # Room, and the plan as it was at the last look: no await follows.
         return self._begin(plan)
 

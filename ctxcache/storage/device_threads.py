@@ -8,11 +8,13 @@ piece keeps its thread and its buffer until the device returns it.
 
 import asyncio
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Protocol
 
 from ctxcache.errors import TierFailure
@@ -66,10 +68,16 @@ class Threads:
     """A fixed number of threads over one queue, in the order of asking. They end with `close`."""
 
     def __init__(self, count: int, name: str, clock: Clock) -> None:
-        self._work: SimpleQueue[_Step | None] = SimpleQueue()
         self._clock = clock
+        # Two parts: a thread waits at `_calls` without a lock, then takes a step and notes it in one go. So
+        # `give_up` finds each step in one of two places.
+        self._calls: SimpleQueue[bool] = SimpleQueue()
+        """True: look for a step. False: end. A step that was given up leaves its call behind."""
+        self._queued: deque[_Step] = deque()
         self._under_way: list[_UnderWay | None] = [None] * count
         """By the thread's number; each thread writes its own entry."""
+        self._taking = threading.Lock()
+        """Held where a step goes from `_queued` to `_under_way`."""
         # Daemons: the end of the process waits for no device.
         self._threads = [
             threading.Thread(target=self._run, args=(i,), name=f"{name}-{i}", daemon=True)
@@ -82,6 +90,12 @@ class Threads:
     def oldest_ns(self) -> int | None:
         """When the oldest operation under way began; None when the device owes none."""
         return min((found.begun_ns for found in self._under_way if found), default=None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation is queued or under way."""
+        with self._taking:
+            return bool(self._queued) or any(self._under_way)
 
     @property
     def is_owed(self) -> bool:
@@ -100,13 +114,13 @@ class Threads:
             # All pieces at once: a thread goes on with the next piece of any transfer, and no barrier is
             # between them.
             for begin, end in ranges:
-                self._work.put(_Step(transfer, begin, end))
+                self._put(_Step(transfer, begin, end))
             await transfer.wait()
 
     def submit(self, work: Callable[[], None]) -> "Future[None]":
         """Queue one operation that has no buffer; its future may be waited for by several."""
         call = _Call(work)
-        self._work.put(_Step(call))
+        self._put(_Step(call))
         return call.future
 
     def give_up(self, failure: Callable[[], TierFailure]) -> None:
@@ -114,43 +128,48 @@ class Threads:
 
         A call under way keeps its thread until it returns.
         """
-        # Under way first, then queued. Each job is answered once, however many of its pieces are where.
-        jobs = {found.job for found in self._under_way if found}
-        queued: list[_Step | None] = []
-        with suppress(Empty):
-            while True:
-                queued.append(self._work.get_nowait())
-        for step in queued:
-            # A mark for `close` is no job, and goes back.
-            if step is None:
-                self._work.put(None)
-            else:
-                jobs.add(step.job)
+        # Each job is answered once, however many of its pieces are where.
+        with self._taking:
+            jobs = {found.job for found in self._under_way if found}
+            queued = list(self._queued)
+            self._queued.clear()
+        jobs.update(step.job for step in queued)
         for job in jobs:
             job.give_up(failure())
         # Skipped pieces are counted as ended, so that the last one under way lets go of the buffer.
-        for step in filter(None, queued):
+        for step in queued:
             step.job.skip()
 
-    def close(self) -> None:
+    def close(self, patience_s: float | None = None) -> None:
         """Finish what was asked for, then end the threads.
 
-        Those that the device owes are left to the process's end.
+        Those that the device owes are left to the process's end, and so is a thread that has not ended
+        within `patience_s`. None waits for ever.
         """
         for _ in self._threads:
-            self._work.put(None)
+            self._calls.put(item=False)
+        end_s = None if patience_s is None else time.monotonic() + patience_s
         for i, thread in enumerate(self._threads):
             found = self._under_way[i]
             # A thread in a call that never returns cannot be joined.
             if not (found and found.job.is_given_up):
-                thread.join()
+                thread.join(None if end_s is None else max(end_s - time.monotonic(), 0))
         self._threads = []
 
+    def _put(self, step: _Step) -> None:
+        # The step first: a thread that hears the call finds it.
+        self._queued.append(step)
+        self._calls.put(item=True)
+
     def _run(self, number: int) -> None:
-        while (step := self._work.get()) is not None:
-            # Noted before it begins: an operation that never returns is found by its age.
-            self._under_way[number] = _UnderWay(step.job, self._clock.monotonic_ns())
-            step.job.do(step.begin, step.end)
+        while self._calls.get():
+            now_ns = self._clock.monotonic_ns()
+            with self._taking:
+                step = self._queued.popleft() if self._queued else None
+                # Noted before it begins: an operation that never returns is found by its age.
+                self._under_way[number] = _UnderWay(step.job, now_ns) if step else None
+            if step:
+                step.job.do(step.begin, step.end)
             # Its own entry, so that no lock is needed.
             self._under_way[number] = None
             # Or the last one's buffer would live until the next comes.

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 2.0
 """Between a failure and the next try."""
+CLOSE_S = 5.0
+"""How long `close` waits for the thread: weights may take minutes to read, and a store may hang."""
 GONE = (Unavailable, DeadlineExceeded)
 """Errors of a store that does not answer, as opposed to one that says no."""
 FINAL = (
@@ -95,7 +97,7 @@ class StoreLink(Generic[Subject]):
         self._asked_s: float | None = None
         """Owned by `_changed`: when the store was asked the question that it has not answered."""
         self._answered_s = -math.inf
-        self._thread = threading.Thread(target=self._keep, name="ctxcache-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ctxcache-link", daemon=True)
         self._thread.start()
 
     @property
@@ -172,13 +174,28 @@ class StoreLink(Generic[Subject]):
                 log.warning("the context store refuses a call, which is not said again: %s", error)
 
     def close(self) -> None:
-        """End the thread, then the client."""
+        """End the thread, then the client; a thread in the middle of something closes the client itself."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join()
-        if self._client is not None:
-            self._client.close()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._close_client()
+
+    def _close_client(self) -> None:
+        # Taken by one of two callers.
+        with self._changed:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _run(self) -> None:
+        try:
+            self._keep()
+        finally:
+            # Not before `close`: callers may use the client of a link that is refused anew.
+            if self._is_closed:
+                self._close_client()
 
     def _turn(self, state: LinkState) -> None:
         self._state = state
@@ -204,6 +221,9 @@ class StoreLink(Generic[Subject]):
                 continue
             state = self._try()
             with self._changed:
+                # Its engine has ended meanwhile.
+                if self._is_closed:
+                    return
                 self._asked_s = None
                 self._turn(state)
 

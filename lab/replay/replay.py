@@ -11,12 +11,13 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 from typing import TypeAlias
 
+from ctxcache.cli.call import CtrlC
 from ctxcache.client import Client
 from ctxcache.simulate.recorded import Called, RecordingContents, calls, contents
 from ctxcache.simulate.tally import FineHistogram
@@ -104,8 +105,8 @@ def replay(
             players.of(before.session).prime(before)
         with Watch(client) as watch:
             begun_s = time.monotonic()
-            with suppress(KeyboardInterrupt):
-                _play(path, outcome, players, make_due(speed), step)
+            with CtrlC() as ctrl_c:
+                _play(path, outcome, players, make_due(speed), step, ctrl_c)
             outcome.took_s = time.monotonic() - begun_s
             watch.settle()
         outcome.replayed, outcome.uncounted_calls = watch.tally, watch.lost_count
@@ -158,13 +159,15 @@ def _players(
     return _Players(players)
 
 
-def _play(path: Path, outcome: Outcome, players: _Players, due: Due, step: Step) -> None:
+def _play(path: Path, outcome: Outcome, players: _Players, due: Due, step: Step, ctrl_c: CtrlC) -> None:
     """Play every call; with one player in this very thread. Raises the first failure that ends it."""
     workers = [_Worker(player, due) for player in players] if len(list(players)) > 1 else []
     total = outcome.contents.call_count
     try:
         for number, call in enumerate(calls(path)):
             due.wait(call)
+            if ctrl_c.was_pressed:
+                break
             outcome.recorded.add(call)
             if call.kind not in NOT_PLAYED:
                 players.heard(call)

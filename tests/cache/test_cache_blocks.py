@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 from block_rig import (
@@ -27,6 +29,7 @@ from ctxcache.cache.appends import GRACE_NS
 from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, Wanted, WrittenPart
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import block_id
+from ctxcache.core.limits import Pinner
 from ctxcache.core.prefix.keys import Part, space_of
 from ctxcache.errors import (
     CapacityExceeded,
@@ -119,6 +122,37 @@ async def test_a_block_is_visible_when_all_its_parts_are_there(rig: MemoryRig) -
     await rig.cache.blocks.commit(rest, writer=SECOND_WRITER)
     assert look(rig, 1, space=space) == [BlockState.HIT]
     assert await load(rig, 1, space=space) == [b"".join(data)]
+    await rig.check()
+
+
+async def test_writers_that_wait_do_not_pass_the_bound_together(rig: MemoryRig) -> None:
+    """Both found places free for all of their blocks: one gets them, the other leaves nothing behind."""
+    rig.limits = replace(rig.limits, session_count=3)
+    await rig.restart()
+    pins, have_come, is_free = rig.cache.appends.pins, asyncio.Event(), asyncio.Event()
+    has_room, room = pins.has_room, pins.wait_for_room
+
+    async def wait(client: Pinner, needed: Callable[[], Mapping[int, int]]) -> None:
+        # The second one to come.
+        if len(rig.cache.ledger.blocks()) == 2:
+            have_come.set()
+        await is_free.wait()
+        await room(client, needed)
+
+    pins.has_room = lambda *_: False  # type: ignore[method-assign]
+    pins.wait_for_room = wait  # type: ignore[method-assign]
+    writers = [
+        asyncio.create_task(reserved(rig, wanted(number), wanted(number + 1), writer=number))
+        for number in (1, 3)
+    ]
+    await have_come.wait()
+    pins.has_room = has_room  # type: ignore[method-assign]
+    is_free.set()
+    rooms, refusal = await asyncio.gather(*writers, return_exceptions=True)
+
+    assert isinstance(rooms, list)
+    assert isinstance(refusal, TooManyRequests)
+    assert len(rig.cache.ledger.blocks()) == 2
     await rig.check()
 
 

@@ -1,7 +1,8 @@
 """Readers get the bytes they asked for or an error, whatever happens to the session meanwhile."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from cache_rig import (
 from fakes import Operation
 
 from ctxcache.cache.leases import LEASE_LIFETIME_NS
+from ctxcache.core.limits import Pinner
 from ctxcache.errors import (
     CapacityExceeded,
     CorruptSegment,
@@ -279,6 +281,47 @@ async def test_leases_are_bounded(rig: MemoryRig) -> None:
         await rig.acquire("a")
     with pytest.raises(TooManyRequests):
         await rig.acquire("a")
+    await rig.check()
+
+
+@pytest.mark.parametrize("begin", ["acquire", "stream", "again"])
+async def test_readers_that_wait_do_not_pass_the_bound_together(rig: MemoryRig, begin: str) -> None:
+    """All of them found a place free before they waited for room: only one gets it."""
+    rig.limits = replace(rig.limits, lease_count=2)
+    await rig.restart()
+    await filled(rig, "a", 10)
+    await filled(rig, "b", 10, tag=2)
+    reading = rig.cache.leases
+    held = await rig.acquire("b")
+    room = reading.pins.wait_for_room
+    count, have_come, is_free = 4, asyncio.Event(), asyncio.Event()
+
+    async def wait(client: Pinner, needed: Callable[[], Mapping[int, int]]) -> None:
+        nonlocal count
+        count -= 1
+        if not count:
+            have_come.set()
+        await is_free.wait()
+        await room(client, needed)
+
+    async def read() -> None:
+        if begin == "acquire":
+            await reading.acquire(rig.request("a"), is_tried=True)
+        elif begin == "again":
+            await reading.again(lambda: held, TENANT, 1)
+        else:
+            # Not closed: the stream is read yet.
+            await streams.enter_async_context(reading.stream(rig.request("a"), ()))
+
+    reading.pins.wait_for_room = wait  # type: ignore[method-assign]
+    async with AsyncExitStack() as streams:
+        readers = [asyncio.create_task(read()) for _ in range(4)]
+        await have_come.wait()
+        is_free.set()
+        ended = await asyncio.gather(*readers, return_exceptions=True)
+
+        assert reading.lease_count == 2
+        assert sorted(type(one).__name__ for one in ended) == ["NoneType"] + 3 * ["TooManyRequests"]
     await rig.check()
 
 

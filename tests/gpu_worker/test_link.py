@@ -1,6 +1,7 @@
 """An engine's link to a real store: kept, broken, made again, and refused for good."""
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, Unavailable
 from ctxcache.format.model import ModelSpec
+from gpu_worker.engines import link as link_module
 from gpu_worker.engines.link import LinkState, StoreLink
 from gpu_worker.model_spec import model_spec
 
@@ -185,3 +187,33 @@ def test_closing_does_not_wait_for_a_pause(spec: ModelSpec) -> None:
         time.sleep(0.01)
     link.close()
     assert link.use() is None
+
+
+def test_an_end_does_not_wait_until_the_weights_are_read(
+    store: ServerProcess, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large ones take minutes. The thread that reads them ends the client's connection itself, afterwards."""
+    monkeypatch.setattr(link_module, "CLOSE_S", 0.01)
+    is_reading, is_read, clients = threading.Event(), threading.Event(), list[Client]()
+
+    def register(client: Client) -> CallerModel:
+        clients.append(client)
+        is_reading.set()
+        is_read.wait()
+        return client.models.register(spec)
+
+    link = StoreLink(lambda: ctxcache.connect(store.target), register)
+    is_reading.wait()
+    closing = threading.Thread(target=link.close, daemon=True)
+    closing.start()
+    closing.join(TIMEOUT_S)
+    is_closed = not closing.is_alive()
+    [client] = clients
+    assert list(client.models.list()) == []
+    is_read.set()
+    link._thread.join()
+
+    assert is_closed
+    assert link.use() is None
+    with pytest.raises(Unavailable):
+        list(client.models.list())

@@ -1,12 +1,13 @@
 """A recording of a running store is its load: replayed and simulated it comes to the same."""
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import ctxcache
-from ctxcache.simulate.recorded import contents
+from ctxcache.simulate.recorded import Called, contents
 from ctxcache.simulate.trace import Trace, TraceTurn
 from lab.replay.replay import replay
 from tests.live.compare import Outcome, Setting, Sizes, differences, live, simulated
@@ -106,3 +107,36 @@ def test_a_store_with_less_memory_hits_less(recording: tuple[Path, Outcome], tmp
     assert outcome.replayed.calls["evict"] > outcome.recorded.calls["evict"]
     assert outcome.replayed.appended_tokens > outcome.recorded.appended_tokens
     assert outcome.errors["read", "SESSION_NOT_FOUND"] == hits[0] - hits[1]
+
+
+class _PressesCtrlC:
+    """Ctrl-C comes while it is dropped, where Python forgets what a signal raises."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_comes_while_an_object_is_dropped_ends_a_replay(
+    recording: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """No call is played behind it, and what was played until then is told."""
+    path, _ = recording
+
+    class Pressing(Stepped):
+        """Ctrl-C before the tenth call."""
+
+        def wait(self, call: Called) -> None:
+            """See Due."""
+            super().wait(call)
+            waited.append(call)
+            if len(waited) == 10:
+                _PressesCtrlC()
+
+    waited: list[Called] = []
+    with RunningServer(SETTING.settings(tmp_path / "data")) as server:
+        outcome = replay(path, lambda: ctxcache.connect(server.target), make_due=lambda _: Pressing(server))
+
+    assert len(waited) == 10
+    assert outcome.recorded.calls.total() <= 9
+    assert outcome.took_s > 0

@@ -482,11 +482,13 @@ class RocksDbMetadata:
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up operations that are late; watch on while others are under way."""
         self._watch = None
-        begun = [at_ns for at_ns in (self._writer.oldest_ns, self._syncer.oldest_ns) if at_ns is not None]
+        watched = (self._writer, self._syncer)
         # Given up already: that device owes, and no new caller is waiting for it.
-        if not begun or self._writer.is_owed or self._syncer.is_owed:
+        if any(threads.is_owed for threads in watched) or not any(threads.is_busy for threads in watched):
             return
-        if self._clock.monotonic_ns() - min(begun) < self._patience_s * 1e9:
+        begun = [at_ns for threads in watched if (at_ns := threads.oldest_ns) is not None]
+        # Between two operations a thread has none under way: the queued one's callers need this watch yet.
+        if not begun or self._clock.monotonic_ns() - min(begun) < self._patience_s * 1e9:
             self._start_watch(loop)
             return
         # Refused before the threads are given up: whoever is answered finds the store resting.

@@ -341,7 +341,7 @@ class SsdFiles:
     def close(self) -> None:
         """See Tier."""
         for file in self._files:
-            file.close()
+            file.close(self._hang_after_s)
 
     def _file(self, slot: Slot, begin: int, size_bytes: int, pieces: Sequence[Range] | None) -> "_File":
         """Find the slot's file. Raises ValueError: an unaligned or stray range is a bug."""
@@ -480,15 +480,16 @@ class _File:
             # Each caller gets a failure of its own, for each has its own buffer to wait for.
             threads.give_up(lambda: TierFailure(path=self.path, problem=self._hang))
 
-    def close(self) -> None:
-        """Wait for the threads, then give up the descriptor and with it the lock.
+    def close(self, limit_s: float) -> None:
+        """Wait for the threads, each at most so long, then give up the descriptor and with it the lock.
 
         A device that owes operations keeps its descriptor until the process ends: its number would be another
         file's.
         """
         for threads in self._threads:
-            threads.close()
-        if any(threads.is_owed for threads in self._threads):
+            threads.close(limit_s)
+        # Busy ones too: a device that began to hang at the end has not been given up.
+        if any(threads.is_busy for threads in self._threads):
             return
         # The lock goes with the descriptor, so that it goes last.
         for fd in (self._fd, *self._old_fds):
