@@ -18,7 +18,7 @@ from ctxcache.format.layout import align
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.runtime.files import claim_directory, tighten
 from ctxcache.settings.config import Settings
-from ctxcache.settings.sizes import arena_bytes, ssd_bytes
+from ctxcache.settings.sizes import default_arena, memory_available, ssd_bytes
 from ctxcache.storage.data_directory import DataDirectory, check_not_restoring
 from ctxcache.storage.injection import Faults, FaultySsdFiles, SlowMetadata
 from ctxcache.storage.metadata.catalog import Catalog
@@ -26,6 +26,7 @@ from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.ssd_directories import Directory, check_not_orphaned, entries, is_ours, look, write_down
 from ctxcache.storage.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
+from ctxcache.storage.tiers.shared_memory import free_huge_bytes
 from ctxcache.storage.tiers.ssd import FILE_NAME, SsdFiles, SsdPath
 
 log = logging.getLogger(__name__)
@@ -97,12 +98,30 @@ def _open_arena(settings: Settings, directory: DataDirectory) -> DramArena:
     for abandoned in remove_abandoned(settings.arena_directory):
         log.warning("abandoned_arena_removed path=%s", abandoned)
     try:
-        size_bytes = align(settings.arena_size_bytes) or arena_bytes(settings.arena_directory)
+        size_bytes = _arena_bytes(settings)
     except OSError as error:
         problem = f"cannot create the arena: {error.strerror}"
         raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
     path = settings.arena_directory / ARENA_FILE_NAME.format(directory.instance_id)
     return DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages, is_sealed=settings.arena_sealed)
+
+
+def _arena_bytes(settings: Settings) -> int:
+    """The arena's size. The log tells how a default came about, and of a size that may be too much."""
+    if not settings.arena_size_bytes:
+        size = default_arena(settings.arena_directory)
+        log.info("arena_sized size_bytes=%d by=%r", size.size_bytes, size.bound)
+        return size.size_bytes
+    size_bytes, memory = align(settings.arena_size_bytes), memory_available()
+    # Huge pages of the pool are nobody's limit of memory.
+    if size_bytes > memory.available_bytes and size_bytes > free_huge_bytes():
+        log.warning(
+            "arena_above_memory size_bytes=%d available_bytes=%d by=%r",
+            size_bytes,
+            memory.available_bytes,
+            memory.source,
+        )
+    return size_bytes
 
 
 def _ssd_paths(settings: Settings, directories: Sequence[Directory], instance_id: str) -> list[SsdPath]:

@@ -43,7 +43,7 @@ def shared_memory(settings: Settings) -> Finding:
     """Would the arena fit where it is to lie."""
     name, directory = "shared memory", settings.arena_directory
     try:
-        needed = align(settings.arena_size_bytes) or sizes.arena_bytes(directory)
+        size = _arena_size(settings)
         free = _free_bytes(directory)
     except OSError as error:
         failure = TierFailure(path=str(directory), problem=error.strerror or str(error))
@@ -51,6 +51,7 @@ def shared_memory(settings: Settings) -> Finding:
     if not os.access(directory, os.W_OK | os.X_OK):
         failure = TierFailure(path=str(directory), problem="no permission to create files in it")
         return fatal(name, failure, "choose a directory on a tmpfs with --arena-directory")
+    needed, memory = size.size_bytes, sizes.memory_available()
     if needed > free:
         lack = CapacityExceeded(
             tier=f"DRAM {directory}", needed_bytes=needed, free_bytes=free, limit_bytes=free
@@ -59,7 +60,16 @@ def shared_memory(settings: Settings) -> Finding:
             name, lack, "choose a smaller --arena-size-bytes, or enlarge the tmpfs (containers: --shm-size)"
         )
     kind = filesystem(directory)
-    found = f"{directory} is {kind}, {human_size(free)} free; the arena takes {human_size(needed)}"
+    found = (
+        f"{directory} is {kind}, {human_size(free)} free; the arena takes {human_size(needed)}: {size.bound}"
+    )
+    if needed > memory.available_bytes and needed > free_huge_bytes():
+        return degraded(
+            name,
+            f"{found}; {human_size(memory.available_bytes)} is {memory.source}",
+            "more memory than this process can have: it may be killed",
+            "choose a smaller --arena-size-bytes, or give the container more memory",
+        )
     if kind != "tmpfs":
         return degraded(
             name, found, "a file on a disk", "choose a directory on a tmpfs with --arena-directory"
@@ -95,9 +105,15 @@ def huge_pages(settings: Settings) -> Finding:
 
 def _arena_bytes(settings: Settings) -> int:
     try:
-        return align(settings.arena_size_bytes) or sizes.arena_bytes(settings.arena_directory)
+        return _arena_size(settings).size_bytes
     except OSError:
         return sizes.LEAST_BYTES
+
+
+def _arena_size(settings: Settings) -> sizes.ArenaSize:
+    if settings.arena_size_bytes:
+        return sizes.ArenaSize(align(settings.arena_size_bytes), "as set")
+    return sizes.default_arena(settings.arena_directory)
 
 
 def locked_memory(rdma: Path = RDMA) -> Finding:

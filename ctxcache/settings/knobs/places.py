@@ -28,7 +28,10 @@ PLACES = Section(
             name="arena_size_bytes",
             kind=KnobKind.SIZE,
             default=0,
-            shown="a quarter of the available memory or half of the tmpfs' free space, 64 MiB to 8 GiB",
+            shown=(
+                "a quarter of the memory available, within every limit of the container, or half of the"
+                " tmpfs' free space, 64 MiB to 8 GiB"
+            ),
             help="Size of the DRAM tier, such as 8GiB; allocated at the start, all of it.",
             advice="what `ctxcache simulate` says for the load, see capacity.md",
             watch="ctxcache_read_tokens_total",
