@@ -131,6 +131,7 @@ class Prefixes:
         layout: Sequence[StreamRange],
         asked: bytes | Sequence[bytes],
         *,
+        token_count: int | None = None,
         salt: bytes = b"",
         contents: Sequence[Content] = (),
         offered: Sequence[bytes] = (),
@@ -140,7 +141,8 @@ class Prefixes:
         """The longest prefix of these token ids (int32, little endian), or keys, that sessions have.
 
         Sessions of that model, layout and salt. `contents`: what lies behind the token ids. Salt and contents
-        are in keys already. `offered`: keys that the caller made of the token ids. `lease_ttl_ns`: what is
+        are in keys already. `token_count`: where there are keys alone, how many tokens are asked for; 64 for
+        each by default. `offered`: keys that the caller made of the token ids. `lease_ttl_ns`: what is
         found is brought to memory and held for so long, for all who have the token; that counts as an access.
         Raises ModelNotFound, InvalidArgument (a stream that the model does not have, keys of other tokens),
         and with a lease CapacityExceeded, TooManyRequests, TierFailure.
@@ -154,7 +156,8 @@ class Prefixes:
         if isinstance(asked, bytes):
             await _check_offered(scope, asked, contents, offered, pace)
         keys = await self._known(scope, asked, contents, pace)
-        self.counts.asked_token_count += _token_count(asked)
+        asked_count, known_count = token_count or _token_count(asked), len(keys) * BLOCK_TOKENS
+        self.counts.asked_token_count += asked_count
         holder = self._holder(scope, keys, is_proven=isinstance(asked, bytes))
         lease: TokenLease | None = None
         # Held by generation: a session that changes between the look and the lease is looked for again.
@@ -164,7 +167,6 @@ class Prefixes:
             lease = await self._held(*holder, ttl_ns=lease_ttl_ns)
             # Other calls may have changed the session meanwhile.
             holder = holder if lease else self._holder(scope, keys, is_proven=isinstance(asked, bytes))
-        asked_count, known_count = _token_count(asked), len(keys) * BLOCK_TOKENS
         if holder is None:
             return Match(shortfall=_shortfall(asked_count, known_count, 0))
         source, token_count = holder
@@ -309,6 +311,8 @@ class Prefixes:
         """
         keyed, found = self._ledger.keyed, list[bytes]()
         count = len(asked) // BLOCK_BYTES if isinstance(asked, bytes) else len(asked)
+        # Keys that are made take a slice of time by the 64; those that came need looking for alone.
+        most = KEYS_PER_LOOK if isinstance(asked, bytes) else count
         # Doubling steps: a miss costs one key, and a hit of a million tokens some hundred looks.
         begin, some = 0, 1
         while begin < count:
@@ -329,7 +333,7 @@ class Prefixes:
                 )
                 return found + keys[:known_count]
             found += keys
-            begin, some = end, min(2 * some, KEYS_PER_LOOK)
+            begin, some = end, min(2 * some, most)
         return found
 
     def _holder(self, scope: Scope, keys: Sequence[bytes], *, is_proven: bool) -> tuple[Session, int] | None:
@@ -345,10 +349,7 @@ class Prefixes:
         # Keys from a client prove nothing about what lies before them: compared one by one with the session's
         # own.
         if not is_proven:
-            own = self._ledger.keyed.keys_of_session(source, key_count * BLOCK_TOKENS)
-            key_count = sum(
-                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, keys, strict=False))
-            )
+            key_count = self._ledger.keyed.agreeing_count(source, keys[:key_count])
         token_count = key_count * BLOCK_TOKENS
         tail = source.growing_tail
         # A segment that a writer is filling would have to be closed for a fork, under its writer.

@@ -68,6 +68,9 @@ PROBE = Operation(release_lease=ReleaseLease(lease_id=0))
 class AccessStream(ABC):
     """Batches of operations to one server. Thread-safe; once broken it stays broken."""
 
+    tenant = ""
+    """Whose sessions it sees, where the server has said so: over the control socket."""
+
     def __init__(self, target: str, timeout_s: float) -> None:
         self.target = target
         self.timeout_s = timeout_s
@@ -814,13 +817,15 @@ def _greet(connection: socket.socket, target: str, timeout_s: float, token: str)
         try:
             hello = ControlHello(protocol_version=PROTOCOL_VERSION, token=token, asks_to_write=True)
             frame = _first_frame(connection, hello, reader, fds, time.monotonic() + timeout_s)
-            arena = _welcomed(frame, fds, target).arena
+            welcome = _welcomed(frame, fds, target)
         except TimeoutError as error:
             raise DeadlineExceeded(target=target, timeout_s=f"{timeout_s:g}") from error
         except (OSError, InvalidArgument, DecodeError) as error:
             raise Unavailable(target=target, problem=f"control socket: {error}") from error
         received.pop_all()
-    return Control(arena, fds, SocketAccess(connection, reader, target, timeout_s))
+    stream = SocketAccess(connection, reader, target, timeout_s)
+    stream.tenant = welcome.tenant
+    return Control(welcome.arena, fds, stream)
 
 
 def _welcomed(frame: Frame, fds: list[int], target: str) -> ControlWelcome:

@@ -88,9 +88,9 @@ class ControlSocket:
         self._path = ""
         self._drain: asyncio.Task[None] | None = None
 
-    def welcome(self, *, may_write: bool) -> bytes:
+    def welcome(self, tenant: str, *, may_write: bool) -> bytes:
         """The answer to a hello."""
-        self._welcome.arena.may_write = may_write
+        self._welcome.arena.may_write, self._welcome.tenant = may_write, tenant
         return self._welcome.SerializeToString()
 
     async def start(self, path: str) -> None:
@@ -360,7 +360,9 @@ class _Connection(asyncio.Protocol):
         # asyncio's transport cannot send descriptors.
         raw = socket.socket(fileno=self._transport.get_extra_info("socket").fileno())
         try:
-            message = encode_frame(FrameKind.HELLO, self._control.welcome(may_write=may_write))
+            message = encode_frame(
+                FrameKind.HELLO, self._control.welcome(self._caller.tenant, may_write=may_write)
+            )
             fds = [self._control.read_fd]
             if may_write and hello.asks_to_write and self._control.write_fd is not None:
                 fds.append(self._control.write_fd)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ctxcache.cache import Cache
 from ctxcache.cache.prefixes import Found
 from ctxcache.cache.state import Pace
-from ctxcache.core.prefix.keys import BLOCK_BYTES, KEY_BYTES
+from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, KEY_BYTES, TOKENS_LIMIT_BYTES
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKEN_ROW_BYTES, Content
 from ctxcache.service import convert, validate
@@ -14,7 +14,6 @@ from ctxcache.service.callers import Context, current
 from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.v1 import prefix_pb2, prefix_pb2_grpc, session_pb2
 
-TOKENS_LIMIT_BYTES = 1 << 20
 KEYS_LIMIT = TOKENS_LIMIT_BYTES // BLOCK_BYTES
 SECOND_NS = 10**9
 _STATES = {
@@ -75,6 +74,7 @@ async def match(
         validate.model_id(request.model, "model"),
         validate.stream_ranges(request.layout, "layout"),
         _prefix(request.prefix),
+        token_count=request.prefix.token_count or None,
         salt=validate.salt(request.salt),
         contents=_contents(request.prefix),
         offered=request.prefix.keys,
@@ -126,19 +126,31 @@ def _prefix(given: prefix_pb2.Prefix) -> bytes | Sequence[bytes]:
     """Token ids, or keys where there are none, of a length that they may have."""
     if given.keys:
         validate.within(len(given.keys), 1, KEYS_LIMIT, "prefix.keys")
+        # A list: protobuf's own makes an object of a key at each look.
+        keys = list(given.keys)
         # Of one length, or they are no keys: a prefix of a key would never be found, and nothing would say
         # why.
-        for i, key in enumerate(given.keys):
-            if len(key) != KEY_BYTES:
-                problem = f"{KEY_BYTES} bytes expected, {len(key)} given"
-                raise InvalidArgument(field=f"prefix.keys[{i}]", problem=problem)
+        if {*map(len, keys)} != {KEY_BYTES}:
+            i, length = next((i, len(key)) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
+            problem = f"{KEY_BYTES} bytes expected, {length} given"
+            raise InvalidArgument(field=f"prefix.keys[{i}]", problem=problem)
         # Keys beside token ids are an offer: what they say is compared with the ids.
         if not given.token_ids:
-            return given.keys
+            _check_count(given, len(keys), given.token_count // BLOCK_TOKENS)
+            return keys
     size_bytes = validate.within(
         len(given.token_ids), TOKEN_ROW_BYTES, TOKENS_LIMIT_BYTES, "prefix.token_ids"
     )
     if size_bytes % TOKEN_ROW_BYTES:
         problem = f"{size_bytes} bytes are no whole number of {TOKEN_ROW_BYTES}"
         raise InvalidArgument(field="prefix.token_ids", problem=problem)
+    _check_count(given, size_bytes // TOKEN_ROW_BYTES, given.token_count)
     return given.token_ids
+
+
+def _check_count(given: prefix_pb2.Prefix, actual: int, told: int) -> None:
+    if given.token_count and told != actual:
+        problem = (
+            f"{given.token_count} are not those of {len(given.token_ids)} B of ids, {len(given.keys)} keys"
+        )
+        raise InvalidArgument(field="prefix.token_count", problem=problem)

@@ -168,10 +168,13 @@ class ControlWelcome(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     ARENA_FIELD_NUMBER: _builtins.int
     MESSAGE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of the framing that is spoken from here on."""
     message_limit_bytes: _builtins.int
     """Largest message that the server takes, in bytes, without its frame."""
+    tenant: _builtins.str
+    """The tenant whose sessions this connection sees: a client that makes keys of prefixes needs it. Never empty."""
     @_builtins.property
     def arena(self) -> Global___Arena:
         """The arena that the descriptors lead to."""
@@ -182,10 +185,11 @@ class ControlWelcome(_message.Message):
         protocol_version: _builtins.int = ...,
         arena: Global___Arena | None = ...,
         message_limit_bytes: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "message_limit_bytes", b"message_limit_bytes", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "message_limit_bytes", b"message_limit_bytes", "protocol_version", b"protocol_version", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,9 +33,14 @@ class Prefix(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     CONTENTS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Token ids from the first one on, each an int32, little endian: 4 to 1048576 bytes. A request over gRPC has at most
     256 KiB: longer prompts are named by keys, or come over the control socket.
+    """
+    token_count: _builtins.int
+    """With keys alone: how many tokens the prompt has, of which the last up to 63 have no key. 0, the default: 64 for each
+    key. A number that is not of so many keys, or with token ids not theirs, is INVALID_ARGUMENT.
     """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -53,10 +58,11 @@ class Prefix(_message.Message):
         token_ids: _builtins.bytes = ...,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         contents: _abc.Iterable[_session_pb2.ContentRange] | None = ...,
+        token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "keys", b"keys", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "keys", b"keys", "token_count", b"token_count", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -134,7 +134,8 @@ async def test_only_sessions_of_one_salt_share(rig: MemoryRig, tokens: list[Toke
         assert await found(rig, tokens, salt=salt) == count
         assert await rig.adopt(name, tokens) == count
     source = rig.cache.ledger.find(TENANT, "a")
-    keys = list(rig.cache.ledger.keyed.keys_of_session(source, 256))
+    keyed = rig.cache.ledger.keyed
+    keys = [key for segment in source.segments for key in keyed.keys_of(segment, segment.row_count)]
     layout = ranges_of(STREAMS)
     assert (await rig.cache.prefixes.match(TENANT, MODEL.model_id, layout, keys)).token_count == 256
     await rig.create("by-keys", salt=b"user 2")

@@ -4,6 +4,7 @@ import random
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from fakes import Operation
 from ctxcache.cache.prefixes import Found, Match, Shortfall
 from ctxcache.cache.state import Call, Listening
 from ctxcache.core.ledger.keyed import Keyed
+from ctxcache.core.prefix.keys import scope_of
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, WriteInProgress
 from ctxcache.format.streams import TOKENS, ranges_of
 
@@ -218,8 +220,14 @@ async def test_keys_that_do_not_follow_each_other_are_not_believed(rig: MemoryRi
         await rig.create(name)
         await rig.append(name, appended, is_durable=True)
     keyed, layout = rig.cache.ledger.keyed, ranges_of(STREAMS)
-    own = list(keyed.keys_of_session(rig.cache.ledger.find(TENANT, "a"), 192))
-    other = list(keyed.keys_of_session(rig.cache.ledger.find(TENANT, "b"), 64))
+    own, other = (
+        [
+            key
+            for segment in rig.cache.ledger.find(TENANT, name).segments
+            for key in keyed.keys_of(segment, 64)
+        ]
+        for name in ("a", "b")
+    )
     for given, count in (
         (own, 192),
         (own[1:], 0),
@@ -229,6 +237,28 @@ async def test_keys_that_do_not_follow_each_other_are_not_believed(rig: MemoryRi
     ):
         found = await rig.cache.prefixes.match(TENANT, "tiny", layout, given)
         assert found.token_count == count, given
+
+
+async def test_a_wrong_key_ends_what_is_found(rig: MemoryRig, writer: Writer) -> None:
+    """Whichever it is: in segments of one key, in one of many, and in the part of one that a fork shows."""
+    tokens, others, layout = writer.make(320), writer.make(320), ranges_of(STREAMS)
+    for name in ("a", "c"):
+        await rig.create(name)
+    await rig.append("a", tokens[:90])
+    await rig.append("a", tokens[90:200])
+    await rig.append("a", tokens[200:], is_coming=True)
+    await rig.append("c", others, is_coming=True)
+    await rig.fork("c", "d", 192)
+    await rig.delete("c")
+    scope = scope_of(TENANT, FINGERPRINT, tuple(layout))
+    for asked, most in ((tokens, 5), (others, 3)):
+        own = list(scope.keys(rows_of(asked, TOKENS)))
+        for wrong, count in product(range(6), range(1, 6)):
+            given = [bytes([9]) * 32 if number == wrong else key for number, key in enumerate(own[:count])]
+            found = await rig.cache.prefixes.match(TENANT, "tiny", layout, given)
+            assert found.token_count == 64 * min(wrong, count, most), (wrong, count)
+        found = await rig.cache.prefixes.match(TENANT, "tiny", layout, own[:most], token_count=64 * most + 63)
+        assert (found.token_count, found.shortfall) == (64 * most, Shortfall.SHORT)
 
 
 async def test_keys_are_found_within_their_scope_alone(rig: MemoryRig, writer: Writer) -> None:
@@ -319,12 +349,15 @@ async def test_time_does_not_tell_what_another_tenant_has(tmp_path: Path, writer
     await rig.cache.models.register("other", rig.cache.state.model(TENANT, "tiny").spec)
     layout = ranges_of(STREAMS)
 
-    async def seen_by(tenant: str) -> float:
+    async def seen_by(tenant: str, *, by_keys: bool = False) -> float:
         draws = [(is_known, i % PROMPTS) for i in range(TRIES) for is_known in (True, False)]
         random.Random(SEED).shuffle(draws)
+        scope = scope_of(tenant, FINGERPRINT, tuple(layout))
         prompts = {
-            True: [rows_of(one, TOKENS) for one in known],
-            False: [rows_of(one, TOKENS) for one in unknown],
+            is_known: [
+                list(scope.keys(ids)) if by_keys else ids for ids in (rows_of(one, TOKENS) for one in those)
+            ]
+            for is_known, those in ((True, known), (False, unknown))
         }
         took: dict[bool, list[int]] = {True: [], False: []}
         for is_known, number in draws:
@@ -335,6 +368,7 @@ async def test_time_does_not_tell_what_another_tenant_has(tmp_path: Path, writer
         return area_under_curve(took[True], took[False])
 
     assert abs(await seen_by("other") - 0.5) <= 0.05
+    assert abs(await seen_by("other", by_keys=True) - 0.5) <= 0.05
     assert await seen_by(TENANT) >= 0.9
     await rig.close()
 

@@ -1,6 +1,7 @@
 """Prefixes of the typed client, against a real server, by each way that a call may take."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -104,6 +105,40 @@ def test_what_cannot_be_asked_is_refused_by_name(client: Client) -> None:
     session.append(rows_of(PROMPT))
     with pytest.raises(InvalidArgument, match="has or had tokens"):
         session.adopt(PROMPT)
+
+
+def test_a_prompt_of_any_length_is_answered_alike_by_every_way(live: LiveServer) -> None:
+    """By keys over the control socket, by ids else: with salt, with a lease, without a whole 64, too long."""
+    ways: tuple[tuple[Access, Transport], ...] = (("local", "socket"), ("local", "grpc"), ("remote", "grpc"))
+    with ExitStack() as clients:
+        socket, stream, remote = (
+            clients.enter_context(
+                ctxcache.connect(live.target, timeout_s=10, access=access, transport=transport)
+            )
+            for access, transport in ways
+        )
+        remote.models.register(SPEC)
+        for salt in (b"", b"user 17", bytes(64)):
+            assert not socket.prefixes.match(OWN, PROMPT, salt=salt, layout=LAYOUT).token_count
+            remote.sessions.create(OWN, layout=LAYOUT, salt=salt).append(
+                rows_of(PROMPT), durability=Durability.DISK
+            )
+            for length in (1, 63, 64, 65, 127, 128, 191, 200):
+                for prompt in (PROMPT[:length], np.append(PROMPT[:length], 4), list(PROMPT[:length])):
+                    by_keys, by_stream, by_ids = (
+                        one.prefixes.match(OWN, prompt, salt=salt, layout=LAYOUT)
+                        for one in (socket, stream, remote)
+                    )
+                    assert by_keys == by_stream == by_ids
+                    assert by_ids.token_count == length // 64 * 64
+        held = socket.prefixes.match(OWN, PROMPT, layout=LAYOUT, lease_ttl=timedelta(seconds=9))
+        with stream.prefixes.leased(held.lease_token, OWN) as rows:
+            assert rows.array(TOKENS).tobytes() == PROMPT[:192].astype("<i4").tobytes()
+        for one in (socket, stream):
+            with pytest.raises(InvalidArgument, match=r"prefix\.token_ids"):
+                one.prefixes.match(OWN, np.zeros((1 << 18) + 1, np.int32), layout=LAYOUT)
+            with pytest.raises(InvalidArgument, match="salt: is longer than 64 bytes"):
+                one.prefixes.match(OWN, PROMPT, layout=LAYOUT, salt=bytes(65))
 
 
 DIGEST = bytes(range(32))

@@ -14,6 +14,7 @@ from ctxcache.core.prefix.keys import (
     NO_PARENT,
     Entry,
     PrefixIndex,
+    all_stored,
     layout_tag,
     make_scope,
     scope_of,
@@ -98,6 +99,11 @@ class IndexMachine(RuleBasedStateMachine):
         for owner, keys in self.held.items():
             expected = [(key_number(number), 64 * (i + 1)) for i, (_, _, number) in enumerate(keys)]
             assert self.index.keys_of(SCOPES[keys[0][1]], owner) == expected
+            # All, all but the last, all but the first.
+            for begin, end in ((0, 64 * len(keys)), (0, 64 * len(keys) - 1), (64, 64 * len(keys) + 9)):
+                own = [key for key, count in expected if begin < count <= end]
+                assert self.index.stored_keys(owner, begin, end) == all_stored(SCOPES[keys[0][1]], own)
+        assert self.index.stored_keys(71, 0, 64) == b""
 
 
 TestIndex = IndexMachine.TestCase

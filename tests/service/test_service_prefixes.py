@@ -79,6 +79,8 @@ async def test_a_prompt_is_found_and_adopted(client: Client, stub: Any) -> None:
     by_key = await stub.MatchPrefix(match_of(prefix=prefix_pb2.Prefix(keys=keys)))
     assert (found.reason, by_key.reason) == ("SHORT", "")
     assert (by_key.state, by_key.token_count) == (PENDING, 192)
+    counted = prefix_pb2.Prefix(keys=keys, token_count=200)
+    assert await stub.MatchPrefix(match_of(prefix=counted)) == found
 
     await client.create("b")
     adopted = (await stub.AdoptPrefix(adopt_of(client))).session
@@ -136,6 +138,19 @@ REFUSED = {
     "both": (match_of(prefix=prefix_pb2.Prefix(token_ids=bytes(4), keys=[bytes(32)])), "prefix.keys[0]"),
     "part of an id": (match_of(prefix=prefix_pb2.Prefix(token_ids=bytes(258))), "prefix.token_ids"),
     "short key": (match_of(prefix=prefix_pb2.Prefix(keys=[bytes(32), bytes(31)])), "prefix.keys[1]"),
+    "too few keys": (
+        match_of(prefix=prefix_pb2.Prefix(keys=[bytes(32)], token_count=128)),
+        "prefix.token_count",
+    ),
+    "too many keys": (
+        match_of(prefix=prefix_pb2.Prefix(keys=[bytes(32)], token_count=63)),
+        "prefix.token_count",
+    ),
+    "no count": (match_of(prefix=prefix_pb2.Prefix(keys=[bytes(32)], token_count=-64)), "prefix.token_count"),
+    "other ids": (
+        match_of(prefix=prefix_pb2.Prefix(token_ids=bytes(8), token_count=3)),
+        "prefix.token_count",
+    ),
     "long key": (match_of(prefix=prefix_pb2.Prefix(keys=[bytes(33)])), "prefix.keys[0]"),
 }
 

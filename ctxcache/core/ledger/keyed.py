@@ -22,7 +22,16 @@ from typing_extensions import Buffer
 
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import BEGIN, Piece, Session
-from ctxcache.core.prefix.keys import BLOCK_TOKENS, NO_PARENT, Entry, PrefixIndex, Scope, scope_of
+from ctxcache.core.prefix.keys import (
+    BLOCK_TOKENS,
+    KEY_BYTES,
+    NO_PARENT,
+    Entry,
+    PrefixIndex,
+    Scope,
+    all_stored,
+    scope_of,
+)
 
 
 class Keyed:
@@ -154,16 +163,24 @@ class Keyed:
         keys = self._keys_of(_scope(segment), segment.segment_id)
         return tuple([key for key, count in keys if count <= row_count])
 
-    def keys_of_session(self, session: Session, token_count: int) -> Iterator[bytes]:
-        """The keys of a session's first tokens, of which none was dropped, in order."""
+    def agreeing_count(self, session: Session, keys: Sequence[bytes]) -> int:
+        """How many of these keys, from the first on, are the session's own; no token of it was dropped."""
         ranges = session.layout.outline.ranges
         scope = scope_of(session.tenant, session.model_fingerprint, ranges, session.salt)
-        for piece in session.pieces(0, token_count):
-            segment = piece.segment
-            for key, row_count in self._keys_of(scope, segment.segment_id):
-                # A part of a segment that is shown has only the keys that end in it.
-                if piece.row_begin < row_count <= piece.row_end:
-                    yield key
+        given, begin = all_stored(scope, keys), 0
+        for piece in session.pieces(0, len(keys) * BLOCK_TOKENS):
+            # A part of a segment that is shown has only the keys that end in it, and those that leave are
+            # found no more.
+            segment_id = piece.segment.segment_id
+            end = min(piece.row_end, self._leaving.get(segment_id, piece.row_end))
+            own = self.index.stored_keys(segment_id, piece.row_begin, end)
+            there = given[begin : begin + len(own)]
+            if there != own:
+                for at in range(0, len(own), KEY_BYTES):
+                    if own[at : at + KEY_BYTES] != there[at : at + KEY_BYTES]:
+                        return (begin + at) // KEY_BYTES
+            begin += len(own)
+        return begin // KEY_BYTES
 
     def _key_at(self, session: Session, scope: Scope, token_count: int) -> bytes | None:
         """The key of the session's tokens up to there; None where they have none."""
