@@ -8,9 +8,9 @@ socket; otherwise bytes travel by gRPC. Thread-safe. Worst case: one deadline pe
 much is several calls, each of which is done or not.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
 from itertools import islice, starmap
 from types import TracebackType
@@ -43,6 +43,7 @@ BYTES_PER_CALL = 64 << 20
 ARENA_SHARE = 8
 """One such part."""
 MESSAGE_BYTES = 1 << 20
+MOST_BLOCK_BYTES = 16 << 20
 _NS_PER_S = 10**9
 SPACES_KEPT = 64
 """Spaces whose messages are not made anew each time."""
@@ -61,6 +62,10 @@ _LOOKUP = bytes((Operation.LOOKUP_BLOCKS_FIELD_NUMBER << 3 | LENGTH_DELIMITED,))
 _KEY = bytes((block_pb2.LookupBlocksRequest.KEYS_FIELD_NUMBER << 3 | LENGTH_DELIMITED, KEY_BYTES))
 """The bytes in front of each key of a message."""
 _STATES: dict[int, LookupState] = {state.value: state for state in LookupState}
+
+
+Writing = Callable[[], AbstractContextManager[None]]
+"""Entered around each write to a caller's memory; what it raises ends the call."""
 
 
 class _New(NamedTuple):
@@ -185,13 +190,20 @@ class BlockCalls:
         return self._completions.submit(self.load, space, keys, into)
 
     def load(
-        self, space: BlockSpace, keys: Sequence[bytes], into: Sequence[BlockData] | None = None
+        self,
+        space: BlockSpace,
+        keys: Sequence[bytes],
+        into: Sequence[BlockData] | None = None,
+        *,
+        writing: Writing = nullcontext,
     ) -> list[list[Array] | None]:
         """The bytes of each block, by part; None for one that is not there. Verified. Counts as an access.
 
         `into`: for each key, arrays for the bytes of its parts, of any shape and strides, writable buffers,
         `MemoryRows` or `Scattered`, whose arrays are returned in their order; by default new ones are made.
-        Raises InvalidArgument (one has another size), CapacityExceeded, TooManyRequests, TierFailure.
+        `writing`: entered around the copy of each block, by whoever may take `into` back meanwhile; an error
+        that it raises ends the load, and writes no more. Raises InvalidArgument (one has another size),
+        CapacityExceeded, TooManyRequests, TierFailure.
         """
         if into is not None and len(into) != len(keys):
             raise InvalidArgument(field="into", problem=f"{len(keys)} expected")
@@ -204,9 +216,9 @@ class BlockCalls:
         for begin in range(0, len(keys), step):
             some, places = keys[begin : begin + step], targets[begin : begin + step]
             if attachment is None:
-                found += self._load_by_stream(space, some, places)
+                found += self._load_by_stream(space, some, places, writing)
             else:
-                found += self._load_in_place(space, some, places, attachment)
+                found += self._load_in_place(space, some, places, attachment, writing)
         return found
 
     def lease(
@@ -270,6 +282,7 @@ class BlockCalls:
         keys: Sequence[bytes],
         targets: Sequence[list[PartMemory] | None],
         attachment: ArenaAttachment,
+        writing: Writing,
     ) -> list[list[Array] | None]:
         most_bytes = min(BYTES_PER_CALL, attachment.arena.readable.size // ARENA_SHARE)
         found: list[list[Array] | None] = []
@@ -281,13 +294,12 @@ class BlockCalls:
                 count = max(most_bytes // max(sum(one.nbytes for one in target), 1), 1)
         while begin < len(keys):
             some, places = keys[begin : begin + count], targets[begin : begin + count]
-            loaded = self._load_some(space, some, places, attachment, recheck=False)
+            loaded = self._load_some(space, some, places, attachment, writing, recheck=False)
             # Rows that differ are asked for once more, and the server then verifies what it has first.
             bad = [i for i, one in enumerate(loaded) if one is _BAD]
             if bad:
-                again = self._load_some(
-                    space, [some[i] for i in bad], [places[i] for i in bad], attachment, recheck=True
-                )
+                some_bad, places_bad = [some[i] for i in bad], [places[i] for i in bad]
+                again = self._load_some(space, some_bad, places_bad, attachment, writing, recheck=True)
                 for i, one in zip(bad, again, strict=True):
                     loaded[i] = one
             found += [None if one is _BAD else one for one in loaded]
@@ -303,16 +315,17 @@ class BlockCalls:
         keys: Sequence[bytes],
         targets: Sequence[list[PartMemory] | None],
         attachment: ArenaAttachment,
+        writing: Writing,
         *,
         recheck: bool,
     ) -> list[list[Array] | None]:
         """The loaded parts of each; `_BAD` for what was not what its writer said."""
         request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys, recheck=recheck)
         with _leased(attachment, request) as leased:
-            loaded = [
-                leased.copied(i, target, is_verified=self._routes.is_verified)
-                for i, target in enumerate(targets)
-            ]
+            loaded = []
+            for i, target in enumerate(targets):
+                with writing():
+                    loaded.append(leased.copied(i, target, is_verified=self._routes.is_verified))
             # Behind the copies: bytes copied after the lease's end may be another block's.
             if any(loaded):
                 leased.check()
@@ -353,16 +366,20 @@ class BlockCalls:
         space: BlockSpace,
         keys: Sequence[bytes],
         targets: Sequence[list[PartMemory] | None],
+        writing: Writing,
     ) -> list[list[Array] | None]:
         request = block_pb2.ReadBlocksRequest(
             blocks=block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys)
         )
-        # Sizes are not known before the answer, so a block counts for 16 MiB: a deadline, not a limit.
-        timeout_s = self._wire.bulk_timeout_s(len(keys) * (16 << 20))
+        # A size that is not known before the answer counts for 16 MiB: a deadline, not a limit.
+        size_bytes = sum(
+            MOST_BLOCK_BYTES if target is None else sum(one.nbytes for one in target) for target in targets
+        )
+        timeout_s = self._wire.bulk_timeout_s(size_bytes)
         with self._wire.errors():
             call = self._wire.blocks.ReadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
             try:
-                return _received(call, targets)
+                return _received(call, targets, writing)
             finally:
                 call.cancel()
                 draw_end(call)
@@ -535,6 +552,7 @@ def _put_in_place(
 def _received(
     call: Iterable[block_pb2.ReadBlocksResponse],
     targets: Sequence[list[PartMemory] | None],
+    writing: Writing,
 ) -> list[list[Array] | None]:
     """The parts that a stream brings. Raises ChecksumMismatch, InvalidArgument."""
     messages = iter(call)
@@ -557,16 +575,17 @@ def _received(
             end = given.begin_bytes + len(given.data)
             parts[given.part][given.begin_bytes : end] = np.frombuffer(given.data, np.uint8)
     return [
-        None if parts is None else _put_into(target, parts)
+        None if parts is None else _put_into(target, parts, writing)
         for parts, target in zip(found, targets, strict=True)
     ]
 
 
-def _put_into(target: list[PartMemory] | None, parts: Sequence[Bytes]) -> list[Array]:
+def _put_into(target: list[PartMemory] | None, parts: Sequence[Bytes], writing: Writing) -> list[Array]:
     if target is None:
         return list(parts)
-    for place, part in zip(target, parts, strict=True):
-        place.copy_out(part, is_summed=False)
+    with writing():
+        for place, part in zip(target, parts, strict=True):
+            place.copy_out(part, is_summed=False)
     return [array for place in target for array in place.arrays]
 
 

@@ -14,7 +14,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
@@ -238,6 +239,8 @@ class StoreLink(Generic[Subject]):
             if self._client is None:
                 self._client = self._connect()
             self._subject = self._describe(self._client)
+            # A subject may be described without a call: a store that hangs would look ready each time.
+            self._ask(self._client, self._subject)
         except FINAL as error:
             log.error("the context store is not used: %s", error)  # noqa: TRY400  its reason is the message
             return LinkState.REFUSED
@@ -254,6 +257,34 @@ class StoreLink(Generic[Subject]):
         self._is_away = False
         log.info("the context store is used")
         return LinkState.READY
+
+
+# Bytes that come late, and an owner of memory who waits no longer:
+#
+#     who brings them    read ─ [write] ─ read ─ [write] ─ read ─ raises: writes no more
+#     the owner                                give_up waits ──►│ the memory is its own
+class Bringing:
+    """Bytes on their way into memory that its owner may take back."""
+
+    def __init__(self, name: str) -> None:
+        self.begun_s = time.monotonic()
+        self.is_given_up = False
+        self.lock = threading.Lock()
+        """Held while the memory is written to, and while the end of it is decided."""
+        self._name = name
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within it the memory is written to. Raises DeadlineExceeded once it is given up."""
+        with self.lock:
+            if self.is_given_up:
+                raise DeadlineExceeded(target=self._name, timeout_s="its time is over")
+            yield
+
+    def give_up(self) -> None:
+        """From here on the memory is not written to."""
+        with self.lock:
+            self.is_given_up = True
 
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -294,6 +325,11 @@ class StoreSettings:
             (first, *_) = error.errors(include_url=False)
             name = ".".join(map(str, first["loc"][:1]))
             raise Refused(f"{where}.{name}: {first['msg']}, not {first['input']!r}") from None
+
+    @property
+    def answer_s(self) -> float:
+        """How long a store that answers may take to say so: a request hears of it within `timeout_s`."""
+        return self.timeout_s / 2
 
     @property
     def level(self) -> Durability:

@@ -3,6 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,31 @@ def test_many_blocks_are_put_found_loaded_and_deleted(client: Client) -> None:
     assert client.blocks.delete(WHOLE, [keys[0], keys[1], key_of(99)]) == 2
     assert client.blocks.look_up(WHOLE, keys[:3])[:2] == [MISS, MISS]
     assert client.blocks.load(WHOLE, keys[:2]) == [None, None]
+
+
+def test_memory_that_was_taken_back_is_not_written_to(client: Client) -> None:
+    """A caller that takes its memory back in the middle of a load: what comes later touches nothing."""
+    keys = [key_of(i) for i in range(6)]
+    data = [data_of(i) for i in range(6)]
+    client.blocks.put(WHOLE, dict(zip(keys, data, strict=True)))
+    into = [np.zeros(100_000, np.uint8) for _ in keys]
+    entered: list[int] = []
+
+    @contextmanager
+    def writing() -> Iterator[None]:
+        entered.append(len(entered))
+        if len(entered) > 3:
+            raise TimeoutError("its owner has it back")
+        yield
+
+    with pytest.raises(TimeoutError, match="its owner has it back"):
+        client.blocks.load(WHOLE, keys, into, writing=writing)
+    assert [bool(one.any()) for one in into] == [True] * 3 + [False] * 3
+    # Nothing is held, and the way is as good as before.
+    assert all(client.blocks.load(WHOLE, keys, into))
+    assert [one.tobytes() for one in into] == [one.tobytes() for one in data]
+    while client.admin.stats().lease_count:
+        threading.Event().wait(0.001)
 
 
 @pytest.mark.parametrize("length", [0, 31, 33])

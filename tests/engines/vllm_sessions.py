@@ -558,11 +558,19 @@ def test_a_restore_that_comes_too_late_leaves_nothing_wrong(
         converse_until_restored(engine, plain, "alice", prompt)
 
 
+@pytest.mark.parametrize("is_hung", [False, True], ids=["slow", "hung"])
 def test_a_request_does_not_wait_for_a_look_up_longer_than_for_one_call(
-    model: Path, store: ServerProcess, monkeypatch: pytest.MonkeyPatch
+    model: Path, store: ServerProcess, monkeypatch: pytest.MonkeyPatch, *, is_hung: bool
 ) -> None:
-    """A look-up has several calls, and each may take its time: all together have that of one."""
+    """A look-up has several calls, and each may take its time: all together have that of one.
+
+    Of a store that does not answer a short question meanwhile nothing is awaited any more.
+    """
     now_s = [1000.0]
+    expected = [(1000.0, None), (1599.0, None), (1601.0, 0), (1602.0, 0)]
+    if is_hung:
+        # A quarter of the answer's 300 s passes before the question.
+        expected = [(1000.0, None), (1075.0, None), (1374.0, None), (1376.0, 0), (1377.0, 0)]
     monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     config = EngineArgs(
         model=str(model),
@@ -577,9 +585,11 @@ def test_a_request_does_not_wait_for_a_look_up_longer_than_for_one_call(
     try:
         assert side.link.wait(60) is LinkState.READY
         store.signal(signal.SIGSTOP)
+        if is_hung:
+            side.link._clock = lambda: now_s[0]
         side.arrived(request)
-        for now_s[0], expected in ((1000.0, None), (1599.0, None), (1601.0, 0), (1602.0, 0)):
-            assert side.matched(request, 0) is expected
+        for now_s[0], count in expected:
+            assert side.matched(request, 0) is count
     finally:
         store.signal(signal.SIGCONT)
         side.close()

@@ -4,22 +4,28 @@ Run by `make engines`. vLLM refuses to offload from a CPU: `TieringOnCpu` copies
 worker, all else is vLLM's own. Host memory is small, or the process a new one: chunks come from the store.
 """
 
+import hashlib
 import random
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
 import ctxcache
+from gpu_worker.engines.vllm.tier import chain_of
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
 from tests.engines.stalling_proxy import StallingProxy
@@ -27,6 +33,24 @@ from tests.server_process import ServerProcess
 
 BLOCK_TOKENS = 32
 COUNT = 16
+SLOW_LOADS = """
+import sys, time
+from ctxcache.client import blocks
+from gpu_worker.engines.vllm import tier
+# Given up because the store does not answer, and not because it is slow.
+tier.SLOWEST_BYTES_PER_S = 1e-3
+put, copied = blocks._put_into, blocks.LeasedBlocks.copied
+def slowly(call):
+    def wrapped(*words, **named):
+        done = call(*words, **named)
+        sys.stderr.write("a chunk is loaded\\n")
+        time.sleep(0.3)
+        return done
+    return wrapped
+blocks._put_into, blocks.LeasedBlocks.copied = slowly(put), slowly(copied)
+class Slow:
+    pass
+"""
 PROMPT_TOKENS = 300
 FOUND = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 """Tokens of a prompt in whole blocks, its last one left to be computed."""
@@ -231,6 +255,62 @@ def test_a_load_that_stalls_leaves_nothing_wrong(
             deadline_s = time.monotonic() + 60
             while not any(ask(engine, replies, [0, 1, 2])):
                 assert time.monotonic() < deadline_s, engine.log
+
+
+@pytest.mark.parametrize("access", ["local", "remote"])
+def test_a_store_that_is_stopped_in_the_middle_of_a_load_is_not_waited_for(
+    model: Path, replies: list[tuple[int, ...]], tmp_path: Path, access: str
+) -> None:
+    """The prompt is computed within the time of a call; chunks that come when it goes on touch nothing."""
+    remote_only = ("--control-socket", "", "--bulk-listen", "", "--arena-sealed", "true")
+    (tmp_path / "slow.py").write_text(SLOW_LOADS)
+    slowly: dict[str, Any] = {"worker_extension_cls": "slow.Slow", "packages": str(tmp_path)}
+    options = remote_only if access == "remote" else ()
+    with ServerProcess(tmp_path / "data", *options) as server:
+        with offloading(model, server.target, tmp_path / "log") as engine:
+            ask(engine, replies, range(3))
+            wait_for_blocks(server, 3 * FOUND // BLOCK_TOKENS)
+        with offloading(model, server.target, tmp_path / "log", **slowly) as engine:
+            # Host memory has the first prompt after this, the store alone the others.
+            assert ask(engine, replies, [0]) == [FOUND]
+            computed_s = engine.turn(prompt_of(8), None, COUNT).took_s
+            loaded = engine.log.count("a chunk is loaded")
+            with ThreadPoolExecutor(1) as asking:
+                asked = asking.submit(engine.turn, prompt_of(1), None, COUNT)
+                while engine.log.count("a chunk is loaded") == loaded:
+                    time.sleep(0.001)
+                server.signal(signal.SIGSTOP)
+                reply = asked.result()
+            assert reply.token_ids == replies[1]
+            assert reply.cached_count < FOUND
+            assert "come too late" in engine.log
+            # What loads slowly takes 2 s and more in all; the question is answered by nobody for .75 s.
+            assert reply.took_s < 1.6 + 5 * computed_s
+            # Not another time: the store is left alone until it answers a question.
+            began_s = time.monotonic()
+            time.sleep(3)
+            assert ask(engine, replies, [2]) == [0]
+            assert time.monotonic() - began_s < 4 + 5 * computed_s
+            server.signal(signal.SIGCONT)
+            deadline_s = time.monotonic() + 30
+            while not any(ask(engine, replies, [4, 5, 6, 7, 8])):
+                assert time.monotonic() < deadline_s, engine.log
+
+
+def test_a_chunk_continues_the_one_right_before_it_and_no_other() -> None:
+    """Behind a gap in the job's positions it names none: that chunk's life must not hang on another's."""
+    context = ReqContext("request")
+    keys = [make_offload_key(bytes([number]) * 32, number % 2) for number in range(8)]
+    positions = [64, 32, 128, 64, 256, 96, 320, None]
+    for key, position in zip(keys, positions, strict=True):
+        if position is not None:
+            context.set_offload_key_position(key, position)
+    job = TransferJob(1, keys, np.arange(8), is_promotion=False, req_context=context)
+    name = {hashlib.sha256(key).digest(): number for number, key in enumerate(keys)}
+    parents = {
+        name[key]: None if parent is None else name[parent] for key, parent in chain_of(job, [64, 32]).items()
+    }
+    assert parents == {0: None, 2: 0, 4: None, 6: 4, 1: None, 3: 1, 5: 3, 7: None}
 
 
 def test_a_store_that_is_full_gives_wrong_replies_to_nobody(

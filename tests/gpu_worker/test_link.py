@@ -12,10 +12,10 @@ from tiny_models import build
 
 import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.errors import CacheError, Unavailable
+from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.format.model import ModelSpec
 from gpu_worker.engines import link as link_module
-from gpu_worker.engines.link import LinkState, StoreLink
+from gpu_worker.engines.link import Bringing, LinkState, StoreLink
 from gpu_worker.model_spec import model_spec
 
 TIMEOUT_S = 30
@@ -178,6 +178,43 @@ def test_a_store_that_hangs_is_noticed_by_who_waits_for_it(store: ServerProcess,
     finally:
         store.signal(signal.SIGCONT)
         link.close()
+
+
+def test_a_store_that_hangs_is_not_ready(store: ServerProcess) -> None:
+    """Also where its subject is described without a call: no engine's request is what finds it out."""
+
+    def ask(client: Client, _subject: str) -> None:
+        list(client.models.list())
+
+    store.signal(signal.SIGSTOP)
+    connected = ctxcache.connect(store.target, timeout_s=0.2)
+    link = StoreLink(lambda: connected, lambda _client: "described without a call", ask)
+    try:
+        while (state := link.state) is LinkState.CONNECTING:
+            time.sleep(0.001)
+        assert state is LinkState.RESTING
+        store.signal(signal.SIGCONT)
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+    finally:
+        store.signal(signal.SIGCONT)
+        link.close()
+
+
+def test_memory_that_was_taken_back_is_not_written_to() -> None:
+    """The owner waits for a write that is under way; the next one raises."""
+    bringing, owned = Bringing("chunks"), threading.Event()
+
+    def take_back() -> None:
+        bringing.give_up()
+        owned.set()
+
+    owner = threading.Thread(target=take_back)
+    with bringing.writing():
+        owner.start()
+        assert not owned.is_set()
+    owner.join()
+    with pytest.raises(DeadlineExceeded, match="chunks"), bringing.writing():
+        pytest.fail("written")
 
 
 def test_closing_does_not_wait_for_a_pause(spec: ModelSpec) -> None:

@@ -289,7 +289,9 @@ class SchedulerSide:
             return True
         # A thread of this process looks it up, and would have to ask a busy loop for each of its turns.
         wait([followed.lookup], LOOKUP_PATIENCE_S)
-        return waited_s < self._settings.timeout_s and not followed.lookup.done()
+        if waited_s >= self._settings.timeout_s or followed.lookup.done():
+            return False
+        return self.link.answers(followed.since_s, self._settings.answer_s)
 
     def _leave(self, request_id: str) -> Followed | None:
         """Follow a request no more; what was followed."""

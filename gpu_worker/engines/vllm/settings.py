@@ -79,11 +79,6 @@ class ConnectorSettings(StoreSettings):
         """The kind of state that is saved of a token."""
         return SavedState(self.state)
 
-    @property
-    def answer_s(self) -> float:
-        """How long a store that answers may take to say so: a request hears of it within `timeout_s`."""
-        return self.timeout_s / 2
-
 
 # Engines that are served, by connector:
 #

@@ -54,7 +54,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
-from gpu_worker.engines.link import LinkState, Refused, StoreLink, StoreSettings
+from gpu_worker.engines.link import Bringing, LinkState, Refused, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
 from gpu_worker.engines.vllm.settings import WHERE, directory_of, engine_facts, weights_digest
 
@@ -209,6 +209,8 @@ HOST_BYTES = 4 << 30
 """Host memory that vLLM is given where its configuration does not say."""
 READERS = 2
 WRITERS = 2
+SLOWEST_BYTES_PER_S = 20e6
+"""A load that is slower, from when it is asked for on, is given up: prompts are computed faster."""
 MOST_STORES = 64
 """Jobs of saving that may wait; more are dropped, which is a miss later."""
 PATIENCE_S = 0.01
@@ -316,7 +318,8 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
 #     load threads (2)     load: store ──► host memory              verified in the copy
 #     vLLM's thread        look-ups of a step, in one message
 #
-# vLLM keeps a chunk's place in host memory until the job that names it has ended.
+# vLLM keeps a chunk's place in host memory until the job that names it has ended. A load ends for it when the
+# store stops answering: its thread may still wait, and writes to no place any more.
 class CtxcacheTier(SecondaryTierManager):
     """The tier. Its methods run in the scheduler's process, and wait for nothing but `drain_jobs`."""
 
@@ -351,7 +354,11 @@ class CtxcacheTier(SecondaryTierManager):
         self._tokens = [
             (group.tokens_per_block, group.layer_names) for group in offloading_spec.config.groups
         ]
-        self.link: StoreLink[BlockSpace] = StoreLink(self._settings.connect, self._space)
+        self._chunk_tokens = [
+            offloading_spec.blocks_per_chunk * group.tokens_per_block
+            for group in offloading_spec.config.groups
+        ]
+        self.link: StoreLink[BlockSpace] = StoreLink(self._settings.connect, self._space, _ask)
         is_told = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = StoreEvents(self.link) if is_told else None
         self._progress = threading.Event()
@@ -361,6 +368,8 @@ class CtxcacheTier(SecondaryTierManager):
         self._writers = ThreadPoolExecutor(WRITERS, "ctxcache-tier-store")
         self._running: dict[Future[JobResult], TransferJob] = {}
         """Jobs of which vLLM was told no end."""
+        self._bringing: dict[Future[JobResult], Bringing] = {}
+        """Those of them that write to host memory."""
         self._ended: queue.SimpleQueue[Future[JobResult]] = queue.SimpleQueue()
 
     # -- look-ups -----------------------------------------------------------------------------------------
@@ -418,19 +427,28 @@ class CtxcacheTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Load chunks, in a thread."""
-        self._begin(job_metadata, self._readers.submit(self._load, job_metadata))
+        bringing = Bringing(f"job {job_metadata.job_id}")
+        future = self._readers.submit(self._load, job_metadata, bringing)
+        self._bringing[future] = bringing
+        self._begin(job_metadata, future)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that ended since the last call. Chunks that could not be loaded are looked for no more."""
+        """Jobs that ended since the last call, or are given up.
+
+        Chunks that could not be loaded are looked for no more.
+        """
         results = []
         while not self._ended.empty():
             future = self._ended.get()
-            job, result = self._running.pop(future), future.result()
-            if job.is_promotion and not result.success:
-                loaded = set(result.successful_keys or ())
-                # vLLM would ask again for what a look-up found, and wait for the same load.
-                self._lookups.mark_miss([key for key in job.keys if key not in loaded])
-            results.append(result)
+            # Of one that was given up vLLM was told the end.
+            if future in self._running:
+                results.append(self._told(future, future.result()))
+        for future, bringing in list(self._bringing.items()):
+            if not future.done() and self._is_late(bringing, self._running[future]):
+                # Its thread ends whenever the store lets it; the places in host memory are others' by then.
+                bringing.give_up()
+                log.info("chunks of job %d come too late", self._running[future].job_id)
+                results.append(self._told(future, JobResult(self._running[future].job_id, success=False)))
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -466,6 +484,22 @@ class CtxcacheTier(SecondaryTierManager):
             self._layout.cancel()
         self.link.close()
 
+    def _told(self, future: "Future[JobResult]", result: JobResult) -> JobResult:
+        """Forget a job, whose result vLLM is told."""
+        job = self._running.pop(future)
+        if self._bringing.pop(future, None) is not None and not result.success:
+            loaded = set(result.successful_keys or ())
+            # vLLM would ask again for what a look-up found, and wait for the same load.
+            self._lookups.mark_miss([key for key in job.keys if key not in loaded])
+        return result
+
+    def _is_late(self, bringing: Bringing, job: TransferJob) -> bool:
+        waited_s = time.monotonic() - bringing.begun_s
+        size_bytes = len(job.keys) * self.block_size_bytes
+        if waited_s > self._settings.timeout_s + size_bytes / SLOWEST_BYTES_PER_S:
+            return True
+        return not self.link.answers(bringing.begun_s, self._settings.answer_s)
+
     def _begin(self, job: TransferJob, future: "Future[JobResult]") -> "Future[JobResult]":
         self._running[future] = job
         future.add_done_callback(self._end)
@@ -477,7 +511,8 @@ class CtxcacheTier(SecondaryTierManager):
 
     def _store(self, job: TransferJob) -> JobResult:
         def put(client: Client, space: BlockSpace) -> Collection[OffloadKey]:
-            rows, chain = dict(zip(map(_key, job.keys), self._rows(job), strict=True)), _chain(job)
+            rows = dict(zip(map(_key, job.keys), self._rows(job), strict=True))
+            chain = chain_of(job, self._chunk_tokens)
             client.blocks.put(
                 space,
                 # A chunk that continues another comes after it.
@@ -492,15 +527,19 @@ class CtxcacheTier(SecondaryTierManager):
 
         return self._carried_out(job, put)
 
-    def _load(self, job: TransferJob) -> JobResult:
+    def _load(self, job: TransferJob, bringing: Bringing) -> JobResult:
         def load(client: Client, space: BlockSpace) -> Collection[OffloadKey]:
-            loaded = client.blocks.load(space, list(map(_key, job.keys)), self._rows(job))
+            keys = list(map(_key, job.keys))
+            loaded = client.blocks.load(space, keys, self._rows(job), writing=bringing.writing)
             return [key for key, one in zip(job.keys, loaded, strict=True) if one is not None]
 
-        return self._carried_out(job, load)
+        return self._carried_out(job, load, bringing)
 
     def _carried_out(
-        self, job: TransferJob, call: Callable[[Client, BlockSpace], Collection[OffloadKey]]
+        self,
+        job: TransferJob,
+        call: Callable[[Client, BlockSpace], Collection[OffloadKey]],
+        bringing: Bringing | None = None,
     ) -> JobResult:
         began_s = time.perf_counter()
         used = self.link.use()
@@ -509,7 +548,9 @@ class CtxcacheTier(SecondaryTierManager):
             try:
                 done = call(*used)
             except CacheError as error:
-                self.link.failed(error)
+                # Of one that was given up the link has heard: by now the store may be back.
+                if bringing is None or not bringing.is_given_up:
+                    self.link.failed(error)
             except Exception:
                 # The job has to end: vLLM waits for it, and computes what it did not bring.
                 log.exception("chunks of job %d", job.job_id)
@@ -565,19 +606,28 @@ def _key(key: OffloadKey) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _chain(job: TransferJob) -> dict[bytes, bytes | None]:
-    """The job's chunks in their order, each with the one right before it, which is kept at least as long."""
+def _ask(client: Client, space: BlockSpace) -> None:
+    """A question that a store answers at once."""
+    client.blocks.look_up(space, [bytes(32)])
+
+
+def chain_of(job: TransferJob, chunk_tokens: Sequence[int]) -> dict[bytes, bytes | None]:
+    """The job's chunks in their order, each with the one right before it, which is kept at least as long.
+
+    `chunk_tokens`: of each group.
+    """
     places = []
     for key in job.keys:
         position = job.req_context.get_offload_key_position(key)
         places.append((get_offload_group_idx(key), -1 if position is None else position, _key(key)))
-    # Chunks of one job and group, by their places in a prompt; a gap is stepped over:
+    # Chunks of one job and group, by the tokens of the prompt up to their ends. What continues a chunk that
+    # is not in the job names none: another one's life must not hang on it.
     #
-    #     4 ◄── 5 ◄── 6 ◄── 9
+    #     128 ◄── 160 ◄── 192      288 ◄── 320
     chain: dict[bytes, bytes | None] = {}
-    before: tuple[int, bytes] | None = None
+    before: tuple[int, int, bytes] | None = None
     for group, position, key in sorted(places):
-        is_next = before is not None and before[0] == group and position >= 0
-        chain[key] = before[1] if before is not None and is_next else None
-        before = (group, key)
+        is_next = before is not None and before[:2] == (group, position - chunk_tokens[group])
+        chain[key] = before[2] if before is not None and is_next else None
+        before = (group, position, key)
     return chain

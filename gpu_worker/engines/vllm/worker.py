@@ -22,8 +22,9 @@ from vllm.logger import init_logger
 
 from ctxcache.client import SessionRows
 from ctxcache.client.types import HintAction
-from ctxcache.errors import CacheError, DeadlineExceeded, SessionNotFound
+from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.streams import Stream
+from gpu_worker.engines.link import Bringing
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
 from gpu_worker.engines.vllm.hidden_rows import HiddenRows
 from gpu_worker.engines.vllm.hints import HintTeller
@@ -81,34 +82,14 @@ class EngineState(Protocol):
         """A step was computed that filled these blocks."""
 
 
-# A load that is given up, and the engine that computes the same blocks instead:
-#
-#     ctxcache-load    read ─ [write layer 0] ─ read ─ [write layer 1] ─ read ─ raises: no layer 2
-#     vLLM's thread                                 give_up waits ──►│ blocks are the engine's
-class Loading:
-    """A restore that is under way."""
+class Loading(Bringing):
+    """A restore that is under way. Given up, its blocks are the engine's, which computes them."""
 
     def __init__(self, item: BlockLoad) -> None:
+        super().__init__(item.sessions[0].name)
         self.item = item
-        self.begun_s = time.monotonic()
         self.future: Future[bool] = Future()
         """Whether the blocks hold the rows."""
-        self.is_given_up = False
-        self.lock = threading.Lock()
-        """Held while it writes to blocks, and while it or its end is decided."""
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Within it the request's blocks are written to. Raises DeadlineExceeded once it is given up."""
-        with self.lock:
-            if self.is_given_up:
-                raise DeadlineExceeded(target=self.item.sessions[0].name, timeout_s="its time is over")
-            yield
-
-    def give_up(self) -> None:
-        """From here on the request's blocks are not written to."""
-        with self.lock:
-            self.is_given_up = True
 
 
 class WorkerSide:
@@ -275,7 +256,9 @@ class WorkerSide:
                 self._restore(loading)
         except CacheError as error:
             logger.info("%s is computed again: %s", item.sessions[self._rank].name, error)
-            self.link.failed(error)
+            # Of one that was given up the link has heard: by now the store may be back.
+            if not loading.is_given_up:
+                self.link.failed(error)
         except Exception:
             # Any error of a device or a model: the request goes on without the store.
             logger.exception("%s is computed again", item.sessions[self._rank].name)
