@@ -8,7 +8,7 @@ This file knows no gRPC code and no transport.
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    # Of types alone: importing it takes a tenth of what a small command takes.
+    # For types alone: the import takes a tenth of a small command's time.
     from asyncio import Future
 
 Fact = str | int

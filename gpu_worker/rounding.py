@@ -17,7 +17,7 @@ from torch import Tensor
 from gpu_worker.families import Adapter
 
 DAMPING = 0.01
-"""Of the mean diagonal, added to it: an error that K and V do not see still moves the next layer's delta."""
+"""Share of the mean diagonal, added to it: an error that K and V do not see still moves the next delta."""
 BLOCK = 64
 """Elements after which what is behind them is made up for at once."""
 KEPT_BYTES = 1 << 30

@@ -73,7 +73,7 @@ V1 = "31 23 0:28 {root} {{}}/sys/memory rw - cgroup cgroup rw,memory\n"
         # A cgroup of others beside it is none of it.
         ("0::/pod/c\n", V2, {"sys/pod/d/memory.max": f"{MIB}\n"}, HOST_BYTES, "the machine"),
         ("0::/\n", V2, {"sys/memory.max": f"{GIB}\n", "sys/memory.high": f"{MIB}\n"}, MIB, "memory.high"),
-        # What is taken already is not left, but for page cache.
+        # Bytes that are taken already are not left, but for page cache.
         ("0::/\n", V2, {"sys/memory.max": f"{GIB}\n", "sys/memory.current": f"{5 * MIB}\n",
             "sys/memory.stat": f"anon 7\ninactive_file {MIB}\nactive_file {MIB}\n"},
             GIB - 3 * MIB, "memory.max"),

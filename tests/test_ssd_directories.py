@@ -93,7 +93,7 @@ def test_a_number_is_given_when_everything_else_went_well(tmp_path: Path, made: 
 
 
 def test_a_number_that_another_server_has_given_meanwhile_stays(tmp_path: Path) -> None:
-    """Of two first starts on one SSD directory the second one's data directory is not its owner."""
+    """The second of two first starts on one SSD directory does not own it."""
     (tmp_path / "a").mkdir()
     for name in ("mine", "theirs"):
         (tmp_path / name).mkdir()

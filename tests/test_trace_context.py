@@ -12,7 +12,7 @@ PARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
 
 @pytest.mark.parametrize("text", [PARENT, TRACE_ID, f"01{PARENT[2:]}-later"])
 def test_a_trace_is_known_by_its_header_and_its_id(text: str) -> None:
-    """Of later versions, too."""
+    """Headers of later versions are known, too."""
     assert trace_id_of(text) == TRACE_ID
 
 

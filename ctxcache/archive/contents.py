@@ -122,7 +122,7 @@ class ArchivedSession:
     is_pinned: bool
     salt: bytes = b""
     copies: int = 1
-    """Of each segment on SSD."""
+    """Copies of each segment on SSD."""
     contents: tuple[Content, ...] = ()
     """The contents behind its tokens, in order, up to the first token that was dropped."""
 

@@ -105,7 +105,7 @@ class Pins(Budget):
         """
         if not self.fits(client, sizes_bytes):
             self._check_ever(client, sizes_bytes)
-            # What lingers without a reader ends before a caller has to wait.
+            # Leases that linger without a reader end before a caller has to wait.
             self.let_go()
             if not self.fits(client, sizes_bytes):
                 return False

@@ -70,7 +70,7 @@ class ReadRequest:
     is_summed: bool = False
     is_rechecked: bool = False
     is_quiet: bool = False
-    """Of a stream: it counts as no access, and is read past DRAM."""
+    """A stream then counts as no access, and is read past DRAM."""
 
 
 # Looked at again after every await, because between two looks a session may be cut, deleted or moved. Only a
@@ -930,7 +930,7 @@ class Bounce:
     def of(self, size_bytes: int) -> memoryview:
         """At least so many bytes; what an earlier call returned may lie there too."""
         if self._view is None or len(self._view) < size_bytes:
-            # Of pages of its own: direct reads need an aligned place.
+            # Whole pages: direct reads need an aligned place.
             self._view = memoryview(mmap.mmap(-1, size_bytes))
         return self._view
 

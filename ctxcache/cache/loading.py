@@ -161,7 +161,7 @@ class _Loader:
         # All sessions before the segments: a segment's record is only of use with a session that lists it.
         for found in self._metadata.kept_sessions():
             self._look_at(found)
-        # What can be had of a session whose path is lost is reckoned for each: all are known then.
+        # A session whose path is lost is reckoned at once, so that all are known then.
         self._set_apart(self._plain.set_apart(self._listed_by, None if self._ledger.lost else last_used))
         self._load_segments()
         self._set_apart(self._plain.unfit())

@@ -175,7 +175,7 @@ class Mending:
         dead: list[Segment] = []
         # All that list any of them, each once: a fork has the same bad segment.
         for session in {s.uid: s for segment in bad for s in self._ledger.listers(segment)}.values():
-            # Of several bad segments the first: behind it nothing is of use.
+            # The first of several bad segments: behind it nothing is of use.
             begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
             if begin < session.log_end:
                 cut.append(session)

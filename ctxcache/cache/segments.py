@@ -158,7 +158,7 @@ class SegmentIO:
 
         Raises as `check`.
         """
-        # Of its own memory, not of the arena: what is in memory may be newer than what is below.
+        # Memory of its own, not the arena: rows in the arena may be newer than those below.
         image = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
         row_count = segment.durable_row_count
         await self.check(segment, source, image)

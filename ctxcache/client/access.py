@@ -160,7 +160,7 @@ def releases(response: AccessResponse) -> Iterator[Operation]:
             yield Operation(release_reservation=release)
         if result.HasField("leased_blocks") and result.leased_blocks.token:
             yield Operation(release_blocks=ReleaseBlocksRequest(token=result.leased_blocks.token))
-        # Of blocks that are put, those that were there already have no room and no reservation.
+        # Blocks that were there before the put have no room and no reservation.
         for room in result.reserved_blocks.rooms:
             if room.reservation_id:
                 release = ReleaseReservation(reservation_id=room.reservation_id)

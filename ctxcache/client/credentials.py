@@ -29,7 +29,7 @@ _VERDICTS = {
     64: "is for other names than {host}",
 }
 """OpenSSL's codes of what is wrong with a certificate."""
-# What OpenSSL makes of the answer of a server that speaks plain HTTP/2: depends on the bytes that it sends.
+# OpenSSL's errors at the answer of a server that speaks plain HTTP/2, by the bytes that it sends.
 _NO_TLS = (
     "WRONG_VERSION_NUMBER",
     "UNEXPECTED_EOF_WHILE_READING",

@@ -411,7 +411,7 @@ class EngineQueue(Closing):
         while True:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._is_sendable(link), self._patience_s(link)):
-                    # Nobody answers: the stream is cancelled from here, since the receiving thread waits
+                    # No answer comes: the stream is cancelled from here, since the receiving thread waits
                     # without a deadline.
                     if link.call is not None:
                         link.call.cancel()

@@ -61,7 +61,7 @@ class PrefixCalls:
         attachment, prefix = self._routes.attach(), _prefix(token_ids, contents, keys)
         tenant = "" if attachment is None else attachment.stream.tenant
         # Keys are an eighth of the ids. Made here they take the caller's time, and not that of the loop.
-        # What the server would refuse goes there as it is.
+        # Keys that the server would refuse go there as they are.
         is_plain = (
             BLOCK_BYTES <= len(prefix.token_ids) <= TOKENS_LIMIT_BYTES and len(salt) <= SALT_LIMIT_BYTES
         )

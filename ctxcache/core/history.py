@@ -133,7 +133,7 @@ class Requests:
         last = misses[-1] if misses else None
         if last and (last.session_id, last.by, last.result) == (miss.session_id, miss.by, miss.result):
             misses, miss = misses[:-1], replace(miss, count=last.count + 1)
-        # Of one request only the latest: a look-up of hundreds of names is one request.
+        # Only the latest of one request: a look-up of hundreds of names is one request.
         self._misses[tenant, trace_id] = (*misses, miss)[-MISSES_LIMIT:]
         if len(self._misses) > self._requests_limit:
             self._misses.popitem(last=False)

@@ -108,7 +108,7 @@ def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, ArenaGran
 
     A subject that cannot be printed matches no rule.
     """
-    # What cannot be printed could look like another name in a log.
+    # A name that cannot be printed could look like another one in a log.
     names = [normal(subject) for subject in subjects if subject.isprintable()]
     # Rules first: the order of the configuration decides, not that of a certificate.
     for rule in rules:

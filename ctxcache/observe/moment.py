@@ -148,7 +148,7 @@ class Moment:
         return moment
 
 
-# What the ring has, and what is asked of it. `now` is read at the request:
+# The ring, and questions to it. `now` is read at the request:
 #
 #     ring            | m0 | m1 | … | m60 |      now             moments, each of KEPT counters
 #     last(now, 5)    now - m56: between four and five minutes

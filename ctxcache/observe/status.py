@@ -243,7 +243,7 @@ def status_of(
     """The status now. `settings`: those that differ from their default."""
     ((version, policy),) = now.of("ctxcache_info")
     hour, minutes5 = ring.last(now, MINUTES), ring.last(now, 5)
-    # Of a server that began less than five minutes ago, by the time since.
+    # A server that began less than five minutes ago is measured by the time since.
     start_s = now.one("ctxcache_start_time_seconds")
     up_s = max(now_s - start_s, 0)
     calls = sum(sum(value.counts) for value in minutes5.distributions("ctxcache_rpc_seconds").values())

@@ -202,5 +202,5 @@ def sync_directory(path: Path) -> None:
 
 
 def _checksum(facts: Mapping[str, object]) -> str:
-    # Of the sorted keys: the order in which they were written says nothing.
+    # Keys are sorted: the order in which they were written says nothing.
     return xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())

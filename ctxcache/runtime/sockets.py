@@ -64,7 +64,7 @@ def remove_stale(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         # Else it would wait for a server that takes nobody for now.
         probe.setblocking(False)  # noqa: FBT003  # positional alone
-        # What `connect` says of a path, and whether the path may be used:
+        # Answers of `connect` about a path, and whether the path may be used:
         #
         #     ECONNREFUSED   a socket that nobody listens to    unlinked
         #                    or no socket at all                stays, and `bind` refuses it

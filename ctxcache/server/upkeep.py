@@ -201,7 +201,7 @@ class Lessons:
         try:
             facts = read_facts(self._path)
             if facts["version"] == VERSION and facts["policy"] == self._name:
-                # What was learned counts less the older it is.
+                # Lessons count less the older they are.
                 age_ns = max(self._now_ns() - int(facts["time_ns"]), 0)
                 self._policy.relearn(facts["lessons"], age_ns / 10**9)
         except FileNotFoundError:

@@ -175,7 +175,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         answer.name = f"sessions/{session_id}"
         session = ledger.named(tenant, session_id)
         if session is not None and session.expire_time_ns > state.clock.now_ns():
-            # What was noted about a session is reckoned late, so it is done before it is told.
+            # Notes about a session are reckoned late: before its history is told.
             ledger.reckon(session)
             happened = state.journal.history.of(tenant, session_id)
             answer.is_there, answer.token_count = True, session.token_count

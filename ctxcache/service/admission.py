@@ -335,7 +335,7 @@ class Connections:
         counts: Counter[str] = Counter()
         ended = 0
         for descriptor in order:
-            # What was ended and not closed yet by gRPC must not count again.
+            # A connection that was ended and not closed yet by gRPC must not count again.
             item = known[descriptor]
             if not item.host or (descriptor, item.inode) in self._ended:
                 continue

@@ -443,7 +443,7 @@ def _location(one: Lease | None) -> block_pb2.BlockLocation:
     return block_pb2.BlockLocation(
         offset_bytes=[slot.offset_bytes + offset for offset in segment.layout.offsets],
         part_bytes=_sizes(one),
-        # What the writer said of them, for the reader to verify by.
+        # The writer's checksums, by which the reader verifies.
         checksums=segment.settled.values,
     )
 

@@ -295,7 +295,7 @@ class _Connection(asyncio.Protocol):
         The other steps of `go_on` have nothing to do then.
         """
         client, caller = self._client, self._caller
-        # What `go_on` would find out in several steps: greeted, nothing waiting, nothing under way.
+        # The answer of `go_on` in one step: greeted, nothing waiting, nothing under way.
         if client is None or caller is None or self._frames.held_bytes or not self._is_ready():
             return False
         # A revoked caller and a drain need more than an answer.

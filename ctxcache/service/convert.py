@@ -346,7 +346,7 @@ class LeaseAnswer:
 
     def __init__(self, lease: Lease, session: Session, clock: Clock, *, is_brief: bool) -> None:
         """`lease`: of rows in DRAM alone."""
-        # What may change while the rows stay; by it a taken-up answer is known to be right.
+        # Facts that may change while the rows stay: a taken-up answer is right if they are equal.
         self._facts = _changing(session, clock.wall_ahead_ns())
         message = arena_pb2.Lease()
         told = replace(lease, view=session.view())

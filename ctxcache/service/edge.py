@@ -107,7 +107,7 @@ class Edge(grpc.aio.ServerInterceptor):
         self._wrapped: dict[str, Handler] = {}
         """By method; the server's own methods only, so that it stays small."""
         self._answered_once: dict[str, Admission] = {}
-        """Of our methods with one message each way: a client that still sends cannot lose a refusal of
+        """Our methods with one message each way: a client that still sends cannot lose a refusal of
         those."""
 
     async def intercept_service(
@@ -602,7 +602,7 @@ class Arrivals:
 
     async def discard(self, incoming: Incoming) -> None:
         """As `Incoming.discard`, for as many at a time as may arrive: of more, nothing is read on."""
-        # Of more than that nothing is read on: they may lose their answer, and cost nothing.
+        # Nothing is read on of more than that: they may lose their answer, and cost nothing.
         if self._discarding_count < self._limit:
             self._discarding_count += 1
             try:

@@ -68,7 +68,7 @@ class Newcomers:
         """Count this task's call among them, until it rests or `leave` is called with what this returns."""
         call = object()
         self._since_ns[call] = now_ns
-        # Of this task: the slice that rests finds the call to which it belongs.
+        # Kept with this task: the slice that rests finds the call to which it belongs.
         _COMING.set((self, call))
         return call
 

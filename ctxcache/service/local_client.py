@@ -684,7 +684,7 @@ class LocalClient:
                 outcome.error = error
 
     def _own(self, reservation_id: int) -> Reservation:
-        # Of this client, and open.
+        # The reservation is this client's, and open.
         if reservation_id not in self._reservations:
             raise ReservationNotFound(reservation_id=reservation_id)
         return self._cache.appends.get(reservation_id)

@@ -128,7 +128,7 @@ def _prefix(given: prefix_pb2.Prefix) -> bytes | Sequence[bytes]:
         validate.within(len(given.keys), 1, KEYS_LIMIT, "prefix.keys")
         # A list: protobuf's own makes an object of a key at each look.
         keys = list(given.keys)
-        # Of one length, or they are no keys: a prefix of a key would never be found, and nothing would say
+        # Keys have one length: a prefix of a key would never be found, and nothing would say
         # why.
         if {*map(len, keys)} != {KEY_BYTES}:
             i, length = next((i, len(key)) for i, key in enumerate(keys) if len(key) != KEY_BYTES)

@@ -137,7 +137,7 @@ class SingleBlocks(BlockStore):
 
 @dataclass(slots=True)
 class _Holder:
-    """Of `blocks` it holds the first `held_count`. `use_count`: turns of a session, uses of a prefix."""
+    """Holds the first `held_count` of `blocks`. `use_count`: turns of a session, uses of a prefix."""
 
     blocks: tuple[bytes, ...] = ()
     held_count: int = 0
@@ -356,8 +356,8 @@ class BlockReplay:
         if not request.is_later:
             return
         history_tokens = request.history_tokens
-        # Of a history that ends within a block the full ones can be found, and of an answer nothing whose
-        # blocks the trace does not name.
+        # Full blocks can be found of a history that ends within one, and nothing of an answer whose blocks
+        # the trace does not name.
         of_history = min(found_tokens, history_tokens)
         whole = min(history_tokens // self.block_tokens, len(request.asked))
         is_hit = whole > 0 and found_tokens >= whole * self.block_tokens

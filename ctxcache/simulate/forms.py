@@ -112,7 +112,7 @@ class Rest:
 #     idle   0 ─── kv ───┬─── fewer bits ───┬─── token ids ───►
 #                        └──────────────────┴ `_segments`: where the next form becomes the cheapest
 class Keeper:
-    """What keeping a token costs, by form and time. Knows no trace."""
+    """The cost of keeping a token, by form and time. Knows no trace."""
 
     def __init__(self, forms: Sequence[Form], load: Load) -> None:
         self.forms = forms
@@ -209,7 +209,7 @@ class _Session:
     dropped_count: int = 0
     rested_s: float = 0.0
     form: int = 0
-    """Of the mixed strategy."""
+    """The form by the mixed strategy."""
     learned_form: int = 0
     returning: float = 1.0
     """How likely a return was taken to be when the session began to rest."""

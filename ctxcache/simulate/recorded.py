@@ -140,7 +140,7 @@ class _Talk:
     turn: _Turn | None = None
     heard_s: float = 0.0
 
-    # What begins a turn, by what the turn before has had:
+    # Calls that begin a turn, by the calls of the turn before:
     #
     #     call           nothing appended yet       something appended
     #     open, read     read after 60 s quiet      yes

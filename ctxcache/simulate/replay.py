@@ -389,7 +389,7 @@ class Replay:
         live = self._live[uid]
         if load.is_closed:
             next_s = self._come_next(uid, now_s)
-        # What a turn does to a session's tokens, in a full window:
+        # A session's tokens before and after a turn, in a full window:
         #
         #     | cut at the start | history | input | answer |
         #     └ dropped ─────────┘ └ late: a second cut, where the answer does not fit either

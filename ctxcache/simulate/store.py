@@ -572,7 +572,7 @@ class Store:
         copy = self._copies.get(uid)
         if copy is None:
             copy = self._copies[uid] = _Copy()
-        # What SSD has of the session is a run of bytes from its begin. A turn cuts both ends:
+        # SSD has a run of the session's bytes from its begin. A turn cuts both ends:
         #
         #     before    | written …………………………… | unwritten |
         #     after          | valid ……… |           begin: fell out of the window; end: no whole segment

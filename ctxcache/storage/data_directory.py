@@ -247,7 +247,7 @@ def _refusals(path: Path) -> Iterator[None]:
 def _check_not_foreign(path: Path) -> None:
     check_not_restoring(path)
     names = {entry.name for entry in path.iterdir()}
-    # What mkfs leaves, and what our own interrupted creation leaves, is nobody's work.
+    # Entries that mkfs leaves, or our own interrupted creation, are nobody's work.
     foreign = sorted(names - _MAY_PRECEDE)
     if _FORMAT not in names and foreign:
         problem = f"it is not empty and has no {_FORMAT} file, so it is not ours ({foreign[0]} is in it)"

@@ -19,7 +19,7 @@ from typing import Any
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.runtime.files import read_facts, write_facts
 
-# What is on disk says which directory is which. The list of paths only helps to find what is missing:
+# Facts on disk say which directory is which. The list of paths only helps to find what is missing:
 #
 #     DEVICE there, ours, number n          directory n, wherever it is mounted
 #     DEVICE there, another store's         refused

@@ -79,7 +79,7 @@ class FrameReader:
 
     def feed(self, data: bytes) -> None:
         """Take what came."""
-        # What is left is copied once per feed, and only if something is left: mostly a feed is one whole
+        # The rest is copied once per feed, and only if there is one: mostly a feed is one whole
         # frame.
         self._rest = self._rest[self._begin :] + data if self.held_bytes else data
         self._begin = 0

@@ -24,7 +24,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 @triton.jit
 def dimensions(pair, PAIRS: tl.constexpr, SIZE: tl.constexpr, ARE_NEIGHBOURS: tl.constexpr):
     """The two dimensions of each pair as they come: PAIRS of them rotate, of SIZE dimensions."""
-    # Of 6 dimensions, 2 pairs of which turn: HALVES has 0 with 2 and 1 with 3, NEIGHBOURS 0 with 1 and
+    # 6 dimensions, 2 pairs of which turn: HALVES has 0 with 2 and 1 with 3, NEIGHBOURS 0 with 1 and
     # 2 with 3; 4 and 5 are paired too, and stay.
     half: tl.constexpr = (SIZE + 1) // 2
     is_turned = pair < PAIRS

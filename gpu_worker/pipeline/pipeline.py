@@ -452,7 +452,7 @@ class Restoration:
         As many reads are under way as the landing ring has buffers.
         """
         first, last = mine
-        # Of a share of each batch, no two pieces follow one another.
+        # No two pieces of a share of each batch follow one another.
         whole = first, last, last - first
         if self._share is None:
             whole = part.begin, part.end, self._batch(part)

@@ -49,7 +49,7 @@ class LayerShape:
     state_bytes: int = 0
     """Size of a LINEAR layer's state."""
     state_flops: float = 0
-    """Of `project_flops`, those that bring a LINEAR layer's state forward; the others make K and V."""
+    """The part of `project_flops` that brings a LINEAR layer's state forward; the rest makes K and V."""
     element_bytes: int = 2
     """Bytes of one element of the rows, before they are packed."""
     is_from_hidden: bool = True

@@ -125,7 +125,7 @@ class DeviceRing:
         Raises InvalidArgument(field="rows") for rows that were written to since they came.
         """
         self._kept_bytes = 0
-        # Of all groups at once: what a refused pass kept is no later pass's.
+        # All groups at once: rows that a refused pass kept are no later pass's.
         kept_rows = [group.kept for group in self._groups]
         for group in self._groups:
             group.kept = {}

@@ -467,7 +467,7 @@ class Sorter:
             failure = CacheError(str(error))
         else:
             return None
-        # What failed before says more than what fails now.
+        # An earlier failure says more than one now.
         with suppress(CacheError):
             lane.close()
         return failure

@@ -53,7 +53,7 @@ class Made:
 
     @property
     def shape(self) -> Scale:
-        """Of each session."""
+        """The scale of each session."""
         return shape_of(self.session_segments)
 
     def data(self, session: int) -> Bytes:

@@ -58,7 +58,7 @@ class Reference:
 
 
 OPENING_TOKENS = 512
-# Of the texts of the later turns' size, the first ones quote what the opening quotes.
+# The first texts of the later turns' size quote what the opening quotes.
 _LATER_TEXTS = 12
 # Tokens that the chat format puts around a text, and a sentence's worth of inexactness.
 _MARGIN_TOKENS = 48

@@ -158,7 +158,7 @@ class VllmEngine:
         try:
             return self._connection.recv()
         except (EOFError, OSError):
-            # What it says at its end is in the log when it has ended.
+            # Its last words are in the log when it has ended.
             self._process.join(END_S)
             raise RuntimeError(f"vLLM ended: {self.log[-4000:]}") from None
 

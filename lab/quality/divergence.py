@@ -44,7 +44,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Of predictions from stored rows to those from the cache that stayed.
+    """Predictions from stored rows beside those from the cache that stayed.
 
     `agreement` of the likeliest token.
     """

@@ -112,7 +112,7 @@ class Player:
         }
 
     def name(self, session: str) -> str:
-        """Of a session in the store."""
+        """A session's name in the store."""
         return f"sessions/{self._prefix}{session}"
 
     def prime(self, before: Before) -> None:
@@ -186,7 +186,7 @@ class Player:
 
     def _read(self, call: Called) -> None:
         begin = call.count("begin")
-        # Of one that was refused nobody knows how much it was to be.
+        # The size of a refused one is not known.
         end = None if call.is_refused else begin + call.count("tokens")
         rows = self._client.sessions.open(
             self.name(call.session), self._made_up[call.count("layout")].model

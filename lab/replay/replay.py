@@ -130,7 +130,7 @@ class _Players:
         return iter(self._players)
 
     def number(self, session: str) -> int:
-        """Of a session's player."""
+        """The number of a session's player."""
         return self._forked.get(session, zlib.crc32(session.encode()) % len(self._players))
 
     def of(self, session: str) -> Player:

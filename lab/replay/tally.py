@@ -90,7 +90,7 @@ def result_of(call: Called) -> str:
 
 
 def quantiles(took: FineHistogram) -> Figures:
-    """Of a duration, in milliseconds."""
+    """Quantiles of a duration, in milliseconds."""
     named = {f"p{round(share * 100)}_ms": round(took.quantile_s(share) * 1000, 3) for share in QUANTILES}
     return {"count": took.count, **named}
 
@@ -145,7 +145,7 @@ class Watch:
                 for call in part.calls:
                     self.tally.add(_called(call))
                 self.lost_count += part.lost_count
-                # Of one turn's calls the last part alone tells the time.
+                # Only the last part of one turn's calls tells the time.
                 if part.store is not None or part.elapsed_ns is not None:
                     self._tell()
                 if self._is_over:

@@ -208,24 +208,24 @@ def _wrong_snapshot(session: Session, dice: random.Random) -> None:
     identity, block = session.identities[at], session.blocks[at][layer]
     way = dice.randrange(5)
     if way == 0:
-        # Of another count of the same tokens.
+        # Another count of the same tokens.
         other = dice.choice([count for count in range(1, LENGTH) if count != at])
         (wanted,) = identities(FINGERPRINT, session.ids, [other])
         decoded(wanted, layer, block)
     elif way == 1:
-        # Of other tokens, as many.
+        # Other tokens, as many.
         ids = list(session.ids[:at])
         ids[dice.randrange(at)] ^= 1
         (wanted,) = identities(FINGERPRINT, ids, [at])
         decoded(wanted, layer, block)
     elif way == 2:
-        # Of another layer, or of another model.
+        # Another layer, or another model.
         if dice.random() < 0.5:
             decoded(identity, dice.choice([other for other in range(64) if other != layer]), block)
         else:
             decoded(replace(identity, fingerprint=dice.randbytes(32)), layer, block)
     elif way == 3:
-        # Of more tokens than the session has.
+        # More tokens than the session has.
         states = decoded(identity, layer, block)
         CacheTarget(session.adapter, dice.randrange(1, at), snapshot=Snapshot(at, {layer: states}))
     else:

@@ -158,7 +158,7 @@ def plain(session_id: str, *counts: int, is_void: bool = False) -> Written:
 CONTENTS = (Content(1, 4, bytes(range(32))), Content(5, 7, bytes(range(32, 64))))
 GOLDEN_SESSIONS = (
     plain("every-kind", 3, is_void=True),
-    # Of its second frame, seven rows are those of sessions that share it.
+    # Seven rows of its second frame are those of sessions that share it.
     Written(described("every-kind", 5), (Cut(3), Cut(2, more=7))),
     plain("empty"),
     # One with a salt, two copies, and with a picture and a sound behind its tokens.

@@ -117,7 +117,7 @@ def test_every_changed_byte_is_found() -> None:
 
 
 def test_every_changed_bit_is_found() -> None:
-    """Of a small file: in the header, in lengths, in payloads, in checksums."""
+    """In the header, in lengths, in payloads, in checksums of a small file."""
     small = forged([*BEGUN, SESS, ALL_ROWS, end(1, 2)])
     for at in range(len(small)):
         for bit in range(8):
@@ -325,7 +325,7 @@ def patched(index: int, offset: int, value: bytes) -> Frames:
 HUGE = struct.pack("<q", 2**63 - 1)
 NEGATIVE = struct.pack("<q", -1)
 STREAMS_AT = 89
-"""Of a session whose id has one letter."""
+"""The place in a session whose id has one letter."""
 LIVE_AT = len(SESS[1]) - 16
 SPEC_AT = 20 + len("acme") + len("every-kind")
 

@@ -25,11 +25,11 @@ from ctxcache.storage.data_directory import DataDirectory
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 LOOKED_AT = 10
-"""Of so many killed ones one is made again and verified; each is looked at."""
+"""One of so many killed restores is made again and verified; each is looked at."""
 
 
 def settings(directory: Path) -> Settings:
-    """Of the new store: one SSD directory inside, one outside."""
+    """The new store's SSD directories: one inside, one outside."""
     return Settings(
         data_directory=directory / "data",
         ssd_directories=(directory / "data" / "ssd", directory / "other"),

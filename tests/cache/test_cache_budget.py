@@ -15,7 +15,7 @@ from ctxcache.core.placement.shares import NO_SHARES, Share, Shares
 from ctxcache.errors import CacheError, CapacityExceeded, TooManyRequests
 
 LIMIT_SEGMENTS = 24
-"""Of the arena's 32: what may be dirty."""
+"""The segments that may be dirty, of the arena's 32."""
 PATIENCE_S = 10.0
 EQUAL = Shares(are_tenants_known=True)
 QUARTER = Shares({"b": Share(0.25)})

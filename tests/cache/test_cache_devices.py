@@ -133,7 +133,7 @@ async def test_a_path_that_comes_back_brings_its_tokens(rig: MemoryRig) -> None:
     assert back == found(rig) == {name: len(tokens) for name, tokens in made.items()}
     for name, tokens in made.items():
         assert await rig.read(name) == expected(tokens)
-        # Of the run that crashed nothing is known; the two after it lost the path, and each time it came
+        # Nothing is known of the run that crashed; the two after it lost the path, and each time it came
         # back.
         changes = rig.cache.sessions.get(rig.tenant, name).generation - generations[name]
         assert changes == (4 if lost[name] == 0 else 0)

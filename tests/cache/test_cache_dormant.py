@@ -55,7 +55,7 @@ async def views(rig: Rig) -> list[SessionView]:
 
 
 def told(rig: Rig) -> dict[str, object]:
-    """What an operator is told of all sessions together."""
+    """Facts about all sessions together, as an operator is told them."""
     ledger = rig.cache.ledger
     uses = {tenant: ledger.usage.of(tenant) for tenant in ledger.usage.tenants()}
     return {

@@ -31,7 +31,7 @@ class Order:
 
 @pytest.fixture
 async def order(rig: MemoryRig) -> Order:
-    """Of sessions `a` and `b` that fill the arena with three segments each, `a` leaves first."""
+    """Session `a` leaves before `b`; they fill the arena with three segments each."""
     order, writer = Order(rig), Writer(1)
     order.set(a=1, b=2)
     for session_id in ("a", "b"):

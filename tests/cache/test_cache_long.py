@@ -135,7 +135,7 @@ async def test_one_that_was_not_filled_grows_no_more(rig: DiskRig, writer: Write
 
 async def test_where_no_room_is_in_one_piece_they_are_short(rig: DiskRig, writer: Writer) -> None:
     """Little more leaves memory than what the rows take."""
-    # Of three slots one is held, one is free, and one is clean: what is free lies in pieces of one.
+    # One of three slots is held, one is free, and one is clean: free room lies in pieces of one.
     names = [f"s{i}" for i in range(ARENA_SEGMENTS)]
     for name in names:
         await rig.create(name)

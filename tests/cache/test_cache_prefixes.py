@@ -327,9 +327,9 @@ async def test_a_thousand_chats_hold_one_prompt_once(
 
 
 TRIES = 5_000
-"""Of each of two kinds."""
+"""Tries of each of two kinds."""
 PROMPTS = 250
-"""Of each kind: which slot of the index a prompt meets is chance, and must not be one prompt's alone."""
+"""Prompts of each kind: the slot of the index that a prompt meets is chance, and must not be one's alone."""
 SEED = 11
 
 
@@ -381,7 +381,7 @@ def area_under_curve(positive: list[int], negative: list[int]) -> float:
 
 
 async def test_an_adoption_is_recorded_as_a_fork(rig: MemoryRig, writer: Writer) -> None:
-    """Of a session that was opened before: from whom, how much, and for how long it lives."""
+    """The fork is of a session that was opened before: from whom, how much, and for how long it lives."""
     tokens = writer.make(SEGMENT_TOKENS)
     for name in ("a", "b"):
         await rig.create(name)

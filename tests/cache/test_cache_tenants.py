@@ -18,7 +18,7 @@ from ctxcache.errors import CapacityExceeded
 
 R = TypeVar("R", bound=Rig)
 SHARES = Shares({"a": Share(0.5), "b": Share(0.25), "c": Share(0.0, 0.25)})
-"""Of 32 segments on SSD 16 and 8 are guaranteed, and c has 8 at most."""
+"""Tenants are guaranteed 16 and 8 of 32 segments on SSD, and c has 8 at most."""
 ALL_OF_IT = Shares({"a": Share(0.5), "d": Share(0.5)})
 EQUAL = Shares(are_tenants_known=True)
 """No share is configured."""

@@ -301,7 +301,7 @@ async def test_nothing_is_kept_of_sessions_that_are_gone(name: str, tmp_path: Pa
 
 
 def test_those_that_may_not_leave_are_not_looked_at_again() -> None:
-    """Of 50,000 sessions all but a thousand are pinned.
+    """All but a thousand of 50,000 sessions are pinned.
 
     Each is looked at once, however often room is made.
     """

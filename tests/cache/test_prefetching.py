@@ -390,7 +390,7 @@ async def _found_in_dram(tmp_path: Path, *, is_told: bool) -> float:
 
 
 async def test_who_is_said_to_return_is_in_dram_by_then(tmp_path: Path) -> None:
-    """Of the reads 95 % at least; unsaid, of what lies on SSD none."""
+    """At least 95 % of the reads; unsaid, none of those that lie on SSD."""
     assert await _found_in_dram(tmp_path / "told", is_told=True) >= 0.95
     assert await _found_in_dram(tmp_path / "untold", is_told=False) == 0
 

@@ -149,7 +149,7 @@ def _served(line: str, environment: Mapping[str, str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_every_command_has_examples(path: Path_) -> None:
-    """Of its own, that begin as it is called."""
+    """They are its own, and begin as it is called."""
     lines = COMMANDS[path].split("\n\n")
 
     assert lines[0] == TITLE

@@ -32,7 +32,7 @@ def test_a_class_that_is_not_listed_exits_as_its_base() -> None:
     """An error is never success, however new it is."""
 
     class Newer(errors.TierFailure):
-        """Of a later version."""
+        """An error of a later version."""
 
     assert exit_code_of(Newer()) is ExitCode.DEVICE
 

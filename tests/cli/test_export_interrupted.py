@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
-    """Of a store that is empty."""
+    """A client of a store that is empty."""
     with ctxcache.connect(server.target) as made:
         for session in list(made.sessions.list()):
             made.sessions.delete(session.name)

@@ -131,7 +131,7 @@ def test_what_is_refused_is_one_sentence(running: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_backup_that_is_ended_leaves_no_file(running: str, tmp_path: Path, number: int, code: int) -> None:
-    """Of its name; the next one of that name is made, and the server has let go of this one."""
+    """No file has its name; the next one of that name is made, and the server has let go of this one."""
     file = tmp_path / "it"
     process = slow_backup(running, file)
     with connected(running) as client:

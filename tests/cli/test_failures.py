@@ -47,7 +47,7 @@ def failed(*words: str) -> tuple[int, str, str]:
     ],
 )
 def test_an_error_is_one_document(words: Sequence[str], code: ExitCode, reason: str, field: str) -> None:
-    """Of words that cannot be read as of a server that is not there; nothing is on standard output."""
+    """Words that cannot be read give one as a server that is not there; nothing is on standard output."""
     exit_code, out, err = failed(*words)
     (line,) = err.splitlines()
     error = json.loads(line)["error"]

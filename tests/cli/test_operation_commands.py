@@ -78,7 +78,7 @@ def test_a_lease_is_found_and_taken_back(target: str) -> None:
 
 
 def test_a_share_is_changed(target: str) -> None:
-    """Of who has one."""
+    """Only a tenant that has one can have it changed."""
     use = ctxcache_json(target, "quota", "set", "default", "--share", "0.25", "--limit", "0.5")
     nobody = ctxcache("--target", target, "quota", "set", "nobody", "--limit", "0.5")
 
@@ -241,7 +241,7 @@ def test_yaml_quotes_what_could_be_something_else() -> None:
 
 
 def test_a_shell_completes_names(target: str) -> None:
-    """Of sessions, asked of the server; where there is none, nothing is offered and nothing is said."""
+    """Names of sessions come from the server; where there is none, nothing is offered and nothing is said."""
     words = {
         "COMP_WORDS": "ctxcache session show ch",
         "COMP_CWORD": "3",

@@ -480,7 +480,7 @@ def test_in_a_closed_loop_a_request_waits_for_the_answer_and_the_thought(tmp_pat
 
 
 def test_a_thought_that_the_trace_does_not_say_is_what_an_answer_left_of_the_gap(tmp_path: Path) -> None:
-    """Of 20 s to the next request the answer takes 2 s; a slower machine gets the request later."""
+    """The answer takes 2 of the 20 s to the next request; a slower machine gets the request later."""
     path = tmp_path / "turns.csv"
     path.write_text("session_id,arrival_ms,new_input_tokens,output_tokens\na,0,7000,60\na,20000,7000,60\n")
     said = ("simulate", str(path), "--policies", "lru", "--dram-read", "100TB", "-o", "json")
@@ -495,7 +495,7 @@ def test_a_thought_that_the_trace_does_not_say_is_what_an_answer_left_of_the_gap
 
 
 def test_what_comes_in_a_closed_loop_may_have_expired(tmp_path: Path) -> None:
-    """Of two thoughts the longer one outlasts the TTL, although no other request tells the time."""
+    """The longer one of two thoughts outlasts the TTL, although no other request tells the time."""
     path = tmp_path / "turns.csv"
     path.write_text(
         "session_id,arrival_ms,new_input_tokens,output_tokens,think_ms,turn\n"

@@ -176,7 +176,7 @@ def test_simulate_takes_it_and_what_is_made_of_it(recorded: Path, tmp_path: Path
     assert converted.exit_code == ExitCode.OK
     assert outcomes[0] == outcomes[1]
     assert outcomes[0]["turns"] == converted.document["turns"] == 3
-    # Of a recording the bytes a token are known without being said.
+    # A recording's bytes a token are known without being said.
     place = options.index("--token-bytes")
     unsaid = [simulated(path, options[:place] + options[place + 2 :]) for path in (recorded, made)]
     assert unsaid[0] == outcomes[0] != unsaid[1]

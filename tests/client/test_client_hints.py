@@ -170,7 +170,7 @@ def test_closing_the_client_closes_its_queues(live: LiveServer) -> None:
 
 
 def test_a_snapshot_is_the_whole_queue(live: LiveServer, publish: Publish) -> None:
-    """Of more jobs than a message has."""
+    """A queue of more jobs than a message has."""
     queue = publish()
     queue.put(job(-1))
     queue.replace(job(i) for i in range(JOBS))

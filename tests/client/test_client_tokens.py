@@ -328,7 +328,7 @@ def test_a_client_without_its_token_file_says_so(tmp_path: Path) -> None:
 
 
 def test_a_path_may_be_a_string(tmp_path: Path) -> None:
-    """Of the token as of certificates, which are looked at when the client is made."""
+    """The token's path as those of certificates, which are looked at when the client is made."""
     write_secret(tmp_path / "token", "secret")
     ctxcache.connect(token_file=str(tmp_path / "token")).close()
     with pytest.raises(InvalidConfiguration, match="/nonexistent: No such file"):

@@ -240,7 +240,7 @@ def test_a_byte_that_changes_before_the_server_ends_is_never_made_durable(
 def test_durable_rows_outlive_a_byte_that_changes_behind_them(
     live: LiveServer, connect: Callable[[Route], Client]
 ) -> None:
-    """Of a segment that grew since it was flushed, what SSD has is mended or kept.
+    """The part of a segment that SSD has is mended or kept, though it grew since it was flushed.
 
     Only what is behind it goes.
     """

@@ -69,7 +69,7 @@ class Known:
 
     @property
     def key(self) -> str:
-        """Of the session."""
+        """The session's key."""
         return f"{self.session.tenant}/{self.session.session_id}"
 
     @property

@@ -20,7 +20,7 @@ from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 
 ROWS = 4
-"""Of a segment: few, so that segments fill."""
+"""Rows of a segment: few, so that segments fill."""
 LAYOUT = SegmentLayout((StreamSpec(Stream(0, StateKind.HIDDEN), 96, DType.FLOAT16),), ROWS)
 SIZE = LAYOUT.size_bytes
 SECOND_NS = 10**9

@@ -27,7 +27,7 @@ def _account(uid: bytes) -> str:
 def test_accounts_are_asked_in_the_order_named(
     steps: list[tuple[str, int, int, Sequence[str] | None]],
 ) -> None:
-    """Of the first account named that has one that is accepted, the lowest; of all, where none is named."""
+    """The lowest accepted one of the first account named that has one; of all, where none is named."""
     ranks: dict[bytes, float] = {}
 
     def rank(uid: bytes) -> Key | None:

@@ -171,7 +171,7 @@ def _check_window(policy: LookAhead, checked: _Checked, queue: dict[bytes, float
     held = checked.sizes
     length = CAPACITIES.total_bytes // max(sum(size for size, _ in held.values()) // max(len(held), 1), 1)
     assert _window_length(policy) == length
-    # Of jobs with one order at the border none is in the window.
+    # No job of several with one order at the border is in the window.
     orders = sorted(queue.values())
     window = {uid for uid, order in queue.items() if order < (orders[length:] or [1e9])[0]}
     others = {uid for uid in held if not checked.pins.get(uid)}

@@ -208,7 +208,7 @@ VECTORS = [
     "76fbe318c89f200ce681896a4083297064a01d8e65a6fb50727b3dc5de4992b4",
     "198fa1141bfc0d4d3b21f83c4f276078310af789594839ac00cbcb37ddc27525",
 ]
-"""Of docs/prefixes.md."""
+"""The keys of docs/prefixes.md."""
 
 
 def test_every_field_makes_another_key() -> None:

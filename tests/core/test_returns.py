@@ -178,7 +178,7 @@ def test_sessions_that_were_counted_before_a_restart_are_not_counted_again() -> 
 
     (away, came), (whole_away, whole_came) = _root(second), _root(whole)
     assert came == whole_came
-    # Of a bin that is shorter than the time between, who passed it is counted nowhere.
+    # A session that passed a bin shorter than the time between is counted nowhere.
     first_bin = AGES_S.index(70)
     assert away[first_bin:] == whole_away[first_bin:]
     assert sum(away) < sum(whole_away)

@@ -106,7 +106,7 @@ def _fill(shares: Shares, used: dict[str, int], needing: str) -> None:
 
 @given(st.integers(1, CAPACITY_BYTES // 2))
 def test_a_flood_costs_nobody_within_half(kept_bytes: int) -> None:
-    """Of two tenants without configured shares, one floods: the other keeps all that is within half."""
+    """One of two tenants without configured shares floods: the other keeps all that is within half."""
     shares, used = Shares(are_tenants_known=True), {"x": kept_bytes}
     for _ in range(2 * CAPACITY_BYTES):
         _fill(shares, used, "y")

@@ -41,7 +41,7 @@ def _above_bytes(shares: Shares, request: RoomRequest, used: dict[str, int], the
 def test_a_request_within_its_share_goes_before_all_that_are_not(
     shares: Shares, used: dict[str, int], asked: list[tuple[str, int]]
 ) -> None:
-    """Of one tenant's the first that came; of tenants within their shares too.
+    """The first that came of one tenant's, and of tenants within their shares.
 
     The one that is least above, among those above.
     """

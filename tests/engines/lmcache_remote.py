@@ -142,7 +142,7 @@ def test_chunks_come_back_in_another_process_of_the_same_model(store: ServerProc
 
 
 def test_a_large_chunk_is_whole_or_absent(store: ServerProcess) -> None:
-    """Of 24 MiB; a head is the first that goes."""
+    """A store of 24 MiB; a head is the first that goes."""
     token_count = (24 << 20) // (2 * LAYERS * WIDTH * DTYPE.itemsize)
     with lmcache(store.target) as engine:
         engine.store({key_of(1): engine.chunk(1, token_count)})

@@ -43,7 +43,7 @@ class KvPool:
         return self.kv_buffer.narrow(1 if self.layout == "page_first" else 2, begin, PAGE_TOKENS)
 
     def indices(self, *numbers: int) -> torch.Tensor:
-        """Of the tokens of pages."""
+        """Indices of the tokens of pages."""
         return torch.cat([torch.arange(PAGE_TOKENS) + number * PAGE_TOKENS for number in numbers])
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -58,7 +58,7 @@ class Scale:
 
     @property
     def length(self) -> int:
-        """Of the longest conversation, in whole blocks."""
+        """Tokens of the longest conversation, in whole blocks."""
         return -(-self.turns * (self.question + self.answer) // 32) * 32
 
     def asked(self, turn: int, number: int) -> list[int]:

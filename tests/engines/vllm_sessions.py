@@ -319,7 +319,7 @@ def test_a_request_that_is_preempted_goes_on(
 def test_blocks_are_saved_before_the_engine_writes_to_them_again(
     model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
 ) -> None:
-    """Of four prompts in one step, the last loses its blocks to the others in the next but one.
+    """The last of four prompts in one step loses its blocks to the others in the next but one.
 
     A copy takes longer than a step.
     """
@@ -628,7 +628,7 @@ def test_a_model_whose_layers_need_more_than_their_input_is_refused(model: Path,
 @pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
 @pytest.mark.parametrize("state", ["hidden"], indirect=True)
 def test_hidden_states_are_restored_without_computing_q(shared_engine: VllmEngine) -> None:
-    """Of both families every layer has the short way, which its own whole one proves."""
+    """Every layer of both families has the short way, which its own whole one proves."""
     assert "3 of 3 layers are restored without computing Q" in shared_engine.log
 
 

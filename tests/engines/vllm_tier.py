@@ -55,7 +55,7 @@ PROMPT_TOKENS = 300
 FOUND = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 """Tokens of a prompt in whole blocks, its last one left to be computed."""
 CHUNK_BYTES = SHAPE["num_hidden_layers"] * 2 * 2 * 32 * 4 * BLOCK_TOKENS
-"""Of the model above in fp32."""
+"""A token's bytes of the model above in fp32."""
 
 
 def prompt_of(number: int, count: int = PROMPT_TOKENS) -> list[int]:

@@ -34,10 +34,10 @@ class KeptBlocks:
     _free: set[int] = field(default_factory=lambda: set(range(COUNT)))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _deletions: list[int] = field(default_factory=lambda: [0] * COUNT)
-    """Of each, those that began and those that ended, together: odd sums are of one that is under way."""
+    """Puts that began and puts that ended, summed by block: an odd sum is of one that is under way."""
 
     def key(self, number: int) -> bytes:
-        """Of a block."""
+        """A block's key."""
         return hashlib.sha256(b"block %d" % number).digest()
 
     def data(self, number: int) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tests.faults.plants import steps
 
 MOST_OPERATIONS = 60
-"""Of all clients, before a blow falls. Counted, not timed: a busy machine does no less."""
+"""Calls of all clients before a blow falls. Counted, not timed: a busy machine does no less."""
 PATIENT_OPERATIONS = 120
 """How many a failpoint is waited for before the server is killed all the same."""
 NTH_WORKING = (1, 2, 3, 5, 8, 13, 21)

@@ -42,7 +42,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "powercut": ("--cuts", "20"),
     "soak": ("--operations", "400", "--rounds", "2", "--settle-s", "2"),
 }
-"""Of each harness that is not run as it is by default."""
+"""Options of each harness that is not run as it is by default."""
 OWN: dict[tuple[str, str], Sequence[str]] = {
     ("clients", "append_outlives_stream"): ("--scenarios", "cancelled_appends"),
     ("clients", "lease_believed"): ("--scenarios", "thawed_clients"),

@@ -41,7 +41,7 @@ HANGS = {"waits_for_what_hangs": 1, "waits_for_the_catalog": 0}
 RECORDS_HANG = "waits_for_the_log"
 """The control that the hanging device of the records shows."""
 LEAST_SHARE = 0.4
-"""Of all tokens, that one of two devices must have: sessions are spread evenly, but for one."""
+"""The share of all tokens that one of two devices must have: sessions are spread evenly, but for one."""
 REFUSED_EXIT = 9
 
 

@@ -96,7 +96,7 @@ class MessageMaker:
     def message(self, descriptor: Descriptor, depth: int = 0) -> Message:
         """One message of that type."""
         made = GetMessageClass(descriptor)()
-        # Of the members of a oneof only the last that is set stays: the others would be drawn for nothing.
+        # Only the last member of a oneof that is set stays: the others would be drawn for nothing.
         fields = [field for field in descriptor.fields if field.containing_oneof is None]
         fields += [self._draw.choice(oneof.fields) for oneof in descriptor.oneofs]
         self._draw.shuffle(fields)

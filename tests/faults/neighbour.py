@@ -57,7 +57,7 @@ SESSIONS, LISTED, LONG_TOKENS = 1200, 30, 1 << 17
 ATTACKERS, CALL_TIMEOUT_S, PAUSE_S = 3, 60.0, 0.003
 """Processes that attack at once; how long the neighbour waits between two calls."""
 NICENESS = -15
-"""Of the server and of attackers, where this user may."""
+"""Priorities of the server and of attackers, where this user may set them."""
 WAITED_S = 0.0001
 """Calls in which the neighbour waited longer for a processor are not judged."""
 

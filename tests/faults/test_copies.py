@@ -128,7 +128,7 @@ def test_damage_in_one_directory_loses_no_token(stored: Path, tmp_path: Path) ->
 def test_archives_keep_how_many_copies_there_were(
     stored: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    """Of a session, and of a whole store. A store with one directory takes them with one."""
+    """Archives of a session, and of a whole store. A store with one directory takes them with one copy."""
     file, whole = str(tmp_path / "some"), str(tmp_path / "whole")
     kept = {"once": 1, **dict.fromkeys(("s0", "s1", "s2"), len(names))}
     with server(copied(stored, tmp_path)) as running:

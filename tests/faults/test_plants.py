@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tried() -> dict[str, str]:
-    """Of each plant what went wrong when it was planted, "" for nothing."""
+    """By plant: the fault that was found when it was planted, "" for none."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.faults.try_plants"],
         cwd=_ROOT,

@@ -138,7 +138,7 @@ class Worker(threading.Thread):
         except (CapacityExceeded, ReservationNotFound) as error:
             self._resolve(client, session, error)
         except LeaseNotFound as error:
-            # Of a server that has died meanwhile, which the next call is told; otherwise nothing ends a lease
+            # The server has died meanwhile, which the next call is told; otherwise nothing ends a lease
             # so soon.
             client.sessions.get(session.name)
             self._ledger.find(f"{act.__name__} of {session.name}: {error}")

@@ -35,7 +35,7 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def names(self) -> list[str]:
-        """What was recorded, in order."""
+        """Names of the recorded calls, in order."""
         return [func.overloadpacket.__name__ for func, *_ in self._calls]
 
     def replay(self) -> None:

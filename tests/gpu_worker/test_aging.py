@@ -126,7 +126,7 @@ def test_forms_get_smaller_the_longer_a_session_is_idle(client: Client, session_
     dearer = _aging(client, 1e7)
     assert dearer.due(session, first / 100) is not None
     assert any(kind in LOSSY_KINDS for form in found if form for kind in form.kinds)
-    # What hardly ever comes back is soon not worth its rent.
+    # A session that hardly ever comes back is soon not worth its rent.
     seldom = _aging(client, 1e4, returning=0.01)
     sooner = [seldom.due(session, idle_s) for idle_s in times_s]
     assert [form is not None for form in sooner] >= [form is not None for form in found]

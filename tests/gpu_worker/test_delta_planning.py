@@ -49,7 +49,7 @@ def test_plans_never_use_a_delta_without_its_base(ssd: float) -> None:
 
 
 def test_chains_are_planned_as_well_as_by_trying_all() -> None:
-    """Of like layers with bases every four: no count of recomputed layers at a base ends earlier."""
+    """Like layers with bases every four: no count of recomputed layers at a base ends earlier."""
     kinds: list[tuple[StateKind, ...]] = [((DELTA4,) if layer % 4 else (INT8,)) for layer in range(12)]
     unusable = (StateKind.KV_INT4,)
     for ssd in (1e8, 1e9, 7e9):

@@ -454,7 +454,7 @@ def test_rows_that_an_engine_writes_to_are_a_gap(client: Client, model: Any, ses
 
 
 def test_long_passes_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of a pass is bounded."""
+    """The kept part of a pass is bounded."""
     specs = LAYOUTS["kv-fp32"]
     monkeypatch.setattr(device_ring, "KEPT_BYTES", 2 * 5 * SIZE * 4)
     plain, ringed = _buffers(specs, 16, None), _buffers(specs, 16, 8)

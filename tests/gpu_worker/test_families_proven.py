@@ -116,7 +116,7 @@ def _method(adapter: Adapter, layer: int, kind: StateKind) -> Method:
 
 
 def _worst(cache: Any, kept: DynamicCache) -> float:
-    """Of all that the cache holds: keys, values, and index keys."""
+    """The worst error in all that the cache holds: keys, values, and index keys."""
     pairs = zip(contents(cache), contents(kept), strict=True)
     return max(relative_error(mine[name], theirs[name]) for mine, theirs in pairs for name in theirs)
 

@@ -23,7 +23,7 @@ def test_what_fits_is_not_truncated() -> None:
 
 
 def test_the_oldest_half_goes_and_the_sinks_stay() -> None:
-    """Of 100 tokens the last 50 stay and the first 4."""
+    """The last 50 and the first 4 of 100 tokens stay."""
     cut = fit(100, 20, window=110)
 
     assert cut == Truncation(token_count=100, sink_count=4, recent_count=50)

@@ -87,7 +87,7 @@ def _compute_s(each: PlanRequest, layer: object, kind: StateKind) -> float:
 
 
 def _mean_s(sessions: Sequence[Sequence[Step]]) -> float:
-    """Of sessions one behind the other."""
+    """The mean end of sessions one behind the other."""
     ends, done = [], simulate([each for steps in sessions for each in steps]).steps
     place = 0
     for steps in sessions:

@@ -174,7 +174,7 @@ def test_windows_need_their_last_tokens_only() -> None:
 
 
 def test_linear_layers_come_back_as_their_state() -> None:
-    """Of fixed size whatever the history; from hidden rows only where no state is held."""
+    """The state has a fixed size whatever the history; hidden rows bring it only where none is held."""
     engine = EngineAbilities(can_recompute=False)
     both = plan(request("qwen3-next-80b", 8192, engine=engine))
     hidden = plan(request("qwen3-next-80b", 8192, kinds=(StateKind.HIDDEN,), engine=engine))

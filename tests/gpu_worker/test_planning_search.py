@@ -106,7 +106,7 @@ def test_two_streams_always_have_a_better_order(steps: list[tuple[float, float]]
 
 
 def test_three_streams_may_have_none_and_are_searched_all_the_same() -> None:
-    """Of two steps through all streams each may be the better first; then layers are taken one by one."""
+    """Each of two steps through all streams may be the better first; then layers are taken one by one."""
     ways: tuple[Seconds, ...] = ((1.0, 2.0, 1.0), (3.0, 1.0, 3.0))
     problem = Instance((Layer(tuple((way,) for way in ways), (), None, ()),) * 6, 0.0)
     found = _solve(problem)

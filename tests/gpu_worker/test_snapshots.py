@@ -110,7 +110,7 @@ def test_a_block_is_of_one_model_one_count_and_one_layer() -> None:
 
 
 def test_a_cache_takes_no_state_that_is_not_its_own() -> None:
-    """Of more tokens than it is to hold, of another model, of a layer that keeps none; it stays empty."""
+    """A state of too many tokens, of another model, of a layer that keeps none; it stays empty."""
     adapter = _adapter(SMALLEST)
     snapshot = Snapshot.of(adapter, _at(SMALLEST, 60), 60)
     foreign = Snapshot.of(_adapter("jamba"), _at("jamba", 60), 60)

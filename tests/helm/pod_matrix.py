@@ -313,7 +313,7 @@ def test_callers_show_certificates_and_tokens_and_backups_come_back(release: Any
         keys,
     )
     example = (CHART / "examples" / "restore.yaml").read_text().replace("FILE", file.name)
-    # Of a release with other names.
+    # A release with other names.
     _, job = yaml.safe_load_all(
         example.replace("name: ctxcache\n", "name: cache-ctxcache\n").replace(
             "ctxcache-backup", "cache-ctxcache-backup"

@@ -12,7 +12,7 @@ from ctxcache.simulate.trace import TraceTurn
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of `session_count` sessions, one every `spacing_s` seconds on average, `once_share` have one turn.
+    """`session_count` sessions, one every `spacing_s` seconds on average; `once_share` of them have one turn.
 
     Others have up to `most_turns`, each with `most_segments` of new tokens at most; gaps between them are
     log-normal around `gap_s`, the session's own, so that who returned soon returns soon again.

@@ -238,7 +238,7 @@ def test_a_commit_does_not_wait_for_a_directory_that_hangs(
 
 
 def test_a_torn_catalog_ends_before_the_tear(stored: Path) -> None:
-    """Of a damaged log what is before the damage counts, and the rest is named."""
+    """Commits before the damage of a log count, and the rest is named."""
     path = stored / "catalog" / "00000001.log"
     path.write_bytes(path.read_bytes()[:-3])
     contents = read_catalog(stored / "catalog", INSTANCE)

@@ -34,7 +34,7 @@ from tests.mutants.table import ROOT, Mutant, TableError, check, load
 GOOD, SURVIVED, UNUSABLE, UNCHANGED_FAILS = 0, 1, 2, 3
 JOBS = 2
 TEST_TIMEOUT_S = 60
-"""Of one test. The longest takes a few seconds."""
+"""Limit for one test. The longest takes a few seconds."""
 RUN_TIMEOUT_S = 600
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(

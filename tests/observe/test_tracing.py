@@ -55,7 +55,7 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 
 @pytest.fixture
 def provider(exporter: InMemorySpanExporter) -> TracerProvider:
-    """Of the application and of the server: both are in this process."""
+    """The provider of the application and of the server: both are in this process."""
     made = TracerProvider(shutdown_on_exit=False)
     made.add_span_processor(SimpleSpanProcessor(exporter))
     return made

@@ -247,7 +247,7 @@ async def test_what_cannot_be_read_is_refused_by_every_service(
 
 
 async def test_both_versions_of_reflection_tell_the_same(client: Client) -> None:
-    """Of each service, themselves included; what is not known is NOT_FOUND within the stream."""
+    """They tell of each service, themselves included; an unknown one is NOT_FOUND within the stream."""
     asked = [
         ServerReflectionRequest(list_services=""),
         ServerReflectionRequest(file_containing_symbol="grpc.reflection.v1.ServerReflection"),

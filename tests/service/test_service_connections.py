@@ -75,7 +75,7 @@ async def test_a_host_has_no_more_connections_than_it_may(
 async def test_there_are_no_more_connections_than_there_may_be(
     settings: Settings, clock: FakeClock, connect: Connect
 ) -> None:
-    """Of all hosts together: one more is closed at once, and there is room when another one has gone."""
+    """All hosts together: one more is closed at once, and there is room when another one has gone."""
     server = await Server.start(settings.model_copy(update={"max_connections": 8}), clock)
     try:
         target = server.addresses[0]

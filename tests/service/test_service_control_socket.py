@@ -28,7 +28,7 @@ from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 
 SUM_OF_ZEROS = xxh3_64_intdigest(bytes(4 + 96 + 160))
-"""Of a token whose rows nobody wrote."""
+"""The checksum of a token whose rows nobody wrote."""
 
 Code = grpc.StatusCode
 INVALID = (Code.INVALID_ARGUMENT, "INVALID_FIELD")

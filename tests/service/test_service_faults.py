@@ -86,7 +86,7 @@ async def demote(client: Client, name: str) -> session_pb2.Session:
 
 
 async def states(client: Client) -> list[str]:
-    """Of the SSD paths."""
+    """States of the SSD paths."""
     tiers = [tier for tier in (await client.stats()).tiers if tier.tier == session_pb2.TIER_SSD]
     return [admin_pb2.PathState.Name(tier.state).removeprefix("PATH_STATE_") for tier in tiers]
 

@@ -64,7 +64,7 @@ async def test_nor_the_end(settings: Settings) -> None:
 
 
 async def test_a_watcher_hears_of_each_change(server: Server, client: Client) -> None:
-    """Of a service that there is, of the server, and that there is no other."""
+    """Changes of a service that there is, and of the server; and it hears that there is no other."""
     health: Any = health_pb2_grpc.HealthStub(client.channel)
     names = ("", "ctxcache.v1.SessionService")
     watches = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in names]

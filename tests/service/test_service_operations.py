@@ -182,7 +182,7 @@ async def test_a_model_goes_when_no_session_is_of_it(client: Client) -> None:
 
 
 async def test_shares_change_while_it_runs(client: Client) -> None:
-    """Of a tenant that has one; nothing changes where the new one could not be."""
+    """Only a tenant that has one gets another; nothing changes where the new one could not be."""
     use = await client.admin.UpdateTenant(
         ops.UpdateTenantRequest(tenant="default", guaranteed=0.25, limit=0.75)
     )

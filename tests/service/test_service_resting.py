@@ -56,7 +56,7 @@ async def lacking(
 
 
 async def health(client: Client) -> dict[str, Any]:
-    """Of each name, and why."""
+    """The health of each name, and why."""
     stub: Any = health_pb2_grpc.HealthStub(client.channel)
     found = {}
     for name in (*WRITES, *READS):

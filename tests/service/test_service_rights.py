@@ -39,7 +39,7 @@ def settings(tmp_path: Path, settings: Settings) -> Settings:
 
 @pytest.fixture
 async def channel(server: Server) -> AsyncIterator[grpc.aio.Channel]:
-    """Of nobody yet."""
+    """A channel of nobody yet."""
     async with grpc.aio.insecure_channel(server.addresses[0]) as made:
         yield made
 

@@ -462,7 +462,7 @@ async def test_jobs_are_bounded(client: Client, engine: Engine, server: Server) 
 async def test_a_million_jobs_are_refused_within_bounds(
     client: Client, engine: Engine, server: Server
 ) -> None:
-    """Of a client that never reads refusals either: the server stops reading."""
+    """A client that never reads refusals either: the server stops reading from it."""
     await client.create("a")
     jobs = [job(i) for i in range(1024)]
 

@@ -150,7 +150,7 @@ async def test_a_greedy_tenant_waits_while_others_are_answered(
 
 
 async def test_bulk_work_knows_when_the_last_rpc_came(client: Client, server: Server) -> None:
-    """Of one answer or of many: while there are some, gRPC's threads get the processor between two pieces."""
+    """While there are rpcs of one answer or of many, gRPC's threads get the processor between two pieces."""
     newcomers = server._local_turns._newcomers
     assert newcomers is not None
     await client.create("a")

@@ -111,7 +111,7 @@ def test_a_common_prompt_is_held_once() -> None:
 
 
 def test_sessions_that_are_said_to_end_make_room() -> None:
-    """Of two sessions one fits; the one that does not return leaves first, its common prompt does not."""
+    """One of two sessions fits; the one that does not return leaves first, its common prompt does not."""
     turns = [
         prompt("returns", 0.0, 1, "common", *(f"a{n}" for n in range(20))),
         prompt("ends", 1.0, 1, "common", *(f"b{n}" for n in range(38))),

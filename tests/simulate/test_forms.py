@@ -73,7 +73,7 @@ def test_a_competitive_bound_holds_for_every_rest() -> None:
 
 
 def test_what_never_returns_is_soon_not_worth_its_rent() -> None:
-    """Of 50 sessions one returns: learning that is cheaper than the bound's way, and than keeping K/V."""
+    """One of 50 sessions returns: learning that is cheaper than the bound's way, and than keeping K/V."""
     turns = [turn(str(number), float(number)) for number in range(50)] + [turn("3", HOUR)]
     kept, span_s = keep(turns, LOAD, FORMS)
     costs = {one.strategy: one.to_dict(LOAD, span_s)["cost"] for one in kept}

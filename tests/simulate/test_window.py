@@ -69,7 +69,7 @@ def test_an_input_longer_than_the_window_keeps_its_end() -> None:
 
 
 def test_what_is_left_on_ssd_is_not_written_again() -> None:
-    """Of 9,000 B on SSD 4,000 are left; the 2,000 that come are all that is written."""
+    """SSD has 4,000 of 9,000 B left; the 2,000 that come are all that is written."""
     load = replace(WINDOW, dram_bytes=0)
     tally = played(load, [turn("a", 0, 900), turn("a", 1, 200)])
 

@@ -39,7 +39,7 @@ class Dormant:
         self.segment_count = 0
         self._uids = bytearray()
         self._kept: list[object | None] = []
-        """What is read when a session comes to be known; None from then on."""
+        """The record that is read when a session comes to be known; None from then on."""
         self._tenants: list[str] = []
         self._tenant_names: dict[str, str] = {}
         self._slot_bytes = array("q")
@@ -130,7 +130,7 @@ class Dormant:
         return found
 
     def revived(self, number: int, use: TenantUse | None) -> Session:
-        """What a session would be if it were known, with its segments, which no session lists yet.
+        """A session as it would be if it were known, with its segments, which no session lists yet.
 
         They are counted as `use`; None: without them.
         """

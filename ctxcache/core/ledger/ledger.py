@@ -278,7 +278,7 @@ class Ledger:
     def glance(self, tenant: str, session_id: str) -> Session | None:
         """As `named`, to be looked at and no more. A dormant one stays so, and shows no segments."""
         number = self.dormant.named(tenant, session_id)
-        # What can be had of it while a path is lost is known of known ones.
+        # Rows that can be had while a path is lost are reckoned for known sessions alone.
         if number is None or self.lost:
             return self.named(tenant, session_id)
         session = self.dormant.revived(number, None)

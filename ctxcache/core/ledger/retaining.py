@@ -147,7 +147,7 @@ class Grants:
         The free bytes, its own, and those granted to lower classes.
         """
         account = asked.account
-        # Of the same priority none gives way: two equal requests would displace each other in turns.
+        # The same priority does not give way: two equal requests would displace each other in turns.
         lower_bytes = sum(self._by_priority[account, priority] for priority in range(asked.priority))
         own_bytes = before.size_bytes if before and before.priority >= asked.priority else 0
         return self._limit_bytes(account) - self.used_bytes(account) + lower_bytes + own_bytes

@@ -77,7 +77,7 @@ class Recency(Policy):
 
     def give_up(self, count: int, accepts: Accepts) -> list[bytes]:
         """See Policy. Those that `accepts` refuses are looked at once."""
-        # Of whatever lines and orders a subclass has: each keeps those that were refused out of the way.
+        # Each line and order of a subclass keeps those that were refused out of the way.
         orders = [each for each in vars(self).values() if isinstance(each, (Line, Keyed))]
         for order in orders:
             order.pass_over()

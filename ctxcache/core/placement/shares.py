@@ -100,7 +100,7 @@ class Shares:
             over[account] = used_bytes[account] - own_bytes + (needed_bytes if account == needing else 0)
             if over[account] <= 0:
                 del over[account]
-        # Of equals the needing account first: it rather gives up its own.
+        # The needing account comes first of equals: it rather gives up its own.
         asked = sorted(over, key=lambda account: (-over[account], account != needing, account))
         if needing is not None and needing not in over:
             asked.append(needing)

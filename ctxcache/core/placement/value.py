@@ -128,8 +128,8 @@ class _Order:
 
     def discard(self, uid: bytes) -> None:
         """One that waited does so no longer."""
-        # Of the last few that started the one with the earliest place. Jobs that stand before that were
-        # overtaken by all of them: the order does not know where they are.
+        # The earliest place of the last few that started. Jobs that stand before that were overtaken by all
+        # of them: the order does not know where they are.
         del self._places[bisect_left(self._places, self._orders.pop(uid))]
 
     def started(self, uid: bytes, other: bytes) -> None:

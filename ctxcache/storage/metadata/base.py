@@ -137,7 +137,7 @@ class SessionRecord:
 
 
 class KeptSession(NamedTuple):
-    """What opening looks at of a session's record, and `kept`: what the store reads the whole record from.
+    """The part of a session's record that opening looks at. The store reads the whole one from `kept`.
 
     `layout` is equal for the same streams. What is live lies within `[live_begin, live_end)`, which is empty
     where nothing is. Not `is_plain`: a block, or a session that is pinned or has copies.

@@ -393,7 +393,7 @@ def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
     ) = _SEGMENT.unpack_from(body)
     tenant_end = _SEGMENT.size + tenant_bytes
     tenant = _exactly(body, _SEGMENT.size, tenant_end).decode()
-    # What is left behind whole keys is the copy, or nothing.
+    # The rest behind whole keys is the copy, or nothing.
     end = len(body) - (len(body) - tenant_end) % _PREFIX_KEY.size
     keys = tuple([key for (key,) in _PREFIX_KEY.iter_unpack(body[tenant_end:end])])
     identity = SegmentIdentity(tenant, uid, generation, begin, token_count, fingerprint)

@@ -520,8 +520,8 @@ class RocksDbMetadata:
         last, seals = opened
         # Neither the last acknowledged commit nor a doubtful one: something is lost, and no change may
         # follow.
-        # What is there must be one of the states that were possible. Anything else lost an acknowledged
-        # commit.
+        # The end that is there must be one of the states that were possible. Anything else lost an
+        # acknowledged commit.
         if last not in {self._last, *(commit for _, commit in self._doubtful)}:
             self._is_resting = False
             self._failure = f"opened again it ends with {last}, and {self._last} was acknowledged"
@@ -589,7 +589,7 @@ class RocksDbMetadata:
     async def recorded_slots(self) -> set[Slot]:
         """See MetadataStore."""
         if logged := self._logging:
-            # What is on its way into the log may name slots too.
+            # Commits on their way into the log may name slots too.
             await asyncio.wait([logged])
         return await self._in_thread(self._recorded_slots)
 

@@ -55,7 +55,7 @@ def test_an_example_works(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_examples(name: str) -> None:
-    """Of its own, that begin as it is called."""
+    """They are its own, and begin as it is called."""
     lines = examples_of(name)
 
     assert lines

@@ -156,7 +156,7 @@ def test_what_is_met_and_what_is_not() -> None:
 
 
 def test_what_verifying_costs_has_a_goal() -> None:
-    """Of each path beside itself; what is not verified has none."""
+    """A goal for each path beside itself; a path that is not verified has none."""
     row = {
         "what": "direct",
         "model": "a",

@@ -48,7 +48,7 @@ MACHINE = Ceilings(
 
 
 def llama_plans(place: StatePlace = StatePlace.DRAM) -> Mapping[str, Plan]:
-    """Of 1,024 tokens of Llama-2-7B."""
+    """Plans for 1,024 tokens of Llama-2-7B."""
     return plans(known_model("llama-2-7b"), known_profile("a100-40gb"), 1024, 16, place)
 
 
