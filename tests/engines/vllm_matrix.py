@@ -269,12 +269,13 @@ def main(words: Sequence[str]) -> int:
             model = options.model or build(place / "small-llama")
             with VllmEngine(model, None, place / "plain.log", max_model_len=scale.length) as plain:
                 outcomes = run_cell(cell, model, Conversations(scale, plain), place)
-        name = f"{model.resolve().name}, {scale.conversations}, {cell.replace('/', ', ')}"
-        lines.append(f"| {name} | " + " | ".join(map(str, outcomes.values())) + " |")
-        sys.stdout.write(lines[-1] + "\n")
-        sys.stdout.flush()
-        if options.write:
-            write_rows(options.write, "matrix", lines)
+            # While the store's files are still there: to remove them may take a busy disk minutes.
+            name = f"{model.resolve().name}, {scale.conversations}, {cell.replace('/', ', ')}"
+            lines.append(f"| {name} | " + " | ".join(map(str, outcomes.values())) + " |")
+            sys.stdout.write(lines[-1] + "\n")
+            sys.stdout.flush()
+            if options.write:
+                write_rows(options.write, "matrix", lines)
         for outcome in outcomes.values():
             is_good &= outcome.equal_count == outcome.count and outcome.latest_s < STALL_S
     return 0 if is_good else 1
