@@ -350,14 +350,26 @@ class Blocks:
             for begin in range(0, len(there), BLOCKS_AT_A_TIME):
                 if pace.is_over:
                     await pace.rest()
-                some = enumerate(there[begin : begin + BLOCKS_AT_A_TIME], begin)
-                asked = [
-                    self._hold(block, client, held, i, is_rechecked=is_rechecked)
-                    for i, block in some
-                    if block
-                ]
+                waiting = list[tuple[int, ReadRequest]]()
+                for i, block in enumerate(there[begin : begin + BLOCKS_AT_A_TIME], begin):
+                    if block is None:
+                        continue
+                    request = ReadRequest(
+                        block.tenant,
+                        block.session_id,
+                        block.model_fingerprint,
+                        None,
+                        client=client,
+                        is_summed=True,
+                        is_rechecked=is_rechecked,
+                    )
+                    # Most blocks are in DRAM, and a task takes as long as a lease.
+                    if not self._hold_at_once(request, held, i):
+                        waiting.append((i, request))
                 # All are waited for, then the first failure is raised: none is left running behind an error.
-                _raise_first(await asyncio.gather(*asked, return_exceptions=True))
+                asked = [self._hold(request, held, i) for i, request in waiting]
+                if asked:
+                    _raise_first(await asyncio.gather(*asked, return_exceptions=True))
         except BaseException:
             self._leases.let_go(held.values())
             raise
@@ -547,29 +559,25 @@ class Blocks:
         if not session.is_gone:
             self._ledger.ended(session)
 
-    async def _hold(
-        self,
-        block: Session,
-        client: int | None,
-        held: dict[int, Lease],
-        number: int,
-        *,
-        is_rechecked: bool,
-    ) -> None:
-        """Lease a block, and put the lease under that number, unless the block is gone, or bad."""
-        request = ReadRequest(
-            block.tenant,
-            block.session_id,
-            block.model_fingerprint,
-            None,
-            client=client,
-            is_summed=True,
-            is_rechecked=is_rechecked,
-        )
+    def _hold_at_once(self, request: ReadRequest, held: dict[int, Lease], number: int) -> bool:
+        """As `_hold`, without waiting; False, and nothing is done, where it would have to wait."""
         try:
-            lease = await self._leases.acquire(request)
+            lease = self._leases.acquire_at_once(request)
+        except SessionNotFound:
+            return True
+        if lease is not None:
+            self._keep(lease, held, number)
+        return lease is not None
+
+    async def _hold(self, request: ReadRequest, held: dict[int, Lease], number: int) -> None:
+        """Lease a block, and put the lease under that number, unless the block is gone, or bad."""
+        try:
+            lease = await self._leases.acquire(request, is_tried=True)
         except (SessionNotFound, CorruptSegment):
             return
+        self._keep(lease, held, number)
+
+    def _keep(self, lease: Lease, held: dict[int, Lease], number: int) -> None:
         if lease.pieces:
             held[number] = lease
         else:

@@ -22,7 +22,7 @@ from google.protobuf.duration_pb2 import Duration
 from ctxcache.client.access import AccessStream, ArenaAttachment, Hold, acquire
 from ctxcache.client.arena import Bytes
 from ctxcache.client.block_bytes import Array, BlockData, PartMemory, check_sizes, parts_of
-from ctxcache.client.convert import durability_to_wire, to_wire
+from ctxcache.client.convert import checked_token, durability_to_wire, to_wire
 from ctxcache.client.futures import Completions
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.streamed_rows import draw_end
@@ -238,9 +238,10 @@ class BlockCalls:
     def leased(self, token: bytes) -> "LeasedBlocks":
         """The blocks of a lease of this tenant, by its token, from any of its clients.
 
-        Raises LeaseNotFound.
+        Raises LeaseNotFound, InvalidArgument.
         """
-        return _leased(self._attached(), block_pb2.LeaseBlocksRequest(token=token))
+        request = block_pb2.LeaseBlocksRequest(token=checked_token(token))
+        return _leased(self._attached(), request)
 
     def delete(self, space: BlockSpace, keys: Sequence[bytes]) -> int:
         """Delete the blocks that are there; returns how many. Raises WriteInProgress, TierFailure."""
@@ -629,8 +630,12 @@ def _batches(keys: Sequence[bytes], count: int) -> Iterator[list[bytes]]:
 
 
 def _duration(seconds: float) -> Duration:
-    whole, ns = divmod(round(seconds * _NS_PER_S), _NS_PER_S)
-    return Duration(seconds=whole, nanos=ns)
+    try:
+        whole, ns = divmod(round(seconds * _NS_PER_S), _NS_PER_S)
+        return Duration(seconds=whole, nanos=ns)
+    # Of NaN, of infinity, and of more seconds than a message holds.
+    except (ValueError, OverflowError) as error:
+        raise InvalidArgument(field="ttl", problem=f"{seconds} s is no duration") from error
 
 
 def _news(message: block_pb2.BlockNews) -> BlockNews:

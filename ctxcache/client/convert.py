@@ -240,6 +240,14 @@ def durability_to_wire(durability: Durability) -> session_pb2.Durability.ValueTy
     return session_pb2.Durability.ValueType(durability)
 
 
+def checked_token(token: bytes) -> bytes:
+    """A lease's token; others than empty ones are the server's to look at. Raises InvalidArgument."""
+    # On the wire an empty token is no token: the answer would be about what is missing instead.
+    if not token:
+        raise InvalidArgument(field="token", problem="is empty")
+    return token
+
+
 def duration(span: timedelta | None) -> Duration | None:
     """Put a span of time on the wire; None stays unset.
 

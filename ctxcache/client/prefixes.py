@@ -11,7 +11,14 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client.convert import contents_to_wire, duration, from_wire, ranges_to_wire, session_from_wire
+from ctxcache.client.convert import (
+    checked_token,
+    contents_to_wire,
+    duration,
+    from_wire,
+    ranges_to_wire,
+    session_from_wire,
+)
 from ctxcache.client.futures import Completions
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.rows import SessionRows
@@ -115,7 +122,7 @@ class PrefixCalls:
         session ends it. Raises LeaseNotFound, ModelFingerprintMismatch, InvalidArgument (also where this
         process cannot map the arena), CapacityExceeded, TooManyRequests.
         """
-        request = AcquireLease(token=token, model_fingerprint=model.fingerprint)
+        request = AcquireLease(token=checked_token(token), model_fingerprint=model.fingerprint)
         rows = self._routes.lease(request, tuple(streams))
         if rows is None:
             raise InvalidArgument(

@@ -241,9 +241,9 @@ class HeldBlocks(BlockStore):
                 self._let_go(holder.blocks[holder.held_count])
             if not holder.held_count:
                 del self._holders[uid]
-                # Made anew when it is found again; its name is by its last block.
-                if holder.blocks:
-                    self._prefixes.pop(holder.blocks[-1], None)
+                # Made anew when it is found again. Its name is by its last block, where sessions may end too.
+                if holder.blocks and self._prefixes.get(holder.blocks[-1]) == uid:
+                    del self._prefixes[holder.blocks[-1]]
                 self.policy.evicted(uid)
 
 

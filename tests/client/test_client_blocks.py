@@ -291,8 +291,11 @@ def test_a_lease_is_used_by_another_client_of_the_tenant(live: LiveServer, local
         local.blocks.leased(held.token)
     with pytest.raises(InvalidArgument, match="token: 16 bytes expected"):
         local.blocks.leased(b"short")
-    with pytest.raises(InvalidArgument, match="ttl"):
-        local.blocks.lease(WHOLE, [key_of(1)], ttl_s=301)
+    with pytest.raises(InvalidArgument, match="token: is empty"):
+        local.blocks.leased(b"")
+    for ttl_s in (301, float("nan"), float("inf"), 1e30):
+        with pytest.raises(InvalidArgument, match="ttl: "):
+            local.blocks.lease(WHOLE, [key_of(1)], ttl_s=ttl_s)
 
 
 def test_what_changed_in_memory_is_mended_or_a_miss(live: LiveServer, local: Client) -> None:

@@ -266,6 +266,8 @@ def test_a_match_holds_its_tokens_for_another_connection(client: Client, live: L
                 client.prefixes.release(token)
         with pytest.raises(InvalidArgument, match="token: 16 bytes expected, 3 given"):
             worker.prefixes.leased(b"abc", OWN)
+        with pytest.raises(InvalidArgument, match="token: is empty"):
+            worker.prefixes.leased(b"", OWN)
     for ttl in (timedelta(), timedelta(seconds=301)):
         with pytest.raises(InvalidArgument, match="lease_ttl"):
             client.prefixes.match(OWN, PROMPT, layout=LAYOUT, lease_ttl=ttl)

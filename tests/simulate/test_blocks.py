@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ctxcache.core.placement.baselines import POLICIES
-from ctxcache.core.placement.policy import Capacities
-from ctxcache.simulate.blocks import BlockReplay
+from ctxcache.core.placement.policy import Capacities, Facts
+from ctxcache.simulate.blocks import BlockReader, BlockReplay, HeldBlocks
 from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.study import look
 from ctxcache.simulate.trace import TraceTurn
@@ -121,3 +121,24 @@ def test_sessions_that_are_said_to_end_make_room() -> None:
 
     assert replayed(hinted, turns, "value", is_of_holders=True) == BLOCK_TOKENS * (1 + 21)
     assert replayed(hinted, turns, "lru", is_of_holders=True) < BLOCK_TOKENS * (1 + 21)
+
+
+def test_a_session_that_leaves_takes_no_prefix_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both end in one block: the prefix is used on, also where a longer one is found."""
+    policy = POLICIES["lru"](Capacities(0, 160))
+    heard, idle = list[bytes](), policy.idle
+
+    def listen(uid: bytes, facts: Facts, now_s: float) -> None:
+        heard.append(uid)
+        idle(uid, facts, now_s)
+
+    monkeypatch.setattr(policy, "idle", listen)
+    store, reader = HeldBlocks(policy, BLOCK_TOKENS, 1, BLOCK_LIMIT), BlockReader(BLOCK_TOKENS)
+    # The fifth has no room, and the first two leave: each holds the common block alone.
+    for number in range(6):
+        own = ["behind", *(f"{number}.{each}" for each in range(19))] if number > 1 else []
+        request = reader.request(prompt(f"{number}", float(number), 1, "common", *own))
+        store.use(request, store.found(request.asked), float(number))
+        store.settle()
+
+    assert heard.count(b"prefix common") == 5, "of all but the first"
