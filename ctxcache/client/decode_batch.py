@@ -269,6 +269,21 @@ class DecodeBatch(Closing):
 
     # Failures by lane, never of the batch: a full tenant must not stop the other sessions.
     def _take_reservations(self, results: Sequence[OperationResult], sent: ClockPair) -> None:
+        try:
+            self._take_each(results, sent)
+        except BaseException:
+            # All room of the answer goes back: a batch whose constructor failed is nobody's to close.
+            self._lanes = self._lanes[:0]
+            self._stream.send(
+                Operation(
+                    release_reservation=ReleaseReservation(reservation_id=result.reservation.reservation_id)
+                )
+                for result in results
+                if result.HasField("reservation")
+            )
+            raise
+
+    def _take_each(self, results: Sequence[OperationResult], sent: ClockPair) -> None:
         deadlines_ns = []
         for lane, result in zip(self._lanes.tolist(), results, strict=True):
             if result.HasField("error"):

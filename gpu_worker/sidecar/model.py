@@ -390,6 +390,8 @@ class AttachedModels:
             weakref.WeakValueDictionary()
         )
         self._lock = threading.Lock()
+        self._reading: dict[tuple[Path, bytes, ModelShare | None], threading.Lock] = {}
+        """Held while a model is read: two engines of one read it once, and others do not wait for it."""
 
     def get(self, directory: Path, spec: ModelSpec, share: ModelShare | None = None) -> AttachedModel:
         """The model, or a share of it, read if no engine has it attached.
@@ -398,17 +400,26 @@ class AttachedModels:
         """
         key = (directory, spec.fingerprint(), share)
         with self._lock:
-            # Under the lock, which is held while weights are read: two engines of one model read them once.
-            found = self._models.get(key)
-            if found is None:
-                weights = LazyWeights(directory, spec, self._device)
-                found = self._models[key] = AttachedModel(
-                    weights,
-                    self._profile(weights),
-                    share,
-                    NVLINK if self._device.type == "cuda" else HOST_GATHER,
-                )
-            return found
+            reading = self._reading.setdefault(key, threading.Lock())
+        with reading:
+            try:
+                with self._lock:
+                    found = self._models.get(key)
+                if found is None:
+                    found = self._read(directory, spec, share)
+                    with self._lock:
+                        self._models[key] = found
+                return found
+            finally:
+                with self._lock:
+                    # Another may wait for this one still, and finds the model then.
+                    if self._reading.get(key) is reading:
+                        del self._reading[key]
+
+    def _read(self, directory: Path, spec: ModelSpec, share: ModelShare | None) -> AttachedModel:
+        weights = LazyWeights(directory, spec, self._device)
+        link = NVLINK if self._device.type == "cuda" else HOST_GATHER
+        return AttachedModel(weights, self._profile(weights), share, link)
 
     def _profile(self, weights: LazyWeights) -> Profile:
         found = None if self._profile_directory is None else self._kept(weights, self._profile_directory)

@@ -13,6 +13,7 @@ from ctxcache.client import CallerModel, Client, DecodeBatch
 from ctxcache.client.access import GrpcAccess
 from ctxcache.client.types import Durability
 from ctxcache.errors import (
+    CacheError,
     CapacityExceeded,
     DeadlineExceeded,
     IncompleteAppend,
@@ -82,6 +83,19 @@ def create(client: Client, count: int = LANES) -> list[str]:
             first = {s: np.concatenate([rows(i, s, [lane]) for i in range(-lane * 9, 0)]) for s in ROW_BYTES}
             session.append(first)
     return names
+
+
+def test_a_batch_that_is_not_made_keeps_no_room(client: Client) -> None:
+    """One of its sessions was made anew with another layout: the others take a writer at once."""
+    infos = [client.sessions.get(name) for name in create(client)]
+    client.sessions.delete(infos[0].name)
+    client.sessions.create(OWN, id="s0", layout=[TOKENS, KV])
+
+    with pytest.raises(CacheError):
+        client.sessions.decode_batch(infos, OWN)
+
+    for info in infos[1:]:
+        client.sessions.open(info, OWN).append({s: rows(0, s, [1]) for s in ROW_BYTES})
 
 
 def step(batch: DecodeBatch, number: int) -> None:

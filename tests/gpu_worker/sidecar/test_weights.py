@@ -1,7 +1,10 @@
 """Weights out of safetensors files: what projecting needs, when it needs it, and of the right model only."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from gpu_worker.pipeline.compute import Kernels, Modules, Restorer
 from gpu_worker.plan import Method
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.sidecar.attachment import BlocksTarget, slots_of
-from gpu_worker.sidecar.model import AttachedModel, LazyWeights
+from gpu_worker.sidecar.model import AttachedModel, AttachedModels, LazyWeights
 
 CPU = torch.device("cpu")
 
@@ -167,3 +170,35 @@ def test_a_digest_of_no_known_scheme_is_refused(weights: Path, digest: str) -> N
 
     with pytest.raises(InvalidArgument, match="scheme"):
         LazyWeights(write_weights("llama", weights), spec, CPU)
+
+
+def test_a_model_that_is_read_for_long_holds_up_no_other(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of the same model waits for it, and both have one; an engine of another one does not."""
+    slow, other = write_weights("llama", weights), write_weights("qwen3", weights)
+    begun, goes_on, read = threading.Event(), threading.Event(), list[Path]()
+
+    class Held(LazyWeights):
+        def __init__(self, directory: Path, *rest: Any) -> None:
+            read.append(directory)
+            if directory == slow:
+                begun.set()
+                assert goes_on.wait(60)
+            super().__init__(directory, *rest)
+
+    monkeypatch.setattr("gpu_worker.sidecar.model.LazyWeights", Held)
+    models, specs = AttachedModels(CPU, None), {}
+    for family, directory in (("llama", slow), ("qwen3", other)):
+        specs[directory] = replace(spec_of(family), weights_digest=digest_checkpoint(directory))
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            first = pool.submit(models.get, slow, specs[slow])
+            assert begun.wait(60)
+            second = pool.submit(models.get, slow, specs[slow])
+            pool.submit(models.get, other, specs[other]).result(30)
+            assert not first.done()
+        finally:
+            goes_on.set()
+        assert first.result(60) is second.result(60)
+    assert sorted(read) == sorted([slow, other])
