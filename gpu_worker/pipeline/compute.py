@@ -457,7 +457,10 @@ def _is_known_norm(norm: nn.Module | None) -> bool:
 
 
 def _linear(linear: nn.Module, head_count: int) -> ProjectionWeights:
-    weight: Tensor = linear.weight  # type: ignore[assignment]  # a Linear, as its family's builder says
+    weight: Tensor = linear.weight  # type: ignore[assignment]  # a plain linear layer, as `_is_known` says
+    if isinstance(linear, Conv1D):
+        # [D, out]: of a square one nothing but the product would tell.
+        weight = weight.detach().T.contiguous()
     bias: Tensor | None = linear.bias  # type: ignore[assignment]
     return ProjectionWeights(weight, head_count, bias)
 

@@ -7,9 +7,14 @@ import pytest
 import torch
 from sessions import RELATIVE_BOUND, relative_errors, saved_session
 from slow_pipelines import DEADLINE_S, poisoned_target, slowed, start
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, build
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from gpu_worker.pipeline.compute import Kernels, KernelWeights
+from gpu_worker.pipeline.compute import Compute, Kernels, KernelWeights, Modules
+from gpu_worker.pipeline.target import CacheTarget
+from gpu_worker.plan import Method
+from gpu_worker.proof import adapt
 
 BF16_BOUND = 0.02
 INTERPRETED_S = 100.0
@@ -37,6 +42,26 @@ def _errors(
 def test_every_family_by_the_reference(name: str, plan: str) -> None:
     """In fp32 to 1e-5, whatever its norm, bias, fusion, rotation or window."""
     assert max(_errors(name, plan, torch.float32)) < RELATIVE_BOUND
+
+
+def test_weights_that_lie_the_other_way_are_turned() -> None:
+    """Conv1D has one row for each input. With as many outputs, nothing but the numbers tells."""
+    model = build("opt")
+    for attention in [module for module in model.modules() if hasattr(module, "k_proj")]:
+        for name in ("k_proj", "v_proj"):
+            linear, turned = getattr(attention, name), Conv1D(64, 64)  # type: ignore[no-untyped-call]
+            turned.weight, turned.bias = nn.Parameter(linear.weight.T.contiguous()), linear.bias
+            setattr(attention, name, turned)
+    adapter, rows = adapt(model), torch.randn(9, 64, generator=torch.Generator().manual_seed(3))
+    targets = [CacheTarget(adapter, 9) for _ in range(2)]
+    positions = torch.arange(9)
+    ways: tuple[Compute, ...] = Modules(adapter, positions), Kernels(KernelWeights(adapter), positions)
+    with torch.no_grad():
+        for layer in range(3):
+            for compute, target in zip(ways, targets, strict=True):
+                compute.restore(layer, Method.HIDDEN, rows.view(torch.uint8), 0, target.room(layer, 0, 9))
+
+    assert max(relative_errors(targets[1].cache, targets[0].cache)) < RELATIVE_BOUND
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
