@@ -39,11 +39,12 @@ from ctxcache.client.arena import Bytes
 from ctxcache.client.types import SessionInfo
 from ctxcache.core.placement.returns import ReturnShare
 from ctxcache.errors import CacheError, GenerationMismatch, InvalidArgument, SessionNotFound, Unavailable
-from ctxcache.format.packing import DELTAS, LOSSY_KINDS, unpacked
+from ctxcache.format.packing import DELTAS, LOSSY_KINDS, is_on_tokens, unpacked
 from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
 from gpu_worker.deltas import Chain, chained_layers
 from gpu_worker.families import Adapter
 from gpu_worker.generation import Capture, prefill
+from gpu_worker.pipeline.compute import inputs_of
 from gpu_worker.planning.adaptive import AdaptivePlanner
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.layout import Kinds, kinds_of_form
@@ -212,7 +213,7 @@ class Aging:
         # Token ids are always held, and a prefill makes all rows of them.
         yield self._form((None,) * len(held), count, held)
         for kind in sorted(self._allowed - {StateKind.TOKENS}):
-            kinds = kinds_of_form(self._shape.layers, kind, held)
+            kinds = kinds_of_form(self._shape, kind, held)
             if kinds != held and self._allowed.issuperset(each for each in kinds if each):
                 # A form that cannot come back on this machine is none.
                 with suppress(InvalidArgument):
@@ -367,6 +368,9 @@ class Aging:
         self._model.specs(streams)
         # For its error: a delta without a base below it must not be begun.
         chained_layers(streams)
+        if is_on_tokens(streams) and not self._adapter.has_token_inputs:
+            problem = f"layer 0's input of {self._adapter.architecture} does not follow from token ids alone"
+            raise InvalidArgument(field="kinds", problem=problem)
         return (TOKENS, *streams)
 
     def _fill(
@@ -375,16 +379,23 @@ class Aging:
         held = _by_layer(session.streams(), len(kinds))
         is_from_rows = held is not None and self._is_from_rows(kinds, held)
         pieces = self._held_rows(session, kinds) if is_from_rows else self._computed_rows(session, streams)
+        begin = 0
         for token_ids, rows in pieces:
             ids = np.asarray(token_ids, "<i4").view(np.uint8).reshape(-1, TOKEN_ROW_BYTES)
-            staged.append({TOKENS: ids, **self._packed(streams, rows, len(token_ids))})
+            staged.append({TOKENS: ids, **self._packed(streams, rows, token_ids, begin)})
+            begin += len(token_ids)
 
     def _packed(
-        self, streams: Sequence[Stream], rows: Mapping[Stream, Tensor], count: int
+        self, streams: Sequence[Stream], rows: Mapping[Stream, Tensor], token_ids: Sequence[int], begin: int
     ) -> dict[Stream, Bytes]:
-        """Wide rows, or rows as they are stored, as they are to be stored."""
+        """Wide rows, or rows as they are stored, as they are to be stored; of tokens from `begin` on."""
+        count = len(token_ids)
         # For each piece anew: a piece has the rows of all layers for its own tokens.
         chain = Chain(chained_layers(streams), count, self._adapter.hidden_size, rounding=self._rounding)
+        if is_on_tokens(streams):
+            ids = torch.tensor(token_ids)
+            for first, inputs in inputs_of(self._adapter, ids, torch.arange(begin, begin + count)):
+                chain.take_inputs(ids[first : first + len(inputs)], inputs.cpu(), first)
         packed: dict[Stream, Bytes] = {}
         for stream, spec in self._model.specs(streams).items():
             if stream == TOKENS:

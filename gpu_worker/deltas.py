@@ -9,7 +9,8 @@
 
 A delta is taken from the layer below *as it comes back*, so errors do not add up. Each row carries the
 mark of the stored row that it is added to: another layer's, token's or session's base is refused.
-A layer that comes back by other means than its inputs ends a chain; the next one is a base.
+A layer that comes back by other means than its inputs ends a chain; the next one is a base. Where nothing is
+stored of layer 0, the base of layer 1 is layer 0's input, which the model's embedding gives of token ids.
 
 Plain torch on any device. Worst case: a mark that two rows share by chance, 1 in 2^32.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import CHAIN_KINDS, DELTAS, FAR_OUTLIER, PACKINGS, DeltaPacking
+from ctxcache.format.packing import CHAIN_KINDS, DELTAS, FAR_OUTLIER, PACKINGS, DeltaPacking, is_on_tokens
 from ctxcache.format.streams import StateKind, Stream, StreamSpec
 from gpu_worker.errors import BaseMismatch, RowNotRepresentable, ShapeMismatch, UnsupportedDtype
 from gpu_worker.kernels.quantization import MOST_MAGNITUDE, NotRepresentable, check_held
@@ -53,9 +54,9 @@ def chained_layers(streams: Collection[Stream]) -> frozenset[int]:
     Raises InvalidArgument(field="streams") for a delta whose layer below is held by no kind of its input,
     or by more than one: then it could be added to either.
     """
-    found = set()
+    found = {0} if is_on_tokens(streams) else set()
     for stream in streams:
-        if stream.kind in DELTAS:
+        if stream.kind in DELTAS and stream.layer - 1 not in found:
             below = [kind for kind in CHAIN_KINDS if Stream(stream.layer - 1, kind) in streams]
             if len(below) != 1:
                 needed = f"one kind of the inputs of layer {stream.layer - 1}"
@@ -250,6 +251,16 @@ class Chain:
             kept, marks = self._room(stored.device)
             kept[tokens], marks[tokens] = rows, marks_of(stored, layer)
         return rows
+
+    def take_inputs(self, token_ids: Tensor, rows: Tensor, begin: int) -> None:
+        """Keep layer 0's inputs [t, D] of tokens [t] from `begin` on as the base of layer 1.
+
+        Nothing of them is stored but the ids, which deltas are marked with.
+        """
+        kept, marks = self._room(rows.device)
+        tokens = slice(begin, begin + len(rows))
+        ids = token_ids.to(device=rows.device, dtype=torch.int32).unsqueeze(1)
+        kept[tokens], marks[tokens] = rows.float(), marks_of(ids, 0)
 
     def packed(self, spec: StreamSpec, rows: Tensor) -> Tensor:
         """All rows [T, D] of a layer's stream as they are stored; the layer above may then be packed.

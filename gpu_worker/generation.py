@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import unpacked
+from ctxcache.format.packing import is_on_tokens, unpacked
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import UnsupportedBatch
 from gpu_worker.families import Adapter
@@ -174,13 +175,26 @@ def continue_greedy(
     return Continuation(token_ids, first_token_ns)
 
 
+_COUNTING_ANEW: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def count_positions(model: PreTrainedModel, *, is_counting_anew: bool) -> None:
+    """Say whether a model takes each pass for its first unless it is told positions (Bamba does)."""
+    (_COUNTING_ANEW.add if is_counting_anew else _COUNTING_ANEW.discard)(model)
+
+
 def run_pass(
     model: PreTrainedModel, cache: Cache, token_ids: Sequence[int], around: Around = _nothing
 ) -> Tensor:
     """One forward pass; the logits of the last token, [V]."""
     ids = torch.tensor([list(token_ids)], device=model.device)
+    given: dict[str, Cache | Tensor] = {**cache_argument(model, cache)}
+    if model in _COUNTING_ANEW:
+        given["position_ids"] = (
+            int(cache.get_seq_length()) + torch.arange(ids.shape[1], device=ids.device)[None]
+        )
     with torch.no_grad(), around(token_ids):
-        output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache))
+        output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **given)
     logits: Tensor = output.logits[0, -1]
     return logits
 
@@ -287,10 +301,14 @@ class Capture:
     ) -> None:
         """`streams`: those to capture; token ids among them are passed over, the caller has them.
 
-        Raises InvalidArgument(field="streams") for one the model does not have.
+        Where layer 1 is a delta to what token ids give, layer 0's inputs come as well. Raises
+        InvalidArgument(field="streams") for one the model does not have.
         """
         self._adapter = adapter
-        self._streams = sorted(s for s in set(streams) if s.kind is not StateKind.TOKENS)
+        asked = {stream for stream in streams if stream.kind is not StateKind.TOKENS}
+        if is_on_tokens(asked):
+            asked.add(Stream(0, StateKind.HIDDEN))
+        self._streams = sorted(asked)
         for stream in self._streams:
             is_known = 0 <= stream.layer < len(adapter.layers)
             if not is_known or adapter.element_count(stream.kind, stream.layer) is None:
@@ -337,7 +355,7 @@ class Capture:
         # Any: a hook sees whatever the model passes to its layer.
         def hook(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A residual stream in float32 (Mamba 2): its norm rounds it first, or no proof passes.
-            rows = without_gradient(_layer_input(args, kwargs)[0])
+            rows = without_gradient(layer_input(args, kwargs)[0])
             self._emit(stream, rows.to(self._adapter.model.dtype))
 
         return [decoder.block.register_forward_pre_hook(hook, with_kwargs=True)]
@@ -348,8 +366,9 @@ class Capture:
             self._sink(stream.layer, stream.kind, rows.cpu() if self._is_on_host else rows)
 
 
-def _layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    # Any: as above. Families pass the layer's input [B, T, D] first or by name.
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The input [B, T, D] of a layer, from what a hook sees: families pass it first or by name."""
+    # Any: as above.
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     return hidden
 
@@ -357,6 +376,6 @@ def _layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _check_batch(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Any: as above.
     # Gemma 3n's layers take several streams of a batch, one behind the other.
-    batch_size = _layer_input(args, kwargs).shape[-3]
+    batch_size = layer_input(args, kwargs).shape[-3]
     if batch_size != 1:
         raise UnsupportedBatch(batch_size=batch_size)

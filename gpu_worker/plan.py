@@ -114,8 +114,8 @@ class RestorePlan:
     """One method per layer, layer 0 first.
 
     Recomputed layers (TOKENS) come before all others, because a layer can only be run on the
-    output of the one before it. The layer below a delta comes back from its own inputs. Raises
-    InvalidArgument(field="plan") otherwise, or when empty.
+    output of the one before it. The layer below a delta comes back from its own inputs; those of layer 0
+    may be the token ids' (`tokens:0`). Raises InvalidArgument(field="plan") otherwise, or when empty.
     """
 
     methods: tuple[Method, ...]
@@ -205,7 +205,9 @@ def check_below(layer: int, below: Method | None) -> None:
 
     Raises InvalidArgument(field="plan").
     """
-    if below is None or below.unpacked is not Method.HIDDEN:
+    # Layer 0's input follows from token ids alone; that of a later layer is the output of the one before.
+    is_embedded = layer == 1 and below is Method.TOKENS
+    if below is None or not (is_embedded or below.unpacked is Method.HIDDEN):
         found = "nothing" if below is None else below.value
         problem = f"layer {layer} is a delta, and the layer below it comes back by {found}"
         raise InvalidArgument(field="plan", problem=problem)
@@ -308,8 +310,13 @@ class RestoreSchedule:
                     field="plan", problem=f"layer {layer} is recomputed, one before it is not"
                 )
             parts.append(tuple(some))
-        _check_chains(parts, token_count)
+        _check_chains(parts, token_count, whole)
         return cls(token_count, whole, cut, tuple(parts))
+
+    @property
+    def is_on_tokens(self) -> bool:
+        """Whether layer 1 is a delta to layer 0's input, of which nothing is stored but token ids."""
+        return self.recomputed_layers == 1 and 0 in self.chained_layers
 
     @property
     def needs_token_ids(self) -> bool:
@@ -337,14 +344,19 @@ def _parts(layer: int, pieces: Sequence[tuple[Method, int, int]], first_token: i
             yield LayerPart(layer, method, start, end)
 
 
-def _check_chains(parts: Sequence[Sequence[LayerPart]], token_count: int) -> None:
+def _check_chains(parts: Sequence[Sequence[LayerPart]], token_count: int, recomputed: int) -> None:
     """A delta needs all rows of the layer below, and has them when it comes: layers come in order."""
     for layer, some in enumerate(parts):
         if not any(part.method.is_delta for part in some):
             continue
         below = parts[layer - 1] if layer else ()
-        check_below(layer, below[0].method if below else None)
-        for level, pieces in ((layer, some), (layer - 1, below)):
+        levels = [(layer, some), (layer - 1, below)]
+        if 0 < layer <= recomputed:
+            check_below(layer, Method.TOKENS)
+            levels.pop()
+        else:
+            check_below(layer, below[0].method if below else None)
+        for level, pieces in levels:
             # Each row is added to one row of the layer below:
             # a token that came another way there has no base.
             if len(pieces) > 1 or (pieces[0].begin, pieces[0].end) != (0, token_count):

@@ -11,6 +11,7 @@ Worst case: five passes of a few tokens for each candidate, at each description 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from itertools import pairwise
 
 import torch
@@ -33,8 +34,8 @@ from gpu_worker.families.adapter import (
     states_in,
 )
 from gpu_worker.families.detection import Anatomy, anatomy, as_cached, candidates, without
-from gpu_worker.generation import Capture, run_pass
-from gpu_worker.pipeline.compute import Modules
+from gpu_worker.generation import Capture, count_positions, run_pass
+from gpu_worker.pipeline.compute import Modules, inputs_of
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method
 from gpu_worker.snapshots import Snapshot
@@ -103,6 +104,8 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
     kept = _kept(model)
     if any(parts.recurrences):
         parts = _going_on(model, parts)
+        # Again: by now passes have the positions that it needs.
+        kept = _kept(model)
     reasons = "no projections of K and V were found"
     rows_alone: Adapter | None = None
     for adapter in candidates(model, parts):
@@ -115,7 +118,7 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
             continue
         hidden = difference(adapter, StateKind.HIDDEN, kept)
         if not hidden:
-            return _with_snapshots(adapter) if adapter.is_recurrent else adapter
+            return _with_snapshots(adapter) if adapter.is_recurrent else _with_inputs(adapter)
         if has_own_rows and not adapter.is_recurrent:
             # The first such candidate is kept: a later one may come back from inputs too, and is better.
             rows_alone = rows_alone or without(adapter, StateKind.HIDDEN, hidden)
@@ -151,9 +154,16 @@ def _going_on(model: PreTrainedModel, parts: Anatomy) -> Anatomy:
     #
     #     2 + 2      the second pass of two tokens goes on from a state: not stepwise
     #     2 + 1 + 1  one token at a time: stepwise (Jamba in transformers 5.23 begins anew otherwise)
+    #     again      both with positions, as `generate` gives them: without, Bamba counts each pass from 0
     ids = [*token_ids(model), token_ids(model)[0]]
+    count_positions(model, is_counting_anew=False)
     whole = run(model, DynamicCache(config=model.config), ids)
-    for is_stepwise, passes in ((False, (ids[:2], ids[2:])), (True, (ids[:2], ids[2:3], ids[3:]))):
+    together, stepwise = (False, (ids[:2], ids[2:])), (True, (ids[:2], ids[2:3], ids[3:]))
+    ways = [(is_counting, *way) for is_counting in (False, True) for way in (together, stepwise)]
+    for is_counting_anew, is_stepwise, passes in ways:
+        if is_counting_anew and not _takes_positions(model, parts):
+            continue
+        count_positions(model, is_counting_anew=is_counting_anew)
         cache = DynamicCache(config=model.config)
         found = [run(model, cache, part) for part in passes][-1]
         if not _far("logits", found, whole, _ROUNDING[model.dtype]):
@@ -162,7 +172,12 @@ def _going_on(model: PreTrainedModel, parts: Anatomy) -> Anatomy:
                 for each in parts.recurrences
             )
             return replace(parts, recurrences=tuple(known))
+    count_positions(model, is_counting_anew=False)
     raise refuse(model, "its states do not go on from one pass to the next")
+
+
+def _takes_positions(model: PreTrainedModel, parts: Anatomy) -> bool:
+    return any(parts.has_rows) and "position_ids" in signature(model.forward).parameters
 
 
 def _described(recurrence: Recurrence, cache: DynamicCache) -> tuple[StateTensor, ...]:
@@ -210,6 +225,27 @@ def _with_snapshots(adapter: Adapter) -> Adapter:
     except _LIKE as error:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     return replace(adapter, snapshot_problem=problem)
+
+
+def _with_inputs(adapter: Adapter) -> Adapter:
+    """The adapter, with whether layer 0's inputs in passes are those of their token ids by themselves."""
+    ids, positions = torch.tensor(token_ids(adapter.model)), torch.arange(TOKEN_COUNT)
+    # Rows that may be moved are deltas to the same inputs elsewhere.
+    positions += TOKEN_COUNT * adapter.is_relocatable
+    seen: list[Tensor] = []
+    cache = DynamicCache(config=adapter.model.config)
+    try:
+        with Capture(adapter, [Stream(0, StateKind.HIDDEN)], lambda *given: seen.append(given[2].clone())):
+            for part in (ids[:2], ids[2:]):
+                run(adapter.model, cache, part.tolist())
+        # Cut otherwise than the passes, and the last ones first: neighbours, and what they leave, are others.
+        alone = [dict(inputs_of(adapter, ids[at], positions[at]))[0] for at in (slice(1, 3), slice(0, 1))]
+        problem = _far(
+            "inputs", torch.cat(alone[::-1]).cpu(), torch.cat(seen), _ROW_ROUNDING[adapter.model.dtype]
+        )
+    except _LIKE as error:
+        problem = str(error) or type(error).__name__
+    return replace(adapter, has_token_inputs=not problem)
 
 
 def _saved(adapter: Adapter, kind: StateKind) -> tuple[list[Tensor], DynamicCache]:

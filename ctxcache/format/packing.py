@@ -4,11 +4,11 @@ Knows sizes and offsets. The store does not look into rows; who saves and who re
 alone. Worst case: none here, what cannot be packed is refused by who packs (docs/chunk_format.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from ctxcache.format.streams import StateKind
+from ctxcache.format.streams import TOKENS, StateKind, Stream
 
 ROW_ALIGN_BYTES = 16
 MOST_ELEMENTS = 1 << 15
@@ -142,6 +142,12 @@ CHAIN_KINDS = (StateKind.HIDDEN, StateKind.HIDDEN_INT8, StateKind.HIDDEN_INT4, *
 def packing_of(kind: StateKind) -> Packing | DeltaPacking:
     """How rows of a packed kind are laid out. Raises KeyError."""
     return DELTAS[kind] if kind in DELTAS else PACKINGS[kind]
+
+
+def is_on_tokens(streams: Collection[Stream]) -> bool:
+    """Whether layer 1 is a delta to what token ids give: of layer 0 nothing is stored."""
+    layers = {stream.layer for stream in streams if stream != TOKENS}
+    return 0 not in layers and any(stream.layer == 1 and stream.kind in DELTAS for stream in streams)
 
 
 def unpacked(kind: StateKind) -> StateKind:

@@ -611,6 +611,8 @@ class Adapter:
     """Whether positions enter K as `rotate` has it, which is what the kernels know."""
     refused: Mapping[StateKind, str] = field(default_factory=dict)
     """Kinds of state that this model cannot be restored by, with the reason."""
+    has_token_inputs: bool = False
+    """Whether token ids and their positions alone give layer 0's input, as the loaded model has shown."""
     snapshot_problem: str = ""
     """Why states do not go on from a kept copy; empty where they do, and where there are none."""
 

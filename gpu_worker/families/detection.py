@@ -172,7 +172,9 @@ def _recurrence(model: PreTrainedModel, layer: int, block: nn.Module, *, has_row
         if name in signature(child.forward).parameters
     ]
     if len(found) != 1:
-        raise refuse(model, f"layer {layer} keeps a state, and {len(found)} of its modules may make it")
+        # None takes a cache: the state lies in the modules themselves, out of reach (Griffin).
+        kept = f"{len(found)} of its modules take a cache" if found else "no module of it takes a cache"
+        raise refuse(model, f"layer {layer} keeps a state, and {kept}")
     return Recurrence(_for_state(found[0][0]), layer, found[0][1])
 
 

@@ -14,12 +14,13 @@ bit, and need a second copy of K's and V's weights: on a GPU they have the norm'
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
@@ -46,7 +47,7 @@ from gpu_worker.families.adapter import (
     norm_kind,
     with_index,
 )
-from gpu_worker.generation import cache_argument, is_empty, pieces
+from gpu_worker.generation import cache_argument, is_empty, layer_input, pieces
 from gpu_worker.kernels.kv_projection import reference as projection_reference
 from gpu_worker.kernels.kv_projection.reference import Folded, LayerWeights, fold
 from gpu_worker.kernels.operands import (
@@ -112,10 +113,15 @@ def recompute_layers(
 
 def _run(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, layer_count: int) -> None:
     # The layer behind the last one that is wanted ends the pass; behind the model's last layer nothing does.
-    stops = [
+    stops = (
         decoder.block.register_forward_pre_hook(_stop)
         for decoder in adapter.layers[layer_count : layer_count + 1]
-    ]
+    )
+    _until(adapter, cache, ids, positions, *stops)
+
+
+def _until(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, *stops: RemovableHandle) -> None:
+    """A pass that a hook ends; the hooks are removed."""
     try:
         with torch.no_grad():
             # Not `base(...)`: capture listens there, and recomputed tokens are not new ones.
@@ -130,6 +136,29 @@ def _run(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, layer_c
     finally:
         for stop in stops:
             stop.remove()
+
+
+def inputs_of(
+    adapter: Adapter, token_ids: Tensor, positions: Tensor, *, piece_tokens: int = PIECE_TOKENS
+) -> Iterator[tuple[int, Tensor]]:
+    """Layer 0's inputs of tokens [T] at positions [T], without any layer: their first, and rows [t, D].
+
+    Rows are of the model's type. For adapters that have token inputs.
+    """
+    block, device, found = adapter.layers[0].block, adapter.layers[0].device, list[Tensor]()
+
+    # Any: a hook sees whatever the model passes to its layer.
+    def take(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(layer_input(args, kwargs)[0])
+        raise _Stop
+
+    for begin in range(0, len(token_ids), piece_tokens):
+        piece = slice(begin, begin + piece_tokens)
+        ids, at = (part[piece].to(device).long().unsqueeze(0) for part in (token_ids, positions))
+        cache = DynamicCache(config=adapter.model.config)
+        # Whatever the model does ahead of its layers is done: scales, learned positions, a norm.
+        _until(adapter, cache, ids, at, block.register_forward_pre_hook(take, with_kwargs=True))
+        yield begin, found.pop().to(adapter.model.dtype)
 
 
 def _at(base: nn.Module, positions: Tensor) -> dict[str, Tensor]:
@@ -231,6 +260,11 @@ class Restorer:
             decoder.recurrence.advance(decoder.normed(wide), cache)
         self._advanced[layer] = begin + len(rows)
 
+    def base(self, token_ids: Tensor, rows: Tensor, begin: int) -> None:
+        """Layer 0's inputs [t, D] of tokens [t] from `begin` on are what layer 1's deltas are to."""
+        if self._chain is not None:
+            self._chain.take_inputs(token_ids, rows, begin)
+
     def _check(self, layer: int, method: Method, rows: Tensor, begin: int) -> None:
         adapter = self._adapter
         if not 0 <= layer < len(adapter.layers):
@@ -318,6 +352,9 @@ class Modules:
 
     def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
         """See Compute."""
+        if schedule.is_on_tokens:
+            self._embed(token_ids, target)
+            return
         scratch = target.scratch()
         is_apart = scratch is None
         cache = DynamicCache(config=self._adapter.model.config) if scratch is None else scratch
@@ -332,6 +369,18 @@ class Modules:
         recompute_layers(self._adapter, cache, token_ids[cut:], self._positions[cut:], count)
         for layer in range(count + (cut > 0)) if is_apart else ():
             _take(cache, layer, cut if layer == count else schedule.token_count, target)
+
+    def _embed(self, token_ids: Tensor, target: Target) -> None:
+        """Layer 0 out of its inputs, which stay for the deltas of layer 1; no layer is run."""
+        if not self._adapter.has_token_inputs:
+            problem = f"layer 0's input of {self._adapter.architecture} does not follow from token ids alone"
+            raise InvalidArgument(field="plan", problem=problem)
+        for begin, rows in inputs_of(self._adapter, token_ids, self._positions):
+            end = begin + len(rows)
+            keys, values = self.restorer.layer(0, Method.HIDDEN, rows, begin=begin)
+            target.room(0, begin, end).put(keys[0].transpose(0, 1), values[0].transpose(0, 1))
+            # Behind `layer`, which takes rows for stored ones: deltas are marked with the ids.
+            self.restorer.base(token_ids[begin:end], rows, begin)
 
 
 def _take(cache: Cache, layer: int, end: int, target: Target) -> None:

@@ -14,7 +14,7 @@ worse than those measured, which `lab/studies/quantization.py` measures.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, takewhile
 
 from ctxcache.errors import InvalidArgument
@@ -72,7 +72,8 @@ def _kind(name: str) -> StateKind:
 #     layer   0 1 2 3 4 5 6 7 8 9 10 11
 #     kind    B d d d B d d d B d d  d
 #
-# Recomputation may end before a base only. More bases are more bytes, and more places to end at.
+# Recomputation may end before a base only. More bases are more bytes, and more places to end at. Where token
+# ids give layer 0's input, nothing of it is stored, and the first base takes no bytes.
 _BASE = StateKind.HIDDEN_INT8
 _BASE_EVERY = (16, 8, 4)
 """Layers between two bases that are looked at, besides one base for all: recomputation may end at each."""
@@ -208,14 +209,17 @@ def snapshot_every_by_bytes(model: ModelShape) -> int:
     return every if row_bytes else 0
 
 
-def kinds_of_form(layers: Sequence[LayerShape], kind: StateKind, held: Kinds) -> Kinds:
+def kinds_of_form(model: ModelShape, kind: StateKind, held: Kinds) -> Kinds:
     """Return that kind for all layers that have it, and for the others what is held of them.
 
-    Of deltas, one layer in 8 bits below them.
+    Of deltas, one layer in 8 bits below them, or none where token ids give layer 0's input.
     """
+    layers = model.layers
     if kind in DELTAS:
-        chained = _chains(layers, kind, len(layers))
-        return tuple(one if one in (kind, _BASE) else has for one, has in zip(chained, held, strict=True))
+        chained = _chains(model, kind, len(layers))
+        return tuple(
+            one if one in (kind, _BASE, None) else has for one, has in zip(chained, held, strict=True)
+        )
     return tuple(kind if kind in layer.kinds else has for layer, has in zip(layers, held, strict=True))
 
 
@@ -229,9 +233,11 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
     yield tuple(layer.saved_kind for layer in layers)
     for kind in (StateKind.HIDDEN, *_packed(case.engine)):
         yield tuple(_or_rows(layer, kind) for layer in layers)
-    if _BASE in case.engine.lossy_kinds:
-        for kind in sorted(case.engine.lossy_kinds.intersection(DELTAS)):
-            yield from (_chains(layers, kind, every) for every in (len(layers), *_BASE_EVERY))
+    model = case.model if case.engine.can_recompute else replace(case.model, has_token_inputs=False)
+    for kind in sorted(case.engine.lossy_kinds.intersection(DELTAS)):
+        for kinds in (_chains(model, kind, every) for every in (len(layers), *_BASE_EVERY)):
+            if _BASE not in kinds or _BASE in case.engine.lossy_kinds:
+                yield kinds
     for some in _sets_of_kinds(case.engine):
         held = tuple(tuple(kind for kind in layer.kinds if kind in some) for layer in layers)
         for each in case.returns:
@@ -256,17 +262,19 @@ def _packed(engine: EngineAbilities) -> list[StateKind]:
     return sorted(engine.lossy_kinds.difference(DELTAS))
 
 
-def _chains(layers: Sequence[LayerShape], kind: StateKind, every: int) -> Kinds:
+def _chains(model: ModelShape, kind: StateKind, every: int) -> Kinds:
     """Deltas with a base in 8 bits every so many layers, and behind a layer that has no delta."""
     found: list[StateKind | None] = []
     length = 0
-    for layer in layers:
+    for layer in model.layers:
         if kind not in layer.kinds:
             found.append(layer.saved_kind)
             length = 0
         else:
             found.append(kind if length % every else _BASE)
             length += 1
+    if model.has_token_inputs and found[:2] == [_BASE, kind]:
+        found[0] = None
     return tuple(found)
 
 

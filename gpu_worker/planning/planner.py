@@ -130,6 +130,8 @@ def _delta_kinds(request: PlanRequest) -> Mapping[int, StateKind]:
     allowed = {StateKind.HIDDEN, *request.engine.lossy_kinds}
     held = [allowed.intersection(kind for kind, _ in each.kinds) for each in request.holding.layers]
     found: dict[int, StateKind] = {}
+    if _is_on_tokens(request) and (kinds := held[1].intersection(DELTAS, request.model.layers[1].kinds)):
+        found[1] = min(kinds, key=request.model.layers[1].row_bytes)
     for number in range(1, len(held)):
         layer, below = request.model.layers[number], request.model.layers[number - 1]
         kinds = held[number].intersection(DELTAS, layer.kinds)
@@ -138,6 +140,13 @@ def _delta_kinds(request: PlanRequest) -> Mapping[int, StateKind]:
         if kinds and len(bases) == 1 and (number - 1 in found or not bases.intersection(DELTAS)):
             found[number] = min(kinds, key=layer.row_bytes)
     return found
+
+
+def _is_on_tokens(request: PlanRequest) -> bool:
+    """Whether token ids give the base of layer 1's deltas: of layer 0 nothing is held."""
+    layers = request.holding.layers
+    can_embed = request.model.has_token_inputs and request.engine.can_recompute and len(layers) > 1
+    return can_embed and request.history > 0 and not layers[0].kinds
 
 
 def _with_chains(request: PlanRequest, deltas: Mapping[int, StateKind]) -> Iterator[Plan]:
@@ -149,7 +158,8 @@ def _with_chains(request: PlanRequest, deltas: Mapping[int, StateKind]) -> Itera
         kinds = {kind for kind, _ in held.kinds}
         used: Collection[StateKind] = kinds.difference(DELTAS)
         if number in chained:
-            used = (deltas.get(number) or next(kind for kind in CHAIN_KINDS if kind in kinds),)
+            # Nothing is held of a layer 0 that token ids give.
+            used = ([deltas[number]] if number in deltas else [k for k in CHAIN_KINDS if k in kinds])[:1]
         kept = tuple(each for each in held.kinds if each[0] in used)
         layers[number] = known.setdefault((id(held), kept), replace(held, kinds=kept))
     bound = replace(request, holding=Holding(tuple(layers)))
@@ -161,10 +171,13 @@ def _with_chains(request: PlanRequest, deltas: Mapping[int, StateKind]) -> Itera
     #     recomputed   0 ───── 4                between these, the layer behind would lack its base
     #
     # Behind the last chain no delta is left: plans without deltas have those counts.
+    is_on_tokens = 1 in deltas and _is_on_tokens(request)
     for recomputed in range(count + 1 if request.engine.can_recompute and request.history else 1):
-        if recomputed not in deltas:
+        is_embedded = is_on_tokens and recomputed == 1
+        if recomputed not in deltas or is_embedded:
+            problem = _Problem.of(bound).behind(recomputed, chained)
             with suppress(InvalidArgument):
-                yield _plan(request, _Problem.of(bound).behind(recomputed, chained), is_bound=True)
+                yield _plan(request, problem.embedded(request) if is_embedded else problem, is_bound=True)
         if recomputed >= max(deltas):
             # Behind the last chain the search itself finds how many.
             return
@@ -269,6 +282,13 @@ class _Problem:
 
         layers = [bound(number, layer) for number, layer in enumerate(self.layers)]
         return replace(self, layers=layers)
+
+    def embedded(self, request: PlanRequest) -> "_Problem":
+        """The same, with layer 0 out of what token ids give: one projection, and no pass through it."""
+        shape, history = request.model.layers[0], request.history
+        compute_s = request.profile.project_s(shape, history, Method.HIDDEN)
+        piece = LayerPiece(Method.TOKENS, 0, history, compute_s=compute_s)
+        return replace(self, layers=[LayerOptions((), (), (), piece), *self.layers[1:]])
 
     @property
     def after_s(self) -> float:

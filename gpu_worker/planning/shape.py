@@ -120,6 +120,8 @@ class ModelShape:
 
     name: str
     layers: tuple[LayerShape, ...]
+    has_token_inputs: bool = False
+    """Whether token ids alone give layer 0's input, so that deltas need no base that is stored."""
 
 
 def attention_layer(

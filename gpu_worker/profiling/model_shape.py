@@ -16,7 +16,8 @@ def model_shape(adapter: Adapter, name: str) -> ModelShape:
     # One object for like layers: the planner then sees at once that they are.
     known: dict[LayerShape, LayerShape] = {}
     shapes = (_layer_shape(adapter, number, layer) for number, layer in enumerate(adapter.layers))
-    return ModelShape(name, tuple(known.setdefault(shape, shape) for shape in shapes))
+    layers = tuple(known.setdefault(shape, shape) for shape in shapes)
+    return ModelShape(name, layers, adapter.has_token_inputs)
 
 
 def representatives(shape: ModelShape) -> dict[LayerShape, int]:

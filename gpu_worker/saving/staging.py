@@ -35,13 +35,14 @@ import torch
 from torch import Tensor
 
 from ctxcache.errors import DeadlineExceeded, IncompleteAppend, InvalidArgument
-from ctxcache.format.packing import CHAIN_KINDS, DELTAS
-from ctxcache.format.streams import TOKENS, DType, Stream, StreamSpec
+from ctxcache.format.packing import CHAIN_KINDS, DELTAS, is_on_tokens
+from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from gpu_worker.deltas import Chain, chained_layers
 from gpu_worker.errors import DeviceFailed
 from gpu_worker.libcuda import Libcuda
 from gpu_worker.rows import as_stored, stored_dtype
 
+_INPUTS = Stream(0, StateKind.HIDDEN)
 Rows = slice | npt.NDArray[np.int64]
 """Rows of a staging buffer: one run, or their numbers."""
 
@@ -366,7 +367,7 @@ class StagingBuffers:
         """`rounding`: see Chain. `make_ring` makes the ring on the device, of groups of alike streams."""
         self._rounding = rounding
         self.specs = {spec.stream: spec for spec in specs}
-        self._chained = chained_layers(self.specs)
+        self._chained, self._is_on_tokens = chained_layers(self.specs), is_on_tokens(self.specs)
         self._copies = copies
         # One row at least: a model whose row is larger than all of staging is shed, not refused.
         row_count = max(min(size_bytes // sum(spec.row_bytes for spec in specs), ROWS_LIMIT), 1)
@@ -443,13 +444,15 @@ class StagingBuffers:
         Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable, InvalidArgument for rows that did not
         stay, RuntimeError for a device that failed.
         """
+        if self._is_on_tokens and stream == _INPUTS:
+            ids = self._arrays[TOKENS][frame.rows.begin : frame.rows.end].view("<i4")[:, 0]
+            self._chain_of(frame, rows).take_inputs(torch.from_numpy(ids), rows, 0)
+            return
         target = frame.targets.get(stream)
         if target is None:
             return
         if stream.kind in DELTAS or (stream.layer in self._chained and stream.kind in CHAIN_KINDS):
-            if frame.chain is None:
-                frame.chain = Chain(self._chained, len(frame.rows), rows.shape[1], rounding=self._rounding)
-            rows = frame.chain.packed(self.specs[stream], rows)
+            rows = self._chain_of(frame, rows).packed(self.specs[stream], rows)
         # The common case is two comparisons: rows of the stream's own type are copied as they are.
         if rows.shape != target.shape or rows.dtype is not target.dtype:
             rows = as_stored(rows, self.specs[stream], token_count=len(frame.rows))
@@ -459,6 +462,11 @@ class StagingBuffers:
             self._copies.copy(target, rows)
         # Behind the copy's begin: a stream that raised is missing, and the pass is a gap.
         del frame.targets[stream]
+
+    def _chain_of(self, frame: StagedPass, rows: Tensor) -> Chain:
+        if frame.chain is None:
+            frame.chain = Chain(self._chained, len(frame.rows), rows.shape[1], rounding=self._rounding)
+        return frame.chain
 
     def seal(self, frame: StagedPass) -> None:
         """Close the pass: no more rows come.

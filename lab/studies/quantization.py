@@ -164,7 +164,7 @@ def _through_a_store(
     """Each kind for all layers.
 
     `int8` is K/V for the last half of them and hidden states before; `delta4` and the like are deltas of
-    so many bits on one layer in 8 bits, `delta4on4` on one in 4 bits.
+    so many bits on what token ids give, `delta4on8` and `delta4on4` on a layer in 8 or 4 bits.
     """
     adapter = adapt(model)
     spec = model_spec(model, model_id="measured", weights_digest="measured", packed_kinds=LOSSY_KINDS)
@@ -189,8 +189,8 @@ def _plans(last: int, kinds: Sequence[str]) -> list[str]:
     mixed = f"hidden_int8:0-{last // 2},kv_int8:{last // 2 + 1}-{last}"
     special = {"int8": mixed}
     for bits in (4, 3, 2):
-        for base, name in ((8, f"delta{bits}"), (4, f"delta{bits}on4")):
-            special[name] = f"hidden_int{base}:0,hidden_delta_int{bits}:1-{last}"
+        for name, base in (("", "tokens"), ("on8", "hidden_int8"), ("on4", "hidden_int4")):
+            special[f"delta{bits}{name}"] = f"{base}:0,hidden_delta_int{bits}:1-{last}"
     return [special.get(kind, f"{kind}:0-{last}") for kind in kinds]
 
 

@@ -48,6 +48,25 @@ def test_plans_never_use_a_delta_without_its_base(ssd: float) -> None:
         schedule_of(chosen, (0,) * 5)
 
 
+@pytest.mark.parametrize("ssd", [1e8, 1e11])
+def test_token_ids_are_a_base_where_the_model_has_shown_it(ssd: float) -> None:
+    """For every layout above a layer 0 that is not held; elsewhere all is recomputed, or nothing can be."""
+    profile = replace(known_profile("a100-40gb"), ssd=Link(ssd))
+    for kinds in product([(INT8,), (DELTA4,), (KV,)], repeat=3):
+        request = _request([(), *kinds], profile=profile)
+        shown = replace(request, model=replace(request.model, has_token_inputs=True))
+        chosen, before = plan(shown), plan(request)
+        schedule = schedule_of(chosen, (0,) * 4)
+        assert _is_whole(chosen.methods[1:]) or schedule.is_on_tokens
+        assert not schedule_of(before, (0,) * 4).is_on_tokens
+        assert chosen.end_s <= before.end_s * (1 + 1e-9)
+        if kinds == ((DELTA4,),) * 3 and ssd > 1e9:
+            assert chosen.methods == (Method.TOKENS, *[Method.HIDDEN_DELTA_INT4] * 3)
+        if kinds[0] == (DELTA4,):
+            with pytest.raises(InvalidArgument, match="not held"):
+                plan(replace(shown, engine=replace(ENGINE, can_recompute=False)))
+
+
 def test_chains_are_planned_as_well_as_by_trying_all() -> None:
     """Like layers with bases every four: no count of recomputed layers at a base ends earlier."""
     kinds: list[tuple[StateKind, ...]] = [((DELTA4,) if layer % 4 else (INT8,)) for layer in range(12)]
@@ -91,6 +110,25 @@ def test_a_layout_of_deltas_is_so_many_times_smaller_than_multi_head_k_and_v(
 
     assert layout.kinds == (INT8, *[kind] * 31)
     kv_bytes = TOKEN_ROW_BYTES + sum(layer.kv_row_bytes for layer in model.layers)
+    assert kv_bytes / layout.bytes_per_token > least_times
+
+
+@pytest.mark.parametrize(("kind", "least_times"), [(DELTA4, 7.0), (StateKind.HIDDEN_DELTA_INT3, 9.8)])
+def test_a_layout_on_token_ids_stores_no_base(kind: StateKind, least_times: float) -> None:
+    """The kind itself is the only loss that has to be allowed; an engine that cannot embed has a base."""
+    model = replace(known_model("llama-2-7b"), has_token_inputs=True)
+    for can_recompute, base in ((True, None), (False, INT8)):
+        engine = EngineAbilities(
+            can_recompute=can_recompute, lossy_kinds=frozenset((kind,) if base is None else (INT8, kind))
+        )
+        # Reading K/V takes longest, then recomputing all layers.
+        slow = replace(known_profile("h100"), gemm_flops_per_s=1e14, ssd=Link(1e9))
+        returns = [Return(4096, place=StatePlace.SSD)]
+        layout = choose_layout(model, slow, returns, engine=engine, byte_price_s=1e-10)
+        assert layout.kinds == (base, *[kind] * 31)
+    kv_bytes = TOKEN_ROW_BYTES + sum(layer.kv_row_bytes for layer in model.layers)
+    engine = EngineAbilities(lossy_kinds=frozenset((kind,)))
+    layout = choose_layout(model, slow, returns, engine=engine, byte_price_s=1e-10)
     assert kv_bytes / layout.bytes_per_token > least_times
 
 

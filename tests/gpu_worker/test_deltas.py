@@ -5,12 +5,12 @@ import struct
 import numpy as np
 import pytest
 import torch
-from sessions import relative_errors, restored_cache, saved_session
+from sessions import Session, relative_errors, restored_cache, saved_session
 from tiny_models import build
 from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import DELTAS, PACKINGS, packing_of
+from ctxcache.format.packing import DELTAS, PACKINGS, is_on_tokens, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.deltas import Chain, add_delta, chained_layers, marks_of, pack_delta
 from gpu_worker.errors import BaseMismatch, RowNotRepresentable, ShapeMismatch
@@ -151,20 +151,14 @@ def test_a_delta_to_other_rows_is_refused() -> None:
         "hidden:0,hidden_delta_int3:1,hidden_delta_int2:2",
         "kv:0,hidden_int8:1,hidden_delta_int4:2",
         "tokens:0,hidden_int4:1,hidden_delta_int4:2",
+        "tokens:0,hidden_delta_int4:1-2",
     ],
 )
 def test_a_cache_comes_back_from_a_chain(name: str, plan: str) -> None:
     """Whole chains, and chains above a hole, by the pipeline that restores sessions."""
     session = saved_session(name)
     wanted = RestorePlan.parse(plan)
-    chain = Chain(chained_layers(wanted.streams()), len(session.positions), session.adapter.hidden_size)
-    stored = {
-        stream: chain.packed(
-            _spec(*stream, session.adapter.hidden_size), session.rows[Stream(stream.layer, StateKind.HIDDEN)]
-        )
-        for stream in wanted.streams()
-        if stream.layer >= 0 and stream.kind is not StateKind.KV
-    }
+    stored = _packed(session, wanted)
 
     cache = restored_cache(
         session.adapter,
@@ -176,15 +170,70 @@ def test_a_cache_comes_back_from_a_chain(name: str, plan: str) -> None:
 
     errors = relative_errors(cache, session.restore("hidden:0-2"))
     assert 0 < max(errors) < (0.5 if "int2" not in plan else 1.5)
+    if "tokens:0" in plan:
+        assert max(errors[:2]) < 1e-6
+
+
+def _packed(session: Session, wanted: RestorePlan) -> dict[Stream, Tensor]:
+    """The session's layer inputs as the plan's streams have them."""
+    size, streams = session.adapter.hidden_size, wanted.streams()
+    chain = Chain(chained_layers(streams), len(session.positions), size)
+    if is_on_tokens(streams):
+        chain.take_inputs(session.token_ids, session.rows[Stream(0, StateKind.HIDDEN)], 0)
+    return {
+        stream: chain.packed(_spec(*stream, size), session.rows[Stream(stream.layer, StateKind.HIDDEN)])
+        for stream in streams
+        if stream.layer >= 0 and stream.kind is not StateKind.KV
+    }
+
+
+def test_deltas_to_what_token_ids_give_are_refused_for_other_ids() -> None:
+    """One token that is another one: no row of a wrong base is announced."""
+    session, wanted = saved_session("llama"), RestorePlan.parse("tokens:0,hidden_delta_int4:1-2")
+    stored, ids = _packed(session, wanted), session.token_ids.clone()
+    ids[41] = (ids[41] + 1) % 97
+
+    with pytest.raises(BaseMismatch, match="layer 1 hidden_delta_int4 at token 41: it is no delta"):
+        restored_cache(
+            session.adapter, wanted, stored.__getitem__, positions=session.positions, token_ids=ids
+        )
+
+
+def test_a_layer_0_that_sees_other_tokens_gives_no_base() -> None:
+    """The loaded model shows it: such a plan is refused, and other kinds are served."""
+    model = build("llama")
+    own = model.model.embed_tokens
+
+    class Mixing(torch.nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = torch.nn.functional.embedding(ids, own.weight)
+            return out + 0.1 * out.cumsum(1)
+
+    model.model.embed_tokens = Mixing(*own.weight.shape)
+    adapter, wanted = adapt(model), RestorePlan.parse("tokens:0,hidden_delta_int4:1-2")
+    session = saved_session("llama")
+
+    assert (adapter.has_token_inputs, adapter.kinds) == (False, session.adapter.kinds)
+    assert session.adapter.has_token_inputs
+    with pytest.raises(InvalidArgument, match="does not follow from token ids alone"):
+        restored_cache(
+            adapter,
+            wanted,
+            _packed(session, wanted).__getitem__,
+            positions=session.positions,
+            token_ids=session.token_ids,
+        )
 
 
 def test_plans_and_layouts_without_a_base_are_refused() -> None:
     """The first layer, one above K and V, one above a recomputed layer, one cut, and two bases at once."""
-    for text in ("hidden_delta_int4:0", "kv:0,hidden_delta_int4:1", "tokens:0,hidden_delta_int4:1"):
+    for text in ("hidden_delta_int4:0", "kv:0,hidden_delta_int4:1", "tokens:0-1,hidden_delta_int4:2"):
         with pytest.raises(InvalidArgument, match="is a delta, and the layer below it comes back by"):
             RestorePlan.parse(text)
     with pytest.raises(InvalidArgument, match="needs one kind of the inputs of layer 0, not 2"):
         chained_layers([Stream(0, INT8), Stream(0, StateKind.HIDDEN), Stream(1, DELTA4)])
+    with pytest.raises(InvalidArgument, match="needs one kind of the inputs of layer 0, not 0"):
+        chained_layers([Stream(0, StateKind.KV), Stream(1, DELTA4)])
     whole = RestorePlan((Method.HIDDEN_INT8, Method.HIDDEN_DELTA_INT4))
     cut = [(Method.HIDDEN_INT8, 0, 64), (Method.HIDDEN, 64, 128)]
     with pytest.raises(InvalidArgument, match="layer 0 does not come back whole by one method"):

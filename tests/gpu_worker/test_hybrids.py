@@ -91,7 +91,7 @@ def test_the_state_at_any_token_comes_back(name: str) -> None:
         assert _distance(wrong, expected) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "nemotron_h", "bamba"])
 def test_a_conversation_goes_on_from_a_store(name: str, client: Client, session_id: str) -> None:
     """Turn by turn, from a fork at any token, and cut anywhere: each reply as if nothing had been dropped."""
     adapter = _adapter(name)

@@ -62,6 +62,7 @@ def _turns(
         "kv:0,hidden_int8:1,kv_int4:2",
         "tokens:0,hidden_int4:1-2",
         "hidden_int8:0,hidden_delta_int4:1-2",
+        "tokens:0,hidden_delta_int4:1-2",
         "kv:0,hidden:1,hidden_delta_int3:2",
     ],
 )
