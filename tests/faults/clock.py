@@ -1,10 +1,10 @@
 """Clock: the wall clock is set under a server and between two, and sessions live as long as they were to.
 
-The server's own wall clock is moved by hours (`set_clock.c`, preloaded). A session of TTL seconds must be
-there shortly before and gone shortly after that many seconds; the times that it answers with follow the wall
-clock. Seconds that only have to pass are put on both clocks, but for the first time, where they pass. A
-machine that slept has slept for sessions too. Worst case: a session that outlives its time by hours, or all
-of them gone at once.
+The server's own wall clock is moved by hours (`set_clock.c`, preloaded). A lease and a writer that are held
+stay. A session of TTL seconds must be there shortly before and gone shortly after that many seconds. The
+times that it answers with follow the wall clock. Seconds that only have to pass are put on both clocks, but
+for the first time, where they pass. A machine that slept has slept for sessions too. Worst case: a session
+that outlives its time by hours, or all of them gone at once.
 """
 
 import argparse
@@ -19,16 +19,19 @@ from pathlib import Path
 import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import seconds
-from ctxcache.errors import SessionNotFound
+from ctxcache.errors import CacheError, SessionNotFound
 from tests.cli.stored import HIDDEN, model_spec
 from tests.faults.harness import Harness, Report, Unsupported
+from tests.faults.lifecycle import STREAMS
 from tests.faults.planted import MODULES, forked
+from tests.faults.rows import rows_of
 from tests.nursery import Nursery
 from tests.server_process import ServerProcess
 
 SOURCE = Path(__file__).with_name("set_clock.c")
 HOURS_S = 2 * 3600
 NS = 10**9
+UPKEEP_WITHIN_S = 60.0
 SLACK_S = 2.0
 """How far a time that is answered may be off: calls take their time."""
 
@@ -78,6 +81,8 @@ def run(options: argparse.Namespace, report: Report) -> None:
                 Path(folder) / "data", environment=clock.environment, program=program, nursery=nursery
             ) as server,
         ):
+            _deadlines_stay(report, server, clock)
+            report.end_if_found()
             is_waited_for = not options.control
             for name, wall_s in (("back", -HOURS_S), ("forward", HOURS_S)):
                 for is_restarted in (False, True):
@@ -87,6 +92,40 @@ def run(options: argparse.Namespace, report: Report) -> None:
                     clock.set()
                     is_waited_for = False
             _sleeps(report, server, clock)
+
+
+def _deadlines_stay(report: Report, server: ServerProcess, clock: SetClock) -> None:
+    """Leases and reservations go by another clock: hours forward end none."""
+    try:
+        with ctxcache.connect(server.target) as client:
+            client.models.register(model_spec())
+            held = client.sessions.create(CallerModel(model_spec()), id="held", layout=[HIDDEN])
+            held.append({stream: rows_of(0, stream, 0, 9, size) for stream, size in STREAMS.items()})
+            with held.read(), held.writer(10):
+                clock.set(wall_s=HOURS_S)
+                _let_upkeep_turn(report, client, clock)
+                found = client.admin.stats()
+                if (found.lease_count, found.reservation_count) != (1, 1):
+                    report.find(
+                        f"the clock was set, and of a lease and a writer {found.lease_count} and "
+                        f"{found.reservation_count} are left"
+                    )
+    except CacheError as error:
+        report.find(f"a reader and a writer across a set clock: {error.reason}: {error}")
+    clock.set()
+
+
+def _let_upkeep_turn(report: Report, client: Client, clock: SetClock) -> None:
+    """Wait until upkeep has removed a session whose time is over: deadlines it has looked at before."""
+    count = client.admin.stats().session_count
+    client.sessions.create(CallerModel(model_spec()), id="mark", layout=[HIDDEN], ttl=seconds(60))
+    clock.let_pass(61)
+    end_s = time.monotonic() + UPKEEP_WITHIN_S
+    while client.admin.stats().session_count > count:
+        if time.monotonic() > end_s:
+            report.find("upkeep does not turn after the clock was set")
+            return
+        time.sleep(0.01)
 
 
 def _lives_as_long(
@@ -170,6 +209,7 @@ HARNESS = Harness(
     run,
     {
         "wall_clock": "sessions live by the wall clock",
+        "deadlines_by_wall_clock": "leases and reservations end by the wall clock",
         "forgets_time": "each start begins with the wall clock's time",
     },
     _options,

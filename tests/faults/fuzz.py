@@ -267,6 +267,9 @@ def _run(options: argparse.Namespace, report: Report, server: ServerProcess, cli
     plausible = _make_plausible(client)
     used_bytes = _used_bytes(client)
     _break_off_with_leases(server.target, plausible)
+    # Before anything else may take leases, and may take long.
+    _check_let_go(report, client)
+    report.end_if_found()
     sweeper = Fuzzer(server.target, options.seed, plausible, report)
     sweeper.sweep()
     _count(report, [sweeper])
@@ -381,22 +384,26 @@ def _check_after(report: Report, server: ServerProcess, client: Client, used_byt
             client.sessions.delete(name)
         except CacheError as error:
             report.find(f"{name} cannot be deleted: {error}")
-    stats = client.admin.stats()
-    deadline = time.monotonic() + report.patience_s(SETTLE_S)
-    while time.monotonic() < deadline and (stats.lease_count or stats.reservation_count):
-        time.sleep(0.1)
-        stats = client.admin.stats()
-    if stats.session_count != CANARIES or stats.lease_count or stats.reservation_count:
-        report.find(
-            f"left behind: {stats.session_count} sessions, {stats.lease_count} leases, "
-            f"{stats.reservation_count} reservations"
-        )
+    _check_let_go(report, client)
+    if (session_count := client.admin.stats().session_count) != CANARIES:
+        report.find(f"left behind: {session_count} sessions")
     after = _used_bytes(client)
     if any(now > before for now, before in zip(after, used_bytes, strict=True)):
         report.find(f"space is not back: {used_bytes} B before, {after} B after")
     for word in ("Traceback", "internal_error"):
         if word in server.stderr:
             report.find(f"the server's log says {word}")
+
+
+def _check_let_go(report: Report, client: Client) -> None:
+    """No lease and no reservation outlives the stream that it came by."""
+    stats = client.admin.stats()
+    deadline = time.monotonic() + report.patience_s(SETTLE_S)
+    while time.monotonic() < deadline and (stats.lease_count or stats.reservation_count):
+        time.sleep(0.1)
+        stats = client.admin.stats()
+    if stats.lease_count or stats.reservation_count:
+        report.find(f"left behind: {stats.lease_count} leases, {stats.reservation_count} reservations")
 
 
 def _check_canary(report: Report, client: Client, owner: int) -> None:

@@ -13,7 +13,7 @@ import random
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,14 +58,10 @@ class Run:
             nursery=self._nursery,
         )
 
-    def unforked_server(
-        self, *, environment: Mapping[str, str] | None = None, wrapper: Sequence[str] = ()
-    ) -> ServerProcess:
+    def unforked_server(self, *, wrapper: Sequence[str] = ()) -> ServerProcess:
         """A server of its own process, where libraries may be loaded before all others."""
         program = planted.command([self._plants]) if self._plants else COMMAND_LINE
-        return ServerProcess(
-            self.data, *self._options(), environment=environment, wrapper=wrapper, program=program
-        )
+        return ServerProcess(self.data, *self._options(), wrapper=wrapper, program=program)
 
     def _options(self) -> tuple[str, ...]:
         ssd = (part for number in (1, 2) for part in ("--ssd-directories", str(self.home / f"ssd{number}")))
@@ -210,7 +206,6 @@ def _check_after(run: Run, life: Lifecycle, problems: list[str]) -> None:
 SAMPLE_COUNT = 2
 NUMBERS = range(1, 4)
 SCENARIO_CONTROLS = {
-    "deadlines_by_wall_clock": "clock +1h",
     "room_unchecked": "full",
     "address_space_unchecked": "memory",
 }
@@ -255,20 +250,14 @@ def _shortage(name: str, run: Run, report: Report, problems: list[str]) -> None:
 
 
 def _scenario(name: str, run: Run, problem: scenarios.Problem) -> None:
-    what, _, jump = name.partition(" ")
-    if what == "clock":
-        clock = run.root / "clock"
-        environment = scenarios.clock_environment(clock)
-        scenarios.clock_jump(lambda: run.unforked_server(environment=environment), clock, jump, problem)
-    else:
-        with run.server(is_faulty=True) as server:
-            if what == "hang":
-                scenarios.hanging_device(server, run.faults, run.prefixes("ssd"), problem)
-            else:
-                scenarios.no_descriptors(server, problem)
+    with run.server(is_faulty=True) as server:
+        if name == "hang":
+            scenarios.hanging_device(server, run.faults, run.prefixes("ssd"), problem)
+        else:
+            scenarios.no_descriptors(server, problem)
 
 
-SCENARIOS = ("hang", "full", "memory", "descriptors", *(f"clock {jump}" for jump in scenarios.JUMPS))
+SCENARIOS = ("hang", "full", "memory", "descriptors")
 
 
 def run(options: argparse.Namespace, report: Report) -> None:
@@ -336,7 +325,6 @@ HARNESS = Harness(
         "refused_record_acknowledged": "a record that found no room is acknowledged",
         "room_unchecked": "records may use up the last of the disk",
         "address_space_unchecked": "a bound on memory is met by whichever library comes to it first",
-        "deadlines_by_wall_clock": "leases and reservations end by the clock on the wall",
         "failed_path_in_rotation": "a path that failed is still handed out",
     },
     options=_options,

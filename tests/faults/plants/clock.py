@@ -23,3 +23,9 @@ def forgets_time(_: int) -> None:
         pass
 
     setattr(clock.StoreClock, "keep", keep)  # noqa: B010
+
+
+@plant
+def deadlines_by_wall_clock(_: int) -> None:
+    """Leases and reservations end by the wall clock."""
+    setattr(SystemClock, "monotonic_ns", staticmethod(time.time_ns))  # noqa: B010

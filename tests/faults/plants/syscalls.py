@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Sequence
 
 from ctxcache.cli import serve
-from ctxcache.runtime.clock import SystemClock
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers import ssd
 from ctxcache.storage.tiers.base import TierRefusal
@@ -76,12 +75,6 @@ def failed_path_in_rotation(_: int) -> None:
         return {}
 
     ssd.SsdFiles.refusals = property(refusals)  # type: ignore[assignment,method-assign]
-
-
-@plant
-def deadlines_by_wall_clock(_: int) -> None:
-    """Leases and reservations end by the clock on the wall."""
-    SystemClock.monotonic_ns = SystemClock.now_ns  # type: ignore[assignment]
 
 
 @plant

@@ -282,7 +282,8 @@ def test_without_a_network_the_error_says_where_to_put_the_wheel(
 def test_a_terminated_demo_leaves_nothing_behind(tiny_llama: Path, tmp_path: Path) -> None:
     """SIGTERM in the middle of a conversation ends the server and removes its files."""
     temporary = tmp_path / "temporary"
-    command = [*COMMAND_LINE, "demo", "--model", str(tiny_llama), "--threads", "1"]
+    command = [*COMMAND_LINE, "demo", "--model", str(tiny_llama), "--threads", "1", "--no-twin"]
+    command += ["--reply-tokens", "8", "--opening-tokens", "200"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment(temporary)
     ) as process:
