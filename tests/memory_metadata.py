@@ -103,6 +103,10 @@ class MemoryMetadata:
         assert kept.segment_id == segment_id
         return kept
 
+    def kept(self, record: SessionRecord | SegmentRecord) -> object:
+        """See MetadataStore."""
+        return record
+
     def quarantined(self) -> Iterator[Slot]:
         """See MetadataStore."""
         return iter(sorted(self._current.quarantined))

@@ -12,6 +12,7 @@ when it comes to be known.
 
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from ctxcache.cache.eviction import record_of
 from ctxcache.cache.state import State
-from ctxcache.core.ledger.dormant import Dormant
+from ctxcache.core.ledger.dormant import Dormant, Line
 from ctxcache.core.ledger.ledger import SECOND_NS
 from ctxcache.core.ledger.segment import Segment, TenantUse
 from ctxcache.core.ledger.session import Expiration, Session
@@ -151,7 +152,8 @@ class _Loader:
         self._listings: list[tuple[Session, tuple[int, ...]]] = []
         """The sessions that are to be known, without segments, and the ids of those that each lists."""
         self._listed_by: dict[int, Session] = {}
-        self._plain = _Plain(Dormant(state.clock.now_ns(), self._reviver.revive))
+        dormant = Dormant(self._reviver.revive, is_by_tenant=bool(self._ledger.usage.shares))
+        self._plain = _Plain(dormant, state.clock.now_ns())
         self._layouts: dict[tuple[str, str, Hashable], SegmentLayout] = {}
 
     def load(self, last_used: int) -> Loaded:
@@ -173,7 +175,7 @@ class _Loader:
         if self._repairs.sessions:
             self._forget_unlisted()
         self._plain.settle(is_by_tenant=bool(self._ledger.usage.shares))
-        self._ledger.fell_asleep(self._plain.dormant)
+        self._ledger.asleep(self._plain.dormant, self._plain.models)
         return Loaded(self._repairs, self._plain.slots())
 
     def _look_at(self, found: KeptSession) -> None:
@@ -217,8 +219,8 @@ class _Loader:
         for number in numbers:
             record = self._metadata.session(dormant.uid(number), dormant.kept(number))
             kept = {i: dormant.kept_segment(i) for i in record.segment_ids if dormant.lister(i) is not None}
-            dormant.left(number, record.tenant, record.session_id, kept)
-            dormant.models[record.tenant, record.model_id] -= 1
+            dormant.left(number, record.session_id, record.access_time_ns, record.expire_time_ns, kept)
+            self._plain.models[record.tenant, record.model_id] -= 1
             self._read(record)
             for segment_id, found in kept.items():
                 self._load_segment(self._metadata.segment(segment_id, found))
@@ -282,8 +284,10 @@ class _Loader:
 class _Plain:
     """Sessions that may be dormant: a column for each fact that is looked at."""
 
-    def __init__(self, dormant: Dormant) -> None:
-        self.dormant = dormant
+    def __init__(self, dormant: Dormant, opened_ns: int) -> None:
+        self.dormant, self._opened_ns = dormant, opened_ns
+        self.models: Counter[tuple[str, str]] = Counter()
+        """How many of each tenant's model are dormant."""
         self.layouts: list[SegmentLayout] = []
         self._access, self._expire = array("q"), array("q")
         self._live_begins, self._live_ends = array("q"), array("q")
@@ -298,7 +302,10 @@ class _Plain:
 
     def add(self, found: KeptSession, layout: SegmentLayout) -> None:
         """A session."""
-        number = self.dormant.add(found.uid, found.tenant, found.session_id, found.model_id, found.kept)
+        # Clocks may have been set back between the runs.
+        idle_s = max(self._opened_ns - found.access_time_ns, 0) / SECOND_NS
+        number = self.dormant.add(found.uid, found.tenant, found.session_id, found.kept, idle_s=idle_s)
+        self.models[found.tenant, found.model_id] += 1
         self.layouts.append(layout)
         self._access.append(found.access_time_ns)
         self._expire.append(found.expire_time_ns)
@@ -379,17 +386,16 @@ class _Plain:
 
     def settle(self, *, is_by_tenant: bool) -> None:
         """Put the dormant sessions in order."""
-        by_use = np.argsort(np.array(self._access, np.int64), kind="stable").astype(np.uint32)
+        numbers = np.array(list(self.dormant), np.uint32)
+        access, expire = (np.array(each, np.int64)[numbers] for each in (self._access, self._expire))
+        by_use, by_expiry = (np.argsort(each, kind="stable") for each in (access, expire))
         accounts = {EVERYONE: by_use}
         if is_by_tenant:
-            tenants = np.array([self.dormant.tenant(number) for number in by_use.tolist()], object)
+            tenants = np.array([self.dormant.tenant(number) for number in numbers[by_use].tolist()], object)
             accounts = {tenant: by_use[tenants == tenant] for tenant in self.dormant.names}
-        expire = np.array(self._expire, np.int64)
-        by_expiry = np.argsort(expire, kind="stable")
         self.dormant.order(
-            {account: _packed("I", numbers) for account, numbers in accounts.items()},
-            _packed("I", by_expiry.astype(np.uint32)),
-            _packed("q", expire[by_expiry]),
+            {account: _line(access, numbers, order) for account, order in accounts.items()},
+            _line(expire, numbers, by_expiry),
         )
 
     def slots(self) -> DormantSlots:
@@ -399,6 +405,12 @@ class _Plain:
         is_left = is_dormant[np.array(self._owners, np.int64)]
         columns = (self._ids, self._paths, self._offsets, self._sizes)
         return DormantSlots(*(_packed(each.typecode, np.array(each)[is_left]) for each in columns))
+
+
+def _line(
+    times: "npt.NDArray[np.int64]", numbers: "npt.NDArray[np.uint32]", order: "npt.NDArray[np.int64]"
+) -> Line:
+    return Line.of("q", _packed("q", times[order]), _packed("I", numbers[order]))
 
 
 def _packed(kind: str, numbers: "npt.NDArray[Any]") -> "array[int]":

@@ -367,17 +367,20 @@ class Scrubbing:
         self, bytes_per_second: int, records_pause_s: float = 0, is_over: Callable[[], bool] = lambda: False
     ) -> AsyncGenerator[Scrubbed, None]:
         record_count = await self._records(records_pause_s)
-        segments = await self._last_first()
+        segment_ids = await self._last_first()
         began_ns, done_bytes = self._state.clock.monotonic_ns(), 0
         bad: list[Bad] = []
-        count = len(segments) + self._ledger.dormant.segment_count
+        count = len(segment_ids) + self._ledger.dormant.segment_count
         # One slot's memory for the whole pass. A failed read past this ends the pass, so that no late write
         # of a device meets the next segment.
         bounce = memoryview(mmap.mmap(-1, 4096))
-        for i, segment in enumerate(chain(segments, self._dormant())):
+        # Each is asked for when its turn comes: its session may have fallen asleep, or be known again.
+        for i, segment in enumerate(chain(map(self._ledger.glance_at, segment_ids), self._dormant())):
             if i % SEGMENTS_PER_REPORT == 0:
                 yield Scrubbed(count, min(i, count), done_bytes, record_count, tuple(bad))
                 bad.clear()
+            if segment is None:
+                continue
             if len(bounce) < segment.layout.size_bytes:
                 bounce = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
             if self._ledger.is_dormant(segment):
@@ -413,14 +416,17 @@ class Scrubbing:
         known = self._ledger.segment(segment.segment_id)
         return [] if known is None else await self._check(known, bounce)
 
-    async def _last_first(self) -> list[Segment]:
-        """Known segments, in no order within one position. To sort a million in one go takes a second."""
-        by_begin: defaultdict[int, list[Segment]] = defaultdict(list)
-        for i, segment in enumerate(list(self._ledger.segments()), 1):
-            by_begin[segment.begin].append(segment)
+    async def _last_first(self) -> list[int]:
+        """Ids of known segments, in no order within a position. Sorting a million at once takes a second."""
+        by_begin: defaultdict[int, list[int]] = defaultdict(list)
+        segments = list(self._ledger.segments())
+        for i in range(1, len(segments) + 1):
+            # Not kept over the rest: who holds a segment keeps its session awake.
+            segment = segments.pop()
+            by_begin[segment.begin].append(segment.segment_id)
             if i % SORTED_PER_TURN == 0:
                 await asyncio.sleep(0)
-        return [segment for begin in sorted(by_begin, reverse=True) for segment in by_begin[begin]]
+        return [each for begin in sorted(by_begin, reverse=True) for each in by_begin[begin]]
 
     async def release(self) -> tuple[int, int]:
         """Test quarantined slots by writing, and let those be used again that keep what they are given.

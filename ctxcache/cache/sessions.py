@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ctxcache.cache.eviction import Departures, SsdRoom, record_of
+from ctxcache.cache.eviction import Departures, SsdRoom, record_of, segment_record_of
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.state import EMPTY, LOOKUP, STEP_BY_STEP, Call, Fact, Pace, State
 from ctxcache.core import ranges
@@ -38,6 +38,8 @@ from ctxcache.storage.metadata.base import Changes, MetadataStore
 NAMES_PER_TURN = 64
 """Sessions that a listing looks at before others have their turn: half a millisecond."""
 SESSIONS_PER_COMMIT = 64
+ASLEEP_AT_ONCE, ASLEEP_A_CALL = 16, 512
+"""Sessions that fall asleep before others have their turn, and in one call of upkeep."""
 SEGMENTS_PER_LOOK = 64
 """Segments that a fork comes to share before it looks whether others should have their turn."""
 PARTS_PER_COMMIT = 4096
@@ -498,6 +500,18 @@ class Sessions:
             except TierFailure:
                 self._ledger.unsaved(some)
                 raise
+            await asyncio.sleep(0)
+
+    async def let_sleep(self) -> None:
+        """Let sessions be dormant that nobody has used for long, a few at a time, so many a call."""
+        for _ in range(ASLEEP_A_CALL // ASLEEP_AT_ONCE):
+            if not self._ledger.is_drowsy:
+                return
+            for session in self._ledger.drowsy(limit=ASLEEP_AT_ONCE):
+                # Without keys, which are found by their segments all the while.
+                segments = [segment_record_of(self._ledger, s)._replace(keys=()) for s in session.segments]
+                kept = self._metadata.kept
+                self._ledger.fell_asleep(session, kept(record_of(session)), [kept(each) for each in segments])
             await asyncio.sleep(0)
 
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Lookup:

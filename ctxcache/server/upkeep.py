@@ -85,6 +85,7 @@ class Upkeep:
             self._cache.queues.expire_due,
             self._cache.sessions.expire_due,
             self._cache.sessions.save_access_times,
+            self._cache.sessions.let_sleep,
             self._cache.prefixes.forget_gone,
         )
         return all([await self._try(step) for step in steps])

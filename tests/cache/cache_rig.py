@@ -5,8 +5,10 @@ foreign byte is recognised.
 """
 
 import asyncio
+import gc
 import struct
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.appends import Reservation
 from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.prefixes import Match
+from ctxcache.cache.segments import SEALING_THREADS
 from ctxcache.core.ledger.ledger import MANY_SEGMENTS
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration, SessionView
 from ctxcache.core.limits import DEFAULT_WATERMARKS, Limits, Watermarks
@@ -295,6 +298,18 @@ class Rig:
         ledger = self.cache.ledger
         there = [ledger.glance(self.tenant, name) for name in ledger.names(self.tenant)]
         return {session.session_id for session in there if session and session.expire_time_ns > now_ns}
+
+    async def let_go(self) -> None:
+        """Wait until nobody at work refers to a session or a segment any more.
+
+        A thread does a moment after its result is there, and garbage until it is collected.
+        """
+        await self.cache.drain()
+        sealers = self.cache.io._sealers
+        all_are_done = threading.Barrier(SEALING_THREADS)
+        for done in [sealers.submit(all_are_done.wait) for _ in range(SEALING_THREADS)]:
+            done.result()
+        gc.collect()
 
     async def check(self) -> None:
         """Fail unless the books add up, once nothing moves."""

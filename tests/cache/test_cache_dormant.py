@@ -1,8 +1,9 @@
-"""Sessions that nobody has used since the start: the store answers as if all of them were known."""
+"""Sessions that nobody uses: the store answers as if all of them were known."""
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sized
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_rig import (
@@ -20,10 +21,11 @@ from cache_rig import (
 )
 
 from ctxcache.core.ledger import ledger
+from ctxcache.core.ledger.ledger import Drop
 from ctxcache.core.ledger.rankings import Evictable
 from ctxcache.core.ledger.session import SessionView
 from ctxcache.core.placement.baselines import LeastRecentlyUsed
-from ctxcache.core.placement.policy import Capacities, Facts, Ranked
+from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.core.placement.value import ReturnValue
 from ctxcache.errors import CacheError
@@ -289,3 +291,205 @@ def test_nothing_is_learned_of_one_that_was_dormant() -> None:
     assert policy.lessons() == before
     policy.recalled(b"b", facts, 30.0)
     assert policy.lessons() != before
+
+
+async def lull(rig: Rig, awake_count: int = 0) -> set[str]:
+    """Nobody uses any session for long, and nothing is left in memory; the sessions that are dormant then."""
+    ledger = rig.cache.ledger
+    ledger.awake_count = awake_count
+    await rig.cache.sessions.save_access_times()
+    while isinstance(move := ledger.next_out_of_memory(None, lambda _: False), Drop):
+        ledger.dropped(move.segment)
+    await rig.let_go()
+    rig.clock.advance(seconds=ledger.sleep_ns / 10**9)
+    await rig.cache.sessions.let_sleep()
+    return dormant(rig)
+
+
+async def test_what_nobody_uses_falls_asleep_with_the_records_on_disk(disk_rig: DiskRig) -> None:
+    """Everything that is told is as before, and each kept record is the one that a start would read."""
+    tokens = await filled(disk_rig)
+    known = told(disk_rig), await views(disk_rig)
+    in_memory: Any = known[0].pop("bytes")
+
+    assert await lull(disk_rig) == set("abcdefgh")
+    after = told(disk_rig)
+    assert after.pop("bytes") == {t: (0, below, kept) for t, (_, below, kept) in in_memory.items()}
+    assert after == known[0]
+    ledger, metadata = disk_rig.cache.ledger, disk_rig.metadata
+    assert not ledger.sessions()
+    assert not ledger.segments()
+    recorded = {record.uid: record for record in metadata.sessions()}
+    segments = {record.segment_id: record for record in metadata.segments()}
+    for number in ledger.dormant:
+        uid = ledger.dormant.uid(number)
+        assert metadata.session(uid, ledger.dormant.kept(number)) == recorded[uid]
+        for segment_id in recorded[uid].segment_ids:
+            kept = metadata.segment(segment_id, ledger.dormant.kept_segment(segment_id))
+            assert kept == segments[segment_id]._replace(keys=())
+    await disk_rig.check()
+    for name, written in tokens.items():
+        assert await disk_rig.read(name) == expected(written)
+    assert not dormant(disk_rig)
+    await disk_rig.check()
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=list(USES))
+async def test_a_use_of_a_sleeper_does_what_it_does_to_another(
+    tmp_path: Path, use: Callable[[Rig], Awaitable[object]]
+) -> None:
+    """The same answer, and the same rows before and after a crash."""
+    outcomes = []
+    for awake_count in (COUNT, 0):
+        rig = MemoryRig(tmp_path, last_used=COUNT)
+        await rig.open()
+        await filled(rig, 3)
+        assert await lull(rig, awake_count) == (set("abc") if not awake_count else set())
+        reason = ""
+        try:
+            await use(rig)
+        except CacheError as error:
+            reason = error.reason
+        await rig.check()
+        found = []
+        for _ in range(2):
+            found.append({name: await rig.read(name) for name in sorted(rig.names())})
+            await rig.crash()
+        outcomes.append((reason, found, [view.is_pinned for view in await views(rig)]))
+        await rig.close()
+
+    assert outcomes[0] == outcomes[1]
+
+
+async def test_work_under_way_keeps_a_session_awake(rig: MemoryRig) -> None:
+    """A change that waits for a device is of the session that is there, and not of one that was put away."""
+    await filled(rig, 3)
+    session = rig.cache.ledger.find(TENANT, "a")
+    segment = rig.cache.ledger.find(TENANT, "b").segments[0]
+
+    assert await lull(rig) == {"c"}
+    del session
+    assert await lull(rig) == {"a", "c"}
+    assert segment.is_listed
+    del segment
+    assert await lull(rig) == {"a", "b", "c"}
+    await rig.check()
+
+
+async def test_what_somebody_waits_for_stays_awake(rig: MemoryRig) -> None:
+    """Pinned, forked, leased, in memory alone, hinted, promised, and of two copies; all others sleep."""
+    await filled(rig)
+    ledger = rig.cache.ledger
+    await rig.cache.sessions.update(TENANT, "a", expiration=None, is_pinned=True)
+    await rig.fork("b", "new", SEGMENT_TOKENS)
+    lease = await rig.acquire("c", 0, 1)
+    await rig.append("d", Writer(90).make(1))
+    ledger.placement.expected(ledger.find(TENANT, "e"), 10**9)
+    ledger.placement.hinted(ledger.find(TENANT, "f"), 10**9)
+    await rig.mark("g", 2)
+
+    assert await lull(rig) == {"h"}
+    rig.cache.leases.release(lease.lease_id)
+    ledger.placement.withdrawn(ledger.find(TENANT, "f"))
+    await rig.cache.flushing.flush(ledger.find(TENANT, "d"))
+    rig.cache.leases.end_lingering()
+    del lease
+    assert await lull(rig) == set("cdfh")
+    await rig.check()
+
+
+async def test_sleepers_leave_by_their_last_use(tmp_path: Path) -> None:
+    """With those that sleep since the start, and after one that was woken has been used."""
+    for make_policy in (LeastRecentlyUsed, by_value):
+        rig = MemoryRig(tmp_path, ssd_segments=(2 * COUNT,), make_policy=make_policy, last_used=0)
+        await rig.open()
+        await filled(rig)
+        await rig.restart()
+        for name in "ab":
+            await rig.read(name)
+            rig.clock.advance(seconds=1)
+        assert await lull(rig) == set("abcdefgh")
+        rig.cache.ledger.find(TENANT, "e")
+        await rig.read("c")
+        gone = []
+        for number in range(5):
+            before = rig.names()
+            await rig.create(f"new{number}")
+            await rig.append(f"new{number}", Writer(50 + number).make(2 * SEGMENT_TOKENS), is_durable=True)
+            gone += sorted(before - rig.names())
+            rig.clock.advance(seconds=1)
+            await rig.check()
+        await rig.close()
+
+        assert "".join(gone) == "defgh"
+
+
+async def test_the_policy_forgets_a_sleeper_and_counts_its_turns_on(tmp_path: Path) -> None:
+    """Its dictionaries shrink with the ledger's; what it is told at the next rest is the next turn."""
+    policies: list[ReturnValue] = []
+
+    def make_policy() -> Ranked:
+        policies.append(ReturnValue(Capacities(6 * SLOT_BYTES, 64 * SLOT_BYTES)))
+        return policies[-1]
+
+    rig = MemoryRig(tmp_path, make_policy=make_policy)
+    await rig.open()
+    await filled(rig, 3)
+    for _ in range(2):
+        await rig.append("b", Writer(9).make(1), is_durable=True)
+    feed, policy = rig.cache.ledger.placement, policies[-1]
+    await lull(rig)
+    kept: list[Sized] = [
+        feed._standings,
+        feed._uids,
+        policy._held,
+        policy._sizes,
+        policy._last_use,
+        policy._worth,
+    ]
+
+    assert [len(each) for each in kept] == [0] * len(kept)
+    assert not policy._returns._watches
+    await rig.append("b", Writer(9).make(1), is_durable=True)
+    (standing,) = feed._standings.values()
+    assert standing.turn_count == 4
+    await rig.close()
+
+
+async def test_their_time_comes_in_their_sleep(tmp_path: Path) -> None:
+    """The same as of those that sleep since the start; and numbers that are free are given again."""
+    rig = MemoryRig(tmp_path)
+    await rig.open()
+    await filled(rig, 4, ttl_s=1000)
+    await lull(rig)
+    rig.clock.advance(seconds=697.5)
+    await rig.cache.sessions.expire_due()
+    assert (dormant(rig), rig.cache.ledger.segment_count) == ({"c", "d"}, 4)
+    await rig.check()
+    tokens = Writer(77).make(SEGMENT_TOKENS + 3)
+    await rig.create("late")
+    await rig.append("late", tokens, is_durable=True)
+    await lull(rig)
+
+    assert dormant(rig) == {"c", "d", "late"}
+    assert set(rig.cache.ledger.dormant) <= set(range(4))
+    assert await rig.read("late") == expected(tokens)
+    await rig.check()
+    await rig.close()
+
+
+@pytest.mark.parametrize("make", [LeastRecentlyUsed, by_value])
+def test_sleepers_that_are_woken_rank_as_they_did(make: Callable[[], Ranked]) -> None:
+    """Behind one another by their last use, and behind all that was not used since the start."""
+    policy, facts = make(), Facts(1 << 12, 1, 1 << 12, 64.0)
+    policy.recalled(b"z", facts, 5.0, is_watched=False)
+    for number, name in enumerate((b"c", b"b", b"a")):
+        policy.arrived(name, float(number))
+        policy.idle(name, facts, float(number))
+        policy.placed(name, Level.BELOW)
+    told = {name: policy.slept(name) for name in (b"a", b"b", b"c")}
+    for name, idle_s in told.items():
+        policy.recalled(name, facts, idle_s, is_watched=False)
+
+    order = sorted((b"a", b"b", b"c", b"z"), key=lambda name: policy.rank(name) or ())
+    assert order == [b"z", b"c", b"b", b"a"]

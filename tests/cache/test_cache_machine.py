@@ -483,6 +483,18 @@ class CacheMachine(RuleBasedStateMachine):
             placement.hinted(session, order)
 
     @rule()
+    def doze(self) -> None:
+        """All fall asleep that may: what is asked of them next is what others would be asked."""
+        ledger = self.rig.cache.ledger
+        ledger.awake_count, ledger.sleep_ns = 0, -(10**18)
+        for uid in ledger._awake:
+            ledger._awake[uid] = 0
+        self.run(self.rig.cache.sessions.save_access_times())
+        self.run(self.rig.let_go())
+        self.run(self.rig.cache.sessions.let_sleep())
+        del ledger.awake_count, ledger.sleep_ns
+
+    @rule()
     def turn(self) -> None:
         """Upkeep runs."""
         self.run(Upkeep(self.rig.cache).turn())

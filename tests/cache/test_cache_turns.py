@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_rig import FINGERPRINT, MODEL, TENANT, MemoryRig
+from cache_rig import FINGERPRINT, MODEL, TENANT, MemoryRig, Writer
 
 from ctxcache.cache.leases import ReadRequest
-from ctxcache.core.ledger.ledger import MANY_SEGMENTS
+from ctxcache.core.ledger.ledger import MANY_SEGMENTS, SEGMENTS_ASLEEP, Drop
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 
@@ -216,6 +216,38 @@ class Rests:
         """Let others have their turn."""
         self.count += 1
         await asyncio.sleep(0)
+
+
+async def test_sessions_fall_asleep_and_wake_in_short_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one segment and of nearly as many as a sleeper may have, a few at a time."""
+    made = MemoryRig(tmp_path, arena_segments=2 * SEGMENTS_ASLEEP, ssd_segments=(1 << 10,))
+    await made.open()
+    ledger = made.cache.ledger
+    for number in range(40):
+        await made.create(f"s{number}")
+        await made.append(f"s{number}", Writer(number).make(3500 if number % 10 == 0 else 1), is_durable=True)
+        while isinstance(move := ledger.next_out_of_memory(None, lambda _: False), Drop):
+            ledger.dropped(move.segment)
+    await made.cache.sessions.save_access_times()
+    ledger.awake_count = 0
+    made.clock.advance(seconds=ledger.sleep_ns / 10**9)
+    await made.let_go()
+    with turns(monkeypatch) as counts:
+        await asyncio.create_task(made.cache.sessions.let_sleep())
+    assert ledger.dormant.count == 40
+    assert max(counts) <= 20_000, max(counts)
+    with turns(monkeypatch) as counts:
+        await asyncio.create_task(glance(made, "s10"))
+    assert max(counts) <= 12_000, max(counts)
+    await made.check()
+    made.arena.close()
+
+
+async def glance(rig: MemoryRig, name: str) -> None:
+    """Look a session up."""
+    rig.cache.sessions.get(TENANT, name)
 
 
 async def test_a_model_of_thousands_of_streams_is_written_down_in_pieces(tmp_path: Path) -> None:

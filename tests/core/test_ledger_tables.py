@@ -51,8 +51,10 @@ def at_place(rig: LedgerRig, place: Place) -> tuple[Session, Segment]:
     rig.wrote_below(owner)
     if place is Place.BOTH:
         return owner, found
-    if place is Place.BELOW:
+    if place in (Place.BELOW, Place.DORMANT):
         rig.ledger.dropped(found)
+        if place is Place.DORMANT:
+            rig.ledger.fell_asleep(owner, b"record", [b"record"])
         return owner, found
     if place is Place.HELD:
         rig.ledger.held(found)
@@ -65,8 +67,10 @@ def at_place(rig: LedgerRig, place: Place) -> tuple[Session, Segment]:
 def in_use(rig: LedgerRig, use: Use) -> Session:
     """A session that public events have brought there."""
     found = rig.opened("s")
-    if use is Use.IDLE:
+    if use in (Use.IDLE, Use.DORMANT):
         rig.ledger.visited(found)
+        if use is Use.DORMANT:
+            rig.ledger.fell_asleep(found, b"record", [])
     elif use is Use.READ:
         rig.ledger.read_began(found, (), rig.clock.ns / 10**9)
     elif use is Use.WRITTEN:
@@ -210,7 +214,7 @@ def end_everywhere() -> None:
     for use in Use:
         rig = LedgerRig()
         found = in_use(rig, use)
-        if use is not Use.GONE:
+        if not found.is_gone:
             rig.ledger.ended(found)
     for backlog in Backlog:
         rig = LedgerRig()
@@ -262,6 +266,11 @@ def write_behind() -> None:
     assert rig.ledger.spares(spared)
 
 
+def fall_asleep() -> None:
+    """A session is put away with its segment."""
+    at_place(LedgerRig(), Place.DORMANT)
+
+
 DRIVES: tuple[Callable[[], None], ...] = (
     abandon,
     outgrow_and_settle,
@@ -271,6 +280,7 @@ DRIVES: tuple[Callable[[], None], ...] = (
     end_everywhere,
     use_together,
     write_behind,
+    fall_asleep,
 )
 
 
@@ -422,9 +432,9 @@ def test_the_ledger_refuses_what_cannot_happen_to_a_segment(place: Place, event:
     assert facts(rig, of, listed) == before
 
 
-@pytest.mark.parametrize("use", [Use.GONE])
+@pytest.mark.parametrize("use", [Use.GONE, Use.DORMANT])
 def test_the_ledger_refuses_uses_of_a_session_that_is_gone(use: Use) -> None:
-    """A session that is gone is not read, written or ended again."""
+    """A session that is gone, or asleep, is not read, written or ended: it is to be asked for again."""
     rig = LedgerRig()
     gone = in_use(rig, use)
     before = facts(rig, gone)

@@ -1,23 +1,30 @@
-"""Dormant: sessions that nobody has used since the store was opened, as the records that they were read from.
+"""Dormant: sessions that nobody uses, as the records that they are read from.
 
-    read ──► dormant ──► known, as the whole session that it is
+    the store is opened ──► dormant ◄── known: idle for long, durable, nothing of it in memory
+                               │          ▲
+                               └──────────┘ as the whole session that it is:
                      looked up by name, uid, segment or key; its time has come; the coldest of its account
 
-A session is dormant or known, never both. `left` is the only way out, and none leads back. While it is
+A session is dormant or known, never both. `add` is the only way in, and `left` the only way out. While it is
 dormant nothing of it is in memory, nobody uses it, no other session lists its segments, and its record is as
-it was read. Its segments count as its tenant's, and their slots are taken. It takes some hundred bytes where
-a known session takes thousands. Owned by the ledger.
+it was read or written last. Its segments count as its tenant's, and their slots are taken. It takes some
+hundred bytes where a known session takes thousands. Owned by the ledger.
 """
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Self
 
 from ctxcache.core.ledger.segment import TenantUse
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.placement.shares import EVERYONE
 
 UID_BYTES = 16
+PIECE = 1 << 10
+"""Numbers of a line that are moved at once."""
 Revive = Callable[[bytes, object, Callable[[int], object], TenantUse | None], Session]
 """Makes a session of its uid, its record and those of its segments, which are counted as that use.
 
@@ -25,70 +32,181 @@ Without one it has no segments.
 """
 
 
-class Dormant:
-    """Dormant sessions by number, in the order of their uids."""
+# In pieces, since a number comes into the middle of a million: a piece is moved, not all behind it. Twelve
+# bytes each, where a dict of objects takes a hundred.
+class Line:
+    """Numbers in the order of their keys, then of themselves. O(log n), and a short move of memory."""
 
-    def __init__(self, opened_ns: int = 0, revive: Revive | None = None) -> None:
-        """`opened_ns`: when the store was opened, in its time. Without `revive` there is none."""
-        self.opened_ns = opened_ns
+    def __init__(self, kind: str) -> None:
+        """`kind`: of the keys, as `array` has it."""
+        self._kind = kind
+        self._keys: list[array[int]] = []
+        self._numbers: list[array[int]] = []
+        self._firsts: list[tuple[int, int]] = []
+        """The first key and number of each piece."""
+
+    @classmethod
+    def of(cls, kind: str, keys: "array[int]", numbers: "array[int]") -> Self:
+        """A line of keys that ascend, and equal ones by their numbers."""
+        line = cls(kind)
+        for begin in range(0, len(keys), PIECE):
+            part = slice(begin, begin + PIECE)
+            line._split_in(len(line._firsts), keys[part], numbers[part], (keys[begin], numbers[begin]))
+        return line
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Each key and its number, in order. Nothing may come or go meanwhile."""
+        for keys, numbers in zip(self._keys, self._numbers, strict=True):
+            yield from zip(keys, numbers, strict=True)
+
+    def add(self, key: int, number: int) -> None:
+        """Put a number where its key stands."""
+        if not self._firsts:
+            self._split_in(0, array(self._kind), array("I"), (key, number))
+        keys, numbers = self._keys[-1], self._numbers[-1]
+        if keys and len(keys) < PIECE and key > keys[-1]:
+            # In order, as records are read.
+            keys.append(key)
+            numbers.append(number)
+            return
+        at = max(bisect_right(self._firsts, (key, number)) - 1, 0)
+        keys, numbers = self._keys[at], self._numbers[at]
+        i = _place(keys, numbers, key, number)
+        keys.insert(i, key)
+        numbers.insert(i, number)
+        self._firsts[at] = keys[0], numbers[0]
+        if len(keys) > PIECE:
+            # At its end where it grew there: what comes in order fills its pieces.
+            middle = PIECE if i == PIECE else PIECE // 2
+            self._split_in(at + 1, keys[middle:], numbers[middle:], (keys[middle], numbers[middle]))
+            del keys[middle:], numbers[middle:]
+
+    def discard(self, key: int, number: int) -> None:
+        """Take a number out, if it is in here."""
+        at = bisect_right(self._firsts, (key, number)) - 1
+        if at < 0:
+            return
+        keys, numbers = self._keys[at], self._numbers[at]
+        i = _place(keys, numbers, key, number)
+        if i == len(keys) or (keys[i], numbers[i]) != (key, number):
+            return
+        del keys[i], numbers[i]
+        if keys:
+            self._firsts[at] = keys[0], numbers[0]
+        else:
+            del self._keys[at], self._numbers[at], self._firsts[at]
+
+    def numbers(self, key: int) -> Iterator[int]:
+        """Those of a key."""
+        at = max(bisect_right(self._firsts, (key, -1)) - 1, 0)
+        for keys, numbers in zip(islice(self._keys, at, None), islice(self._numbers, at, None), strict=True):
+            begin = bisect_left(keys, key)
+            end = bisect_right(keys, key, begin)
+            yield from numbers[begin:end]
+            if end < len(keys):
+                return
+
+    @property
+    def first(self) -> int | None:
+        """The number whose key is the least."""
+        return self._firsts[0][1] if self._firsts else None
+
+    def _split_in(self, at: int, keys: "array[int]", numbers: "array[int]", first: tuple[int, int]) -> None:
+        self._keys.insert(at, keys)
+        self._numbers.insert(at, numbers)
+        self._firsts.insert(at, first)
+
+
+def _place(keys: "array[int]", numbers: "array[int]", key: int, number: int) -> int:
+    begin = bisect_left(keys, key)
+    return bisect_left(numbers, number, begin, bisect_right(keys, key, begin))
+
+
+class Dormant:
+    """Dormant sessions by number. A number is given again after its session has left."""
+
+    def __init__(self, revive: Revive | None = None, *, is_by_tenant: bool = False) -> None:
+        """Without `revive` there is none. `is_by_tenant`: each tenant is an account of its own."""
         self._revive = revive
+        self._is_by_tenant = is_by_tenant
         self.names: dict[str, dict[str, int]] = {}
         """The numbers of each tenant's sessions by id. To be looked at, not changed."""
-        self.models: Counter[tuple[str, str]] = Counter()
-        """How many of each tenant's model were there at the opening."""
-        self.segment_count = 0
+        self.count = self.segment_count = 0
+        """How many are dormant, and how many segments they list."""
         self._uids = bytearray()
         self._kept: list[object | None] = []
-        """The record that is read when a session comes to be known; None from then on."""
+        """The record that is read when a session comes to be known; None where a number is free."""
         self._tenants: list[str] = []
         self._tenant_names: dict[str, str] = {}
-        self._slot_bytes = array("q")
-        self.count = 0
-        """How many are dormant."""
-        self._segment_ids, self._owners, self._paths = array("Q"), array("I"), array("I")
+        self._slot_bytes, self._idle_s, self._turn_counts = array("q"), array("d"), array("I")
+        self._free: list[int] = []
+        # Segments have rows of their own: most sessions have one, and some have a hundred.
+        self._owners, self._paths = array("I"), array("I")
         self._segments: list[object | None] = []
-        self._by_use: dict[str, array[int]] = {}
-        self._expire_times, self._by_expiry = array("q"), array("I")
-        self._expired_count = 0
+        self._free_rows: list[int] = []
+        self._by_uid, self._by_segment_id, self._by_expiry = Line("Q"), Line("Q"), Line("q")
+        self._by_use: dict[str, Line] = {}
 
-    # -- as the store is opened --------------------------------------------------------------------
+    # -- the way in ----------------------------------------------------------------------------------
 
-    def add(self, uid: bytes, tenant: str, session_id: str, model_id: str, kept: object) -> int:
-        """A session, whose uid is above those before; returns its number."""
-        number = len(self._kept)
+    def add(
+        self, uid: bytes, tenant: str, session_id: str, kept: object, *, idle_s: float, turn_count: int = 1
+    ) -> int:
+        """A session comes to be dormant, with a number that is returned; `timed`, or `order`, is to follow.
+
+        `idle_s`: for how long it was idle when the store was opened, as the policy's `recalled` takes it.
+        """
         # One text for all of a tenant's sessions, not one for each.
         tenant = self._tenant_names.setdefault(tenant, tenant)
-        self._uids += uid
-        self._kept.append(kept)
-        self._tenants.append(tenant)
-        self._slot_bytes.append(0)
+        if self._free:
+            number = self._free.pop()
+            self._uids[number * UID_BYTES : (number + 1) * UID_BYTES] = uid
+            self._kept[number], self._tenants[number] = kept, tenant
+            self._slot_bytes[number], self._idle_s[number] = 0, idle_s
+            self._turn_counts[number] = turn_count
+        else:
+            number = len(self._kept)
+            self._uids += uid
+            self._kept.append(kept)
+            self._tenants.append(tenant)
+            self._slot_bytes.append(0)
+            self._idle_s.append(idle_s)
+            self._turn_counts.append(turn_count)
         self.names.setdefault(tenant, {})[session_id] = number
-        self.models[tenant, model_id] += 1
+        self._by_uid.add(_key(uid), number)
         self.count += 1
         return number
 
     def add_segment(self, segment_id: int, number: int, slot: tuple[int, int, int], kept: object) -> None:
-        """A segment of session `number`, whose id is above those before."""
+        """A segment of session `number`."""
         path_index, _, size_bytes = slot
         self._slot_bytes[number] += size_bytes
-        self._segment_ids.append(segment_id)
-        self._owners.append(number)
-        self._paths.append(path_index)
-        self._segments.append(kept)
+        if self._free_rows:
+            row = self._free_rows.pop()
+            self._owners[row], self._paths[row], self._segments[row] = number, path_index, kept
+        else:
+            row = len(self._segments)
+            self._owners.append(number)
+            self._paths.append(path_index)
+            self._segments.append(kept)
+        self._by_segment_id.add(segment_id, row)
         self.segment_count += 1
 
-    def order(self, by_use: "dict[str, array[int]]", by_expiry: "array[int]", times: "array[int]") -> None:
-        """The sessions of each account by their last use, and all by when they expire, at `times`."""
-        for numbers in by_use.values():
-            # The one that was used longest ago is taken from the end.
-            numbers.reverse()
-        self._by_use, self._by_expiry, self._expire_times = by_use, by_expiry, times
+    def timed(self, number: int, access_time_ns: int, expire_time_ns: int) -> None:
+        """The session was used last, and expires, at these times."""
+        self._line(self._tenants[number]).add(access_time_ns, number)
+        self._by_expiry.add(expire_time_ns, number)
+
+    def order(self, by_use: dict[str, Line], by_expiry: Line) -> None:
+        """The sessions of each account by their last use, and all by when they expire."""
+        self._by_use, self._by_expiry = by_use, by_expiry
 
     # -- looks -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
-        """Their numbers. Sessions may come to be known meanwhile."""
-        return (number for number, kept in enumerate(self._kept) if kept is not None)
+        """Their numbers. Sessions may come and go meanwhile."""
+        # As many as there are now: those that come to be dormant meanwhile must not keep it going for ever.
+        return (number for number in range(len(self._kept)) if self._kept[number] is not None)
 
     def accounts(self, among: Sequence[str] | None) -> list[str]:
         """Those of these accounts, None for all, that have some, or had."""
@@ -109,18 +227,24 @@ class Dormant:
 
     def with_uid(self, uid: bytes) -> int | None:
         """The number of a session."""
-        number = bisect_left(range(len(self._kept)), uid, key=self.uid) if self.count else 0
-        is_there = number < len(self._kept) and self._kept[number] is not None
-        return number if is_there and self.uid(number) == uid else None
+        return next((number for number in self._by_uid.numbers(_key(uid)) if self.uid(number) == uid), None)
 
     def lister(self, segment_id: int) -> int | None:
         """The number of the session that lists a segment."""
-        i = self._at(segment_id)
-        return None if i is None else self._owners[i]
+        row = self._row(segment_id)
+        return None if row is None else self._owners[row]
 
     def slot_bytes(self, number: int) -> int:
         """Bytes of a session's slots."""
         return self._slot_bytes[number]
+
+    def idle_s(self, number: int) -> float:
+        """See Asleep."""
+        return self._idle_s[number]
+
+    def turn_count(self, number: int) -> int:
+        """How many turns a session has had, as far as is known."""
+        return self._turn_counts[number]
 
     def durable_bytes(self) -> Counter[str]:
         """Bytes of each tenant's slots."""
@@ -138,62 +262,78 @@ class Dormant:
         return self._revive(self.uid(number), self._kept[number], self.kept_segment, use)
 
     def kept(self, number: int) -> object:
-        """The record of a session."""
+        """The record of a session; None where none has the number."""
         return self._kept[number]
 
     def kept_segment(self, segment_id: int) -> object:
         """The record of a segment. Raises KeyError(segment_id)."""
-        i = self._at(segment_id)
-        if i is None:
+        row = self._row(segment_id)
+        if row is None:
             raise KeyError(segment_id)
-        return self._segments[i]
+        return self._segments[row]
 
     @property
     def last_path(self) -> int:
-        """The highest number of a path that any of their segments was on at the opening, or 0."""
+        """The highest number of a path that any of their segments has been on, or 0."""
         return max(self._paths, default=0)
 
     def on_paths(self, paths: Collection[int]) -> Iterator[int]:
-        """Sessions that have a segment there. Sessions may come to be known meanwhile."""
-        return (
-            owner
-            for path, owner in zip(self._paths, self._owners, strict=True)
-            if path in paths and self._kept[owner] is not None
-        )
-
-    # -- which come to be known --------------------------------------------------------------------
+        """Sessions that have a segment there. Sessions may come and go meanwhile."""
+        for row in range(len(self._segments)):
+            if self._paths[row] in paths and self._segments[row] is not None:
+                yield self._owners[row]
 
     def coldest(self, account: str) -> int | None:
         """The session of the account that was used longest ago."""
-        numbers: Sequence[int] = self._by_use.get(account, ())
-        while numbers and self._kept[numbers[-1]] is None:
-            self._by_use[account].pop()
-        return numbers[-1] if numbers else None
+        line = self._by_use.get(account)
+        return None if line is None else line.first
 
     def due(self, now_ns: int, limit: int) -> list[int]:
         """At most so many sessions whose time has come."""
         found: list[int] = []
-        while self._expired_count < len(self._by_expiry) and len(found) < limit:
-            if self._expire_times[self._expired_count] > now_ns:
+        for expire_time_ns, number in self._by_expiry:
+            if expire_time_ns > now_ns or len(found) == limit:
                 break
-            number = self._by_expiry[self._expired_count]
-            self._expired_count += 1
-            if self._kept[number] is not None:
-                found.append(number)
+            found.append(number)
         return found
 
-    def left(self, number: int, tenant: str, session_id: str, segment_ids: Collection[int]) -> None:
-        """The session is known from here on; these were its dormant segments."""
-        self._kept[number] = None
-        del self.names[tenant][session_id]
-        self.count -= 1
-        self.segment_count -= len(segment_ids)
-        for segment_id in segment_ids:
-            i = self._at(segment_id)
-            assert i is not None  # noqa: S101  # they are looked up once
-            self._segments[i] = None
+    # -- the way out ---------------------------------------------------------------------------------
 
-    def _at(self, segment_id: int) -> int | None:
-        ids = self._segment_ids
-        i = bisect_left(ids, segment_id)
-        return i if i < len(ids) and ids[i] == segment_id and self._segments[i] is not None else None
+    def left(
+        self,
+        number: int,
+        session_id: str,
+        access_time_ns: int,
+        expire_time_ns: int,
+        segment_ids: Iterable[int],
+    ) -> None:
+        """The session is known from here on; these were its dormant segments."""
+        tenant = self._tenants[number]
+        del self.names[tenant][session_id]
+        self._by_uid.discard(_key(self.uid(number)), number)
+        self._by_expiry.discard(expire_time_ns, number)
+        self._line(tenant).discard(access_time_ns, number)
+        self._kept[number] = None
+        self._free.append(number)
+        self.count -= 1
+        for segment_id in segment_ids:
+            row = self._row(segment_id)
+            assert row is not None  # noqa: S101  # they are looked up once
+            self._by_segment_id.discard(segment_id, row)
+            self._segments[row] = None
+            self._free_rows.append(row)
+            self.segment_count -= 1
+
+    def _line(self, tenant: str) -> Line:
+        account = tenant if self._is_by_tenant else EVERYONE
+        line = self._by_use.get(account)
+        if line is None:
+            line = self._by_use[account] = Line("q")
+        return line
+
+    def _row(self, segment_id: int) -> int | None:
+        return next(self._by_segment_id.numbers(segment_id), None)
+
+
+def _key(uid: bytes) -> int:
+    return int.from_bytes(uid[:8], "big")

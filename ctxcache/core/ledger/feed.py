@@ -96,6 +96,8 @@ class Standing:
     """Its rank may be lower than at the last look, once it rests, and the rankings were not told."""
     is_queued: bool = False
     """Whether the policy takes a job of it to be waiting."""
+    is_expected: bool = False
+    """Whether the client said when it returns, and it has not since."""
     is_set_aside: bool = False
     """Not to be promoted ahead of need before its next hint or rest: that failed."""
     tier: Level | None = None
@@ -114,9 +116,9 @@ class Standing:
         """Whether nothing of it leaves while others can."""
         return self.session.use is not Use.IDLE or self.coming_count > 0
 
-    def recall(self) -> Facts:
-        """It was there when the store was opened: all that it has came in one turn."""
-        self.turn_count, self.rested_end, self.has_rested = 1, self.session.log_end, True
+    def recall(self, turn_count: int) -> Facts:
+        """It was there when the store was opened, or dormant: all that it has came in its last turn."""
+        self.turn_count, self.rested_end, self.has_rested = turn_count, self.session.log_end, True
         return self._facts(self.session.log_end)
 
     def rest(self) -> Facts:
@@ -257,18 +259,30 @@ class Feed:
         self.policy.arrived(standing.name, self._now_s())
         self._heard_count += 1
 
-    def recalled(self, session: Session, idle_s: float, *, is_watched: bool) -> None:
-        """The session was there when the store was opened, and idle for that long. See Policy."""
+    def recalled(self, session: Session, idle_s: float, turn_count: int, *, is_watched: bool) -> None:
+        """The session was there when the store was opened, and idle for that long, or dormant. See Policy."""
         standing = self._appear(session)
-        self.policy.recalled(standing.name, standing.recall(), idle_s, is_watched=is_watched)
+        self.policy.recalled(standing.name, standing.recall(turn_count), idle_s, is_watched=is_watched)
         self._heard_count += 1
         self.settled(session)
+
+    def slept(self, session: Session) -> tuple[float, int]:
+        """The session, which nobody awaits, is dormant from here on; returns `recalled`'s two numbers."""
+        standing = self._standings[session.uid]
+        idle_s = self.policy.slept(standing.name)
+        self._heard_count += 1
+        self._forget(standing)
+        return idle_s, standing.turn_count
 
     def is_awaited(self, uid: bytes) -> bool:
         """Whether a job of the session waits, or somebody hears of it or asked to keep it."""
         standing, retaining = self._standings[uid], self.retaining
         is_kept = uid in retaining.retained or uid in retaining.pinned
         return standing.order is not None or standing.coming_count > 0 or uid in self._watchers or is_kept
+
+    def is_expected(self, uid: bytes) -> bool:
+        """Whether the client said when the session returns, and it has not since."""
+        return self._standings[uid].is_expected
 
     def replaced(self, old: Session, new: Session) -> None:
         """`new` has the name and tokens of `old`, which nobody awaits: to the policy it is the same."""
@@ -284,6 +298,7 @@ class Feed:
         """An access begins; `is_first`: the session was idle until now."""
         standing = self._standings[session.uid]
         standing.is_leaving, standing.rank = False, None
+        standing.is_expected = False
         if not is_first:
             return
         self.policy.arrived(standing.name, now_s)
@@ -427,6 +442,7 @@ class Feed:
         standing = self._standings.get(session.uid)
         if standing is not None:
             standing.rank = None
+            standing.is_expected = return_s is not None
             self.policy.expected(standing.name, return_s)
             self._heard_count += 1
 

@@ -9,12 +9,13 @@ Order that this rests on: bytes are durable before the record that points at the
 its bytes are given back. A held segment keeps its slots.
 """
 
+import sys
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from ctxcache.core import ranges
 from ctxcache.core.ledger.dormant import Dormant
@@ -30,7 +31,7 @@ from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Capacities, Ranked
-from ctxcache.core.placement.shares import EVERYONE, Shares
+from ctxcache.core.placement.shares import EVERYONE, NO_SHARES, Shares
 from ctxcache.core.prefix.keys import BLOCK_TOKENS, Scope
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import SessionNotFound
@@ -45,6 +46,15 @@ HOLDERS_LOOKED_AT = 64
 """Sessions and segments that a search by key looks at: what only others hold is not found."""
 WAKES = 256
 """Dormant sessions that one search for room wakes: those on a path that was just lost are of no use to it."""
+
+AWAKE = 1 << 10
+"""Sessions that are known however long nobody uses them: the policy is told of them after a start, too."""
+SLEEP_NS = 300 * SECOND_NS
+"""For how long nobody has used a session that falls asleep."""
+LOOKS_FOR_DROWSY = 64
+"""Sessions that are looked at in one turn of the event loop, whether they may fall asleep."""
+SEGMENTS_ASLEEP = 64
+"""Segments of one that may, and of those that do in one turn of the event loop, which makes their records."""
 
 
 class LedgerClock(Protocol):
@@ -83,6 +93,16 @@ class Wishes(Protocol):
 
     def segment_gone(self, segment: Segment) -> None:
         """The segment's slots are given back; one that was taken for a copy of it is of no use any more."""
+
+
+def others_of(known: dict[Any, Any], key: object) -> int:
+    """How many references there are to a value of the dict besides the dict's own."""
+    return sys.getrefcount(known[key]) - _OWN
+
+
+# Of a value that only its dict refers to: interpreters differ in what a call adds.
+_OWN = 0
+_OWN = others_of({0: object()}, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +161,10 @@ class Ledger:
     `copies`, the `unread` segments and the counts are for others to look at, not to change.
     """
 
+    awake_count, sleep_ns = AWAKE, SLEEP_NS
+    """How many sessions are known in any case, and for how long others are idle. May be replaced."""
+    _looked_ns = 0
+    """When it was last asked whether one is drowsy: a request does not look at the clock for that."""
     lingering: Collection[object] = ()
     """Reads that go on without a reader.
 
@@ -180,9 +204,12 @@ class Ledger:
         """Blocks by tenant and the id of the block that they continue, which may be gone."""
         self._model_sessions: Counter[tuple[str, str]] = Counter()
         self._segments: dict[int, Segment] = {}
-        self._last_segment_id = 0
+        # How often paths were lost or came back is the reckoning.
+        self._last_segment_id = self._reckoning = 0
         self.dormant = Dormant()
-        """The sessions that nobody has used since the store was opened. To be looked at, not changed."""
+        """The sessions that nobody has used for long. To be looked at, not changed."""
+        self._awake: OrderedDict[bytes, int] = OrderedDict()
+        """Known sessions by the time at which to look whether they may sleep."""
         self._woken_coldest: dict[str, tuple[bytes, Key | None]] = {}
         """By account, the session that was the coldest dormant one, and its rank when it came to be known."""
         self.keyed = Keyed()
@@ -204,8 +231,6 @@ class Ledger:
 
         They may leave when that is another.
         """
-        self._reckoning = 0
-        """How often paths were lost or came back."""
         self._withheld: dict[bytes, int] = {}
         self._exposed: dict[bytes, Session] = {}
         """Sessions of which memory has what lies on a lost path."""
@@ -344,6 +369,14 @@ class Ledger:
         """Sessions of a tenant's model."""
         return self._model_sessions[tenant, model_id]
 
+    def glance_at(self, segment_id: int) -> Segment | None:
+        """As `segment`, to be looked at and no more. A dormant one stays so: it is made for this look."""
+        number = self.dormant.lister(segment_id)
+        if number is None:
+            return self._segments.get(segment_id)
+        session = self.dormant.revived(number, Usage(NO_SHARES).of(self.dormant.tenant(number)))
+        return next((s for s in session.segments if s.segment_id == segment_id), None)
+
     def segment(self, segment_id: int) -> Segment | None:
         """A segment that a session lists."""
         if segment_id not in self._segments:
@@ -407,16 +440,88 @@ class Ledger:
     def recalled(self, session: Session, idle_s: float) -> None:
         """The session was there when the store was opened, and idle for that long; the oldest come first."""
         self._add(session)
-        self._recall(session, idle_s, is_watched=True)
+        self._recall(session, idle_s, 1, is_watched=True)
 
-    def fell_asleep(self, dormant: Dormant) -> None:
-        """These were there as well, and are dormant from here on."""
+    def asleep(self, dormant: Dormant, models: Counter[tuple[str, str]]) -> None:
+        """These were there as well, so many of each tenant's model, and are dormant from here on."""
         self.dormant = dormant
         for tenant, names in dormant.names.items():
             self._names[tenant] = sorted([*self._names.get(tenant, ()), *names])
-        self._model_sessions.update(dormant.models)
+        self._model_sessions.update(models)
         for tenant, size_bytes in dormant.durable_bytes().items():
             self.usage.of(tenant).add(0, size_bytes, size_bytes)
+
+    def drowsy(self, *, limit: int) -> list[Session]:
+        """Sessions that may fall asleep, at most so many of those that are to be looked at."""
+        found: list[Session] = []
+        segment_count = 0
+        most = min(limit, len(self._sessions) - self.awake_count)
+        for _ in range(LOOKS_FOR_DROWSY):
+            if len(found) >= most or segment_count >= SEGMENTS_ASLEEP or not self.is_drowsy:
+                break
+            uid = next(iter(self._awake))
+            # Its next look, if it does not fall asleep.
+            self._stay_awake(uid)
+            if self._may_sleep(uid):
+                found.append(self._by_uid[uid])
+                segment_count += len(found[-1].segments)
+        return found
+
+    @property
+    def is_drowsy(self) -> bool:
+        """Whether more sessions are known than need be, and one is to be looked at."""
+        self._looked_ns = self._clock.monotonic_ns()
+        if len(self._sessions) <= self.awake_count or not self._awake:
+            return False
+        return self._awake[next(iter(self._awake))] <= self._looked_ns
+
+    def _stay_awake(self, uid: bytes) -> None:
+        self._awake[uid] = self._looked_ns + self.sleep_ns
+        self._awake.move_to_end(uid)
+
+    def _may_sleep(self, uid: bytes) -> bool:
+        # Others may be at work with it and wait for a device: another object in its place would be unknown to
+        # them. This is told by their references, so that none of them has to say so: by uid and name, and of
+        # its standing.
+        if self.lost or others_of(self._by_uid, uid) != 2:
+            return False
+        session = self._by_uid[uid]
+        segments = session.segments
+        return (
+            session.use is Use.IDLE
+            and session.backlog is Backlog.DURABLE
+            and session.recorded_end == session.log_end
+            and session.copies == 1
+            and session.residence.kin is None
+            and not (session.is_pinned or session.withheld)
+            and 0 < len(segments) <= SEGMENTS_ASLEEP
+            and self._clock.now_ns() - session.access_time_ns >= self.sleep_ns
+            and all(
+                segment.place is Place.BELOW and segment.copy is None and not segment.hold_count
+                for segment in segments
+            )
+            # One, for the session's list.
+            and all(others_of(self._segments, each) == 1 for each in [s.segment_id for s in segments])
+            and not (self._feed.is_awaited(uid) or self._feed.is_expected(uid))
+        )
+
+    def fell_asleep(self, session: Session, kept: object, kept_segments: Sequence[object]) -> None:
+        """A session that may is dormant from here on, with its record and those of its segments."""
+        uid, tenant = session.uid, session.tenant
+        session.used(UseEvent.FELL_ASLEEP)
+        idle_s, turn_count = self._feed.slept(session)
+        number = self.dormant.add(uid, tenant, session.session_id, kept, idle_s=idle_s, turn_count=turn_count)
+        for segment, kept_segment in zip(session.segments, kept_segments, strict=True):
+            assert segment.durable is not None  # noqa: S101  # it is below
+            segment.happened(SegmentEvent.FELL_ASLEEP)
+            del self._segments[segment.segment_id]
+            self.dormant.add_segment(segment.segment_id, number, segment.durable, kept_segment)
+        self.dormant.timed(number, session.access_time_ns, session.expire_time_ns)
+        # Its name, the count of its model and its tenant's bytes stay: it is there.
+        del self._sessions[tenant, session.session_id], self._by_uid[uid], self._awake[uid]
+        self._evictable.discard(uid)
+        self._expiry.forget(uid)
+        self._resident.forget_session(session)
 
     def wake_on(self, paths: Collection[int]) -> Iterator[Session]:
         """Make known the dormant sessions that have a segment on these paths below, one by one."""
@@ -430,17 +535,20 @@ class Ledger:
         """A dormant session becomes known: the only step that leads from one to the other."""
         session = self.dormant.revived(number, self.usage.of(self.dormant.tenant(number)))
         segments = {segment.segment_id: segment for segment in session.segments}
-        self.dormant.left(number, session.tenant, session.session_id, segments)
-        # Its segments were counted from the opening on, and are counted one by one now.
+        idle_s, turn_count = self.dormant.idle_s(number), self.dormant.turn_count(number)
         size_bytes = self.dormant.slot_bytes(number)
+        self.dormant.left(
+            number, session.session_id, session.access_time_ns, session.expire_time_ns, segments
+        )
+        # Its segments were counted all the while, and are counted one by one now.
         self.usage.of(session.tenant).add(0, -size_bytes, -size_bytes)
         self._segments.update(segments)
         self._sessions[session.tenant, session.session_id] = session
         self._by_uid[session.uid] = session
+        self._stay_awake(session.uid)
         for segment in session.segments:
             segment.list_in(session.residence)
-        idle_s = max(self.dormant.opened_ns - session.access_time_ns, 0) / SECOND_NS
-        self._recall(session, idle_s, is_watched=False)
+        self._recall(session, idle_s, turn_count, is_watched=False)
         return session
 
     def _let_coldest_in(self, among: Sequence[str] | None) -> None:
@@ -464,7 +572,7 @@ class Ledger:
                 rank = self._feed.rank(uid)
             self._woken_coldest[account] = uid, rank
 
-    def _recall(self, session: Session, idle_s: float, *, is_watched: bool) -> None:
+    def _recall(self, session: Session, idle_s: float, turn_count: int, *, is_watched: bool) -> None:
         # Slots of the last segments say where the session lies: a session stays on one device, so that a lost
         # device takes few sessions instead of a part of each.
         places = session.segments[-1].places if session.segments else ()
@@ -476,7 +584,7 @@ class Ledger:
                 if segment.copy is not None:
                     self._count_copies(segment)
         session.used(UseEvent.RECALLED)
-        self._feed.recalled(session, idle_s, is_watched=is_watched)
+        self._feed.recalled(session, idle_s, turn_count, is_watched=is_watched)
         self._index(session)
 
     def forked(self, source: Session, fork: Session) -> None:
@@ -567,6 +675,7 @@ class Ledger:
         self._forget_name(session)
         del self._by_uid[uid]
         self.busiest.forget(uid)
+        self._awake.pop(uid, None)
         self._touched.pop(uid, None)
         self._lengthened.pop(uid, None)
         # Each index that could hand the session out again lets go of it, before its segments lose their home.
@@ -1278,6 +1387,7 @@ class Ledger:
             self._model_sessions[session.tenant, session.model_id] += 1
             # Sorted at insertion: pages of a listing are cut by bisection, with a million sessions.
             insort(self._names.setdefault(session.tenant, []), session.session_id)
+            self._awake[session.uid] = self._looked_ns + self.sleep_ns
         self._by_uid[session.uid] = session
         for segment in session.segments:
             segment.list_in(session.residence)

@@ -1,7 +1,8 @@
 """The lives of a segment and of a session, as tables. Nothing else changes a place, a use or a backlog.
 
 A session that was there when the store was opened is recalled then, or, dormant (`dormant.py`), when it is
-looked at.
+looked at. One that nobody has used for long falls asleep with all its segments, and what is recalled of it is
+another object.
 
 A segment's place. Tiers are an ordered list: the first is memory, where rows are written and read; those
 below outlive the process.
@@ -16,12 +17,15 @@ below outlive the process.
         │                    │ forgotten: its record is gone
         └──────────────────► HELD ──── released: nothing uses its slots ────► GONE
 
+    BELOW ──── fell asleep ────► DORMANT
+
 A session's use.
 
               read began                  write began
     FRESH ──────────────► READ ◄─┐ ──────────────────► WRITTEN
       │ recalled           │     └── write ended ────────┘ │
       └──────► IDLE ◄──────┴──────── last ended ───────────┘      ended, from anywhere ────► GONE
+                └─ fell asleep ─► DORMANT
 
 A session's backlog: whether rows of its log are in memory alone. A spared session that ends is recalled
 first.
@@ -57,6 +61,8 @@ class Place(_Entry):
     """A tier below has every committed row, and memory has none."""
     LEAVING = "leaving"
     """No session lists it, and its record is being removed."""
+    DORMANT = "dormant"
+    """Its session is dormant, and it is to be asked for again by its id."""
     HELD = "held"
     """Its record is gone, or it never had one; a reader, a writer or a device still uses its slots."""
     GONE = "gone"
@@ -86,6 +92,8 @@ class SegmentEvent(_Entry):
     """Its record is gone."""
     ABANDONED = "abandoned"
     """Its writer ended, and none of its rows was committed."""
+    FELL_ASLEEP = "fell asleep"
+    """The one session that listed it did."""
     RELEASED = "released"
     """The last of those who used its slots is done."""
 
@@ -101,6 +109,8 @@ class Use(_Entry):
     """Leases or streams of it are open."""
     WRITTEN = "written"
     """A writer has it, and perhaps readers."""
+    DORMANT = "dormant"
+    """Nobody has used it for long: it is there as its record, and to be asked for again."""
     GONE = "gone"
     """It was deleted, has expired or was evicted."""
 
@@ -118,6 +128,8 @@ class UseEvent(_Entry):
     """The last read or write ended."""
     RECALLED = "recalled"
     """The session was there when the store was opened."""
+    FELL_ASLEEP = "fell asleep"
+    """Nobody has used the session for long, and all of it is below."""
     ENDED = "ended"
     """The session is gone."""
 
@@ -175,6 +187,8 @@ SEGMENT_TABLE: Mapping[tuple[Place, SegmentEvent], Place] = {
     (_P.BOTH, _S.UNLISTED): _P.LEAVING,
     (_P.BELOW, _S.PROMOTED): _P.BOTH,
     (_P.BELOW, _S.UNLISTED): _P.LEAVING,
+    # No step leads from DORMANT: what comes to be known again is made of the record.
+    (_P.BELOW, _S.FELL_ASLEEP): _P.DORMANT,
     # A promotion that was under way when the last session unlisted the segment ends here.
     (_P.LEAVING, _S.PROMOTED): _P.LEAVING,
     (_P.LEAVING, _S.DROPPED): _P.LEAVING,
@@ -195,6 +209,7 @@ USE_TABLE: Mapping[tuple[Use, UseEvent], Use] = {
     # No step leads from WRITTEN to WRITTEN by WRITE_BEGAN: a second writer is refused by the table itself.
     (_U.IDLE, _E.READ_BEGAN): _U.READ,
     (_U.IDLE, _E.WRITE_BEGAN): _U.WRITTEN,
+    (_U.IDLE, _E.FELL_ASLEEP): _U.DORMANT,
     (_U.READ, _E.READ_BEGAN): _U.READ,
     (_U.READ, _E.READ_ENDED): _U.READ,
     (_U.READ, _E.WRITE_BEGAN): _U.WRITTEN,

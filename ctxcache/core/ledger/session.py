@@ -274,8 +274,8 @@ class Session:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was deleted, has expired or was evicted."""
-        return self.use is Use.GONE
+        """Whether it was deleted, has expired or was evicted, or is asleep and to be asked for again."""
+        return self.use in (Use.GONE, Use.DORMANT)
 
     @property
     def size_bytes(self) -> int:

@@ -115,6 +115,12 @@ class LeastRecentlyUsed(Recency, Ranked):
         self.idle(uid, facts, 0.0)
         self._numbers[uid] = -idle_s
 
+    def slept(self, uid: bytes) -> float:
+        """See Policy."""
+        number = self._numbers.get(uid, 0)
+        super().slept(uid)
+        return -number
+
     def evicted(self, uid: bytes) -> None:
         """See Policy."""
         super().evicted(uid)

@@ -161,6 +161,12 @@ class Windowed(Ranked):
         self._dram.discard(uid)
         self._fetchable.discard(uid)
 
+    def slept(self, uid: bytes) -> float:
+        """See Policy."""
+        last_use = self._last_use.get(uid, 0.0)
+        super().slept(uid)
+        return -last_use
+
     def evict(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
         return self._lowest(self._all, accepts)
@@ -202,7 +208,7 @@ class Windowed(Ranked):
     def _measure(self, uid: bytes, size_bytes: int, last_use: float | None = None) -> None:
         """A turn of the session is over, and it has that size.
 
-        `last_use`: a number below 0 in place of the next, where it was before all that are counted.
+        `last_use`: its number in place of the next; below 0 where it was before all that are counted.
         """
         self._use_count += 1
         self._in_turn.discard(uid)

@@ -76,6 +76,14 @@ class Policy:
         """
         self.idle(uid, facts, 0.0)
 
+    def slept(self, uid: bytes) -> float:
+        """Forget a session of which nobody knows when it returns; `recalled` tells of it again.
+
+        Returns the `idle_s` that is to be told then: less than 0, the further the later its last use was.
+        """
+        self.ended(uid)
+        return 0.0
+
     def resized(self, uid: bytes, facts: Facts) -> None:
         """The session takes so much from now on; nobody used it."""
 

@@ -220,6 +220,9 @@ class MetadataStore(Protocol):
     def segment(self, segment_id: int, kept: object) -> SegmentRecord:
         """The whole record of a segment that `kept_segments` gave. Does no I/O. Raises CorruptMetadata."""
 
+    def kept(self, record: SessionRecord | SegmentRecord) -> object:
+        """Pack a record as `session`, or `segment`, reads it. Does no I/O."""
+
     def quarantined(self) -> Iterator[Slot]:
         """Every SSD slot that is kept from use. Raises CorruptMetadata."""
 

@@ -310,6 +310,12 @@ class RocksDbMetadata:
         assert isinstance(kept, bytes)  # noqa: S101  # this store gave it
         return records.decode_segment(records.segment_key(segment_id), kept)
 
+    def kept(self, record: SessionRecord | SegmentRecord) -> object:
+        """See MetadataStore."""
+        if isinstance(record, SessionRecord):
+            return records.encode_session(record)
+        return records.encode_segment(record)
+
     def _sessions(self, read: Callable[[bytes, bytes], Record]) -> Iterator[Record]:
         seals = Seals()
 
