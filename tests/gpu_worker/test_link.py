@@ -187,7 +187,7 @@ def test_a_store_that_hangs_is_not_ready(store: ServerProcess) -> None:
         list(client.models.list())
 
     store.signal(signal.SIGSTOP)
-    connected = ctxcache.connect(store.target, timeout_s=0.2)
+    connected = ctxcache.connect(store.target, timeout_s=1.0)
     link = StoreLink(lambda: connected, lambda _client: "described without a call", ask)
     try:
         while (state := link.state) is LinkState.CONNECTING:
