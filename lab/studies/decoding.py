@@ -6,9 +6,10 @@
 
 On a CPU the bus is a stand-in: copies sleep until they took as long as `--bus-mb-per-s` says, and leave the
 cores to the model meanwhile, as a GPU's copy engine does. On a GPU it is the GPU's. Ways take turns round by
-round: `copied` is K and V alone, as offloading does it; `closed form` is KVPR's split of one layer; `search`
-the split that is best for all layers. Rates are measured first. A figure is the median of a round's steps,
-ratios are within a round, and the exit status is 1 where a token is not that of a cache on the device.
+round: `copied` is K and V alone, as offloading does it, `projected` layer inputs alone; `closed form` is
+KVPR's split of one layer, `search` the one that is best for all layers. Rates are measured first. A figure is
+the median of a round's steps, ratios are within a round, and the exit status is 1 where a token is not that
+of a cache on the device.
 """
 
 import json
@@ -98,6 +99,7 @@ def measured(
         rates: DecodeRates = replace(held.measured(), layer_s=layer_s)
         ways: dict[str, Callable[[int], int]] = {
             "copied": lambda _count: 0,
+            "projected": lambda tokens: tokens,
             "closed form": lambda tokens: closed_split(rates, tokens),
             "search": lambda tokens: searched_split(rates, tokens, len(adapter.layers)),
         }
