@@ -108,9 +108,9 @@ engines-all: ## The same with 50 kills, and with small models of 19 types (an ho
 	CTXCACHE_KILLS=50 $(MAKE) engines ARGS="--timeout 1800 $(ARGS)"
 	.venv-vllm/bin/python -m lab.engines.families
 
-bench-table: setup ## Measure every path on this machine, which nothing else uses, and write results and lab/notes/bench.md (an hour)
+bench-table: setup ## Measure every path on this machine, which nothing else uses, and write results and lab/notes/bench.md (an hour; ARGS="--rounds 3")
 	@mkdir -p build
-	$(BIN)/ctxcache bench --json > build/bench.json
+	$(BIN)/ctxcache bench --json $(ARGS) > build/bench.json
 	cp build/bench.json lab/results/$$(date +%F)-bench.json
 	$(BIN)/python -m lab.bench.report lab/results/$$(date +%F)-bench.json lab/notes/bench.md
 

@@ -10,8 +10,10 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import numpy as np
 
 from lab.bench.contexts import Bytes, warm
 from lab.bench.row import NoPeer
@@ -50,6 +52,31 @@ def far_side(context_count: int, context_bytes: int) -> Iterator[tuple[socket.so
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+@contextmanager
+def exchanging(request_bytes: int, answer_bytes: int) -> Iterator[Callable[[], None]]:
+    """A call over a Unix socket to a process that answers so many bytes with so many, and no more."""
+    near, far = socket.socketpair()
+    code = (
+        f"import socket; s = socket.socket(fileno={far.fileno()})\n"
+        f"while s.recv({request_bytes}, socket.MSG_WAITALL): s.sendall(bytes({answer_bytes}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[far.fileno()])  # noqa: S603  ourselves
+    far.close()
+    request, answer = bytes(request_bytes), np.zeros(answer_bytes, np.uint8)
+
+    def exchange() -> None:
+        near.sendall(request)
+        receive(near, answer)
+
+    try:
+        with near:
+            exchange()
+            yield exchange
+    finally:
+        process.kill()
+        process.wait()
 
 
 def ask_read(connection: socket.socket, index: int, into: Bytes) -> None:

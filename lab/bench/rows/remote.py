@@ -5,7 +5,7 @@ its page.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 
@@ -20,6 +20,7 @@ from lab.bench.row import Place, Row, Scale, Side, Sides, at_least
 MIB = 1 << 20
 GRPC = ("grpc", "remote")
 BULK = ("bulk",)
+BARE_NOTE = "a bare socket"
 Setup = Callable[[Place], AbstractContextManager[Sides]]
 
 
@@ -102,11 +103,36 @@ def beside_redis(ways: tuple[str, ...], value_bytes: int, *, is_read: bool) -> S
     @contextmanager
     def setup(place: Place) -> Iterator[Sides]:
         way = access(*ways)
-        with contexts(place, way, is_filled=is_read) as c, redis_client(place) as redis:
+        with (
+            contexts(place, way, is_filled=is_read) as c,
+            redis_client(place) as redis,
+            over_socket(place.scale) if ways == BULK else nullcontext() as bare,
+        ):
             notes: dict[str, object] = {"access": way, "transport": place.transport}
-            yield Sides(ours(c), beside(c, redis, value_bytes), notes)
+            side = beside(c, redis, value_bytes)
+            if bare is not None:
+                side = with_bare(c, side, bare[0] if is_read else bare[1], notes)
+            yield Sides(ours(c), side, notes)
 
     return setup
+
+
+def with_bare(c: Contexts, redis: Side, ask: "Ask", notes: dict[str, object]) -> Side:
+    """Redis' side, after which a bare socket moves the same bytes: the ratio of the two is noted.
+
+    It is what the channel could reach beside Redis if it did nothing but send.
+    """
+    ratios: list[float] = []
+    moved = [flat.copy() for flat in c.data]
+
+    def side(number: int) -> float:
+        taken = redis(number)
+        alone = c.walk(lambda index: seconds(partial(ask, index, moved[index])))
+        ratios.append(taken / alone)
+        notes[BARE_NOTE] = f"{median(ratios):.2f} times Redis"
+        return taken
+
+    return side
 
 
 Ask = Callable[[int, Bytes], None]

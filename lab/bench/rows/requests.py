@@ -160,12 +160,12 @@ def called(call: Call, ways: tuple[str, ...], client_count: int, *, is_beside_ec
 
 LOCAL, GRPC = ("local-socket", "local"), ("grpc", "remote")
 _CALLS: tuple[tuple[str, str, Call, tuple[str, ...], float, bool], ...] = (
-    ("lease", "lease and release, control socket", _lease, LOCAL, 40 * US, False),
-    ("append", "append of one token, control socket", _append, LOCAL, 40 * US, False),
-    ("append-writer", "a token by an open writer, control socket", _append_by_writer, LOCAL, 40 * US, False),
+    ("lease", "lease and release, control socket", _lease, LOCAL, 50 * US, False),
+    ("append", "append of one token, control socket", _append, LOCAL, 200 * US, False),
+    ("append-writer", "a token by an open writer, control socket", _append_by_writer, LOCAL, 85 * US, False),
     ("create", "CreateSession", _create, GRPC, 1.3, True),
-    ("get", "GetSession", _get, GRPC, 1.3, True),
-    ("look-up", "LookupSessions, one key", _look_up, GRPC, 1.3, True),
+    ("get", "GetSession", _get, GRPC, 1.6, True),
+    ("look-up", "LookupSessions, one key", _look_up, GRPC, 1.7, True),
 )
 
 
