@@ -1,8 +1,9 @@
 """Upkeep: what happens unasked. Expiry, deadlines, write-behind, free room, access times, learned facts.
 
-Nine loops, so that a slow device delays neither a deadline nor the room that clean segments give:
+Ten loops, so that a slow device delays neither a deadline nor the room that clean segments give:
 
     end_what_is_over    leases, reservations, sessions, keys   every half second
+    reopen_metadata     records whose device has returned      every half second
     write_behind        what is full, old or too much          when pressed
     join                short segments of long sessions        every half second
     copy                second copies on another SSD path      every half second
@@ -57,6 +58,7 @@ class Upkeep:
         """Turn for ever; ends by cancellation."""
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._repeat(self.end_what_is_over, asyncio.Event()))
+            loops.create_task(self._repeat(self.reopen_metadata, asyncio.Event()))
             loops.create_task(self._repeat(self.write_behind, self._cache.state.is_pressed))
             loops.create_task(self._repeat(self.join, asyncio.Event()))
             loops.create_task(self._repeat(self.copy, asyncio.Event()))
@@ -68,6 +70,7 @@ class Upkeep:
 
     async def turn(self) -> None:
         """Do everything once."""
+        await self.reopen_metadata()
         await self.end_what_is_over()
         await self.write_behind()
         await self.join()
@@ -80,7 +83,6 @@ class Upkeep:
     async def end_what_is_over(self) -> bool:
         """End leases, reservations and sessions whose time has come; write down accesses; tidy the index."""
         steps = (
-            self._cache.departures.reopen_metadata,
             self._deadlines,
             self._cache.queues.expire_due,
             self._cache.sessions.expire_due,
@@ -89,6 +91,11 @@ class Upkeep:
             self._cache.prefixes.forget_gone,
         )
         return all([await self._try(step) for step in steps])
+
+    async def reopen_metadata(self) -> bool:
+        """Take changes again, once the device of the records has returned."""
+        # A device that hangs while RocksDB replays its log is waited for: no deadline may stand behind it.
+        return await self._try(self._cache.departures.reopen_metadata)
 
     async def write_behind(self) -> bool:
         """Write behind their writers' backs what is full, old or too much."""

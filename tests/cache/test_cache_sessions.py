@@ -391,6 +391,30 @@ async def test_a_slow_device_delays_no_deadline(rig: MemoryRig, writer: Writer) 
     await rig.check()
 
 
+async def test_records_that_are_read_again_delay_no_deadline(
+    rig: MemoryRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their device may hang anew while RocksDB replays its log: sessions expire meanwhile."""
+    asked = asyncio.Event()
+
+    async def reopen() -> bool:
+        asked.set()
+        return await asyncio.Future()
+
+    await rig.create("a", ttl_s=10)
+    monkeypatch.setattr(rig.metadata, "reopen", reopen)
+    running = asyncio.ensure_future(Upkeep(rig.cache, interval_s=0).run())
+    async with asyncio.timeout(60):
+        await asked.wait()
+        rig.clock.advance(seconds=10)
+        while rig.cache.ledger.session_count:  # noqa: ASYNC110  # until upkeep comes round
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+
+    assert running.cancelled()
+
+
 async def test_upkeep_survives_its_own_bugs(rig: MemoryRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that breaks is logged; the others go on."""
     await rig.create("a", ttl_s=10)
