@@ -14,7 +14,7 @@ import pytest
 from ctxcache.cli.doctor import FindingStatus, machine
 from ctxcache.settings import sizes
 from ctxcache.settings.config import GIB, MIB, Settings
-from ctxcache.storage.opening import _arena_bytes
+from ctxcache.storage.opening import open_arena
 
 HOST_BYTES = 512 * GIB
 V1_GROUPS = Path("/sys/fs/cgroup/memory")
@@ -111,6 +111,15 @@ def test_words_of_a_kernel_that_nobody_knows_limit_nothing(tmp_path: Path, cgrou
     assert sizes.memory_available(host(tmp_path, cgroup, mounts, {})).available_bytes == HOST_BYTES
 
 
+def opened_bytes(settings: Settings) -> int:
+    """The size of the arena that a store with these settings has."""
+    arena = open_arena(settings, "one")
+    (size_bytes,) = arena.capacities_bytes
+    arena.unlink()
+    arena.close()
+    return size_bytes
+
+
 def test_a_default_arena_fits_a_small_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,7 +130,7 @@ def test_a_default_arena_fits_a_small_container(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: space)
     settings = Settings(data_directory=tmp_path, arena_directory=tmp_path)
     with caplog.at_level(logging.INFO):
-        size_bytes = _arena_bytes(settings)
+        size_bytes = opened_bytes(settings)
     told = machine.shared_memory(settings).found
 
     assert size_bytes == 256 * MIB
@@ -138,7 +147,7 @@ def test_an_arena_above_the_limit_is_told(
     settings = Settings(data_directory=tmp_path, arena_directory=tmp_path, arena_size_bytes=66 * MIB)
     finding = machine.shared_memory(settings)
 
-    assert _arena_bytes(settings) == 66 * MIB
+    assert opened_bytes(settings) == 66 * MIB
     assert "arena_above_memory" in caplog.text
     assert finding.status is FindingStatus.DEGRADED
     assert f"65.0 MiB is what {proc}/sys/memory.max leaves" in finding.found

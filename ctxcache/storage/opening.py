@@ -76,7 +76,7 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     ordered = tuple(each.path for each in found)
     directory.tighten()
     # The arena first: what it refuses leaves no large file behind.
-    arena = _open_arena(settings, directory)
+    arena = open_arena(settings, directory.instance_id)
     files.callback(arena.close)
     paths = _ssd_paths(settings, found, directory.instance_id)
     hang_after_s = settings.ssd_hang_after_s
@@ -93,26 +93,30 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     return Storage(directory, arena, ssd, metadata, faults)
 
 
-def _open_arena(settings: Settings, directory: DataDirectory) -> DramArena:
+def open_arena(settings: Settings, instance_id: str) -> DramArena:
+    """An arena. The log tells how a default size came about, and of a size that may be too much."""
     # Memory of servers that were killed stays taken until somebody removes it.
     for abandoned in remove_abandoned(settings.arena_directory):
         log.warning("abandoned_arena_removed path=%s", abandoned)
+    wanted_bytes = settings.arena_size_bytes
     try:
-        size_bytes = _arena_bytes(settings)
+        default = None if wanted_bytes else default_arena(settings.arena_directory)
     except OSError as error:
         problem = f"cannot create the arena: {error.strerror}"
         raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
-    path = settings.arena_directory / ARENA_FILE_NAME.format(directory.instance_id)
-    return DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages, is_sealed=settings.arena_sealed)
+    size_bytes = default.size_bytes if default else align(wanted_bytes)
+    path = settings.arena_directory / ARENA_FILE_NAME.format(instance_id)
+    arena = DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages, is_sealed=settings.arena_sealed)
+    if default:
+        log.info("arena_sized size_bytes=%d by=%r", size_bytes, default.bound)
+    else:
+        _look_at_memory(size_bytes)
+    return arena
 
 
-def _arena_bytes(settings: Settings) -> int:
-    """The arena's size. The log tells how a default came about, and of a size that may be too much."""
-    if not settings.arena_size_bytes:
-        size = default_arena(settings.arena_directory)
-        log.info("arena_sized size_bytes=%d by=%r", size.size_bytes, size.bound)
-        return size.size_bytes
-    size_bytes, memory = align(settings.arena_size_bytes), memory_available()
+def _look_at_memory(size_bytes: int) -> None:
+    """Warn of an arena that may be too much."""
+    memory = memory_available()
     # Huge pages of the pool are nobody's limit of memory.
     if size_bytes > memory.available_bytes and size_bytes > free_huge_bytes():
         log.warning(
@@ -121,7 +125,6 @@ def _arena_bytes(settings: Settings) -> int:
             memory.available_bytes,
             memory.source,
         )
-    return size_bytes
 
 
 def _ssd_paths(settings: Settings, directories: Sequence[Directory], instance_id: str) -> list[SsdPath]:
