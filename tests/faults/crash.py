@@ -33,6 +33,7 @@ CONTROLS = {
     "recorded_end_off_by_one": "records leave out the last token",
     "abandoned_save_shows": "a writer that gives up leaves its rows visible",
     "second_writer_is_not_flushed_for": "a durable put of a block that is there is acknowledged as it is",
+    "sleepers_record_is_old": "a session falls asleep with a record that lacks its last token",
     "slot_leaked": "every tenth slot is not given back",
 }
 KINDS = {Kind.KILL: 4, Kind.STEP: 6, Kind.START_STEP: 2, Kind.DRAIN: 1, Kind.DRAIN_STEP: 2, Kind.END: 1}

@@ -7,6 +7,7 @@ that does not start, which is a finding and ends the epoch.
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.faults.blows import Blow, Blows, Kind
 from tests.faults.expected import Expected
 from tests.faults.harness import Report
 from tests.faults.ledger import Ledger, Shape
-from tests.faults.plants.crash import JOINED
+from tests.faults.plants.crash import ASLEEP, JOINED
 from tests.faults.workload import Terms, Worker
 from tests.nursery import Nursery
 from tests.server_process import ServerDidNotStart, ServerProcess
@@ -32,6 +33,8 @@ POLL_S = 0.002
 WORK_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = END_TIMEOUT_S = 60.0
 SIGKILL_CODE = -signal.SIGKILL
+TOLD = {"join_count": JOINED, "asleep_count": ASLEEP}
+"""Lines that servers write to standard error, by the figure that counts them."""
 
 
 class Ground(Protocol):
@@ -58,8 +61,8 @@ class Epoch:
     terms: Terms
     rounds_left: int
     plants: Sequence[str] = ()
-    joined_count: int = 0
-    """Joins that were counted already."""
+    told_counts: Counter[str] = field(default_factory=Counter)
+    """How many of TOLD's lines were counted already."""
 
 
 @dataclass(slots=True)
@@ -79,8 +82,9 @@ class Rounds:
         self.fresh_times, self.forked_times = Times(), Times()
         self._nursery = Nursery(planted.MODULES)
         self._ground, self._report, self._blows, self._random = ground, report, blows, rng
-        self._plants = ("checked_opening", *plants)
+        self._plants, self._is_sound = ("checked_opening", *plants), not plants
         self._epoch: Epoch | None = None
+        self._epoch_count = 0
         self._last_blow = "nothing"
         self._steps_hit: dict[str, int] = {}
 
@@ -139,6 +143,10 @@ class Rounds:
             self._report.count("epochs_with_two_copies")
         # Sessions are too short to be joined otherwise.
         plants = ["joins_early"] if self._random.random() < 0.5 else []
+        self._epoch_count += 1
+        if self._is_sound and self._epoch_count % 2 == 0:
+            # Nobody is idle for minutes here. A control is found sooner without it.
+            plants.append("sleeps_early")
         terms = Terms(may_evict=may_evict, may_fail=self._ground.may_fail, copies=2 if has_copies else 1)
         self._epoch = Epoch(
             data_directory, options, Ledger(shape), terms, self._random.randint(4, 14), plants
@@ -208,9 +216,10 @@ class Rounds:
         elif not epoch.terms.may_evict and not epoch.terms.may_fail:
             self._report.find(f"a drain ended with exit code {code}: {server.stderr[-500:]}")
         epoch.rounds_left -= 1
-        joined_count = server.stderr.count(JOINED)
-        self._report.count("join_count", joined_count - epoch.joined_count)
-        epoch.joined_count = joined_count
+        for figure, line in TOLD.items():
+            count = server.stderr.count(line)
+            self._report.count(figure, count - epoch.told_counts[figure])
+            epoch.told_counts[figure] = count
 
     def _take_down(self, epoch: Epoch, server: ServerProcess, blow: Blow, workers: Sequence[Worker]) -> None:
         """Let clients work, and the blow fall."""

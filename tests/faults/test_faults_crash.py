@@ -14,6 +14,7 @@ def test_kills_lose_nothing_that_was_acknowledged() -> None:
     assert report.figures["step_kill_count"]
     assert report.figures["verified_token_count"]
     assert report.figures["verified_block_count"]
+    assert report.figures["asleep_count"]
 
 
 @pytest.mark.parametrize("control", sorted(HARNESS.controls))

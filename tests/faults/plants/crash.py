@@ -20,9 +20,11 @@ from ctxcache.core.ledger import ledger
 from ctxcache.core.ledger.ledger import Flushed, Ledger
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.limits import Watermarks
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.server.upkeep import Upkeep
 from ctxcache.storage.metadata.base import Changes, SessionRecord
+from ctxcache.storage.metadata.records import encode_session
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import SsdFiles
 from tests.faults.planted import plant
@@ -75,15 +77,53 @@ def joins_early(_: int) -> None:
         sys.stderr.write(f"{JOINED}: {len(parts)}\n")
         return joined(book, sessions, parts, whole)
 
-    made = Upkeep.__init__
-
-    def often(upkeep: Upkeep, cache: Cache) -> None:
-        made(upkeep, cache, interval_s=LATE_S)
-
-    _patch(Upkeep, "__init__", often)
+    _turn_often()
     _patch(ledger, "MANY_SEGMENTS", 1)
     _patch(joining, "LONGEST_SEGMENT_TOKENS", 2 * SEGMENT_TOKENS)
     _patch(Ledger, "joined", told)
+
+
+ASLEEP = "a session fell asleep"
+"""The line that a server that `sleeps_early` writes to standard error each time."""
+
+
+@plant
+def sleeps_early(_: int) -> None:
+    """No bug: clean rows leave memory, and sessions are dormant, as soon as they may."""
+    fell_asleep = Ledger.fell_asleep
+
+    def told(book: Ledger, session: Session, *records: Any) -> None:
+        sys.stderr.write(f"{ASLEEP}\n")
+        fell_asleep(book, session, *records)
+
+    _turn_often()
+    _patch(Watermarks, "is_low", lambda _marks, free_bytes, capacity_bytes: free_bytes < capacity_bytes)
+    _patch(
+        Watermarks, "missing_bytes", lambda _marks, free_bytes, capacity_bytes: capacity_bytes - free_bytes
+    )
+    _patch(Ledger, "awake_count", 0)
+    _patch(Ledger, "sleep_ns", int(LATE_S * 1e9))
+    _patch(Ledger, "fell_asleep", told)
+
+
+@plant
+def sleepers_record_is_old(_: int) -> None:
+    """A session falls asleep with a record that lacks its last token."""
+    sleeps_early(1)
+    fell_asleep = Ledger.fell_asleep
+
+    def fell_asleep_short(book: Ledger, session: Session, _kept: object, segments: Sequence[object]) -> None:
+        record = record_of(session)
+        (begin, end), *before = reversed(record.live) if record.live else [(0, 0)]
+        if end - begin > 1:
+            record = replace(record, live=(*reversed(before), (begin, end - 1)))
+        fell_asleep(book, session, encode_session(record), segments)
+
+    _patch(Ledger, "fell_asleep", fell_asleep_short)
+
+
+def _turn_often() -> None:
+    _patch(Upkeep.__init__, "__kwdefaults__", {"interval_s": LATE_S})
 
 
 @plant
