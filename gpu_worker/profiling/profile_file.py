@@ -64,7 +64,8 @@ def read_profile(path: Path) -> Measured:
 
 def _measured(document: Mapping[str, Any]) -> Measured:
     layers = [LayerShape(**{**each, "kind": LayerKind(each["kind"])}) for each in document["layers"]]
-    model = ModelShape(document["model"], tuple(layers[i] for i in document["pattern"]))
+    pattern = tuple(layers[i] for i in document["pattern"])
+    model = ModelShape(document["model"], pattern, bool(document["has_token_inputs"]))
     return Measured(model, _profile(document["profile"], layers))
 
 
@@ -76,6 +77,7 @@ def _document(measured: Measured) -> dict[str, Any]:
         "format": FORMAT,
         "model": measured.model.name,
         "layers": [{**asdict(layer), "kind": layer.kind.value} for layer in layers],
+        "has_token_inputs": measured.model.has_token_inputs,
         "pattern": [layers.index(layer) for layer in measured.model.layers],
         "profile": {
             "name": profile.name,
