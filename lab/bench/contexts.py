@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 import ctxcache
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.client import Verify
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.types import SessionInfo
 from ctxcache.format.layout import SegmentLayout
@@ -167,11 +168,18 @@ def access(*names: str) -> Route:
 
 @contextmanager
 def contexts(
-    place: Place, way: Route, *, is_filled: bool = True, room_bytes: int = 0, options: Sequence[str] = ()
+    place: Place,
+    way: Route,
+    *,
+    is_filled: bool = True,
+    room_bytes: int = 0,
+    options: Sequence[str] = (),
+    verify: Verify = "always",
 ) -> Iterator[Contexts]:
     """A server with `scale.context_count` contexts in DRAM, when `is_filled`, and a client of that access.
 
-    `room_bytes`: what the arena has room for beside a few contexts. `options` are the server's.
+    `room_bytes`: what the arena has room for beside a few contexts. `options` are the server's, and
+    `verify` the client's.
     """
     scale = place.scale
     arena_bytes = arena_bytes_of(scale) + room_bytes
@@ -179,7 +187,7 @@ def contexts(
         serving(
             place.directory / "data", arena_bytes=arena_bytes, ssd_bytes=2 * arena_bytes, options=options
         ) as server,
-        ctxcache.connect(server.target(place.transport), **route_options(way)) as client,
+        ctxcache.connect(server.target(place.transport), verify=verify, **route_options(way)) as client,
     ):
         model = client.models.register(model_of(scale))
         data = [content(owner, scale.context_bytes) for owner in range(scale.context_count)]

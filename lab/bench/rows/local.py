@@ -1,13 +1,16 @@
 """Reading and saving through shared memory, beside one copy of the same bytes by one thread.
 
-Handing over by the control socket stands beside an exchange of its messages' bytes.
+Handing over by the control socket stands beside an exchange of its messages' bytes, by a client that leaves
+verifying to its caller; verified, beside one pass of the checksum.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
+from xxhash import xxh3_64
 
+from ctxcache.client.client import Verify
 from ctxcache.client.rows import SessionRows
 from lab.bench import bare_socket
 from lab.bench.contexts import Contexts, access, check, contexts, copy_out, seconds
@@ -28,11 +31,19 @@ def copying(c: Contexts) -> Side:
     return lambda _: c.walk(step)
 
 
+def hashing(c: Contexts) -> Side:
+    """One thread makes the checksum of every context."""
+    return lambda _: c.walk(lambda index: seconds(lambda: xxh3_64(c.data[index].data)))
+
+
 @contextmanager
 def handed_over(place: Place) -> Iterator[Sides]:
     """The setup of the control socket's row: hand-over moves no bytes, and a copy says nothing of it."""
     way = access(*SOCKET)
-    with contexts(place, way) as c, bare_socket.exchanging(REQUEST_BYTES, ANSWER_BYTES) as exchange:
+    with (
+        contexts(place, way, verify="never") as c,
+        bare_socket.exchanging(REQUEST_BYTES, ANSWER_BYTES) as exchange,
+    ):
 
         def step(index: int) -> float:
             taken = seconds(exchange)
@@ -97,15 +108,18 @@ def _read(c: Contexts, index: int) -> None:
 
 
 def opened(
-    ways: tuple[str, ...], ours: Callable[[Contexts], Side]
+    ways: tuple[str, ...],
+    ours: Callable[[Contexts], Side],
+    beside: Callable[[Contexts], Side] = copying,
+    verify: Verify = "always",
 ) -> Callable[[Place], AbstractContextManager[Sides]]:
     """A row's setup: a server, contexts, a client of this access."""
 
     @contextmanager
     def setup(place: Place) -> Iterator[Sides]:
         way = access(*ways)
-        with contexts(place, way) as c:
-            yield Sides(ours(c), copying(c), {"access": way})
+        with contexts(place, way, verify=verify) as c:
+            yield Sides(ours(c), beside(c), {"access": way})
 
     return setup
 
@@ -119,7 +133,7 @@ ROWS = (
         "local read, handed over; gRPC lease stream",
         _COPY,
         at_most(0.06),
-        opened(GRPC, handing_over),
+        opened(GRPC, handing_over, verify="never"),
     ),
     Row(
         "local-handover-socket",
@@ -128,6 +142,13 @@ ROWS = (
         at_most(3),
         handed_over,
         is_moving=False,
+    ),
+    Row(
+        "local-verified-socket",
+        "local read, handed over and verified; control socket",
+        "its checksum by one thread",
+        at_least(0.85),
+        opened(SOCKET, handing_over, hashing),
     ),
     Row(
         "local-read-grpc",
