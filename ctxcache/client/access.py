@@ -69,7 +69,7 @@ class AccessStream(ABC):
     """Batches of operations to one server. Thread-safe; once broken it stays broken."""
 
     tenant = ""
-    """Whose sessions it sees, where the server has said so: over the control socket."""
+    """The tenant of the caller, as the server said over the control socket; empty elsewhere."""
 
     def __init__(self, target: str, timeout_s: float) -> None:
         self.target = target

@@ -99,6 +99,15 @@ USES: dict[str, Callable[[Rig], Awaitable[object]]] = {
 }
 
 
+async def refusal(use: Callable[[Rig], Awaitable[object]], rig: Rig) -> str:
+    """The reason for which a use is refused; empty where it is not."""
+    try:
+        await use(rig)
+    except CacheError as error:
+        return error.reason
+    return ""
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=list(USES))
 async def test_a_use_does_what_it_does_to_a_known_session(
     tmp_path: Path, use: Callable[[Rig], Awaitable[object]]
@@ -110,11 +119,7 @@ async def test_a_use_does_what_it_does_to_a_known_session(
         await rig.open()
         await filled(rig, 3)
         await rig.restart()
-        reason = ""
-        try:
-            await use(rig)
-        except CacheError as error:
-            reason = error.reason
+        reason = await refusal(use, rig)
         await rig.check()
         woken = set("abc") - dormant(rig)
         await rig.restart()
@@ -294,7 +299,7 @@ def test_nothing_is_learned_of_one_that_was_dormant() -> None:
 
 
 async def lull(rig: Rig, awake_count: int = 0) -> set[str]:
-    """Nobody uses any session for long, and nothing is left in memory; the sessions that are dormant then."""
+    """Let all sessions be idle for long, with nothing in memory; returns the dormant ones."""
     ledger = rig.cache.ledger
     ledger.awake_count = awake_count
     await rig.cache.sessions.save_access_times()
@@ -345,11 +350,7 @@ async def test_a_use_of_a_sleeper_does_what_it_does_to_another(
         await rig.open()
         await filled(rig, 3)
         assert await lull(rig, awake_count) == (set("abc") if not awake_count else set())
-        reason = ""
-        try:
-            await use(rig)
-        except CacheError as error:
-            reason = error.reason
+        reason = await refusal(use, rig)
         await rig.check()
         found = []
         for _ in range(2):

@@ -145,7 +145,7 @@ class Rounds:
         plants = ["joins_early"] if self._random.random() < 0.5 else []
         self._epoch_count += 1
         if self._is_sound and self._epoch_count % 2 == 0:
-            # Nobody is idle for minutes here. A control is found sooner without it.
+            # Sessions are not idle for minutes here. Controls are found sooner without it.
             plants.append("sleeps_early")
         terms = Terms(may_evict=may_evict, may_fail=self._ground.may_fail, copies=2 if has_copies else 1)
         self._epoch = Epoch(

@@ -110,7 +110,7 @@ class Use(_Entry):
     WRITTEN = "written"
     """A writer has it, and perhaps readers."""
     DORMANT = "dormant"
-    """Nobody has used it for long: it is there as its record, and to be asked for again."""
+    """The session is idle for long: it is there as its record, and is made anew at its next use."""
     GONE = "gone"
     """It was deleted, has expired or was evicted."""
 
@@ -129,7 +129,7 @@ class UseEvent(_Entry):
     RECALLED = "recalled"
     """The session was there when the store was opened."""
     FELL_ASLEEP = "fell asleep"
-    """Nobody has used the session for long, and all of it is below."""
+    """The session is idle for long, and all of its rows are below."""
     ENDED = "ended"
     """The session is gone."""
 
