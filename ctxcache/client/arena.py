@@ -21,13 +21,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.copying import copied
 from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CorruptSegment, InvalidArgument
@@ -218,6 +218,7 @@ class SlotLayout:
         if any(c.offset_bytes < 0 or c.row_bytes <= 0 for c in self.chunks.values()):
             raise CorruptSegment(segment_id="?", problem="a chunk lies before its slot")
         self._longer: dict[int, SlotLayout] = {}
+        self._ends_bytes: dict[int, int] = {}
 
     def of(self, row_capacity: int) -> "SlotLayout":
         """How chunks lie in a slot with room for so many rows, of a layout for 64.
@@ -251,7 +252,14 @@ class SlotLayout:
 
     def end_bytes(self, row_end: int) -> int:
         """How far rows below `row_end` of any stream reach into a slot."""
-        return max((c.offset_bytes + row_end * c.row_bytes for c in self.chunks.values()), default=0)
+        found = self._ends_bytes.get(row_end)
+        if found is None:
+            # Asked for each segment of each lease: there are no more answers than rows in a slot.
+            ends = (c.offset_bytes + row_end * c.row_bytes for c in self.chunks.values())
+            found = max(ends, default=0)
+            if row_end <= self.row_capacity:
+                self._ends_bytes[row_end] = found
+        return found
 
 
 # A span is what one numpy array with a stride can view. Three slots, rows 0 to 63 of one chunk:
@@ -431,13 +439,23 @@ class PlacedRows(NamedTuple):
     chunk: PlacedChunk | None
 
 
+class _Placed(NamedTuple):
+    """A segment in the arena: its slot, how chunks lie in it, and its writer's checksums, one per chunk."""
+
+    segment_id: int
+    offset_bytes: int
+    token_count: int
+    chunks: Mapping[Stream, Chunk]
+    checksums: Sequence[int]
+
+
 class _Run(NamedTuple):
     """Rows `[row_begin, row_end)` of a segment in the arena, the first of them of token `token_begin`."""
 
     token_begin: int
     row_begin: int
     row_end: int
-    segment: SegmentLocation
+    segment: _Placed
 
 
 # The reader's beliefs, and their sources. The sum is the writer's, and the server gave it with the lease:
@@ -468,15 +486,19 @@ class Verifier:
         self._arena, self._layout = arena, layout
         self._check, self._recheck = check, recheck
         self._verified: set[Stream] = set()
-        # Rows left on SSD are read from files, and verified there against the header of its slot.
-        self._segments = [segment for segment in segments if not segment.HasField("path_index")]
-        for segment in self._segments:
-            _check_sums(segment, layout, arena.size)
-        self._runs = [
-            _Run(rows.token_begin, rows.row_begin, rows.row_end, segment)
-            for segment in self._segments
-            for rows in segment.rows
-        ]
+        self._segments: list[_Placed] = []
+        self._runs: list[_Run] = []
+        for segment in segments:
+            # Rows left on SSD are read from files, and verified there against the header of its slot.
+            if segment.HasField("path_index"):
+                continue
+            slot = layout.of(segment.row_capacity)
+            _check_sums(segment, slot, arena.size)
+            facts = segment.segment_id, segment.offset_bytes, segment.token_count
+            placed = _Placed(*facts, slot.chunks, segment.checksums)
+            self._segments.append(placed)
+            for rows in segment.rows:
+                self._runs.append(_Run(rows.token_begin, rows.row_begin, rows.row_end, placed))
 
     def verify(self, stream: Stream) -> None:
         """Verify a stream's chunks where they lie.
@@ -485,7 +507,7 @@ class Verifier:
         """
         if stream not in self._verified:
             for segment in self._segments:
-                self._match(segment, stream, partial(self._rows, segment, stream))
+                self._match(segment, stream, self._sum)
             # Once each: a view shows what changes afterwards, and whoever must not see that copies.
             self._verified.add(stream)
 
@@ -516,7 +538,7 @@ class Verifier:
         """Compare a chunk where it lies: a copy of it differed. Raises as `verify`."""
         for segment in self._segments:
             if segment.segment_id == segment_id:
-                self._match(segment, stream, partial(self._rows, segment, stream))
+                self._match(segment, stream, self._sum)
 
     def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, _Run]]:
         """The parts of runs that are tokens [begin, end): first token, rows, and the run."""
@@ -531,49 +553,47 @@ class Verifier:
             if row_begin < row_end:
                 yield max(run.token_begin, begin), row_begin, row_end, run
 
-    def _copy(
-        self, segment: SegmentLocation, stream: Stream, row_begin: int, row_end: int, target: Bytes
-    ) -> None:
-        chunk = self._layout.chunks[stream]
-        rows = self._rows(segment, stream)
+    def _copy(self, segment: _Placed, stream: Stream, row_begin: int, row_end: int, target: Bytes) -> None:
         is_whole = (row_begin, row_end) == (0, segment.token_count)
+        row_bytes = segment.chunks[stream].row_bytes
         # A part has no sum of its own: the whole chunk is copied, and the part taken from what was verified.
-        place = target if is_whole else np.empty(rows.size, np.uint8)
+        place = target if is_whole else np.empty(segment.token_count * row_bytes, np.uint8)
 
-        def copied() -> Bytes:
-            np.copyto(place, rows)
-            return place
+        def copied_sum(segment: _Placed, stream: Stream) -> int:
+            return copied(place, self._rows(segment, stream), of_target=True)
 
-        self._match(segment, stream, copied)
+        self._match(segment, stream, copied_sum)
         if not is_whole:
-            np.copyto(target, place[row_begin * chunk.row_bytes : row_end * chunk.row_bytes])
+            np.copyto(target, place[row_begin * row_bytes : row_end * row_bytes])
 
-    def _match(self, segment: SegmentLocation, stream: Stream, take: Callable[[], Bytes]) -> None:
-        """Take a whole chunk's rows, and once more where they are not what they must be."""
-        expected = segment.checksums[self._layout.chunks[stream].index]
-        if rows_checksum(take().data) == expected:
+    def _match(self, segment: _Placed, stream: Stream, take: Callable[[_Placed, Stream], int]) -> None:
+        """Take a whole chunk's rows and their sum, and once more where that is not what it must be."""
+        expected = segment.checksums[segment.chunks[stream].index]
+        if take(segment, stream) == expected:
             return
         # A slot that was handed on under us differs too; that is no damage to the session.
         self._check()
         # The server looks for itself, and mends what it finds: a reader is not believed.
         self._recheck()
-        if rows_checksum(take().data) != expected:
+        if take(segment, stream) != expected:
             self._check()
             problem = f"{stream} does not match its checksum"
             raise CorruptSegment(segment_id=segment.segment_id, problem=problem)
 
-    def _rows(self, segment: SegmentLocation, stream: Stream) -> Bytes:
-        chunk = self._layout.of(segment.row_capacity).chunks[stream]
+    def _sum(self, segment: _Placed, stream: Stream) -> int:
+        return rows_checksum(self._rows(segment, stream).data)
+
+    def _rows(self, segment: _Placed, stream: Stream) -> Bytes:
+        chunk = segment.chunks[stream]
         begin = segment.offset_bytes + chunk.offset_bytes
         return self._arena[begin : begin + segment.token_count * chunk.row_bytes]
 
 
-def _check_sums(segment: SegmentLocation, layout: SlotLayout, arena_bytes: int) -> None:
+def _check_sums(segment: SegmentLocation, slot: SlotLayout, arena_bytes: int) -> None:
     """Raise CorruptSegment unless a segment's sums cover all of its rows in use, in the arena."""
-    row_end = max((rows.row_end for rows in segment.rows), default=0)
-    if len(segment.checksums) != len(layout.chunks) or segment.token_count < row_end:
+    row_end = max([rows.row_end for rows in segment.rows], default=0)
+    if len(segment.checksums) != len(slot.chunks) or segment.token_count < row_end:
         raise CorruptSegment(segment_id=segment.segment_id, problem="its checksums are not those of its rows")
-    slot = layout.of(segment.row_capacity)
     end = segment.offset_bytes + slot.end_bytes(segment.token_count)
     if segment.offset_bytes < 0 or end > arena_bytes or segment.token_count > slot.row_capacity:
         raise CorruptSegment(segment_id=segment.segment_id, problem="lies outside the arena")

@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
-from xxhash import xxh3_64
 
 from ctxcache.client.arena import Bytes
+from ctxcache.client.copying import copied
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.checksums import rows_checksum
 
@@ -61,8 +61,6 @@ PartData: TypeAlias = Region | Scattered
 """Bytes of a part: a buffer, an array of any shape and strides, which counts in C order, or memory."""
 BlockData: TypeAlias = PartData | Sequence[PartData]
 """Bytes of a block, or of each of its parts."""
-RUN_BYTES = 1 << 19
-"""Bytes that are copied before they are added up: they are in the processor's cache then."""
 
 
 class PartMemory:
@@ -79,7 +77,7 @@ class PartMemory:
         # One run copies and adds up 512 KiB at a time; strides and several regions are copied whole, then
         # added up.
         if len(self.arrays) == 1 and self.arrays[0].flags.c_contiguous:
-            return _copied(target, _flat(self.arrays[0]))
+            return copied(target, _flat(self.arrays[0]))
         begin = 0
         for array in self.arrays:
             np.copyto(_shaped(target[begin : begin + array.nbytes], array), array)
@@ -91,7 +89,7 @@ class PartMemory:
         if len(self.arrays) == 1 and self.arrays[0].flags.c_contiguous and is_summed:
             # The sum is of the bytes that arrived in the part, and not of the arena, which may change under
             # the copy.
-            return _copied(_flat(self.arrays[0]), source, of_target=True)
+            return copied(_flat(self.arrays[0]), source, of_target=True)
         begin = 0
         for array in self.arrays:
             np.copyto(array, _shaped(source[begin : begin + array.nbytes], array))
@@ -149,13 +147,3 @@ def _flat(array: Array) -> Bytes:
 
 def _shaped(flat: Bytes, like: Array) -> Array:
     return flat.view(like.dtype).reshape(like.shape)
-
-
-def _copied(target: Bytes, source: Bytes, *, of_target: bool = False) -> int:
-    """Copy contiguous bytes; returns the XXH3-64 of those read, or, `of_target`, of those written."""
-    hasher = xxh3_64()
-    for begin in range(0, source.size, RUN_BYTES):
-        run, place = source[begin : begin + RUN_BYTES], target[begin : begin + RUN_BYTES]
-        np.copyto(place, run)
-        hasher.update((place if of_target else run).data)
-    return hasher.intdigest()

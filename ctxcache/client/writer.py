@@ -16,10 +16,11 @@ import numpy.typing as npt
 from ctxcache.client.access import ArenaAttachment, Hold, acquire
 from ctxcache.client.arena import Bytes, SlotLayout, SlotRows, spans_of_runs
 from ctxcache.client.convert import durability_to_wire, session_from_wire
+from ctxcache.client.copying import copied
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Closing
 from ctxcache.errors import CacheError, IncompleteAppend, InvalidArgument, ReservationNotFound
-from ctxcache.format.checksums import Tally, rows_checksum
+from ctxcache.format.checksums import Tally
 from ctxcache.format.streams import DType, Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import CommitReservation, MarkWritten, Operation, ReleaseReservation, Reserve
 
@@ -256,9 +257,9 @@ class ReservedWriter(SessionWriter):
             for i, place in enumerate(room):
                 token = block_begin + i * run_tokens
                 part = rows[token - begin : token - begin + run_tokens]
-                # From the caller's rows, before they are copied: the copy then finds it at hand.
-                self._tally.note(stream, token, token + run_tokens, rows_checksum(part.data))
-                np.copyto(place, part)
+                # Of the caller's rows, and not of what was put in place: a copy that went wrong is found.
+                value = copied(place.reshape(-1), part.reshape(-1))
+                self._tally.note(stream, token, token + run_tokens, value)
 
     def _commit(self, row_count: int, durability: Durability, *, keep_open: bool) -> SessionInfo:
         begin, end = self.write_offset + self._committed_count, self.write_offset + row_count
