@@ -33,6 +33,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
 
 from ctxcache.client.arena import MappedArena, SlotLayout
+from ctxcache.client.forks import end_in_children, of_parent
 from ctxcache.client.wire import ANSWER_LIMIT_BYTES, Wire, trace_parent
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument, Unavailable
 from ctxcache.v1.arena_pb2 import (
@@ -280,6 +281,7 @@ class GrpcAccess(AccessStream):
             self._call = wire.arena.Access(iter(self._requests.get, None))
         self._thread = threading.Thread(target=self._receive, name="ctxcache-access", daemon=True)
         self._thread.start()
+        end_in_children(self)
 
     @property
     def is_broken(self) -> bool:
@@ -325,6 +327,11 @@ class GrpcAccess(AccessStream):
         """See AccessStream."""
         self._end(Unavailable(target=self.target, problem="the client is closed"))
         self._thread.join(_JOIN_TIMEOUT_S)
+
+    def forked(self) -> None:
+        """See Shared."""
+        self._lock = threading.Lock()
+        self._failure = of_parent(self.target)
 
     def _probe(self) -> None:
         try:
@@ -461,6 +468,7 @@ class SocketAccess(AccessStream):
         self._failure: CacheError | None = None
         # A poll object refuses two threads at a time, so each thread has its own.
         self._polls = threading.local()
+        end_in_children(self)
 
     @property
     def is_broken(self) -> bool:
@@ -518,6 +526,13 @@ class SocketAccess(AccessStream):
     def close(self) -> None:
         """See AccessStream."""
         self._break(Unavailable(target=self.target, problem="the client is closed"))
+
+    def forked(self) -> None:
+        """See Shared."""
+        self._sending, self._changed = threading.Lock(), threading.Condition()
+        self._failure = of_parent(self.target)
+        # The copy alone: a shutdown would end the parent's.
+        self._socket.close()
 
     # -- sending -------------------------------------------------------------------------------
 

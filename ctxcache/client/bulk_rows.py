@@ -25,6 +25,7 @@ from ctxcache.client.convert import (
     stream_from_wire,
     stream_to_wire,
 )
+from ctxcache.client.forks import end_in_children
 from ctxcache.client.rows import Landing, OpenRead, RowPiece, RowTransport
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Wire
@@ -101,6 +102,7 @@ class BulkChannel:
         self._in_use: set[Connection] = set()
         self._is_closed = False
         self._not_before = 0.0
+        end_in_children(self)
 
     @property
     def target(self) -> str:
@@ -162,6 +164,15 @@ class BulkChannel:
                 connection.shut()
         for connection in idle:
             connection.close()
+
+    def forked(self) -> None:
+        """See Shared."""
+        self._lock = threading.Lock()
+        # The copies alone: a shutdown would end the parent's.
+        for connection in (*self._idle, *self._in_use):
+            connection.close()
+        self._idle.clear()
+        self._in_use.clear()
 
     @contextmanager
     def errors(self) -> Iterator[None]:

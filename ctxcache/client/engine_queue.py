@@ -18,6 +18,7 @@ from itertools import islice
 import grpc
 
 from ctxcache.client.convert import duration, from_wire
+from ctxcache.client.forks import end_in_children, of_parent
 from ctxcache.client.types import SessionEvent, seconds
 from ctxcache.client.wire import Closing, Wire
 from ctxcache.errors import (
@@ -253,6 +254,7 @@ class EngineQueue(Closing):
         self._wire.open_streams.add(self)
         self._thread = threading.Thread(target=self._run, name="ctxcache-queue", daemon=True)
         self._thread.start()
+        end_in_children(self)
 
     # -- the queue -------------------------------------------------------------------------------
 
@@ -344,6 +346,11 @@ class EngineQueue(Closing):
             call.cancel()
         self._thread.join(self._wire.timeout_s)
         self._wire.open_streams.discard(self)
+
+    def forked(self) -> None:
+        """See Shared."""
+        self._changed, self._link = threading.Condition(), _Link(0.0)
+        self._failure = of_parent(self._wire.target)
 
     # -- parts -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from ctxcache.client.forks import end_in_children
 from ctxcache.errors import TooManyRequests, Unavailable
 
 LIMIT = 4096
@@ -39,6 +40,7 @@ class Completions:
         self._descriptor = -1
         self._ended_count = 0
         self._is_closed = False
+        end_in_children(self)
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have a call carried out behind those that wait. Its errors are the future's.
@@ -90,6 +92,10 @@ class Completions:
         # Outside the lock: a future's callbacks run here, and may submit or clear.
         for future in waiting:
             future.cancel()
+
+    def forked(self) -> None:
+        """See Shared: the thread is the parent's."""
+        self._state, self._thread, self._is_closed = threading.Condition(), None, True
 
     def close(self) -> None:
         """Stop, and wait for the call that runs. Called by one of its calls, it does not wait for itself."""

@@ -17,6 +17,7 @@ import grpc.experimental
 from grpc_health.v1 import health_pb2
 
 from ctxcache.client.credentials import AuthorizedChannel, ClientTls, OwnTokenFile, tls_problem
+from ctxcache.client.forks import end_in_children, of_parent
 from ctxcache.errors import CacheError, TlsFailed, Unavailable
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.v1 import (
@@ -182,6 +183,7 @@ class Wire:
     ) -> None:
         """`tenant`: whose sessions an operator's calls are about; empty for its own."""
         self.target = target
+        self._is_forked = False
         self._metadata = ((TENANT_HEADER, tenant),) if tenant else ()
         self.open_streams: set[Closable] = set()
         """Reads and queues that were not closed: each would keep the connection beyond the channel's end."""
@@ -227,6 +229,7 @@ class Wire:
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
+        end_in_children(self)
 
     def call(
         self, method: "grpc.UnaryUnaryMultiCallable[_Request, _Response]", request: _Request
@@ -240,6 +243,8 @@ class Wire:
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Turn what gRPC raises within the block into errors of ours."""
+        if self._is_forked:
+            raise of_parent(self.target)
         try:
             yield
         except grpc.RpcError as error:
@@ -264,7 +269,14 @@ class Wire:
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled."""
+        # The calls of a parent are not a child's to cancel.
+        if self._is_forked:
+            return
         # A copy of the set: each `close` takes itself out of it.
         for stream in list(self.open_streams):
             stream.close()
         self._channel.close()
+
+    def forked(self) -> None:
+        """See Shared."""
+        self._is_forked = True
