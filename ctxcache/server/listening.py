@@ -17,7 +17,6 @@ import grpc
 from ctxcache.errors import AddressUnusable, InvalidConfiguration
 from ctxcache.runtime.sockets import remove_stale
 from ctxcache.service.bulk import BulkPlaces
-from ctxcache.service.edge import Edge
 from ctxcache.service.rows import CHUNK_BYTES_LIMIT
 from ctxcache.service.tls import Tls
 from ctxcache.settings.config import Settings
@@ -32,8 +31,8 @@ MESSAGE_LIMIT_BYTES = CHUNK_BYTES_LIMIT + (64 << 10)
 """Largest request: a chunk of rows, and what is around it. gRPC refuses a larger one at its first bytes."""
 WINDOW_BYTES = 256 << 10
 """The bytes of an rpc's request that may arrive before they are asked for."""
-PENDING_LIMIT = 512
-"""Rpcs that the event loop has not looked at yet."""
+PENDING_LIMIT = 2048
+"""Rpcs that the event loop has not looked at yet, of all methods together; probes' have as many more."""
 HANDSHAKE_TIMEOUT_MS = 10_000
 """How long a connection may take for TLS and its first frame; one that says nothing is closed."""
 IDLE_MS = 600_000
@@ -56,7 +55,7 @@ OPTIONS = (
 class Ports:
     """TCP addresses and Unix sockets of one gRPC server. Bind them, then start the server."""
 
-    def __init__(self, edge: Edge, tls: Tls | None, *, silence_s: float, connection_limit: int) -> None:
+    def __init__(self, tls: Tls | None, *, silence_s: float, connection_limit: int) -> None:
         """`silence_s`: of a peer, before it is asked whether it lives.
 
         `connection_limit`: of each address.
@@ -64,7 +63,7 @@ class Ports:
         self._tls = tls
         limit = ("grpc.max_allowed_incoming_connections", connection_limit)
         options = (*OPTIONS, limit, *_keepalive(silence_s))
-        self.server = grpc.aio.server(interceptors=[edge], options=options)
+        self.server = grpc.aio.server(options=options)
 
     def bind(self, target: str) -> str:
         """Take an address; as clients name it, the port filled in. Raises AddressUnusable."""

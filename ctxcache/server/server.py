@@ -13,7 +13,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
+import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME
 
@@ -170,7 +172,7 @@ class Server:
         newcomers = Newcomers()
         # One order of turns for gRPC and for local clients: neither way gets ahead of the other.
         self._local_turns = Turns(newcomers)
-        edge = Edge(
+        self._edge = Edge(
             self._admissions,
             identification,
             stall_timeout_s=settings.stall_timeout_s,
@@ -182,7 +184,7 @@ class Server:
         )
         self._connections = Connections(_connection_limit(settings), settings.max_connections_per_host)
         self._ports = Ports(
-            edge, self._tls, silence_s=settings.keepalive_s, connection_limit=self._connections.limit
+            self._tls, silence_s=settings.keepalive_s, connection_limit=self._connections.limit
         )
         self._upkeep: asyncio.Task[None] | None = None
         self._watches: list[asyncio.Task[None]] = []
@@ -437,7 +439,7 @@ class Server:
             lambda: self.storage.arena.prefaulted_bytes,
             self.settings.placement_policy,
         )
-        served = self._ports.server
+        served = cast("grpc.aio.Server", self._edge)
         session_pb2_grpc.add_SessionServiceServicer_to_server(
             SessionService(self._cache, self._local_turns), served
         )
@@ -464,6 +466,7 @@ class Server:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, served)
         Reflection((*SERVICES, SERVICE_NAME)).add_to(served)
+        self._edge.add_to(self._ports.server)
 
 
 def _connection_limit(settings: Settings) -> int:

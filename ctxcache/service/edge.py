@@ -20,7 +20,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias
@@ -64,7 +64,8 @@ from ctxcache.wire.status import code_of, message_of, trailing_metadata
 #     message       ARRIVALS_LIMIT at a time, 256 KiB each  `Arrivals`; slow ones give way to others
 #     answer        the stall timeout                       a reader that takes nothing is cut off
 OWN_SERVICES = "/ctxcache."
-HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+HEALTH = "grpc.health.v1.Health"
+HEALTH_WATCH = f"/{HEALTH}/Watch"
 WATCH_GRACE_S = 0.2
 """How long a watcher of health has to be told of the drain before its stream ends."""
 PUBLIC_LIMIT = 256
@@ -73,8 +74,11 @@ PUBLIC_ARRIVALS_LIMIT = 8
 Decoder: TypeAlias = Callable[[bytes], Any]
 
 
-class Edge(grpc.aio.ServerInterceptor):
-    """Puts admission and error mapping around each of our rpcs."""
+class Edge(grpc.GenericRpcHandler):
+    """Puts admission and error mapping around each of our rpcs.
+
+    Services are added to it as to a server, and it to the server as the handler of all methods.
+    """
 
     def __init__(
         self,
@@ -104,27 +108,46 @@ class Edge(grpc.aio.ServerInterceptor):
         self._spans = spans
         self._public = Admission("watches of health", PUBLIC_LIMIT)
         self._arrivals, self._public_arrivals = Arrivals(), Arrivals(PUBLIC_ARRIVALS_LIMIT)
+        self._services: list[grpc.GenericRpcHandler] = []
+        self._probed: dict[str, Handler] = {}
         self._wrapped: dict[str, Handler] = {}
         """By method; the server's own methods only, so that it stays small."""
         self._answered_once: dict[str, Admission] = {}
         """Our methods with one message each way: a client that still sends cannot lose a refusal of
         those."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
-        """See grpc.aio.ServerInterceptor."""
+    # gRPC waits for a call of each registered method by itself, so that no crowd of other calls is before it.
+    # But it looks at all those waits whenever a call comes: half a microsecond for each method.
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Let probes' methods be found by themselves; the others are found as `service` finds them."""
+        if service == HEALTH:
+            self._probed = {
+                method: self._wrap(handlers[method], f"/{HEALTH}/{method}") for method in handlers
+            }
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Add a service, as generated code does."""
+        self._services += handlers
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Have a server that was not started serve what was added."""
+        server.add_generic_rpc_handlers((self,))
+        server.add_registered_method_handlers(HEALTH, self._probed)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "Handler | None":
+        """See grpc.GenericRpcHandler."""
         method = handler_call_details.method
         # Refused before anything of the request is read: no message is lost by that.
         admission = self._answered_once.get(method)
         if admission is not None and (refusal := admission.refusal()):
             return refusal.handler
         wrapped = self._wrapped.get(method)
-        if wrapped is None and (handler := await continuation(handler_call_details)):
-            # By method: handlers are wrapped once, whatever number of calls comes.
-            wrapped = self._wrapped[method] = self._wrap(handler, method)
+        if wrapped is None:
+            for service in self._services:
+                if handler := service.service(handler_call_details):
+                    # By method: handlers are wrapped once, whatever number of calls comes.
+                    wrapped = self._wrapped[method] = self._wrap(handler, method)
+                    break
         return wrapped
 
     # grpc's handlers are untyped tuples
@@ -345,12 +368,12 @@ class _Rpc:
             raise refusal.again()
         # Each message of such a stream has its own time.
         if self._is_stream and self._is_anybodys:
-            arriving = self._arrivals.receive_all(incoming, context.peer())
+            arriving = self._arrivals.receive_all(incoming, context.peer)
             return _each(self._read, None, arriving, self._line)
         # An append's first message is its header: counted when it is there.
         if self._is_stream and not self._begins_whole:
             return _each(self._read, self._admission.turns, incoming, self._line)
-        encoded = await self._arrivals.receive(incoming, context.peer())
+        encoded = await self._arrivals.receive(incoming, context.peer)
         if self._is_stream:
             incoming.give_back(encoded)
             return _each(self._read, self._admission.turns, incoming, self._line)
@@ -472,9 +495,12 @@ class Incoming:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._coming: asyncio.Future[Any] | None = None
+        self._read: Coroutine[Any, Any, Any] | None = None
+        self._awaited: asyncio.Future[Any] | None = None
+        """What the read waits for, gRPC's own."""
+        self._turn: asyncio.Future[None] | None = None
+        """What the rpc waits for, ours: done when the read goes on, or has to give way."""
         self._returned: list[bytes] = []
-        # Why a read is never cancelled: gRPC writes into its future until the rpc is over.
         self._is_over = False
 
     def __aiter__(self) -> "Incoming":
@@ -486,35 +512,46 @@ class Incoming:
             raise StopAsyncIteration
         return message
 
-    async def next(self, timeout_s: float | None = None) -> bytes | None:
+    async def next(self) -> bytes | None:
         """The next message; None when the caller has said all.
 
-        Raises TimeoutError; the next call goes on then.
+        Raises TimeoutError where it has to give way; the next call goes on then, as after a cancellation.
         """
         if self._returned:
             return self._returned.pop()
         if self._is_over:
             return None
-        coming = self._coming
-        if coming is None:
-            coming = self._coming = asyncio.ensure_future(self._context.read())
-        is_here = False
-        try:
-            # `wait` and not `wait_for`: a time-out leaves the read as it is.
-            is_here = bool((await asyncio.wait((coming,), timeout=timeout_s))[0])
-        finally:
-            if not is_here:
-                # The rpc may end before another call waits for this read.
-                coming.add_done_callback(_retrieve)
-        if not is_here:
-            raise TimeoutError
-        self._coming = None
-        message = coming.result()
+        # The read is taken step by step here: a task of its own for each message would cost more than
+        # the message, and a cancellation of this one would reach the read.
+        if self._read is None:
+            self._read = self._context.read()
+        while True:
+            if self._awaited is None or self._awaited.done():
+                try:
+                    self._awaited = self._read.send(None)
+                except StopIteration as end:
+                    message, self._read = end.value, None
+                    break
+                except BaseException:
+                    self._read = None
+                    raise
+            self._turn = turn = asyncio.get_running_loop().create_future()
+            if self._awaited is None:
+                # It has left the loop to others, and waits for nothing.
+                turn.set_result(None)
+            else:
+                self._awaited.add_done_callback(partial(_give, turn))
+            await turn
         if message is grpc.aio.EOF:
             self._is_over = True
             return None
         assert isinstance(message, bytes)  # noqa: S101  # nothing decodes it before
         return message
+
+    def give_way(self) -> None:
+        """End the wait for the next message, if it has not come."""
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_exception(TimeoutError())
 
     def give_back(self, message: bytes | None) -> None:
         """Let it be the next one again."""
@@ -532,7 +569,8 @@ class Incoming:
         # Bounded both ways: by bytes for those who send much, by time for those who send little.
         while left_bytes > 0 and (left_s := end_s - loop.time()) > 0:
             try:
-                message = await self.next(min(SILENCE_S, left_s))
+                async with asyncio.timeout(min(SILENCE_S, left_s)):
+                    message = await self.next()
             except TimeoutError:
                 return
             if message is None:
@@ -540,10 +578,9 @@ class Incoming:
             left_bytes -= len(message)
 
 
-def _retrieve(read: "asyncio.Future[Any]") -> None:
-    # The rpc is over, and nobody else takes the read's error.
-    if not read.cancelled():
-        read.exception()
+def _give(turn: "asyncio.Future[None]", _: object) -> None:
+    if not turn.done():
+        turn.set_result(None)
 
 
 class Arrivals:
@@ -556,45 +593,43 @@ class Arrivals:
 
     def __init__(self, limit: int = ARRIVALS_LIMIT) -> None:
         self._limit = limit
-        self._arriving: dict[asyncio.Timeout, float] = {}
+        self._arriving: dict[Incoming, float] = {}
         """Since when, the oldest first; those that were told to give way are not in it any more."""
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
         self._waiting_of: Counter[str] = Counter()
         self._promised_count = 0
         """Turns that were given and not taken up yet."""
         self._look: asyncio.TimerHandle | None = None
+        """One timer for all that arrive, set while there are any."""
         self._discarding_count = 0
         self.cut_off_count = 0
         """How many were refused because they did not become whole."""
 
-    async def receive(self, incoming: Incoming, peer: str) -> bytes | None:
-        """A caller's next message, whole; None when it has said all.
+    async def receive(self, incoming: Incoming, peer: Callable[[], str]) -> bytes | None:
+        """A caller's next message, whole; None when it has said all. `peer` is asked where it has to wait.
 
         Raises DeadlineExceeded, TooManyRequests.
         """
         # Those that wait go first, also if a place is free at this moment.
         if self._waiting or len(self._arriving) + self._promised_count >= self._limit:
-            await self._wait(peer.rpartition(":")[0])
+            await self._wait(peer().rpartition(":")[0])
         loop = asyncio.get_running_loop()
-        begun_s = loop.time()
+        self._arriving[incoming] = begun_s = loop.time()
+        if self._look is None:
+            patience_s = PATIENCE_S if self._waiting else ARRIVAL_TIMEOUT_S
+            self._look = loop.call_at(begun_s + patience_s, self._make_way)
         try:
-            async with asyncio.timeout(ARRIVAL_TIMEOUT_S) as limit:
-                self._arriving[limit] = begun_s
-                # Others wait: the time of the oldest runs from now on.
-                if self._waiting and self._look is None:
-                    self._make_way()
-                try:
-                    return await incoming.next()
-                finally:
-                    self._arriving.pop(limit, None)
-                    if self._waiting:
-                        self._admit()
+            return await incoming.next()
         except TimeoutError:
             self.cut_off_count += 1
             took_s = f"{loop.time() - begun_s:.2g}"
             raise DeadlineExceeded(target="the rest of the request", timeout_s=took_s) from None
+        finally:
+            self._arriving.pop(incoming, None)
+            if self._waiting:
+                self._admit()
 
-    async def receive_all(self, incoming: Incoming, peer: str) -> AsyncGenerator[bytes]:
+    async def receive_all(self, incoming: Incoming, peer: Callable[[], str]) -> AsyncGenerator[bytes]:
         """Every message; one that does not come in time is the last one. Raises TooManyRequests."""
         with contextlib.suppress(DeadlineExceeded):
             while (message := await self.receive(incoming, peer)) is not None:
@@ -649,21 +684,20 @@ class Arrivals:
                 turn.set_result(None)
 
     def _make_way(self) -> None:
-        """Cut off those that have had their time, while others wait."""
+        """Cut off those that have had their time, which is short while others wait; look again in time."""
         if self._look is not None:
             self._look.cancel()
             self._look = None
         loop = asyncio.get_running_loop()
-        while self._waiting and self._arriving:
+        patience_s = PATIENCE_S if self._waiting else ARRIVAL_TIMEOUT_S
+        while self._arriving:
             oldest, since_s = next(iter(self._arriving.items()))
-            if since_s + PATIENCE_S > loop.time():
-                self._look = loop.call_at(since_s + PATIENCE_S, self._make_way)
+            if since_s + patience_s > loop.time():
+                self._look = loop.call_at(since_s + patience_s, self._make_way)
                 return
             # Told once: what is out of the table is not told again.
             del self._arriving[oldest]
-            if not oldest.expired():
-                # The deadline is now: the time-out ends its read as if its own time were over.
-                oldest.reschedule(loop.time())
+            oldest.give_way()
 
 
 # -- the audit log: operators' calls, and what came of them ------------------------------------------

@@ -1,7 +1,7 @@
 """Fairness: one piece of bulk work per few turns of the event loop, so that small calls get in between.
 
-gRPC takes on one call of each method per few turns of the loop, and a call takes several, with waits for
-gRPC's own threads between them. Where a piece of bulk work filled each of those waits, a small call waited
+gRPC takes on one call per few turns of the loop, and a call takes several, with waits for gRPC's own
+threads between them. Where a piece of bulk work filled each of those waits, a small call waited
 for several pieces. So bulk work waits while calls are there that have come lately and have not rested
 themselves; and after each piece gRPC's threads, which may have one processor with the loop, go first.
 

@@ -35,16 +35,21 @@ class Sending:
     def __init__(self) -> None:
         self.is_asked = asyncio.Event()
         self._said: asyncio.Queue[object] = asyncio.Queue()
+        self._is_said = asyncio.Event()
 
     def say(self, *messages: object) -> None:
         """The next bytes."""
         for item in messages:
             self._said.put_nowait(item)
+        self._is_said.set()
 
     async def read(self) -> object:
         """See grpc.aio.ServicerContext."""
         self.is_asked.set()
-        return await self._said.get()
+        while self._said.empty():
+            self._is_said.clear()
+            await self._is_said.wait()
+        return self._said.get_nowait()
 
 
 def incoming(sending: Sending) -> Incoming:
@@ -55,7 +60,7 @@ def incoming(sending: Sending) -> Incoming:
 
 def receive(arrivals: Arrivals, sending: Sending, host: str = HOST) -> "asyncio.Task[bytes | None]":
     """Begin to."""
-    return asyncio.get_running_loop().create_task(arrivals.receive(incoming(sending), host))
+    return asyncio.get_running_loop().create_task(arrivals.receive(incoming(sending), lambda: host))
 
 
 async def settle() -> None:
@@ -123,6 +128,28 @@ async def test_one_host_does_not_take_every_place(monkeypatch: pytest.MonkeyPatc
     late = Sending()
     late.say(b"late")
     assert await receive(arrivals, late) == b"late"
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_read_goes_on_where_its_wait_has_ended(*, is_cancelled: bool) -> None:
+    """It is the same read: gRPC has one at a time, and writes the message into that."""
+    sending = Sending()
+    coming = incoming(sending)
+    waiting = asyncio.create_task(coming.next())
+    await settle()
+    if is_cancelled:
+        waiting.cancel()
+    else:
+        coming.give_way()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else TimeoutError):
+        await waiting
+
+    sending.is_asked.clear()
+    going_on = asyncio.create_task(coming.next())
+    await settle()
+    sending.say(b"late")
+    assert await going_on == b"late"
+    assert not sending.is_asked.is_set()
 
 
 async def test_a_refused_request_is_read_on_for_a_bounded_while(monkeypatch: pytest.MonkeyPatch) -> None:
