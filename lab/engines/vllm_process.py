@@ -133,7 +133,8 @@ class VllmEngine:
         """Send requests together and wait for their replies, in their order.
 
         A request has `prompt` (token ids), `session` (an id, or None), `count` (tokens to generate), and
-        perhaps a `salt`, `hints` (an envelope of vLLM's), and `says` (further `kv_transfer_params`).
+        perhaps a `salt`, `hints` (an envelope of vLLM's), `says` (further `kv_transfer_params`), and
+        `embeds`: an input [T, D] for each token, which stands in for those whose ids are 0.
         """
         replies: list[Reply] = self._answer([*requests])
         return replies
@@ -238,6 +239,14 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
         outputs = llm.generate(
             [
                 {"prompt_token_ids": request["prompt"], "cache_salt": request.get("salt")}
+                | (
+                    {
+                        "prompt_embeds": request["embeds"],
+                        "prompt_is_token_ids": [token > 0 for token in request["prompt"]],
+                    }
+                    if "embeds" in request
+                    else {}
+                )
                 for request in requests
             ],
             [

@@ -8,6 +8,7 @@ and one engine for each kind of state, and no session and no prompt.
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 import ctxcache
@@ -39,6 +44,7 @@ from tests.server_process import ServerProcess
 
 BLOCK_TOKENS = 32
 COUNT = 24
+HANG_S = 10.0
 QUESTION = 20
 SLOW_COPIES = """
 import sys, time
@@ -263,6 +269,30 @@ def test_a_salted_prompt_is_shared_with_its_salt_alone(
     for expected in (0, 64):
         assert [cached(opening(11), salt) for salt in salts] == [expected] * 3
     assert [cached(opening(12), salt, name) for salt in ("mine", "mine", *salts)] == [0, 96, 0, 96, 0]
+
+
+def test_a_prompt_with_inputs_of_its_own_is_no_prompt_of_tokens(
+    model: Path, store: ServerProcess, tmp_path: Path
+) -> None:
+    """Token ids are the same wherever an input stands in for one: they do not say what its rows are."""
+    prompt = [0] * 96 + opening(13)[:32]
+    drawn = torch.Generator().manual_seed(1)
+    inputs = [torch.randn((len(prompt), SHAPE["hidden_size"]), generator=drawn) for _ in range(2)]
+    options = {"enable_prompt_embeds": True}
+    with VllmEngine(model, None, tmp_path / "plain", **options) as plain:
+        expected = [
+            plain.ask({"prompt": prompt, "embeds": one, "count": COUNT, "session": None})[0] for one in inputs
+        ]
+    assert expected[0].token_ids != expected[1].token_ids
+    with (
+        VllmEngine(model, store.target, tmp_path / "log", **options) as engine,
+        ctxcache.connect(store.target) as cache,
+    ):
+        for session in (None, "inputs"):
+            for one, reply in zip(inputs, expected, strict=True):
+                found = engine.ask({"prompt": prompt, "embeds": one, "count": COUNT, "session": session})[0]
+                wait_for_all(cache)
+                assert found.token_ids == reply.token_ids
 
 
 def test_an_edited_conversation_keeps_what_is_common(
@@ -558,6 +588,85 @@ def test_a_restore_that_comes_too_late_leaves_nothing_wrong(
         converse_until_restored(engine, plain, "alice", prompt)
 
 
+def scheduler_side(model: Path, store: ServerProcess) -> scheduler.SchedulerSide:
+    """The scheduler's side of the connector, without an engine. Close it."""
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
+        kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
+    ).create_engine_config()
+    side = scheduler.SchedulerSide(config, ConnectorSettings(target=store.target, timeout_s=600))
+    side.layouts.set_result({0: BlockLayout(BLOCK_TOKENS, (1 << 14,) * 3, "none")})
+    return side
+
+
+def scheduled(request: Request, token_count: int) -> SchedulerOutput:
+    """A step that computes so many tokens of a request behind those that are computed."""
+    output = SchedulerOutput.make_empty()
+    cached = output.scheduled_cached_reqs
+    cached.req_ids.append(request.request_id)
+    cached.new_block_ids.append(None)
+    cached.num_computed_tokens.append(request.num_computed_tokens)
+    output.num_scheduled_tokens[request.request_id] = token_count
+    return output
+
+
+def blocks_of(*block_ids: int) -> KVCacheBlocks:
+    """A request's blocks."""
+    return KVCacheBlocks(([KVCacheBlock(number) for number in block_ids],))
+
+
+def test_a_request_whose_input_gets_pictures_is_saved_no_further(model: Path, store: ServerProcess) -> None:
+    """Its input comes in parts: the ids of a later one stand for what they do not say."""
+    side = scheduler_side(model, store)
+    request = Request("first", opening(16), SamplingParams(max_tokens=1), None, session_id="alice")
+    try:
+        assert side.link.wait(60) is LinkState.READY
+        side.arrived(request)
+        while side.matched(request, 0) is None:
+            time.sleep(0.01)
+        side.allocated(request, blocks_of(1, 2, 3, 4, 5, 6), 0)
+        assert [one.begin for one in side.step(scheduled(request, 64)).saves] == [0]
+
+        request.num_computed_tokens = 64
+        where = PlaceholderRange(offset=70, length=20)
+        request.mm_features.append(MultiModalFeatureSpec(None, "image", "one", where))
+        plan = side.step(scheduled(request, 32))
+        assert not plan.saves
+        assert [one.session_name for one in plan.finished] == ["sessions/alice"]
+        assert not side.step(scheduled(request, 1)).finished
+        # The conversation's next request waits until the worker has saved what came before.
+        side.finished(request)
+        assert not side.step(SchedulerOutput.make_empty()).finished
+        assert "sessions/alice" in side._saving
+    finally:
+        side.close()
+
+
+def test_a_request_that_reads_no_cache_does_not_wait_for_its_look_up(
+    model: Path, store: ServerProcess
+) -> None:
+    """One that asks for the probabilities of its prompt is computed at once, whatever is restorable."""
+    side = scheduler_side(model, store)
+    request = Request("first", opening(17), SamplingParams(max_tokens=1, prompt_logprobs=1), None)
+    try:
+        assert side.link.wait(60) is LinkState.READY
+        store.signal(signal.SIGSTOP)
+        side.arrived(request)
+        # vLLM takes no count for an answer from such a request, and gives it blocks.
+        assert side.matched(request, 0) is None
+        allocating = threading.Thread(target=side.allocated, args=(request, blocks_of(1, 2, 3, 4), 0))
+        allocating.start()
+        allocating.join(HANG_S)
+        assert not allocating.is_alive()
+        assert not side.step(scheduled(request, 97)).opened
+    finally:
+        store.signal(signal.SIGCONT)
+        side.close()
+
+
 @pytest.mark.parametrize("is_hung", [False, True], ids=["slow", "hung"])
 def test_a_request_does_not_wait_for_a_look_up_longer_than_for_one_call(
     model: Path, store: ServerProcess, monkeypatch: pytest.MonkeyPatch, *, is_hung: bool
@@ -572,15 +681,7 @@ def test_a_request_does_not_wait_for_a_look_up_longer_than_for_one_call(
         # A quarter of the answer's 300 s passes before the question.
         expected = [(1000.0, None), (1075.0, None), (1374.0, None), (1376.0, 0), (1377.0, 0)]
     monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    config = EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        block_size=BLOCK_TOKENS,
-        kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
-    ).create_engine_config()
-    side = scheduler.SchedulerSide(config, ConnectorSettings(target=store.target, timeout_s=600))
-    side.layouts.set_result({0: BlockLayout(BLOCK_TOKENS, (1 << 14,) * 3, "none")})
+    side = scheduler_side(model, store)
     request = Request("first", opening(15), SamplingParams(max_tokens=1), None, session_id="alice")
     try:
         assert side.link.wait(60) is LinkState.READY

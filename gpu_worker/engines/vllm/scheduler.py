@@ -167,6 +167,10 @@ class SchedulerSide:
         followed = self._followed.get(request.request_id)
         if followed is None or followed.lookup is None:
             return
+        if not followed.lookup.done():
+            # One that reads no cache, such as for the probabilities of its prompt: vLLM waits for no answer.
+            self._leave(request.request_id)
+            return
         found = followed.lookup.result()
         if found is None:
             return
@@ -263,6 +267,11 @@ class SchedulerSide:
         followed = self._followed.get(request_id)
         if followed is None or not followed.is_open:
             return
+        if not is_plain(followed.request):
+            # A later part of its input has pictures: what is computed from here on is not of its tokens.
+            del self._followed[request_id]
+            plan.finished.append(Finished(followed.session_name))
+            return
         added = block_ids[0] if block_ids is not None else []
         if self._settings.saved.is_portable:
             plan.blocks.append((followed.session_name, tuple(added)))
@@ -358,7 +367,9 @@ class SchedulerSide:
 
 def is_plain(request: "Request") -> bool:
     """Whether a prompt's token ids say all that its rows depend on, besides the model."""
-    return bool(request.prompt_token_ids) and request.lora_request is None and not request.mm_features
+    # With inputs of its own a prompt has ids as well: they are the same whatever stands in for a token.
+    has_tokens_alone = request.prompt_embeds is None and not request.mm_features
+    return bool(request.prompt_token_ids) and has_tokens_alone and request.lora_request is None
 
 
 def session_of(request: "Request") -> str:
