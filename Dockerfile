@@ -11,17 +11,18 @@ ARG PYTHON_IMAGE=python:3.13-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 RUN python -m venv /opt/ctxcache
+# pip compiles what it installs: users of the image cannot write there, and a start would compile it all again.
 COPY pyproject.toml README.md LICENSE ./
 COPY ctxcache ctxcache
 COPY gpu_worker gpu_worker
 COPY proto proto
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /opt/ctxcache/bin/pip install --no-cache-dir --no-compile ".[server]"
+    /opt/ctxcache/bin/pip install --no-cache-dir ".[server]"
 
 FROM build AS build-worker
 ARG TORCH=torch==2.13.0
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /opt/ctxcache/bin/pip install --no-cache-dir --no-compile "${TORCH}" ".[server,gpu]"
+    /opt/ctxcache/bin/pip install --no-cache-dir "${TORCH}" ".[server,gpu]"
 
 FROM ${PYTHON_IMAGE} AS base
 ARG VERSION=0.1.0

@@ -4,19 +4,28 @@ Knows no bytes: records are kept as they are. Worst case: it is gone with the pr
 what a power cut would leave of a store that syncs like this one is asked to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
 
 from ctxcache.errors import CapacityExceeded, TierFailure
 from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import (
     Changes,
-    KeptSegment,
-    KeptSession,
+    KeptSegments,
+    KeptSessions,
+    KeyedSegment,
+    Kind,
     ModelRecord,
     SegmentRecord,
     SessionRecord,
 )
+
+AT_ONCE = 3
+"""Records of one look, so that tests have several."""
 
 
 @dataclass(slots=True)
@@ -71,25 +80,34 @@ class MemoryMetadata:
         """See MetadataStore. Ascending by id."""
         return iter([segment for _, segment in sorted(self._current.segments.items())])
 
-    def kept_sessions(self) -> Iterator[KeptSession]:
+    def kept_sessions(self) -> Iterator[KeptSessions]:
         """See MetadataStore."""
-        for uid, record in sorted(self._current.sessions.items()):
-            is_plain = not (record.block or record.is_pinned or record.copies > 1)
-            live_begin, live_end = (record.live[0][0], record.live[-1][1]) if record.live else (0, 0)
-            yield KeptSession(
-                uid, record.tenant, record.session_id, record.model_id, record.layout, record.segment_ids,
-                live_begin, live_end, record.access_time_ns, record.expire_time_ns, is_plain, record,
-            )  # fmt: skip
+        records = [record for _, record in sorted(self._current.sessions.items())]
+        for begin in range(0, len(records), AT_ONCE):
+            yield _looked_at(records[begin : begin + AT_ONCE])
 
-    def kept_segments(self) -> Iterator[KeptSegment]:
+    def kept_segments(self) -> Iterator[KeptSegments]:
         """See MetadataStore."""
-        for record in self.segments():
-            identity = record.identity
-            yield KeptSegment(
-                record.segment_id, identity.tenant, identity.model_fingerprint, identity.begin,
-                identity.token_count, record.slot, record.segment_tokens, record.keys, record.copy is None,
-                record,
-            )  # fmt: skip
+        records = list(self.segments())
+        for begin in range(0, len(records), AT_ONCE):
+            found = records[begin : begin + AT_ONCE]
+            keyed = [
+                KeyedSegment(i, record.identity.tenant, record.identity.model_fingerprint, record.keys)
+                for i, record in enumerate(found)
+                if record.keys
+            ]
+            yield KeptSegments(
+                np.array([record.segment_id for record in found], np.uint64),
+                _numbers(record.identity.begin for record in found),
+                _numbers(record.identity.token_count for record in found),
+                _numbers(record.slot.path_index for record in found),
+                _numbers(record.slot.offset_bytes for record in found),
+                _numbers(record.slot.size_bytes for record in found),
+                _numbers(record.segment_tokens for record in found),
+                np.array([record.copy is None for record in found]),
+                keyed,
+                [*found],
+            )
 
     def session(self, uid: bytes, kept: object) -> SessionRecord:
         """See MetadataStore."""
@@ -148,6 +166,30 @@ class MemoryMetadata:
         for changes in self._unsynced:
             self._durable.apply(changes)
         self._unsynced.clear()
+
+
+def _looked_at(records: list[SessionRecord]) -> KeptSessions:
+    is_plain = [not (record.block or record.is_pinned or record.copies > 1) for record in records]
+    plain = list(compress(records, is_plain))
+    kinds = [Kind(record.tenant, record.model_id, record.layout) for record in plain]
+    return KeptSessions(
+        b"".join(record.uid for record in plain),
+        [record.session_id for record in plain],
+        kinds,
+        np.arange(len(plain)),
+        _numbers(len(record.segment_ids) for record in plain),
+        np.array([each for record in plain for each in record.segment_ids], np.uint64),
+        _numbers(record.live[0][0] if record.live else 0 for record in plain),
+        _numbers(record.live[-1][1] if record.live else 0 for record in plain),
+        _numbers(record.access_time_ns for record in plain),
+        _numbers(record.expire_time_ns for record in plain),
+        [*plain],
+        [(record.uid, record) for record, is_usual in zip(records, is_plain, strict=True) if not is_usual],
+    )
+
+
+def _numbers(values: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.array(list(values), np.int64)
 
 
 def _copy(changes: Changes) -> Changes:

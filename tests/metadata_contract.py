@@ -15,7 +15,14 @@ from dataclasses import replace
 from ctxcache.format.layout import SegmentIdentity, Slot
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.base import (
+    Changes,
+    KeyedSegment,
+    MetadataStore,
+    ModelRecord,
+    SegmentRecord,
+    SessionRecord,
+)
 
 OpenStore = Callable[[], MetadataStore]
 SLOT_BYTES = 1 << 20
@@ -108,37 +115,58 @@ class MetadataContract:
         )
         store = open_store()
         await store.commit(put, is_durable=True)
-        sessions, segments = list(store.kept_sessions()), list(store.kept_segments())
+        (sessions,), (segments,) = store.kept_sessions(), store.kept_segments()
 
-        assert [store.session(found.uid, found.kept) for found in sessions] == put.sessions
-        assert [store.segment(found.segment_id, found.kept) for found in segments] == put.segments
-        assert [found.is_plain for found in sessions] == [True, True, False]
-        assert [found.is_plain for found in segments] == [True, False]
-        assert [(found.live_begin, found.live_end) for found in sessions[:2]] == [(3, 90), (0, 0)]
-        for found, whole in zip(sessions, put.sessions, strict=True):
-            assert (found.tenant, found.session_id, found.model_id) == (
-                whole.tenant,
-                whole.session_id,
-                whole.model_id,
-            )
-            assert (found.segment_ids, found.access_time_ns, found.expire_time_ns) == (
-                whole.segment_ids,
-                whole.access_time_ns,
-                whole.expire_time_ns,
-            )
-        for kept, record in zip(segments, put.segments, strict=True):
-            identity = record.identity
-            assert (kept.tenant, kept.model_fingerprint, kept.begin, kept.token_count) == (
-                identity.tenant,
-                identity.model_fingerprint,
-                identity.begin,
-                identity.token_count,
-            )
-            assert (kept.slot, kept.segment_tokens, kept.keys) == (
-                record.slot,
-                record.segment_tokens,
-                record.keys,
-            )
+        whole = put.sessions[:2]
+        uids = [sessions.uids[begin : begin + 16] for begin in range(0, len(sessions.uids), 16)]
+        read = map(store.session, uids, sessions.kept)
+        assert list(read) == whole
+        assert [store.session(*other) for other in sessions.others] == put.sessions[2:]
+        kinds = [sessions.kinds[number] for number in sessions.kind_numbers]
+        assert [(kind.tenant, kind.model_id) for kind in kinds] == [(s.tenant, s.model_id) for s in whole]
+        assert kinds[0].layout == kinds[1].layout
+        assert sessions.session_ids == [record.session_id for record in whole]
+        assert list(sessions.segment_counts) == [2, 0]
+        assert list(sessions.segment_ids) == [7, 9]
+        assert list(zip(sessions.live_begins, sessions.live_ends, strict=True)) == [(3, 90), (0, 0)]
+        assert list(sessions.access_times_ns) == [record.access_time_ns for record in whole]
+        assert list(sessions.expire_times_ns) == [record.expire_time_ns for record in whole]
+
+        ids = map(int, segments.segment_ids)
+        assert [store.segment(i, kept) for i, kept in zip(ids, segments.kept, strict=True)] == put.segments
+        assert list(segments.is_plain) == [True, False]
+        columns = (
+            segments.begins,
+            segments.token_counts,
+            segments.path_indexes,
+            segments.offsets_bytes,
+            segments.sizes_bytes,
+            segments.segment_tokens,
+        )
+        assert list(zip(*columns, strict=True)) == [
+            (record.identity.begin, record.identity.token_count, *record.slot, record.segment_tokens)
+            for record in put.segments
+        ]
+        identity = put.segments[0].identity
+        keyed = KeyedSegment(0, identity.tenant, identity.model_fingerprint, put.segments[0].keys)
+        assert segments.keyed == [keyed]
+
+    async def test_more_records_than_are_looked_at_at_once(self, open_store: OpenStore) -> None:
+        """Each record is looked at once, in order; kinds of sessions are told apart."""
+        count = 2500
+        sessions = [make_session(uid, tenant=("acme", "ac")[uid % 2]) for uid in range(count)]
+        put = Changes(sessions=sessions, segments=[make_segment(i) for i in range(count)])
+        store = open_store()
+        await store.commit(put, is_durable=True)
+        found = list(store.kept_sessions())
+
+        assert b"".join(some.uids for some in found) == b"".join(record.uid for record in sessions)
+        assert [
+            (some.kinds[number].tenant, session_id)
+            for some in found
+            for number, session_id in zip(some.kind_numbers, some.session_ids, strict=True)
+        ] == [(record.tenant, record.session_id) for record in sessions]
+        assert [i for some in store.kept_segments() for i in some.segment_ids] == list(range(count))
 
     async def test_a_commit_is_visible_at_once(self, open_store: OpenStore) -> None:
         """Records can be read back without a sync."""

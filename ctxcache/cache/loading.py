@@ -13,7 +13,8 @@ when it comes to be known.
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from ctxcache.cache.eviction import record_of
 from ctxcache.cache.state import State
-from ctxcache.core.ledger.dormant import Dormant, Line
+from ctxcache.core.ledger.dormant import UID_BYTES, Dormant, Line
 from ctxcache.core.ledger.ledger import SECOND_NS
 from ctxcache.core.ledger.segment import Segment, TenantUse
 from ctxcache.core.ledger.session import Expiration, Session
@@ -31,8 +32,10 @@ from ctxcache.format.layout import SegmentLayout, block_layout
 from ctxcache.format.streams import Stream, ranges_of
 from ctxcache.storage.metadata.base import (
     Changes,
-    KeptSegment,
-    KeptSession,
+    KeptSegments,
+    KeptSessions,
+    KeyedSegment,
+    Kind,
     MetadataStore,
     ModelRecord,
     SegmentRecord,
@@ -154,7 +157,8 @@ class _Loader:
         self._listed_by: dict[int, Session] = {}
         dormant = Dormant(self._reviver.revive, is_by_tenant=bool(self._ledger.usage.shares))
         self._plain = _Plain(dormant, state.clock.now_ns())
-        self._layouts: dict[tuple[str, str, Hashable], SegmentLayout] = {}
+        self._layouts: dict[Kind, SegmentLayout | None] = {}
+        """None where the model is missing."""
 
     def load(self, last_used: int) -> Loaded:
         """See the module's."""
@@ -178,19 +182,23 @@ class _Loader:
         self._ledger.asleep(self._plain.dormant, self._plain.models)
         return Loaded(self._repairs, self._plain.slots())
 
-    def _look_at(self, found: KeptSession) -> None:
-        if not found.is_plain:
-            self._read(self._metadata.session(found.uid, found.kept))
-            return
-        key = found.tenant, found.model_id, found.layout
-        layout = self._layouts.get(key)
-        if layout is None:
-            record = self._metadata.session(found.uid, found.kept)
-            model = self._model_of(record)
-            if model is None:
-                return
-            layout = self._layouts[key] = self._reviver.layout(record.layout, model)
-        self._plain.add(found, layout)
+    def _look_at(self, found: KeptSessions) -> None:
+        for uid, kept in found.others:
+            self._read(self._metadata.session(uid, kept))
+        kinds, firsts = np.unique(found.kind_numbers, return_index=True)
+        for number, i in zip(kinds.tolist(), firsts.tolist(), strict=True):
+            if (kind := found.kinds[number]) not in self._layouts:
+                record = self._metadata.session(_uid(found, i), found.kept[i])
+                model = self._state.models.get((record.tenant, record.model_id))
+                self._layouts[kind] = self._reviver.layout(record.layout, model) if model else None
+        layouts = [self._layouts[kind] for kind in found.kinds]
+        if None in layouts:
+            has_model = np.array([layout is not None for layout in layouts])[found.kind_numbers]
+            for i in np.flatnonzero(~has_model).tolist():
+                # It tells of each, and removes it.
+                self._read(self._metadata.session(_uid(found, i), found.kept[i]))
+            found = _only(found, has_model)
+        self._plain.add(found, layouts)
 
     def _model_of(self, record: SessionRecord) -> ModelRecord | None:
         model = self._state.models.get((record.tenant, record.model_id))
@@ -229,16 +237,21 @@ class _Loader:
         last, plain = 0, self._plain
         for found in self._metadata.kept_segments():
             # Ids ascend: the last one read is the largest.
-            last = found.segment_id
-            number = plain.lister(last)
-            if number is not None:
-                plain.add_segment(number, found)
-                self._find_by(found, plain.layouts[number])
-            elif last in self._listed_by:
-                self._load_segment(self._metadata.segment(last, found.kept))
-                self._find_by(found, self._listed_by[last].layout)
-            else:
-                self._repairs.deleted_segment_ids.append(last)
+            last = int(found.segment_ids[-1])
+            numbers = plain.add_segments(found)
+            for i in np.flatnonzero(numbers < 0).tolist():
+                segment_id = int(found.segment_ids[i])
+                if segment_id in self._listed_by:
+                    self._load_segment(self._metadata.segment(segment_id, found.kept[i]))
+                else:
+                    self._repairs.deleted_segment_ids.append(segment_id)
+            for keyed in found.keyed:
+                segment_id, number = int(found.segment_ids[keyed.place]), int(numbers[keyed.place])
+                begin = int(found.begins[keyed.place])
+                if number >= 0:
+                    self._find_by(keyed, segment_id, begin, plain.layout(number))
+                elif segment_id in self._listed_by:
+                    self._find_by(keyed, segment_id, begin, self._listed_by[segment_id].layout)
         if self._repairs.deleted_segment_ids:
             # A session and its segments are recorded and removed in one commit.
             log.error("segments_without_session count=%d", len(self._repairs.deleted_segment_ids))
@@ -249,11 +262,10 @@ class _Loader:
         segment = segment_of(record, session, self._ledger.usage.of(session.tenant))
         self._ledger.recorded_segment(segment)
 
-    def _find_by(self, found: KeptSegment, layout: SegmentLayout) -> None:
+    def _find_by(self, keyed: KeyedSegment, segment_id: int, begin: int, layout: SegmentLayout) -> None:
         """Let the segment be found by the keys of its tokens."""
-        if found.keys:
-            scope = scope_of(found.tenant, found.model_fingerprint, layout.outline.ranges)
-            self._ledger.keyed.recalled(scope, found.segment_id, found.begin, found.keys)
+        scope = scope_of(keyed.tenant, keyed.model_fingerprint, layout.outline.ranges)
+        self._ledger.keyed.recalled(scope, segment_id, begin, keyed.keys)
 
     def _add(self, session: Session) -> None:
         gap = session.first_gap()
@@ -288,38 +300,64 @@ class _Plain:
         self.dormant, self._opened_ns = dormant, opened_ns
         self.models: Counter[tuple[str, str]] = Counter()
         """How many of each tenant's model are dormant."""
-        self.layouts: list[SegmentLayout] = []
+        self._layouts: list[SegmentLayout] = []
+        """Each once; the sessions' are named by their places here."""
+        self._places: dict[int, int] = {}
+        """The place of a layout, by what it is known by in memory."""
+        self._layout_of = array("q")
         self._access, self._expire = array("q"), array("q")
         self._live_begins, self._live_ends = array("q"), array("q")
         self._listed, self._listers = array("Q"), array("q")
         """Ids of segments that are listed, and the numbers of the sessions; ascending from `set_apart` on."""
-        self._at = 0
+        self._is_found: npt.NDArray[np.bool_] = np.zeros(0, bool)
+        """Whether the record of each listed segment was read."""
         self._ids, self._owners = array("Q"), array("q")
         self._begins, self._ends = array("q"), array("q")
         self._paths, self._offsets, self._sizes = array("q"), array("q"), array("q")
         self._sizes_of: dict[tuple[int, int], int] = {}
         self._misfits: set[int] = set()
 
-    def add(self, found: KeptSession, layout: SegmentLayout) -> None:
-        """A session."""
+    def add(self, found: KeptSessions, layouts: Sequence[SegmentLayout | None]) -> None:
+        """Sessions, and the layout of each kind."""
         # Clocks may have been set back between the runs.
-        idle_s = max(self._opened_ns - found.access_time_ns, 0) / SECOND_NS
-        number = self.dormant.add(found.uid, found.tenant, found.session_id, found.kept, idle_s=idle_s)
-        self.models[found.tenant, found.model_id] += 1
-        self.layouts.append(layout)
-        self._access.append(found.access_time_ns)
-        self._expire.append(found.expire_time_ns)
-        self._live_begins.append(found.live_begin)
-        self._live_ends.append(found.live_end)
-        for segment_id in found.segment_ids:
-            self._listed.append(segment_id)
-            self._listers.append(number)
+        idle_s = np.maximum(self._opened_ns - found.access_times_ns, 0) / SECOND_NS
+        kinds = found.kind_numbers.tolist()
+        numbers = self.dormant.add_read(
+            found.uids,
+            [found.kinds[kind].tenant for kind in kinds],
+            found.session_ids,
+            found.kept,
+            array("d", idle_s.tobytes()),
+        )
+        for kind, count in Counter(kinds).items():
+            self.models[found.kinds[kind].tenant, found.kinds[kind].model_id] += count
+        places = np.array([-1 if layout is None else self._place(layout) for layout in layouts], np.int64)
+        for column, values in (
+            (self._layout_of, places[found.kind_numbers]),
+            (self._access, found.access_times_ns),
+            (self._expire, found.expire_times_ns),
+            (self._live_begins, found.live_begins),
+            (self._live_ends, found.live_ends),
+            (self._listed, found.segment_ids),
+            (self._listers, np.repeat(np.arange(numbers.start, numbers.stop), found.segment_counts)),
+        ):
+            column.frombytes(values.tobytes())
+
+    def _place(self, layout: SegmentLayout) -> int:
+        place = self._places.setdefault(id(layout), len(self._layouts))
+        if place == len(self._layouts):
+            self._layouts.append(layout)
+        return place
+
+    def layout(self, number: int) -> SegmentLayout:
+        """The layout of a session."""
+        return self._layouts[self._layout_of[number]]
 
     def set_apart(self, listed_by: "dict[int, Session]", last_used: int | None) -> list[int]:
         """The sessions that share segments with others, and the last used ones; None: all."""
         listed, listers = np.array(self._listed, np.uint64), np.array(self._listers, np.int64)
         if last_used is None:
-            apart = np.arange(len(self.layouts))
+            apart = np.arange(len(self._access))
         else:
             order = np.argsort(listed, kind="stable")
             listed, listers = listed[order], listers[order]
@@ -332,49 +370,71 @@ class _Plain:
         is_left = ~np.isin(listers, apart)
         self._listed = array("Q", listed[is_left].tobytes())
         self._listers = array("q", listers[is_left].tobytes())
+        self._is_found = np.zeros(len(self._listed), bool)
         found: list[int] = apart.tolist()
         return found
 
-    def lister(self, segment_id: int) -> int | None:
-        """The session that lists a segment. Asked of ids in ascending order."""
-        listed = self._listed
-        while self._at < len(listed) and listed[self._at] < segment_id:
-            # Its record is missing.
-            self._misfits.add(self._listers[self._at])
-            self._at += 1
-        if self._at == len(listed) or listed[self._at] != segment_id:
-            return None
-        self._at += 1
-        return self._listers[self._at - 1]
+    def add_segments(self, found: KeptSegments) -> "npt.NDArray[np.int64]":
+        """Those of these segments that the sessions list; the number of the session of each, -1 for none."""
+        listed = np.frombuffer(self._listed, np.uint64)
+        at = np.searchsorted(listed, found.segment_ids)
+        is_listed = at < len(listed)
+        is_listed[is_listed] = listed[at[is_listed]] == found.segment_ids[is_listed]
+        at = at[is_listed]
+        self._is_found[at] = True
+        numbers = np.full(len(found.segment_ids), -1, np.int64)
+        numbers[is_listed] = owners = np.frombuffer(self._listers, np.int64)[at]
+        ids, paths = found.segment_ids[is_listed], found.path_indexes[is_listed]
+        begins, sizes = found.begins[is_listed], found.sizes_bytes[is_listed]
+        self.dormant.add_segments_read(
+            _packed("Q", ids),
+            _packed("I", owners.astype(np.uint32)),
+            _packed("I", paths.astype(np.uint32)),
+            list(compress(found.kept, is_listed.tolist())),
+        )
+        for column, values in (
+            (self._ids, ids),
+            (self._owners, owners),
+            (self._begins, begins),
+            (self._ends, begins + found.token_counts[is_listed]),
+            (self._paths, paths),
+            (self._offsets, found.offsets_bytes[is_listed]),
+            (self._sizes, sizes),
+        ):
+            column.frombytes(values.tobytes())
+        is_fit = found.is_plain[is_listed] & (
+            sizes == self._right_sizes(owners, found.segment_tokens[is_listed])
+        )
+        self._misfits.update(owners[~is_fit].tolist())
+        return numbers
 
-    def add_segment(self, number: int, found: KeptSegment) -> None:
-        """The session's segment."""
-        path_index, offset_bytes, size_bytes = found.slot
-        self.dormant.add_segment(found.segment_id, number, found.slot, found.kept)
-        self._ids.append(found.segment_id)
-        self._owners.append(number)
-        self._begins.append(found.begin)
-        self._ends.append(found.begin + found.token_count)
-        self._paths.append(path_index)
-        self._offsets.append(offset_bytes)
-        self._sizes.append(size_bytes)
-        layout = self.layouts[number]
-        size = id(layout), found.segment_tokens
-        if size not in self._sizes_of:
-            self._sizes_of[size] = layout.of(found.segment_tokens).size_bytes
-        if not found.is_plain or size_bytes != self._sizes_of[size]:
-            self._misfits.add(number)
+    def _right_sizes(
+        self, owners: "npt.NDArray[np.int64]", segment_tokens: "npt.NDArray[np.int64]"
+    ) -> "npt.NDArray[np.int64]":
+        """The sizes of slots that these sessions' segments of so many rows have."""
+        places = np.frombuffer(self._layout_of, np.int64)[owners]
+        kinds, which = np.unique(np.stack((places, segment_tokens)), axis=1, return_inverse=True)
+        sizes = [self._size_of(place, tokens) for place, tokens in kinds.T.tolist()]
+        return np.array(sizes, np.int64)[which.reshape(-1)]
+
+    def _size_of(self, place: int, segment_tokens: int) -> int:
+        size_bytes = self._sizes_of.get((place, segment_tokens))
+        if size_bytes is None:
+            size_bytes = self._layouts[place].of(segment_tokens).size_bytes
+            self._sizes_of[place, segment_tokens] = size_bytes
+        return size_bytes
 
     def unfit(self) -> list[int]:
         """Sessions whose segments are missing, or not what they should be: to be known, and cut or mended."""
-        self._misfits.update(self._listers[self._at :])
+        # Of some the record is missing.
+        self._misfits.update(np.frombuffer(self._listers, np.int64)[~self._is_found].tolist())
         owners, begins, ends = (np.array(each, np.int64) for each in (self._owners, self._begins, self._ends))
         order = np.lexsort((begins, owners))
         owners, begins, ends = owners[order], begins[order], ends[order]
         is_next = owners[1:] == owners[:-1]
         # Where one ends before the next begins, something may be missing: a full look tells.
         gaps = owners[1:][is_next & (begins[1:] != ends[:-1])]
-        count = len(self.layouts)
+        count = len(self._access)
         firsts, lasts = np.zeros(count, np.int64), np.zeros(count, np.int64)
         is_first = np.concatenate(([True], ~is_next))[: len(owners)]
         is_last = np.concatenate((~is_next, [True]))[: len(owners)]
@@ -393,18 +453,41 @@ class _Plain:
         if is_by_tenant:
             tenants = np.array([self.dormant.tenant(number) for number in numbers[by_use].tolist()], object)
             accounts = {tenant: by_use[tenants == tenant] for tenant in self.dormant.names}
+        slot_bytes = np.zeros(len(self._access), np.int64)
+        np.add.at(slot_bytes, np.frombuffer(self._owners, np.int64), np.frombuffer(self._sizes, np.int64))
         self.dormant.order(
             {account: _line(access, numbers, order) for account, order in accounts.items()},
             _line(expire, numbers, by_expiry),
+            _packed("q", slot_bytes),
         )
 
     def slots(self) -> DormantSlots:
         """The slots of the sessions that are dormant now."""
-        is_dormant = np.zeros(len(self.layouts), bool)
+        is_dormant = np.zeros(len(self._access), bool)
         is_dormant[list(self.dormant)] = True
         is_left = is_dormant[np.array(self._owners, np.int64)]
         columns = (self._ids, self._paths, self._offsets, self._sizes)
         return DormantSlots(*(_packed(each.typecode, np.array(each)[is_left]) for each in columns))
+
+
+def _uid(found: KeptSessions, i: int) -> bytes:
+    return found.uids[i * UID_BYTES : (i + 1) * UID_BYTES]
+
+
+def _only(found: KeptSessions, is_wanted: "npt.NDArray[np.bool_]") -> KeptSessions:
+    wanted = is_wanted.tolist()
+    return found._replace(
+        uids=b"".join([_uid(found, i) for i in np.flatnonzero(is_wanted).tolist()]),
+        session_ids=list(compress(found.session_ids, wanted)),
+        kind_numbers=found.kind_numbers[is_wanted],
+        segment_counts=found.segment_counts[is_wanted],
+        segment_ids=found.segment_ids[np.repeat(is_wanted, found.segment_counts)],
+        live_begins=found.live_begins[is_wanted],
+        live_ends=found.live_ends[is_wanted],
+        access_times_ns=found.access_times_ns[is_wanted],
+        expire_times_ns=found.expire_times_ns[is_wanted],
+        kept=list(compress(found.kept, wanted)),
+    )
 
 
 def _line(

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from ctxcache.format.checksums import chunk_checksum
@@ -170,7 +171,8 @@ class _Maker:
 
 
 def _uid(session: int) -> bytes:
-    return (session + 1).to_bytes(16, "big")
+    # In no order of the sessions, as the store's own are.
+    return blake2b(session.to_bytes(8, "big"), digest_size=16).digest()
 
 
 def started(directory: Path, ssd_bytes: int) -> str:

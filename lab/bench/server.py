@@ -117,8 +117,10 @@ def wait_for_port(port: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The process's environment: ours, without settings."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    """The process's environment: ours, without settings. Bytecode is kept, as installations have it."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    ours.pop("PYTHONDONTWRITEBYTECODE", None)
+    return ours
 
 
 def _ready(process: "subprocess.Popen[str]", stderr: Path) -> dict[str, Any]:

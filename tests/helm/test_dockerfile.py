@@ -65,6 +65,11 @@ def test_images_say_what_they_are_and_how_they_are() -> None:
     assert all(one.startswith("--mount=type=secret,id=pip,") for one in installs)
 
 
+def test_images_bring_bytecode() -> None:
+    """Nobody may write it into an image: each start and each health check would compile everything anew."""
+    assert "--no-compile" not in DOCKERFILE.read_text()
+
+
 def test_the_version_is_the_projects() -> None:
     """In the label."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

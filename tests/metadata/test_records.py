@@ -3,8 +3,10 @@
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import cast, get_type_hints
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,14 @@ from ctxcache.format.layout import SegmentIdentity, Slot
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Content, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata import records
-from ctxcache.storage.metadata.base import BlockRecord, ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.base import (
+    BlockRecord,
+    KeptSegments,
+    KeptSessions,
+    ModelRecord,
+    SegmentRecord,
+    SessionRecord,
+)
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 SIZE = st.integers(0, (1 << 63) - 1)
@@ -127,6 +136,26 @@ def encode(record: ModelRecord | SessionRecord | SegmentRecord) -> Encoded:
             return Encoded(record, key, records.encode_segment(record), records.decode_segment)
 
 
+def look_at_session(key: bytes, value: bytes) -> KeptSessions:
+    """Look at it between two others, as opening does; what is not looked at is read."""
+    around = [make_session(uid) for uid in (1 << 64, 1 << 65)]
+    keys = [records.session_key(record.uid) for record in around]
+    values = list(map(records.encode_session, around))
+    found = records.keep_sessions([keys[0], key, keys[1]], [values[0], value, values[1]], {})
+    for uid, kept in found.others:
+        assert isinstance(kept, bytes)
+        records.decode_session(records.session_key(uid), kept)
+    return found
+
+
+def look_at_segment(key: bytes, value: bytes) -> KeptSegments:
+    """Look at it between two others, as opening does."""
+    around = [make_segment(segment_id) for segment_id in (1 << 40, 1 << 41)]
+    keys = [records.segment_key(record.segment_id) for record in around]
+    values = list(map(records.encode_segment, around))
+    return records.keep_segments([keys[0], key, keys[1]], [values[0], value, values[1]])
+
+
 SAMPLES = {
     "model": encode(make_model()),
     "session": encode(make_session(segment_ids=(1, 2))),
@@ -142,6 +171,10 @@ SAMPLES = {
         replace(make_session(segment_ids=(3,)), block=BlockRecord(bytes(32), "blocks/a", (1, 1 << 24)))
     ),
 }
+SAMPLES |= {
+    "session looked at": replace(SAMPLES["session with contents"], decode=look_at_session),
+    "segment looked at": replace(SAMPLES["segment"], decode=look_at_segment),
+}
 
 
 def reseal(key: bytes, sealed: bytes) -> bytes:
@@ -155,6 +188,48 @@ def test_every_record_comes_back_as_it_went_in(record: ModelRecord | SessionReco
     encoded = encode(record)
 
     assert encoded.decode(encoded.key, encoded.value) == record
+
+
+@given(st.lists(SESSIONS | BLOCKS, max_size=6))
+def test_a_look_at_sessions_finds_what_their_records_say(some: list[SessionRecord]) -> None:
+    """Columns hold the fields of those that are plain, whatever they are; the rest are told apart."""
+    keys = [records.session_key(record.uid) for record in some]
+    found = records.keep_sessions(keys, list(map(records.encode_session, some)), {})
+    is_plain = [not (record.block or record.is_pinned or record.copies > 1) for record in some]
+    plain = list(compress(some, is_plain))
+    kinds = [found.kinds[number] for number in found.kind_numbers]
+
+    assert found.uids == b"".join(record.uid for record in plain)
+    assert found.session_ids == [record.session_id for record in plain]
+    assert [kind[:2] for kind in kinds] == [(record.tenant, record.model_id) for record in plain]
+    assert len(set(kinds)) == len({(record.tenant, record.model_id, record.layout) for record in plain})
+    assert list(found.segment_counts) == [len(record.segment_ids) for record in plain]
+    assert found.segment_ids.tolist() == [each for record in plain for each in record.segment_ids]
+    live = [(record.live[0][0], record.live[-1][1]) if record.live else (0, 0) for record in plain]
+    assert list(zip(found.live_begins.tolist(), found.live_ends.tolist(), strict=True)) == live
+    assert found.access_times_ns.tolist() == [record.access_time_ns for record in plain]
+    assert found.expire_times_ns.tolist() == [record.expire_time_ns for record in plain]
+    assert [uid for uid, _ in found.others] == [record.uid for record in some if record not in plain]
+
+
+@given(st.lists(SEGMENTS, max_size=6))
+def test_a_look_at_segments_finds_what_their_records_say(some: list[SegmentRecord]) -> None:
+    """Columns hold the fields, whatever they are; one with a copy is not plain, and keys are told whose."""
+    keys = [records.segment_key(record.segment_id) for record in some]
+    found = records.keep_segments(keys, list(map(records.encode_segment, some)))
+
+    assert found.segment_ids.tolist() == [record.segment_id for record in some]
+    assert found.begins.tolist() == [record.identity.begin for record in some]
+    assert found.token_counts.tolist() == [record.identity.token_count for record in some]
+    columns = found.path_indexes, found.offsets_bytes, found.sizes_bytes
+    assert [tuple(each) for each in np.stack(columns).T.tolist()] == [record.slot for record in some]
+    assert found.segment_tokens.tolist() == [record.segment_tokens for record in some]
+    assert found.is_plain.tolist() == [record.copy is None for record in some]
+    assert found.keyed == [
+        (i, record.identity.tenant, record.identity.model_fingerprint, record.keys)
+        for i, record in enumerate(some)
+        if record.keys
+    ]
 
 
 @given(MODELS | SESSIONS | BLOCKS | SEGMENTS, st.data())

@@ -11,6 +11,7 @@ it was read or written last. Its segments count as its tenant's, and their slots
 hundred bytes where a known session takes thousands. Owned by the ledger.
 """
 
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -49,15 +50,23 @@ class Line:
     def of(cls, kind: str, keys: "array[int]", numbers: "array[int]") -> Self:
         """A line of keys that ascend, and equal ones by their numbers."""
         line = cls(kind)
-        for begin in range(0, len(keys), PIECE):
-            part = slice(begin, begin + PIECE)
-            line._split_in(len(line._firsts), keys[part], numbers[part], (keys[begin], numbers[begin]))
+        line.extend(keys, numbers)
         return line
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Each key and its number, in order. Nothing may come or go meanwhile."""
         for keys, numbers in zip(self._keys, self._numbers, strict=True):
             yield from zip(keys, numbers, strict=True)
+
+    def extend(self, keys: "array[int]", numbers: "array[int]") -> None:
+        """Put numbers behind all that are in here, in order as `of` takes them."""
+        begin = PIECE - len(self._keys[-1]) if self._keys else 0
+        if begin:
+            self._keys[-1].extend(keys[:begin])
+            self._numbers[-1].extend(numbers[:begin])
+        for first in range(begin, len(keys), PIECE):
+            part = slice(first, first + PIECE)
+            self._split_in(len(self._firsts), keys[part], numbers[part], (keys[first], numbers[first]))
 
     def add(self, key: int, number: int) -> None:
         """Put a number where its key stands."""
@@ -177,6 +186,40 @@ class Dormant:
         self.count += 1
         return number
 
+    def add_read(
+        self,
+        uids: bytes,
+        tenants: Sequence[str],
+        session_ids: Sequence[str],
+        kept: Sequence[object],
+        idle_s: "array[float]",
+    ) -> range:
+        """As `add`, for many in the order of their uids, behind all that are dormant; their numbers."""
+        count = len(session_ids)
+        numbers = range(len(self._kept), len(self._kept) + count)
+        texts = self._tenant_names
+        self._tenants += [texts.setdefault(tenant, tenant) for tenant in tenants]
+        self._uids += uids
+        self._kept += kept
+        self._slot_bytes.extend(array("q", bytes(8 * count)))
+        self._idle_s.extend(idle_s)
+        self._turn_counts.extend(array("I", [1]) * count)
+        among = set(tenants)
+        if len(among) == 1:
+            self.names.setdefault(texts[among.pop()], {}).update(zip(session_ids, numbers, strict=True))
+        else:
+            for tenant, session_id, number in zip(
+                self._tenants[numbers.start :], session_ids, numbers, strict=True
+            ):
+                self.names.setdefault(tenant, {})[session_id] = number
+        # The first eight bytes of each uid.
+        keys = array("Q", uids)[::2]
+        if sys.byteorder == "little":
+            keys.byteswap()
+        self._by_uid.extend(keys, array("I", numbers))
+        self.count += count
+        return numbers
+
     def add_segment(self, segment_id: int, number: int, slot: tuple[int, int, int], kept: object) -> None:
         """A segment of session `number`."""
         path_index, _, size_bytes = slot
@@ -192,14 +235,32 @@ class Dormant:
         self._by_segment_id.add(segment_id, row)
         self.segment_count += 1
 
+    def add_segments_read(
+        self,
+        segment_ids: "array[int]",
+        numbers: "array[int]",
+        path_indexes: "array[int]",
+        kept: Sequence[object],
+    ) -> None:
+        """As `add_segment`, for many in the order of their ids, behind all that are dormant.
+
+        `order` tells their sizes.
+        """
+        rows = range(len(self._segments), len(self._segments) + len(kept))
+        self._owners.extend(numbers)
+        self._paths.extend(path_indexes)
+        self._segments += kept
+        self._by_segment_id.extend(segment_ids, array("I", rows))
+        self.segment_count += len(kept)
+
     def timed(self, number: int, access_time_ns: int, expire_time_ns: int) -> None:
         """The session was used last, and expires, at these times."""
         self._line(self._tenants[number]).add(access_time_ns, number)
         self._by_expiry.add(expire_time_ns, number)
 
-    def order(self, by_use: dict[str, Line], by_expiry: Line) -> None:
-        """The sessions of each account by their last use, and all by when they expire."""
-        self._by_use, self._by_expiry = by_use, by_expiry
+    def order(self, by_use: dict[str, Line], by_expiry: Line, slot_bytes: "array[int]") -> None:
+        """The sessions of each account by their last use, all by when they expire, and each one's bytes."""
+        self._by_use, self._by_expiry, self._slot_bytes = by_use, by_expiry, slot_bytes
 
     # -- looks -------------------------------------------------------------------------------------
 

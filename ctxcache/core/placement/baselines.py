@@ -8,6 +8,7 @@ bytes are counted. Belady has no name here: it knows the future.
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.order import Accepts, Key, Keyed, Line, takes_or_passes
@@ -681,7 +682,11 @@ class LeastHitDensity(Recency):
 
 OLDEST = (1 << AGE_BINS // 4) - 1
 """Whatever is as old or older is in the last bin."""
-BINS_OF_AGES = bytes(min(int(4 * math.log2(age + 1)), AGE_BINS - 1) for age in range(OLDEST + 1))
+# Bin `n` ends where `age + 1` reaches 2 ** ((n + 1) / 4); OLDEST itself is in the last one.
+_ENDS = [*(math.ceil(2 ** (number / 4)) - 1 for number in range(AGE_BINS)), OLDEST + 1]
+BINS_OF_AGES = b"".join(
+    bytes((number,)) * (end - begin) for number, (begin, end) in enumerate(pairwise(_ENDS))
+)
 
 
 def _bin_turns(number: int) -> float:

@@ -9,6 +9,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ctxcache.format.layout import SEGMENT_TOKENS, SegmentIdentity, Slot
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Content, Stream
@@ -136,40 +139,61 @@ class SessionRecord:
     """How many SSD paths each of its segments shall be on, 1 or 2."""
 
 
-class KeptSession(NamedTuple):
-    """The part of a session's record that opening looks at. The store reads the whole one from `kept`.
+class Kind(NamedTuple):
+    """The facts that many sessions share. `layout` is equal for the same streams."""
 
-    `layout` is equal for the same streams. What is live lies within `[live_begin, live_end)`, which is empty
-    where nothing is. Not `is_plain`: a block, or a session that is pinned or has copies.
-    """
-
-    uid: bytes
     tenant: str
-    session_id: str
     model_id: str
     layout: Hashable
-    segment_ids: tuple[int, ...]
-    live_begin: int
-    live_end: int
-    access_time_ns: int
-    expire_time_ns: int
-    is_plain: bool
-    kept: object
 
 
-class KeptSegment(NamedTuple):
-    """As `KeptSession`, of a segment's record. Not `is_plain`: one with a copy."""
+class KeptSessions(NamedTuple):
+    """The part of sessions' records that opening looks at, in columns, by uid.
 
-    segment_id: int
+    The store reads a whole record from its `kept`. All columns are of sessions that are no blocks, not pinned
+    and without copies; `others` are the uid and the kept of each of the rest.
+    """
+
+    uids: bytes
+    """16 each."""
+    session_ids: list[str]
+    kinds: list[Kind]
+    kind_numbers: "npt.NDArray[np.intp]"
+    """Which of the kinds each has."""
+    segment_counts: "npt.NDArray[np.int64]"
+    segment_ids: "npt.NDArray[np.uint64]"
+    """Those of all sessions, in their order."""
+    live_begins: "npt.NDArray[np.int64]"
+    live_ends: "npt.NDArray[np.int64]"
+    """What is live lies within, and nothing where an end is 0."""
+    access_times_ns: "npt.NDArray[np.int64]"
+    expire_times_ns: "npt.NDArray[np.int64]"
+    kept: list[object]
+    others: list[tuple[bytes, object]]
+
+
+class KeyedSegment(NamedTuple):
+    """A segment that has keys of its tokens: its place among those found, and what makes its scope."""
+
+    place: int
     tenant: str
     model_fingerprint: bytes
-    begin: int
-    token_count: int
-    slot: tuple[int, int, int]
-    segment_tokens: int
     keys: tuple[bytes, ...]
-    is_plain: bool
-    kept: object
+
+
+class KeptSegments(NamedTuple):
+    """As `KeptSessions`, of segments' records, ascending by id. Not `is_plain`: one with a copy."""
+
+    segment_ids: "npt.NDArray[np.uint64]"
+    begins: "npt.NDArray[np.int64]"
+    token_counts: "npt.NDArray[np.int64]"
+    path_indexes: "npt.NDArray[np.int64]"
+    offsets_bytes: "npt.NDArray[np.int64]"
+    sizes_bytes: "npt.NDArray[np.int64]"
+    segment_tokens: "npt.NDArray[np.int64]"
+    is_plain: "npt.NDArray[np.bool_]"
+    keyed: list[KeyedSegment]
+    kept: list[object]
 
 
 @dataclass(slots=True)
@@ -208,11 +232,14 @@ class MetadataStore(Protocol):
     def segments(self) -> Iterator[SegmentRecord]:
         """Every segment. Raises CorruptMetadata."""
 
-    def kept_sessions(self) -> Iterator[KeptSession]:
-        """Every session, by uid, verified and not read in full. Raises CorruptMetadata."""
+    def kept_sessions(self) -> Iterator[KeptSessions]:
+        """Every session, some at a time, by uid, verified and not read in full. Raises CorruptMetadata."""
 
-    def kept_segments(self) -> Iterator[KeptSegment]:
-        """Every segment, ascending by id, verified and not read in full. Raises CorruptMetadata."""
+    def kept_segments(self) -> Iterator[KeptSegments]:
+        """Every segment, some at a time, ascending by id, verified and not read in full.
+
+        Raises CorruptMetadata.
+        """
 
     def session(self, uid: bytes, kept: object) -> SessionRecord:
         """The whole record of a session that `kept_sessions` gave. Does no I/O. Raises CorruptMetadata."""

@@ -27,12 +27,16 @@ every version, so that a newer record is told apart from a damaged one.
 import base64
 import json
 import struct
+import sys
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, compress
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata
@@ -42,8 +46,10 @@ from ctxcache.format.streams import DIGEST_BYTES, Content, DType, StateKind, Str
 from ctxcache.storage.metadata.base import (
     BlockRecord,
     Changes,
-    KeptSegment,
-    KeptSession,
+    KeptSegments,
+    KeptSessions,
+    KeyedSegment,
+    Kind,
     ModelRecord,
     SegmentRecord,
     SessionRecord,
@@ -65,7 +71,6 @@ UID_BYTES = 16
 #     | 1 | fixed part ............. | tenant | ... variable parts ... | XXH3-64 |
 #      version        counts ─────────────────────► lengths             over all before it, seeded by the key
 _CHECKSUM = struct.Struct("<Q")
-_INT = struct.Struct("<q")
 _SEGMENT = struct.Struct("<16sqqq32sIqqQIH")
 # A key is unpacked as one field: iteration over many is one call into C.
 _PREFIX_KEY = struct.Struct("<32s")
@@ -78,6 +83,24 @@ _SLOT = struct.Struct("<Q")
 _SLOT_KEY = struct.Struct(">IQ")
 _COPY = struct.Struct("<IQ")
 """A length that no key has, so that what follows them tells whether there is one."""
+# The same fixed parts as `_SESSION` and `_SEGMENT`, for many at once.
+_SESSION_LENGTHS = ("tenant", "id", "model", "streams", "segments", "ranges", "salt", "contents")
+_SESSION_HEAD = np.dtype(
+    [
+        ("generation", "<i8"), ("log_end", "<i8"), ("create_time_ns", "<i8"), ("access_time_ns", "<i8"),
+        ("expire_time_ns", "<i8"), ("ttl_ns", "<i8"), ("flags", "u1"), ("tenant", "<u2"), ("id", "<u2"),
+        ("model", "<u2"), ("streams", "<u4"), ("segments", "<u4"), ("ranges", "<u4"), ("salt", "<u2"),
+        ("contents", "<u4"),
+    ]
+)  # fmt: skip
+_SEGMENT_HEAD = np.dtype(
+    [
+        ("uid", "V16"), ("generation", "<i8"), ("begin", "<i8"), ("token_count", "<i8"),
+        ("fingerprint", "V32"), ("path_index", "<u4"), ("offset_bytes", "<i8"), ("size_bytes", "<i8"),
+        ("header_checksum", "<u8"), ("segment_tokens", "<u4"), ("tenant", "<u2"),
+    ]
+)  # fmt: skip
+_NOTHING_LIVE = bytes(16)
 LAYOUTS_KEPT = 256
 """Layouts of sessions that are not read anew each time: a model has one or two."""
 _IS_PINNED = 1
@@ -183,90 +206,143 @@ def decode_session(key: bytes, value: bytes) -> SessionRecord:
     return _decode(key, value, _read_session)
 
 
-def keep_session(key: bytes, value: bytes) -> KeptSession:
-    """Look at a session's value, which is kept as it is. Raises CorruptMetadata."""
-    _verify(key, value)
-    try:
-        return _look_at_session(key[len(SESSION_PREFIX) :], value)
-    except (ValueError, struct.error) as error:
-        raise _corrupt(key, f"its body does not parse: {error!r}") from error
+def keep_sessions(keys: list[bytes], values: list[bytes], kinds: dict[object, Kind]) -> KeptSessions:
+    """Look at sessions' values, which are kept as they are. Raises CorruptMetadata.
 
-
-def _look_at_session(uid: bytes, value: bytes) -> KeptSession:
-    (
-        _, _, _, access_time_ns, expire_time_ns, _, flags, tenant_bytes, id_bytes, model_bytes,
-        stream_count, segment_count, range_count, salt_bytes, content_count,
-    ) = _SESSION.unpack_from(value, 1)  # fmt: skip
+    `kinds`: those that were found so far, by what they are told by.
+    """
+    verify(keys, values)
+    heads = _heads(keys, values, _SESSION_HEAD)
+    is_plain = heads["flags"] & ~np.uint8(_HAS_TTL) == 0
+    others: list[tuple[bytes, object]] = []
+    if not is_plain.all():
+        plain = is_plain.tolist()
+        others = [
+            (key[len(SESSION_PREFIX) :], value)
+            for key, value, is_usual in zip(keys, values, plain, strict=True)
+            if not is_usual
+        ]
+        keys, values = list(compress(keys, plain)), list(compress(values, plain))
+        heads = heads[is_plain]
+    lengths = {name: heads[name].astype(np.int64) for name in _SESSION_LENGTHS}
     tenant_begin = 1 + _SESSION.size
-    id_begin = tenant_begin + tenant_bytes
-    model_begin = id_begin + id_bytes
-    layout_begin = model_begin + model_bytes
-    segments_begin = layout_begin + stream_count * _STREAM.size
-    live_begin = segments_begin + segment_count * 8
-    live_end = live_begin + range_count * _RANGE.size
-    end = live_end + salt_bytes + content_count * _CONTENT.size
-    is_plain = not flags & ~_HAS_TTL
-    if is_plain and end + _CHECKSUM.size != len(value):
-        raise ValueError(f"{len(value)} bytes where {end + _CHECKSUM.size} are announced")
-    return KeptSession(
-        uid,
-        value[tenant_begin:id_begin].decode(),
-        value[id_begin:model_begin].decode(),
-        value[model_begin:layout_begin].decode(),
-        value[layout_begin:segments_begin],
-        _ids(segment_count).unpack_from(value, segments_begin),
-        _INT.unpack_from(value, live_begin)[0] if range_count else 0,
-        _INT.unpack_from(value, live_end - _INT.size)[0] if range_count else 0,
-        access_time_ns,
-        expire_time_ns,
-        is_plain,
-        value,
-    )
-
-
-@lru_cache(LAYOUTS_KEPT)
-def _ids(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}Q")
-
-
-def keep_segment(key: bytes, value: bytes) -> KeptSegment:
-    """Look at a segment's value, which is kept as it is. Raises CorruptMetadata."""
-    _verify(key, value)
+    id_begins = tenant_begin + lengths["tenant"]
+    model_begins = id_begins + lengths["id"]
+    layout_begins = model_begins + lengths["model"]
+    segments_begins = layout_begins + lengths["streams"] * _STREAM.size
+    live_begins = segments_begins + lengths["segments"] * 8
+    live_ends = live_begins + lengths["ranges"] * _RANGE.size
+    ends = live_ends + lengths["salt"] + lengths["contents"] * _CONTENT.size + _CHECKSUM.size
+    sizes = np.fromiter(map(len, values), np.int64, len(values))
+    for i in np.flatnonzero(sizes != ends)[:1].tolist():
+        raise _corrupt(keys[i], f"its body does not parse: {sizes[i]} bytes where {ends[i]} are announced")
+    # Columns become lists once: indexing an array for each value would cost more than all the rest.
+    at = [
+        each.tolist()
+        for each in (id_begins, model_begins, layout_begins, segments_begins, live_begins, live_ends)
+    ]
+    found: dict[Kind, int] = {}
+    session_ids, numbers, segment_ids, live = [], [], [], []
     try:
-        (
-            _, _, begin, token_count, fingerprint, path_index, offset_bytes, size_bytes, _, segment_tokens,
-            tenant_bytes,
-        ) = _SEGMENT.unpack_from(value, 1)  # fmt: skip
-        tenant_end = 1 + _SEGMENT.size + tenant_bytes
-        rest_bytes = len(value) - tenant_end - _CHECKSUM.size
-        if rest_bytes < 0:
-            raise ValueError(f"{len(value)} bytes are too few")  # noqa: TRY301
-        tenant = value[1 + _SEGMENT.size : tenant_end].decode()
-    except (ValueError, struct.error) as error:
-        raise _corrupt(key, f"its body does not parse: {error!r}") from error
-    keys: tuple[bytes, ...] = ()
-    if rest_bytes >= _PREFIX_KEY.size:
-        ends = range(tenant_end + _PREFIX_KEY.size, tenant_end + rest_bytes + 1, _PREFIX_KEY.size)
-        keys = tuple([value[end - _PREFIX_KEY.size : end] for end in ends])
-    return KeptSegment(
-        int.from_bytes(key[len(SEGMENT_PREFIX) :], "big"),
-        tenant,
-        fingerprint,
-        begin,
-        token_count,
-        (path_index, offset_bytes, size_bytes),
-        segment_tokens,
-        keys,
-        rest_bytes % _PREFIX_KEY.size == 0,
-        value,
+        for value, id_at, model_at, layout_at, segments_at, live_at, end in zip(values, *at, strict=True):
+            session_ids.append(value[id_at:model_at].decode())
+            # The lengths tell where the model's id ends.
+            told = value[tenant_begin:id_at], value[model_at:segments_at], layout_at - model_at
+            kind = kinds.get(told)
+            if kind is None:
+                model_id = value[model_at:layout_at].decode()
+                kind = kinds[told] = Kind(told[0].decode(), model_id, value[layout_at:segments_at])
+            numbers.append(found.setdefault(kind, len(found)))
+            segment_ids.append(value[segments_at:live_at])
+            # The first range's begin and the last one's end.
+            live.append(
+                value[live_at : live_at + 8] + value[end - 8 : end] if live_at < end else _NOTHING_LIVE
+            )
+    except ValueError as error:
+        raise _corrupt(keys[len(numbers)], f"its body does not parse: {error!r}") from error
+    ranges = np.frombuffer(b"".join(live), "<i8").reshape(-1, 2)
+    return KeptSessions(
+        b"".join([key[len(SESSION_PREFIX) :] for key in keys]),
+        session_ids,
+        list(found),
+        np.array(numbers, np.intp),
+        lengths["segments"],
+        np.frombuffer(b"".join(segment_ids), "<u8"),
+        ranges[:, 0],
+        ranges[:, 1],
+        heads["access_time_ns"],
+        heads["expire_time_ns"],
+        [*values],
+        others,
     )
 
 
-def _verify(key: bytes, value: bytes) -> None:
-    """Raise CorruptMetadata unless a value is what was sealed under its key, in this version."""
-    sealed = value[: -_CHECKSUM.size]
-    if not sealed or _checksum(key, sealed) != seal_of(value) or sealed[0] != RECORD_VERSION:
+def keep_segments(keys: list[bytes], values: list[bytes]) -> KeptSegments:
+    """Look at segments' values, which are kept as they are. Raises CorruptMetadata."""
+    verify(keys, values)
+    heads = _heads(keys, values, _SEGMENT_HEAD)
+    sizes = np.fromiter(map(len, values), np.int64, len(values))
+    tenant_ends = 1 + _SEGMENT.size + heads["tenant"].astype(np.int64)
+    rest_bytes = sizes - tenant_ends - _CHECKSUM.size
+    for i in np.flatnonzero(rest_bytes < 0)[:1].tolist():
+        raise _corrupt(keys[i], f"its body does not parse: {sizes[i]} bytes are too few")
+    keyed = []
+    for i in np.flatnonzero(rest_bytes >= _PREFIX_KEY.size).tolist():
+        value, begin = values[i], int(tenant_ends[i])
+        count = int(rest_bytes[i]) // _PREFIX_KEY.size
+        prefix_keys = _PREFIX_KEY.iter_unpack(value[begin : begin + count * _PREFIX_KEY.size])
+        try:
+            tenant = value[1 + _SEGMENT.size : begin].decode()
+        except ValueError as error:
+            raise _corrupt(keys[i], f"its body does not parse: {error!r}") from error
+        fingerprint = heads["fingerprint"][i].tobytes()
+        keyed.append(KeyedSegment(i, tenant, fingerprint, tuple([each for (each,) in prefix_keys])))
+    return KeptSegments(
+        np.frombuffer(b"".join([key[len(SEGMENT_PREFIX) :] for key in keys]), ">u8").astype(np.uint64),
+        heads["begin"],
+        heads["token_count"],
+        heads["path_index"].astype(np.int64),
+        heads["offset_bytes"],
+        heads["size_bytes"],
+        heads["segment_tokens"].astype(np.int64),
+        rest_bytes % _PREFIX_KEY.size == 0,
+        keyed,
+        [*values],
+    )
+
+
+def _heads(keys: list[bytes], values: list[bytes], fields_of: "np.dtype[np.void]") -> "npt.NDArray[np.void]":
+    """The fixed parts of values."""
+    end = 1 + fields_of.itemsize
+    heads = b"".join([value[1:end] for value in values])
+    if len(heads) != len(values) * fields_of.itemsize:
+        i = next(i for i, value in enumerate(values) if len(value) < end)
+        raise _corrupt(keys[i], f"its body does not parse: {len(values[i])} bytes are too few")
+    return np.frombuffer(heads, fields_of)
+
+
+def verify(keys: list[bytes], values: list[bytes]) -> None:
+    """Raise CorruptMetadata unless each value is what was sealed under its key, in this version."""
+    # As `_open` does it, for many at once.
+    end, digest = -_CHECKSUM.size, xxh3_64_intdigest
+    digests = [digest(value[:end], digest(key)) for key, value in zip(keys, values, strict=True)]
+    seals = seals_of(values)
+    versions = {value[:1] for value in values}
+    if len(seals) == len(values) and versions == {bytes((RECORD_VERSION,))}:
+        is_whole = np.array(digests, np.uint64) == np.frombuffer(seals, np.uint64)
+        if is_whole.all():
+            return
+    for key, value in zip(keys, values, strict=True):
         _open(key, value)
+
+
+def seals_of(values: list[bytes]) -> "array[int]":
+    """See `seal_of`."""
+    ends = b"".join([value[-_CHECKSUM.size :] for value in values])
+    seals = array("Q", ends[: len(ends) // _CHECKSUM.size * _CHECKSUM.size])
+    if sys.byteorder == "big":
+        seals.byteswap()
+    return seals
 
 
 def encode_model(record: ModelRecord) -> bytes:

@@ -59,8 +59,9 @@ from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import (
     Changes,
-    KeptSegment,
-    KeptSession,
+    KeptSegments,
+    KeptSessions,
+    Kind,
     ModelRecord,
     SegmentRecord,
     SessionRecord,
@@ -286,19 +287,23 @@ class RocksDbMetadata:
 
     def sessions(self) -> Iterator[SessionRecord]:
         """See MetadataStore."""
-        return self._sessions(records.decode_session)
+        for keys, values in self._sealed_sessions():
+            yield from map(records.decode_session, keys, values)
 
     def segments(self) -> Iterator[SegmentRecord]:
         """See MetadataStore. Ascending by id."""
         return self._scan(records.SEGMENT_PREFIX, records.decode_segment)
 
-    def kept_sessions(self) -> Iterator[KeptSession]:
+    def kept_sessions(self) -> Iterator[KeptSessions]:
         """See MetadataStore."""
-        return self._sessions(records.keep_session)
+        kinds: dict[object, Kind] = {}
+        for keys, values in self._sealed_sessions():
+            yield records.keep_sessions(keys, values, kinds)
 
-    def kept_segments(self) -> Iterator[KeptSegment]:
+    def kept_segments(self) -> Iterator[KeptSegments]:
         """See MetadataStore."""
-        return self._scan(records.SEGMENT_PREFIX, records.keep_segment)
+        for keys, values in self._batches(records.SEGMENT_PREFIX):
+            yield records.keep_segments(keys, values)
 
     def session(self, uid: bytes, kept: object) -> SessionRecord:
         """See MetadataStore."""
@@ -316,17 +321,14 @@ class RocksDbMetadata:
             return records.encode_session(record)
         return records.encode_segment(record)
 
-    def _sessions(self, read: Callable[[bytes, bytes], Record]) -> Iterator[Record]:
+    def _sealed_sessions(self) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """The sessions' keys and values; what a caller does not verify of them raises nothing."""
         seals = Seals()
-
-        def noted(key: bytes, value: bytes) -> Record:
+        for keys, values in self._batches(records.SESSION_PREFIX):
+            yield keys, values
             # The seals are collected while records are read anyway, and compared at the end with what the
             # last commit noted.
-            record = read(key, value)
-            seals.add(key, value)
-            return record
-
-        yield from self._scan(records.SESSION_PREFIX, noted)
+            seals.extend(keys, values)
         if self._seals is None:
             self._check_sessions(seals)
 
@@ -566,10 +568,9 @@ class RocksDbMetadata:
             value = self._db.get(records.COMMIT_KEY)
             last = records.decode_commit(value) if value else Commit(0, 0, 0)
             seals = Seals()
-            for key, value in self.raw():
-                if key.startswith(records.SESSION_PREFIX):
-                    records.keep_session(key, value)
-                    seals.add(key, value)
+            for keys, values in self._batches(records.SESSION_PREFIX):
+                records.verify(keys, values)
+                seals.extend(keys, values)
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             log.warning("metadata_reopen_failed path=%s error=%s", self._path, error)
             return None
@@ -660,11 +661,25 @@ class RocksDbMetadata:
         return work
 
     def _scan(self, prefix: bytes, decode: Callable[[bytes, bytes], Record]) -> Iterator[Record]:
+        for keys, values in self._batches(prefix):
+            yield from map(decode, keys, values)
+
+    def _batches(self, prefix: bytes) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """Keys with a prefix, and their values, ascending, ENTRIES_PER_BATCH at a time."""
         cursor = self._db.iter()
         cursor.seek(prefix)
-        while cursor.valid() and (key := cursor.key()).startswith(prefix):
-            yield decode(key, cursor.value())
-            cursor.next()
+        is_there, key_of, value_of, go_on = cursor.valid, cursor.key, cursor.value, cursor.next
+        keys: list[bytes] = []
+        values: list[bytes] = []
+        while is_there() and (key := key_of()).startswith(prefix):
+            keys.append(key)
+            values.append(value_of())
+            go_on()
+            if len(keys) == ENTRIES_PER_BATCH:
+                yield keys, values
+                keys, values = [], []
+        if keys:
+            yield keys, values
         self._check_cursor(cursor)
 
     def _check_cursor(self, cursor: RdictIter) -> None:
@@ -823,10 +838,10 @@ class Seals(dict[bytes, int]):
         """XOR of those that were read."""
         return reduce(xor, self._read, 0)
 
-    def add(self, key: bytes, value: bytes) -> None:
-        """A session's record was read, whose key comes behind all before it."""
-        self._uids += key[len(records.SESSION_PREFIX) :]
-        self._read.append(records.seal_of(value))
+    def extend(self, keys: list[bytes], values: list[bytes]) -> None:
+        """Sessions' records were read, whose keys ascend and come behind all before them."""
+        self._uids += b"".join([key[len(records.SESSION_PREFIX) :] for key in keys])
+        self._read.extend(records.seals_of(values))
 
     def forget(self, uid: bytes) -> None:
         """The session has no record any more."""
