@@ -416,6 +416,44 @@ def test_what_is_not_whole_is_not_given_out(
     assert keeper.restore("alice", tmp_path / "out") == 0
 
 
+RESTORED_TO = """
+import sys
+from pathlib import Path
+import ctxcache
+from gpu_worker.engines.link import LinkState, StoreLink
+from gpu_worker.engines.llamacpp import LlamaSettings
+from gpu_worker.engines.llamacpp.keeper import SlotKeeper
+from tests.engines.llamacpp_sessions import SPACE
+link = StoreLink(lambda: ctxcache.connect(sys.argv[1]), lambda _client: SPACE)
+assert link.wait(60) is LinkState.READY
+keeper = SlotKeeper(link, LlamaSettings(Path()))
+print(keeper.restore("alice", Path(sys.argv[2]) / "out"))
+keeper.close()
+"""
+
+
+def test_a_disk_without_room_costs_a_computed_prompt(
+    keeper: SlotKeeper, store: ServerProcess, tmp_path: Path
+) -> None:
+    """A place that a file has only on paper ends the process that writes to it."""
+    saved(keeper, tmp_path / "in", random.Random(4).randbytes(2 * PART_BYTES))
+    full = tmp_path / "full"
+    full.mkdir()
+    mounted = (
+        f"mount -t tmpfs -o size={PART_BYTES} none {full} && exec {sys.executable} - {store.target} {full}"
+    )
+    ran = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted],
+        check=False,
+        input=RESTORED_TO,
+        capture_output=True,
+        text=True,
+    )
+    if "unshare" in ran.stderr or "mount:" in ran.stderr:
+        pytest.skip(f"no file system of its own here: {ran.stderr.strip()}")
+    assert (ran.returncode, ran.stdout) == (0, "0\n"), ran.stderr
+
+
 # -- the API --------------------------------------------------------------------------------------------
 
 

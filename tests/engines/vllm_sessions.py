@@ -278,7 +278,7 @@ def test_a_prompt_with_inputs_of_its_own_is_no_prompt_of_tokens(
     prompt = [0] * 96 + opening(13)[:32]
     drawn = torch.Generator().manual_seed(1)
     inputs = [torch.randn((len(prompt), SHAPE["hidden_size"]), generator=drawn) for _ in range(2)]
-    options = {"enable_prompt_embeds": True}
+    options: dict[str, Any] = {"enable_prompt_embeds": True}
     with VllmEngine(model, None, tmp_path / "plain", **options) as plain:
         expected = [
             plain.ask({"prompt": prompt, "embeds": one, "count": COUNT, "session": None})[0] for one in inputs

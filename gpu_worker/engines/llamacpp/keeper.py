@@ -219,8 +219,11 @@ def _load(client: Client, space: BlockSpace, session: str, path: Path) -> int:
     record = _record(client, space, session)
     if record is None:
         return 0
+    with path.open("wb") as file:
+        # All of it now, or an error: a page of a mapping that has no place on disk ends the process.
+        os.posix_fallocate(file.fileno(), 0, record.size_bytes)
     # The store's client writes the parts right into the file that llama.cpp reads next.
-    content = np.memmap(path, np.uint8, "w+", shape=(record.size_bytes,))
+    content = np.memmap(path, np.uint8, "r+", shape=(record.size_bytes,))
     parts = [content[begin : begin + PART_BYTES] for begin in range(0, content.size, PART_BYTES)]
     try:
         loaded = client.blocks.load(space, record.keys, into=parts)
