@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.runtime.files import check_secret, secret_refusal
+from ctxcache.runtime.files import check_secret, is_shortage, secret_refusal, stamp
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Bearer:
     def __init__(self, path: Path, *, source: str) -> None:
         """Read it; `source` is the setting's name. Raises InvalidConfiguration."""
         self._path, self._source = path, source
-        self._seen = _stamp(path)
+        self._seen = stamp(path)
         self._digest = self._read()
 
     def allows(self, authorization: str) -> bool:
@@ -45,14 +45,16 @@ class Bearer:
         return hmac.compare_digest(_digest_of(shown.strip()), self._digest)
 
     def _refresh(self) -> None:
-        stamp = _stamp(self._path)
-        if stamp == self._seen:
+        found = stamp(self._path)
+        if found == self._seen:
             return
         # Noted before it is read: a file that is refused is not read again before it changes.
-        self._seen = stamp
+        self._seen = found
         try:
             self._digest = self._read()
         except InvalidConfiguration as error:
+            if is_shortage(error):
+                self._seen = ()
             log.error("metrics_token_refused error=%s", error)  # noqa: TRY400  the sentence says all
 
     def _read(self) -> bytes:
@@ -78,11 +80,3 @@ def _password(credentials: str) -> str:
         return base64.b64decode(credentials.strip(), validate=True).decode("latin-1").partition(":")[2]
     except binascii.Error:
         return ""
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return status.st_mtime_ns, status.st_ino, status.st_size

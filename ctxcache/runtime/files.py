@@ -9,6 +9,7 @@ A file of facts is JSON with a checksum of its own, replaced as a whole. Worst c
 leaves the file as it was or as it was to be; a flipped bit is a CorruptMetadata, never another fact.
 """
 
+import errno
 import json
 import logging
 import os
@@ -112,6 +113,22 @@ def check_secret(path: Path, fail: Callable[[str], CacheError]) -> None:
     is_mounted = found.st_uid == _ROOT and (found.st_gid == _ROOT or _is_our_group(found.st_gid))
     if mode & (_GROUP_BEYOND_READING if is_mounted else stat.S_IRWXG):
         raise fail(f"group {found.st_gid} may {_rights(mode >> 3)} it (mode {mode:04o}): chmod 600 {path}")
+
+
+def stamp(path: Path) -> tuple[int, ...]:
+    """Numbers that change with a file, or with the rights to it; none where it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    # A file that was refused for its mode is another one when that is mended: its content has not changed.
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether a file was not read for a lack of descriptors or memory, which is no fault of the file's."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def secret_refusal(source: str, path: Path) -> Callable[[str], CacheError]:

@@ -34,6 +34,7 @@ from ctxcache.errors import (
 )
 from ctxcache.identity import ArenaGrant, Role, Rule, Token, Tokens, find, is_tenant, read_tokens
 from ctxcache.runtime import spans
+from ctxcache.runtime.files import is_shortage, stamp
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """gRPC's own, generic over messages that the edge knows as bytes."""
@@ -158,7 +159,7 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         """Raises InvalidConfiguration."""
         self._path = path
-        self._seen = _stamp(path)
+        self._seen = stamp(path)
         self._tokens = read_tokens(path)
         # Callers are objects that connections keep: a change of rights makes a new one, and revokes the old.
         # In a thread: a file on a slow mount must not hold up the loop.
@@ -180,6 +181,9 @@ class TokenFile:
             tokens = await asyncio.to_thread(self._read_changed, is_forced)
         # A file that is half written is refused, and the tokens of before go on.
         except InvalidConfiguration as error:
+            if is_shortage(error):
+                # Read at the next look, or a token that was revoked would go on until the file changes again.
+                self._seen = ()
             log.error("tokens_refused error=%s", error)  # noqa: TRY400  the sentence says all
             return
         if tokens is not None:
@@ -187,11 +191,11 @@ class TokenFile:
             log.info("tokens_loaded path=%s count=%d", self._path, len(tokens.by_digest))
 
     def _read_changed(self, is_forced: bool) -> Tokens | None:  # noqa: FBT001  a thread's target
-        stamp = _stamp(self._path)
-        if stamp == self._seen and not is_forced:
+        found = stamp(self._path)
+        if found == self._seen and not is_forced:
             return None
         # Before the read: a file that changes meanwhile is looked at once more.
-        self._seen = stamp
+        self._seen = found
         return read_tokens(self._path)
 
     def _adopt(self, tokens: Tokens) -> None:
@@ -399,11 +403,3 @@ def _caller(token: Token) -> Caller:
 
 def _subject(token: Token) -> str:
     return f"token:{token.name}"
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return status.st_mtime_ns, status.st_ino, status.st_size

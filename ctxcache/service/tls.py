@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.runtime.files import check_secret, secret_refusal
+from ctxcache.runtime.files import check_secret, is_shortage, secret_refusal, stamp
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class TlsFiles:
 
     def stamps(self) -> Stamps:
         """The stamps that change with one of the files."""
-        return [_stamp(path) for path in (self.certificate, self.key, self.client_ca) if path is not None]
+        return [stamp(path) for path in (self.certificate, self.key, self.client_ca) if path is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,9 @@ class Tls:
             # Two files arrive one after the other: the first alone is no pair.
             # Changed while it was read: looked at again at the next round, and nothing is said.
             if self._files.stamps() == stamps:
-                self._seen = stamps
+                # After a shortage they are read at the next look: the old certificate may end before they
+                # change again.
+                self._seen = [] if is_shortage(error) else stamps
                 log.error("certificate_refused error=%s", error)  # noqa: TRY400  the sentence says all
             return
         # The pair that was read is the pair that is there.
@@ -167,11 +169,3 @@ def _read(path: Path, source: str, *, is_secret: bool = False) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidConfiguration(source=source, problem=f"{path}: {error.strerror}") from error
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return status.st_mtime_ns, status.st_ino, status.st_size

@@ -1,5 +1,7 @@
 """Tenants told apart by tokens, against a real server: both sockets of a host, exchange and revocation."""
 
+import asyncio
+import resource
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -32,6 +34,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.streams import TOKENS
 from ctxcache.identity import ArenaGrant, Role, Token, digest_of
+from ctxcache.service.callers import TokenFile
 from ctxcache.v1 import arena_pb2, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import from_rpc_error
 from lab.routes import Route, route_options
@@ -305,6 +308,49 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     # The server reads the file unasked: the file has changed.
     until(lambda: server.stderr.count("tokens_loaded") > count)
     assert is_known(connect("a"))
+
+
+def test_a_file_whose_mode_is_mended_is_read(
+    connect: Callable[..., Client], server: ServerProcess, hashes: Path
+) -> None:
+    """The refusal says `chmod 600`, and that is enough: unasked, and though its content is the same."""
+    count = server.stderr.count("tokens_refused")
+    open_to_all = hashes.with_name("open")
+    write_hashes(open_to_all, GRANTS | {"a3": GRANTS["a"]})
+    open_to_all.chmod(0o644)
+    open_to_all.replace(hashes)
+    until(lambda: server.stderr.count("tokens_refused") > count)
+    assert not is_known(connect("a3"))
+    hashes.chmod(0o600)
+    until(lambda: is_known(connect("a3")))
+    write_hashes(hashes, GRANTS)
+    until(lambda: not is_known(connect("a3")))
+
+
+def test_tokens_that_a_shortage_kept_from_being_read_are_read_later(hashes: Path) -> None:
+    """A token that was revoked meanwhile would go on until the file changes once more."""
+
+    async def look() -> None:
+        write_hashes(hashes, GRANTS)
+        tokens = TokenFile(hashes)
+        caller = tokens.caller("a")
+        write_hashes(hashes, {name: grant for name, grant in GRANTS.items() if name != "a"})
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # The first thread of a pool needs descriptors of its own.
+        await asyncio.to_thread(int)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            await tokens.refresh()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not caller.is_revoked
+        await tokens.refresh()
+        assert caller.is_revoked
+
+    try:
+        asyncio.run(look())
+    finally:
+        write_hashes(hashes, GRANTS)
 
 
 def test_a_server_does_not_start_with_tokens_that_it_cannot_read(tmp_path: Path) -> None:

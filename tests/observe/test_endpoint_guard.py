@@ -132,6 +132,19 @@ def test_a_token_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert bearer.allows("Bearer fedcba9876543210")
 
 
+def test_a_token_whose_mode_is_mended_is_read(tmp_path: Path) -> None:
+    """The refusal says `chmod 600`, and that is enough: the content is the same."""
+    path = _token_file(tmp_path)
+    bearer = Bearer(path, source="metrics_token_file")
+    fresh = tmp_path / "fresh"
+    fresh.write_text("fedcba9876543210")
+    fresh.chmod(0o644)
+    fresh.rename(path)
+    assert bearer.allows(f"Bearer {TOKEN}")
+    path.chmod(0o600)
+    assert bearer.allows("Bearer fedcba9876543210")
+
+
 @pytest.mark.parametrize("text", ["", "short", "two words of a sentence", "é" * 20])
 def test_a_token_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     """Empty it would let everybody in."""
