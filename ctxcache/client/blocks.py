@@ -30,7 +30,7 @@ from ctxcache.client.types import BlockChange, BlockNews, BlockSpace, Durability
 from ctxcache.client.wire import Wire, trace_metadata
 from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, LeaseNotFound
 from ctxcache.format.checksums import wire_checksum
-from ctxcache.v1 import block_pb2
+from ctxcache.v1 import arena_pb2, block_pb2
 from ctxcache.v1.arena_pb2 import AccessResponse, Operation, OperationError, ReleaseReservation
 from ctxcache.wire.frames import LENGTH_DELIMITED, varint
 
@@ -82,6 +82,8 @@ class BlockCalls:
 
     def __init__(self, wire: Wire, routes: RowRoutes, completions: Completions) -> None:
         self._wire, self._routes, self._completions = wire, routes, completions
+        self._arena_bytes = 0
+        """Of a store that is elsewhere; 0 until it was asked for."""
 
     def look_up(self, space: BlockSpace, keys: Sequence[bytes]) -> list[FoundBlock]:
         """The block under each key. Counts as no access. Raises InvalidArgument."""
@@ -134,10 +136,8 @@ class BlockCalls:
         ttl = None if ttl_s is None else _duration(ttl_s)
         attachment = self._routes.attach()
         arena = None if attachment is None else attachment.arena.writable()
-        # Sent by stream nothing is held, so only the size of a call counts.
-        most_bytes = BYTES_PER_CALL if arena is None else min(BYTES_PER_CALL, arena.size // ARENA_SHARE)
         put_count = 0
-        for some in _by_size(new, len(space.parts), most_bytes):
+        for some in _by_size(new, len(space.parts), self._most_bytes(attachment)):
             request = block_pb2.ReserveBlocks(
                 space=_space(space),
                 blocks=[
@@ -211,14 +211,25 @@ class BlockCalls:
         if into is not None:
             targets = [parts_of(one, "into", is_written=True) for one in into]
         found: list[list[Array] | None] = []
-        step = max(PARTS_PER_CALL // max(len(space.parts), 1), 1)
+        most_count = max(PARTS_PER_CALL // max(len(space.parts), 1), 1)
         attachment = self._routes.attach()
-        for begin in range(0, len(keys), step):
-            some, places = keys[begin : begin + step], targets[begin : begin + step]
+        most_bytes = self._most_bytes(attachment)
+        # Held only as long as it takes to move them: a part of the keys at a time, as many as the bound
+        # allows. The first one says how large blocks are, if `into` does not.
+        count = 1
+        for target in targets[:1]:
+            if target is not None:
+                count = max(most_bytes // max(sum(one.nbytes for one in target), 1), 1)
+        while len(found) < len(keys):
+            part = slice(len(found), len(found) + min(count, most_count))
             if attachment is None:
-                found += self._load_by_stream(space, some, places, writing)
+                loaded = self._load_by_stream(space, keys[part], targets[part], writing)
             else:
-                found += self._load_in_place(space, some, places, attachment, writing)
+                loaded = self._load_in_place(space, keys[part], targets[part], attachment, writing)
+            found += loaded
+            sizes = [sum(array.nbytes for array in one) for one in loaded if one]
+            # By the largest block seen; while none was found, sizes stay unknown and the steps double.
+            count = max(most_bytes // max(sizes), 1) if sizes else 2 * count
         return found
 
     def lease(
@@ -277,6 +288,17 @@ class BlockCalls:
             )
         return attachment
 
+    def _most_bytes(self, attachment: ArenaAttachment | None) -> int:
+        """Bytes of blocks that one call has the store hold: room for a stream is taken at once, too."""
+        if attachment is not None:
+            arena_bytes = attachment.arena.readable.size
+        else:
+            if not self._arena_bytes:
+                asked = arena_pb2.GetArenaRequest()
+                self._arena_bytes = self._wire.call(self._wire.arena.GetArena, asked).size_bytes
+            arena_bytes = self._arena_bytes
+        return min(BYTES_PER_CALL, arena_bytes // ARENA_SHARE)
+
     def _load_in_place(
         self,
         space: BlockSpace,
@@ -285,30 +307,15 @@ class BlockCalls:
         attachment: ArenaAttachment,
         writing: Writing,
     ) -> list[list[Array] | None]:
-        most_bytes = min(BYTES_PER_CALL, attachment.arena.readable.size // ARENA_SHARE)
-        found: list[list[Array] | None] = []
-        # Held only as long as it takes to copy: a part of the keys at a time, as many as the bound allows.
-        # The first one says how large blocks are, if `into` does not.
-        begin, count = 0, 1
-        for target in targets[:1]:
-            if target is not None:
-                count = max(most_bytes // max(sum(one.nbytes for one in target), 1), 1)
-        while begin < len(keys):
-            some, places = keys[begin : begin + count], targets[begin : begin + count]
-            loaded = self._load_some(space, some, places, attachment, writing, recheck=False)
-            # Rows that differ are asked for once more, and the server then verifies what it has first.
-            bad = [i for i, one in enumerate(loaded) if one is _BAD]
-            if bad:
-                some_bad, places_bad = [some[i] for i in bad], [places[i] for i in bad]
-                again = self._load_some(space, some_bad, places_bad, attachment, writing, recheck=True)
-                for i, one in zip(bad, again, strict=True):
-                    loaded[i] = one
-            found += [None if one is _BAD else one for one in loaded]
-            begin += len(some)
-            sizes = [sum(part.nbytes for part in one) for one in loaded if one]
-            # By the largest block seen; while none was found, sizes stay unknown and the steps double.
-            count = max(most_bytes // max(sizes), 1) if sizes else 2 * count
-        return found
+        loaded = self._load_some(space, keys, targets, attachment, writing, recheck=False)
+        # Rows that differ are asked for once more, and the server then verifies what it has first.
+        bad = [i for i, one in enumerate(loaded) if one is _BAD]
+        if bad:
+            some_bad, places_bad = [keys[i] for i in bad], [targets[i] for i in bad]
+            again = self._load_some(space, some_bad, places_bad, attachment, writing, recheck=True)
+            for i, one in zip(bad, again, strict=True):
+                loaded[i] = one
+        return [None if one is _BAD else one for one in loaded]
 
     def _load_some(
         self,

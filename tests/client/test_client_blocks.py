@@ -143,6 +143,18 @@ def test_large_blocks_take_several_messages(client: Client) -> None:
     assert loaded[0].tobytes() == data.tobytes()
 
 
+def test_more_than_the_arena_has_room_for_is_put_and_loaded(client: Client) -> None:
+    """In several calls: a stream holds room for all of its bytes, too."""
+    blocks = {key_of(number): data_of(number, 1 << 20) for number in range(20)}
+    assert client.blocks.put(WHOLE, blocks, durability=Durability.DISK) == len(blocks)
+    found = client.blocks.load(WHOLE, list(blocks))
+    into = [np.empty(1 << 20, np.uint8) for _ in blocks]
+    client.blocks.load(WHOLE, list(blocks), into)
+    for data, loaded, place in zip(blocks.values(), found, into, strict=True):
+        assert loaded is not None
+        assert loaded[0].tobytes() == data.tobytes() == place.tobytes()
+
+
 def test_strided_arrays_are_gathered_and_scattered(client: Client) -> None:
     """A page of an engine's cache, [layers, blocks, heads, size], of any type and strides."""
     cache = np.random.default_rng(1).standard_normal((4, 10, 8, 32)).astype(np.float16)
