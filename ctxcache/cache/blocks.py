@@ -219,7 +219,7 @@ class Blocks:
         self._metadata.check()
         # Old blocks in the way of a new put go first, with one commit.
         await self._clear_away(tenant, space, wanted)
-        self._check(tenant, space, wanted)
+        self._check(Pinner(tenant, client), space, wanted)
         rooms: list[Room] = []
         try:
             for one in wanted:
@@ -438,8 +438,9 @@ class Blocks:
         if gone:
             await self._departures.remove(gone)
 
-    def _check(self, tenant: str, space: bytes, wanted: Sequence[Wanted]) -> None:
-        """Raise InvalidArgument, TooManyRequests before anything is changed."""
+    def _check(self, owner: Pinner, space: bytes, wanted: Sequence[Wanted]) -> None:
+        """Raise InvalidArgument, CapacityExceeded, TooManyRequests before anything is changed."""
+        tenant, new_bytes = owner.tenant, 0
         now_ns, coming = self._state.clock.now_ns(), set[bytes]()
         # Counted before any is made, so that a long list is refused as a whole.
         new_count = 0
@@ -451,13 +452,17 @@ class Blocks:
             is_parent_known = one.parent is None or one.parent in coming
             if not is_parent_known and self._there(tenant, space, one.parent or b"", now_ns) is None:
                 raise InvalidArgument(field=f"blocks[{i}].parent_key", problem="is not there")
-            new_count += block is None
+            if block is None:
+                new_count += 1
+                new_bytes += block_layout(one.part_bytes).size_bytes
             sizes = _sizes(block) if block is not None and not block.token_count else one.part_bytes
             if sizes != one.part_bytes:
                 problem = f"others write this block with parts of {list(sizes)} B"
                 raise InvalidArgument(field=f"blocks[{i}].part_bytes", problem=problem)
             coming.add(one.key)
         self._check_count(new_count)
+        # They are held together until they are committed, and one of them would wait for those before it.
+        self._appends.pins.check_ever(owner, new_bytes)
 
     def _check_count(self, new_count: int) -> None:
         limit = self._state.limits.session_count

@@ -87,7 +87,7 @@ class Pins(Budget):
             async with asyncio.timeout(self._wait_s), turn:
                 while not self.fits(client, sizes := needed()):
                     # A request that could never fit must not wait.
-                    self._check_ever(client, sizes)
+                    self.check_ever(client, sum(sizes.values()))
                     # Behind the look, and nothing awaits between the two: no wake-up is lost.
                     self._freed.clear()
                     await self._freed.wait()
@@ -104,7 +104,7 @@ class Pins(Budget):
         Raises CapacityExceeded: more than may ever be pinned.
         """
         if not self.fits(client, sizes_bytes):
-            self._check_ever(client, sizes_bytes)
+            self.check_ever(client, sum(sizes_bytes.values()))
             # Leases that linger without a reader end before a caller has to wait.
             self.let_go()
             if not self.fits(client, sizes_bytes):
@@ -122,8 +122,9 @@ class Pins(Budget):
     def _account(self, client: Pinner) -> str:
         return client.tenant if self.is_divided else EVERYONE
 
-    def _check_ever(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
-        needed_bytes, limit_bytes = sum(sizes_bytes.values()), self.limit_of(client)
+    def check_ever(self, client: Pinner, needed_bytes: int) -> None:
+        """Raise CapacityExceeded where so much may never be pinned: to try again is of no use."""
+        limit_bytes = self.limit_of(client)
         if needed_bytes > limit_bytes:
             free_bytes = limit_bytes - self.used_by(client)
             raise CapacityExceeded(

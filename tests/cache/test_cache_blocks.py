@@ -39,6 +39,7 @@ from ctxcache.errors import (
     TooManyRequests,
     WriteInProgress,
 )
+from ctxcache.format.layout import block_layout
 from ctxcache.server.upkeep import Upkeep
 
 
@@ -227,6 +228,25 @@ async def test_bad_requests_change_nothing(rig: MemoryRig) -> None:
     await rig.check()
 
 
+async def test_more_than_may_ever_be_reserved_is_refused_before_anything_is_made(rig: MemoryRig) -> None:
+    """A call's blocks are held together: to try again is of no use, and the refusal says how much may be."""
+    pins = rig.cache.appends.pins
+    count = pins.limit_bytes // SLOT_BYTES
+    before = rig.cache.ledger.memory.free_bytes
+
+    with pytest.raises(CapacityExceeded) as refused:
+        await reserved(rig, *map(wanted, range(count + 1)))
+    assert refused.value.limit_bytes == pins.limit_bytes
+    assert refused.value.needed_bytes == (count + 1) * SLOT_BYTES
+    assert not rig.cache.ledger.blocks()
+    assert rig.cache.ledger.memory.free_bytes == before
+    # What is there already needs no room.
+    await put(rig, 0, 1)
+    rooms = await reserved(rig, *map(wanted, range(count)))
+    assert [room.state for room in rooms[:3]] == [BlockState.HIT, BlockState.HIT, BlockState.MISS]
+    await rig.check()
+
+
 async def test_a_lease_is_its_tenants_until_it_ends(rig: MemoryRig) -> None:
     """By its token, within its time; what is leased stays though it is deleted."""
     await put(rig, 1)
@@ -356,9 +376,11 @@ async def test_a_refused_request_takes_back_its_own_places_alone(rig: MemoryRig)
     """A part that the same writer has by another request stays its own, and is committed."""
     sizes, space = (10, 10), space_of(bytes(32), b"", b"", (Part(0, 1, 0), Part(0, 1, 1)))
     [first] = await reserved(rig, Wanted(key_of(1), sizes, (0,)), space=space)
-    too_many = [Wanted(key_of(number), sizes, (0, 1)) for number in range(2, 500)]
+    # No more than may be reserved at all, and more than there is room for now.
+    count = rig.cache.appends.pins.limit_bytes // block_layout(sizes).size_bytes
+    too_many = [Wanted(key_of(number), sizes, (0, 1)) for number in range(2, count + 1)]
 
-    with pytest.raises(CapacityExceeded):
+    with pytest.raises(CapacityExceeded, match="may be written before SSD has more"):
         await reserved(rig, Wanted(key_of(1), sizes, (1,)), *too_many, space=space)
 
     [second] = await reserved(rig, Wanted(key_of(1), sizes, (1,)), space=space)

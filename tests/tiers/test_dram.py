@@ -103,8 +103,8 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size_bytes", [0, ALIGN_BYTES, 2 * ALIGN_BYTES + 1])
 def test_an_odd_size_is_refused(path: Path, size_bytes: int) -> None:
-    """An arena is whole pages, its own and at least one more."""
-    with pytest.raises(InvalidConfiguration, match="multiple"):
+    """An arena is whole pages, its own and at least one more; the refusal names the setting and the least."""
+    with pytest.raises(InvalidConfiguration, match=r"arena_size_bytes: .* B; at least 8192 B"):
         DramArena(path, size_bytes)
 
 

@@ -51,8 +51,8 @@ class DramArena:
         InvalidConfiguration, CapacityExceeded (no room), TierFailure.
         """
         if size_bytes % ALIGN_BYTES or size_bytes < 2 * ALIGN_BYTES:
-            problem = f"{size_bytes} B is not a multiple of {ALIGN_BYTES} B, or not two of them"
-            raise InvalidConfiguration(source="DRAM size", problem=problem)
+            problem = f"{size_bytes} B; at least {2 * ALIGN_BYTES} B, a multiple of {ALIGN_BYTES} B"
+            raise InvalidConfiguration(source="arena_size_bytes", problem=problem)
         # Allocated now, and not at the first touch: a full tmpfs kills a process that touches a page by
         # SIGBUS.
         self._memory = create_shared(str(path), size_bytes, huge_pages, is_sealed=is_sealed)
