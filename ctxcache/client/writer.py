@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -233,15 +234,14 @@ class ReservedWriter(SessionWriter):
     def _checksums(self, token_begin: int, token_end: int) -> list[int]:
         """The checksums of tokens: run by run, one checksum per stream. Raises ChecksumMismatch."""
         first = bisect_right(self._runs, token_begin, key=lambda run: run[1])
-        return [
-            self._tally.value(
-                stream, max(begin, token_begin), min(end, token_end), partial(self._slots.rows, stream)
-            )
-            # In the order of the reservation's runs: the server joins them to its segments by position alone.
-            for begin, end in self._runs[first:]
-            if begin < token_end
+        last = bisect_left(self._runs, token_end, key=_begin_of)
+        ranges = [(max(begin, token_begin), min(end, token_end)) for begin, end in self._runs[first:last]]
+        columns = [
+            self._tally.values(stream, ranges, partial(self._slots.rows, stream))
             for stream in self._slots.layout.streams
         ]
+        # In the order of the reservation's runs: the server joins them to its segments by position alone.
+        return [value for run in zip(*columns, strict=True) for value in run]
 
     def _write(self, stream: Stream, row_begin: int, rows: Bytes) -> None:
         begin = self.write_offset + row_begin
@@ -252,14 +252,16 @@ class ReservedWriter(SessionWriter):
         # anew.
         if row_begin < self._written[stream]:
             self._tally.drop(stream, begin, begin + len(rows), partial(self._slots.rows, stream))
-        for block_begin, room in self._slots.blocks(stream, begin, begin + len(rows)):
-            run_tokens = room.shape[1]
-            for i, place in enumerate(room):
-                token = block_begin + i * run_tokens
-                part = rows[token - begin : token - begin + run_tokens]
-                # Of the caller's rows, and not of what was put in place: a copy that went wrong is found.
-                value = copied(place.reshape(-1), part.reshape(-1))
-                self._tally.note(stream, token, token + run_tokens, value)
+        flat, at = rows.reshape(-1), 0
+        for token, room in self._slots.blocks(stream, begin, begin + len(rows)):
+            run_tokens, run_bytes = room.shape[1], room.shape[1] * room.shape[2]
+            # Of the caller's rows, and not of what was put in place: a copy that went wrong is found.
+            values = [
+                copied(place, flat[run_begin : run_begin + run_bytes])
+                for place, run_begin in zip(room.reshape(-1, run_bytes), count(at, run_bytes), strict=False)
+            ]
+            self._tally.note(stream, token, run_tokens, values)
+            at += len(values) * run_bytes
 
     def _commit(self, row_count: int, durability: Durability, *, keep_open: bool) -> SessionInfo:
         begin, end = self.write_offset + self._committed_count, self.write_offset + row_count
@@ -280,6 +282,10 @@ class ReservedWriter(SessionWriter):
         # Gone already, or with its stream: either way nobody holds it any more.
         with suppress(CacheError):
             self._hold.release()
+
+
+def _begin_of(run: tuple[int, int]) -> int:
+    return run[0]
 
 
 def reserve(

@@ -195,9 +195,13 @@ class Tally:
         self._pieces: dict[Stream, list[_Piece]] = {}
         self._growing: dict[Stream, list[tuple[int, int, xxh3_64]]] = {}
 
-    def note(self, stream: Stream, begin: int, end: int, value: int) -> None:
-        """Rows of tokens `[begin, end)` have that checksum."""
-        self._pieces.setdefault(stream, []).append(_Piece(begin, end, value))
+    def note(self, stream: Stream, begin: int, token_count: int, values: Iterable[int]) -> None:
+        """Rows of so many tokens from `begin` on, of as many behind them and so on, have these checksums."""
+        pieces = self._pieces.setdefault(stream, [])
+        for value in values:
+            end = begin + token_count
+            pieces.append(_Piece(begin, end, value))
+            begin = end
 
     def grow(self, stream: Stream, begin: int, end: int, *, is_first: bool) -> xxh3_64:
         """The hasher to be fed rows of tokens `[begin, end)`, in order; `is_first`.
@@ -223,6 +227,15 @@ class Tally:
             else:
                 kept += _recut(stream, [piece], [(piece.begin, begin), (end, piece.end)], rows)
         self._pieces[stream] = sorted(kept)
+
+    def values(self, stream: Stream, ranges: Sequence[tuple[int, int]], rows: Rows) -> list[int]:
+        """The checksum of rows of each range of tokens, in order, as `value` has it."""
+        self._close(stream)
+        pieces = self._pieces.get(stream, [])
+        # The usual case: exactly what was noted, so that no range is looked for.
+        if [piece[:2] for piece in pieces] == ranges:
+            return [piece.value for piece in pieces]
+        return [self.value(stream, begin, end, rows) for begin, end in ranges]
 
     def value(self, stream: Stream, begin: int, end: int, rows: Rows) -> int:
         """The checksum of rows of tokens `[begin, end)`, all of one segment.
@@ -258,7 +271,7 @@ class Tally:
     def _close(self, stream: Stream) -> None:
         # Only now: several may be fed at a time.
         for begin, end, hasher in self._growing.pop(stream, ()):
-            self.note(stream, begin, end, hasher.intdigest())
+            self.note(stream, begin, end - begin, [hasher.intdigest()])
 
 
 def _begin(piece: _Piece) -> int:

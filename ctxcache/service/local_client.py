@@ -64,8 +64,10 @@ LOOK_INTERVAL_S = 0.5
 """How often one looks, in a drain, whether what a silent client holds has ended by itself."""
 PIECES_PER_PAUSE = 16
 """Pieces of a lease that an answer tells of before others may have their turn."""
-SUMS_AT_ONCE = 256
-"""Checksums in an answer that is made at once; others have their turn while a longer one is made."""
+PIECES_AT_ONCE, SUMS_AT_ONCE = 128, 1024
+"""Pieces of a lease, and their checksums, in an answer that is made at once: a quarter of a millisecond.
+Others have their turn while a longer one is made.
+"""
 REPEATED_LIMIT_BYTES = 512
 """Longer requests are not known again."""
 LINGERING_LIMIT = 256
@@ -496,7 +498,9 @@ class LocalClient:
         self._grant(request, lease, result.lease)
         # Thousands of sums in one turn would hold up everybody: the lease is kept, and its answer is made in
         # a task.
-        if not request.is_brief and len(lease.pieces) * len(lease.view.layout.specs) > SUMS_AT_ONCE:
+        count = len(lease.pieces)
+        is_long = count > PIECES_AT_ONCE or count * len(lease.view.layout.specs) > SUMS_AT_ONCE
+        if is_long and not request.is_brief:
             self._begun = lease
             return False
         if not request.is_brief:

@@ -101,11 +101,28 @@ def test_rows_that_are_written_again_are_taken_out() -> None:
     def rows(begin: int, end: int) -> bytes:
         return data[begin * ROW_BYTES : end * ROW_BYTES]
 
-    tally.note(TOKENS, 0, 10, xxh3_64_intdigest(data))
+    tally.note(TOKENS, 0, 10, [xxh3_64_intdigest(data)])
     tally.drop(TOKENS, 3, 5, rows)
     assert tally.value(TOKENS, 0, 3, rows) == xxh3_64_intdigest(rows(0, 3))
     with pytest.raises(KeyError):
         tally.value(TOKENS, 0, 10, rows)
-    tally.note(TOKENS, 3, 5, 1)
+    tally.note(TOKENS, 3, 2, [1])
     with pytest.raises(ChecksumMismatch):
         tally.drop(TOKENS, 4, 5, rows)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 4), (4, 8)], [(0, 4)], [(0, 2), (2, 8)], [(4, 8), (8, 9)]])
+def test_sums_of_ranges_are_those_of_their_rows(ranges: list[tuple[int, int]]) -> None:
+    """Whether they are just what was noted, a part of it, or cut otherwise."""
+    data = bytes(range(9 * ROW_BYTES))
+    tally = Tally()
+
+    def rows(begin: int, end: int) -> bytes:
+        return data[begin * ROW_BYTES : end * ROW_BYTES]
+
+    sums = [xxh3_64_intdigest(rows(begin, begin + 4)) for begin in (0, 4)]
+    tally.note(TOKENS, 0, 4, sums)
+    tally.note(TOKENS, 8, 1, [xxh3_64_intdigest(rows(8, 9))])
+    assert tally.values(TOKENS, ranges, rows) == [xxh3_64_intdigest(rows(*one)) for one in ranges]
+    with pytest.raises(KeyError):
+        tally.values(TOKENS, [(0, 4), (4, 10)], rows)
