@@ -395,28 +395,38 @@ def spans_of_segments(segments: Iterable[SegmentLocation], begin: int, end: int)
 
 def _spans(runs: Iterable[tuple[int, int, int, int]], begin: int, end: int) -> list[Span]:
     spans: list[Span] = []
-    last = Span(0, 0, 0, 0, 0, begin)
     token = begin
+    # The span that goes on: where its first run lies, how far the next one is, and how many there are.
+    first, stride, count, rows, token_begin = 0, 0, 0, (0, 0, 0), begin
     for offset, row_begin, row_end, row_capacity in runs:
         if not 0 <= row_begin < row_end:
             raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
         # Slots at equal distances are one span, which one array with a stride can view.
-        stride = offset - last.offset_bytes if last.run_count == 1 else last.stride_bytes
+        if count == 1:
+            stride = offset - first
         if (
-            last.run_count
+            count
             and stride > 0
-            and (row_begin, row_end, row_capacity) == (last.row_begin, last.row_end, last.row_capacity)
-            and offset == last.offset_bytes + last.run_count * stride
+            and rows == (row_begin, row_end, row_capacity)
+            and offset == first + count * stride
         ):
-            last = spans[-1] = last._replace(stride_bytes=stride, run_count=last.run_count + 1)
+            count += 1
         else:
-            last = Span(offset, 0, 1, row_begin, row_end, token, row_capacity)
-            spans.append(last)
+            if count:
+                spans.append(_span(first, stride, count, rows, token_begin))
+            first, stride, count, token_begin = offset, 0, 1, token
+            rows = row_begin, row_end, row_capacity
         token += row_end - row_begin
+    if count:
+        spans.append(_span(first, stride, count, rows, token_begin))
     # Also the only check that a brief answer's runs are as many tokens as were asked for.
     if token != end:
         raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
     return spans
+
+
+def _span(first: int, stride: int, count: int, rows: tuple[int, int, int], token_begin: int) -> Span:
+    return Span(first, stride if count > 1 else 0, count, rows[0], rows[1], token_begin, rows[2])
 
 
 class PlacedChunk(NamedTuple):

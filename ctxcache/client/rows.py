@@ -10,8 +10,9 @@ import threading
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple, Protocol
+from functools import cached_property, partial
+from itertools import chain
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
@@ -43,6 +44,7 @@ from ctxcache.format.layout import (
     header_checksum,
 )
 from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.v1 import session_pb2
 from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, RecheckLease, ReleaseLease, SegmentLocation
 from ctxcache.v1.session_pb2 import AppendHeader, ReadHeader, ReadSessionRequest
 
@@ -60,12 +62,19 @@ class SessionRows(Closing):
 
     is_local: bool
     """Whether the rows are views of the arena, valid until close, instead of copies."""
-    session: SessionInfo
-    """The session as it is read."""
     streams: tuple[Stream, ...]
     """Streams that can be read, in layer order."""
     begin: int
     end: int
+
+    _told: session_pb2.Session
+    """What the server said of the session."""
+
+    @cached_property
+    def session(self) -> SessionInfo:
+        """The session as it is read."""
+        # Made when asked for: most readers want the rows alone.
+        return session_from_wire(self._told)
 
     @property
     def token_count(self) -> int:
@@ -335,7 +344,7 @@ class FiledRows(SessionRows):
         wanted = frozenset(streams)
         if not wanted <= layout.chunks.keys():
             raise InvalidArgument(field="streams", problem="one is not part of the session's layout")
-        self.session, self.files = session_from_wire(lease.session), files
+        self._told, self.files = lease.session, files
         self.streams = tuple(stream for stream in layout.chunks if not wanted or stream in wanted)
         self.begin, self.end = lease.range.begin, lease.range.end
         self._arena, self._layout, self._hold, self._verifier = arena, layout, hold, verifier
@@ -485,7 +494,7 @@ class LeasedRows(SessionRows):
         wanted = frozenset(streams)
         if not wanted <= stored.keys():
             raise InvalidArgument(field="streams", problem="one is not part of the session's layout")
-        self.session = session_from_wire(lease.session)
+        self._told = lease.session
         self.streams = tuple(s for s in stored if s in wanted) if wanted else slots.layout.streams
         self.begin, self.end = lease.range.begin, lease.range.end
         self._chunks = stored if not wanted else {stream: stored[stream] for stream in self.streams}
@@ -496,8 +505,8 @@ class LeasedRows(SessionRows):
         return self._slots.layout.row_bytes(stream)
 
     def pieces(self, stream: Stream) -> Sequence[Bytes]:
-        """Return a stream's rows as views of the arena, one per run of live rows."""
-        return [rows for view in self.blocks(stream) for rows in view]
+        """Return a stream's rows as views of the arena, each made when asked for."""
+        return _Pieces(self.blocks(stream))
 
     def blocks(self, stream: Stream) -> list[Bytes]:
         """Return a stream's rows as views [runs, rows, row_bytes], fewer and larger ones than `pieces`."""
@@ -597,6 +606,30 @@ class LeasedRows(SessionRows):
         self._hold.check_known()
 
 
+class _Pieces(Sequence[Bytes]):
+    """The runs of a stream's views [runs, rows, row_bytes], in order: each [rows, row_bytes]."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[Bytes]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return sum([len(block) for block in self._blocks])
+
+    def __iter__(self) -> Iterator[Bytes]:
+        return chain.from_iterable(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> Bytes | list[Bytes]:
+        return list(self)[index]
+
+
 def lease_rows(
     attachment: ArenaAttachment, request: AcquireLease, streams: Sequence[Stream], *, is_verified: bool
 ) -> LeasedRows | FiledRows:
@@ -620,10 +653,8 @@ def lease_rows(
         layout = attachment.layouts.get_or_make(lease.session.uid, lambda: SlotLayout(lease.layout))
         verifier = None
         if is_verified:
-            recheck = Operation(recheck_lease=RecheckLease(lease_id=lease.lease_id))
-            verifier = Verifier(
-                arena, layout, lease.segments, hold.check, lambda: _carry_out(attachment.stream, recheck)
-            )
+            recheck = partial(_recheck, attachment.stream, lease.lease_id)
+            verifier = Verifier(arena, layout, lease.segments, hold.check, recheck)
         # One class for leases that are wholly in the arena, whose long runs are few views, another for mixed
         # ones.
         if any(segment.HasField("path_index") for segment in lease.segments):
@@ -640,5 +671,5 @@ def lease_rows(
         raise
 
 
-def _carry_out(stream: AccessStream, operation: Operation) -> None:
-    stream.carry_out(operation)
+def _recheck(stream: AccessStream, lease_id: int) -> None:
+    stream.carry_out(Operation(recheck_lease=RecheckLease(lease_id=lease_id)))

@@ -184,7 +184,7 @@ class StreamedRows(SessionRows):
         self._source = ChunkStream(transport, request, row_sizes, size_bytes=size_bytes)
         self._arrivals = iter(self._source)
         self._row_sizes = row_sizes
-        self.session = session_from_wire(self._source.header.session)
+        self._told = self._source.header.session
         self.streams = self._source.streams
         self.begin, self.end = self._source.begin, self._source.end
         self._kept: dict[Stream, list[RowPiece]] = {stream: [] for stream in self.streams}
