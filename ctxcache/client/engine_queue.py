@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
+from typing import SupportsIndex
 
 import grpc
 
@@ -77,6 +78,10 @@ def check_job(job: QueuedJob) -> None:
     for field, span_s in (("start_in_s", job.start_in_s), ("deadline_in_s", job.deadline_in_s)):
         if span_s is not None and not 0 <= span_s <= SPAN_LIMIT_S:
             raise InvalidArgument(field=field, problem=f"{span_s} is not within [0, {SPAN_LIMIT_S}]")
+    for field, count in (("priority", job.priority), ("new_token_count", job.new_token_count)):
+        # A message takes none, and would be made where nobody hears of it: the queue could not be sent again.
+        if not isinstance(count, SupportsIndex):
+            raise InvalidArgument(field=field, problem=f"{count!r} is not an integer")
     if not 0 <= job.priority <= PRIORITY_LIMIT:
         raise InvalidArgument(field="priority", problem=f"{job.priority} is not within [0, {PRIORITY_LIMIT}]")
     if not 0 <= job.new_token_count <= 2**62:

@@ -259,7 +259,9 @@ def test_missing_sessions_are_named_until_their_jobs_are_put_again(client: Clien
         ({"position": None, "start_in_s": float("nan")}, "start_in_s"),
         ({"deadline_in_s": 1e9}, "deadline_in_s"),
         ({"priority": 101}, "priority"),
+        ({"priority": 0.5}, "priority"),
         ({"new_token_count": -1}, "new_token_count"),
+        ({"new_token_count": 1.5}, "new_token_count"),
     ],
 )
 def test_a_bad_job_is_refused_before_it_is_sent(
