@@ -16,7 +16,7 @@ from gpu_worker.v1 import worker_pb2
 TOKEN_LIMIT = 1 << 24
 LENGTH_LIMIT = 1 << 16
 LENGTHS_LIMIT = 8
-_SESSION = re.compile(r"sessions/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SESSION = re.compile(r"sessions/[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def restore(

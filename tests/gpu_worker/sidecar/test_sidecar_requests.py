@@ -251,6 +251,12 @@ def test_tokens_that_are_there_already_are_not_touched(
         assert not any(bool(part[begin:].isnan().any()) for part in rows)
 
 
+def test_any_name_of_the_store_is_one_here(client: WorkerClient, weights: Path, session_id: str) -> None:
+    """Engines name sessions by a user and a number, such as `alice:3`."""
+    with saved_case(client, weights, f"{session_id}:3") as case:
+        assert case.restore().is_restored
+
+
 def test_memory_may_be_a_sealed_memfd(client: WorkerClient, weights: Path, session_id: str) -> None:
     """Passed on the descriptor socket; one that could shrink is refused."""
     with saved_case(client, weights, session_id) as case:
