@@ -41,6 +41,7 @@ JOB_LIMIT = 1 << 16
 """Most jobs that any server takes; its own limit comes with its welcome."""
 SPAN_LIMIT_S = 30 * 86400
 PRIORITY_LIMIT = 100
+TOKENS_LIMIT = 2**62
 JOB_ID_BYTES = 128
 _SESSION = re.compile(r"sessions/[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 
@@ -78,14 +79,16 @@ def check_job(job: QueuedJob) -> None:
     for field, span_s in (("start_in_s", job.start_in_s), ("deadline_in_s", job.deadline_in_s)):
         if span_s is not None and not 0 <= span_s <= SPAN_LIMIT_S:
             raise InvalidArgument(field=field, problem=f"{span_s} is not within [0, {SPAN_LIMIT_S}]")
-    for field, count in (("priority", job.priority), ("new_token_count", job.new_token_count)):
-        # A message takes none, and would be made where nobody hears of it: the queue could not be sent again.
-        if not isinstance(count, SupportsIndex):
-            raise InvalidArgument(field=field, problem=f"{count!r} is not an integer")
-    if not 0 <= job.priority <= PRIORITY_LIMIT:
-        raise InvalidArgument(field="priority", problem=f"{job.priority} is not within [0, {PRIORITY_LIMIT}]")
-    if not 0 <= job.new_token_count <= 2**62:
-        raise InvalidArgument(field="new_token_count", problem=f"{job.new_token_count} is no count of tokens")
+    _check_count("priority", job.priority, PRIORITY_LIMIT)
+    _check_count("new_token_count", job.new_token_count, TOKENS_LIMIT)
+
+
+def _check_count(field: str, count: int, limit: int) -> None:
+    # A message takes no fraction, and is made where nobody hears of it: the queue could not be sent any more.
+    if not isinstance(count, SupportsIndex):
+        raise InvalidArgument(field=field, problem=f"{count!r} is not an integer")
+    if not 0 <= count <= limit:
+        raise InvalidArgument(field=field, problem=f"{count} is not within [0, {limit}]")
 
 
 # The state of each job, by where it stands. It is in `_jobs` while it waits; the two others are the mail:

@@ -179,10 +179,13 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                     await pace.rest()
             yield _told(self._cache, news)
             while True:
-                waiting = asyncio.ensure_future(news.has_news.wait())
-                await asyncio.wait({waiting, drained}, return_when=asyncio.FIRST_COMPLETED)
                 # A waiter per round: the event may have been set before it was waited for.
-                waiting.cancel()
+                waiting = asyncio.ensure_future(news.has_news.wait())
+                try:
+                    await asyncio.wait({waiting, drained}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    # Also where the caller goes, as nearly all do: it would wait for news of nobody.
+                    waiting.cancel()
                 if drained.done():
                     raise Draining
                 yield _told(self._cache, news)

@@ -308,6 +308,24 @@ async def test_subscriptions_are_counted_and_end_with_their_callers(stub: Any, s
     follower.call.cancel()
 
 
+async def test_no_task_of_a_subscription_stays(stub: Any) -> None:
+    """Each would wait for news of one that nobody hears, until it is collected with a complaint."""
+
+    def waiting() -> int:
+        return sum(
+            getattr(task.get_coro(), "__qualname__", "") == "Event.wait" for task in asyncio.all_tasks()
+        )
+
+    before_count = waiting()
+    followers = [Follower(stub) for _ in range(3)]
+    for follower in followers:
+        await follower.hear()
+    assert waiting() > before_count
+    for follower in followers:
+        follower.call.cancel()
+    await until(lambda: waiting() == before_count)
+
+
 async def test_a_subscription_of_a_bad_space_is_refused(stub: Any) -> None:
     """With the field."""
     request = block_pb2.SubscribeBlocksRequest(space=block_pb2.BlockSpace(model_fingerprint=b"x"))
