@@ -33,7 +33,7 @@ def catalog(tmp_path: Path) -> Catalog:
     """A catalog with one entry."""
     made = Catalog(tmp_path, INSTANCE_ID)
     made.begin(0, no_records)
-    made.append([(b"s/one", b"1")], 1)
+    made.append([([(b"s/one", b"1")], 1)])
     return made
 
 
@@ -43,8 +43,8 @@ def test_a_device_that_takes_less_than_it_is_given(
     """The rest follows: what comes behind it can be read."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, memoryview(data)[:7]))
-    catalog.append([(b"s/two", b"2" * 50)], 2)
-    catalog.append([(b"s/three", b"3")], 3)
+    catalog.append([([(b"s/two", b"2" * 50)], 2)])
+    catalog.append([([(b"s/three", b"3")], 3)])
     catalog.close(3)
     monkeypatch.undo()
 
@@ -80,10 +80,10 @@ def test_the_last_commit_is_synced_too(catalog: Catalog, monkeypatch: pytest.Mon
     synced = threading.Event()
     monkeypatch.setattr(os, "fdatasync", lambda _: synced.set())
     monkeypatch.setattr(catalogs, "SYNC_INTERVAL_S", 0.5)
-    catalog.append([(b"s/two", b"2")], 2)
+    catalog.append([([(b"s/two", b"2")], 2)])
     first = synced.wait(30)
     synced.clear()
-    catalog.append([(b"s/one", None)], 3)
+    catalog.append([([(b"s/one", None)], 3)])
     last = synced.wait(30)
     catalog.close(3)
 
@@ -102,10 +102,10 @@ def test_a_device_that_hangs_costs_few_descriptors(
 
     monkeypatch.setattr(os, "fdatasync", hang)
     monkeypatch.setattr(catalogs, "SYNC_INTERVAL_S", 0)
-    catalog.append([(b"s/two", b"2")], 2)
+    catalog.append([([(b"s/two", b"2")], 2)])
     hangs.wait()
     for sequence in range(3, 100):
-        catalog.append([(b"s/two", b"2")], sequence)
+        catalog.append([([(b"s/two", b"2")], sequence)])
     links = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
     goes_on.set()
     catalog.close(99)
@@ -126,7 +126,7 @@ def impatient(tmp_path: Path) -> Catalog:
     """A catalog with one commit, which waits for a device no longer than a moment."""
     made = Catalog(tmp_path, INSTANCE_ID, hang_after_s=0.05)
     made.begin(0, no_records)
-    made.append([(b"s/one", b"1")], 1)
+    made.append([([(b"s/one", b"1")], 1)])
     while not read_catalog(tmp_path, INSTANCE_ID).records or made._is_base_due:
         continue
     return made
@@ -147,10 +147,10 @@ async def test_a_write_that_hangs_is_given_up_by_all_who_wait(
     """The event loop goes on meanwhile; later commits do not wait for what is lost."""
     waiting = []
     for sequence in (2, 3, 4):
-        impatient.append([(b"s/two", b"%d" % sequence)], sequence)
+        impatient.append([([(b"s/two", b"%d" % sequence)], sequence)])
         waiting.append(asyncio.create_task(impatient.wait(impatient.last_write)))
     await asyncio.gather(*waiting)
-    impatient.append([(b"s/two", b"5")], 5)
+    impatient.append([([(b"s/two", b"5")], 5)])
     assert impatient.last_write
     is_waited_for = not impatient.last_write.done()
     hanging.answer()
@@ -168,9 +168,9 @@ async def test_after_a_hang_the_catalog_begins_anew(
 
     The missing part is named until then.
     """
-    impatient.append([(b"s/two", b"2")], 2)
+    impatient.append([([(b"s/two", b"2")], 2)])
     await impatient.wait(impatient.last_write)
-    impatient.append([(b"s/three", b"3")], 3)
+    impatient.append([([(b"s/three", b"3")], 3)])
     impatient._snapshot = lambda: iter([(b"s/one", b"1"), (b"s/two", b"2"), (b"s/three", b"3")])
     hanging.answer()
     # Patient from here on: a slow machine is no hang.
@@ -178,7 +178,7 @@ async def test_after_a_hang_the_catalog_begins_anew(
     sequence = 3
     while not (tmp_path / "00000002.base").exists():
         sequence += 1
-        impatient.append([(b"s/late", b"%d" % sequence)], sequence)
+        impatient.append([([(b"s/late", b"%d" % sequence)], sequence)])
         await impatient.wait(impatient.last_write)
     impatient.close(sequence)
     contents = read_catalog(tmp_path, INSTANCE_ID)
@@ -192,16 +192,16 @@ async def test_no_end_is_marked_behind_commits_that_are_missing(
     impatient: Catalog, hanging: HungDevice, tmp_path: Path
 ) -> None:
     """The next run must not go on in a log that lacks commits, though the device has answered by the end."""
-    impatient.append([(b"s/two", b"2")], 2)
+    impatient.append([([(b"s/two", b"2")], 2)])
     await impatient.wait(impatient.last_write)
-    impatient.append([(b"s/three", b"3")], 3)
+    impatient.append([([(b"s/three", b"3")], 3)])
     hanging.answer()
     while impatient._writer.is_owed:
         continue
     impatient.close(3)
     again = Catalog(tmp_path, INSTANCE_ID)
     again.begin(3, lambda: iter([(b"s/one", b"1"), (b"s/two", b"2"), (b"s/three", b"3")]))
-    again.append([(b"s/four", b"4")], 4)
+    again.append([([(b"s/four", b"4")], 4)])
     again.close(4)
     contents = read_catalog(tmp_path, INSTANCE_ID)
 
@@ -212,7 +212,7 @@ def test_an_end_does_not_wait_for_a_write_that_hangs(
     impatient: Catalog, hanging: HungDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The damage was not noticed before: the end comes all the same."""
-    impatient.append([(b"s/two", b"2")], 2)
+    impatient.append([([(b"s/two", b"2")], 2)])
     hanging.came.wait()
     impatient.close(2)
 
@@ -229,7 +229,7 @@ def test_commits_that_nobody_waits_for_do_not_pile_up(
     """
     monkeypatch.setattr(catalogs, "BACKLOG_LIMIT_BYTES", 1000)
     for sequence in range(2, 100):
-        impatient.append([(b"s/two", bytes(100))], sequence)
+        impatient.append([([(b"s/two", bytes(100))], sequence)])
     hanging.answer()
     impatient.close(99)
 
@@ -254,7 +254,7 @@ def test_a_commit_takes_effect_whole_or_not_at_all(catalog: Catalog, tmp_path: P
     """Wherever the power cut tore the log: a truncation without what it freed would be half of a commit."""
     pairs = [[(b"s/a", b"%d" % i), (b"s/b", b"%d" % i)] for i in range(4)]
     for sequence, entries in enumerate(pairs, 2):
-        catalog.append(entries, sequence)
+        catalog.append([(entries, sequence)])
     catalog.close(5)
     path = tmp_path / "00000001.log"
     whole = path.read_bytes()
@@ -275,7 +275,7 @@ def run(directory: Path, begin: int, *commits: tuple[int, bytes], is_cut: bool =
     made = Catalog(directory, INSTANCE_ID)
     made.begin(begin, no_records)
     for sequence, key in commits:
-        made.append([(key, b"%d" % sequence)], sequence)
+        made.append([([(key, b"%d" % sequence)], sequence)])
     made.close(commits[-1][0])
     if is_cut:
         newest = max(directory.glob("*.log"))

@@ -278,6 +278,8 @@ class Catalog:
         """Bytes given to the writing thread since the start, and bytes that it has written or failed."""
         self.last_write: Future[None] | None = None
         """The write of the last commit that was noted, for `wait`. To be looked at, not changed."""
+        self._waited: tuple[Future[None], asyncio.Future[None]] | None = None
+        """The write that commits wait for, and the same for the loop."""
         self._closing = threading.Event()
         self._snapshot: Callable[[], Iterator[tuple[bytes, bytes]]] = lambda: iter(())
         self._writer, self._base_writer, self._syncer = (
@@ -322,36 +324,41 @@ class Catalog:
             else:
                 self._rotate(sequence)
 
-    def append(self, entries: Sequence[Entry], sequence: int) -> None:
-        """Note a commit's changes, in the order of the calls.
+    def append(self, commits: Sequence[tuple[Sequence[Entry], int]]) -> None:
+        """Note the changes of commits, each with its sequence, in the order of the calls.
 
         Costs one write to the page cache, in the thread.
         """
         self._end_hang()
         # Without changes is the first commit only: the next one says what it follows.
+        commits = [(entries, sequence) for entries, sequence in commits if entries]
         # Without a begun log the first commit begins one. After a failure nothing is written until the next
         # start.
-        if not entries or self._is_failed or self._is_hung or not (self._is_begun or self._is_cut_off):
+        if not commits or self._is_failed or self._is_hung or not (self._is_begun or self._is_cut_off):
             return
         # Commits wait here also when their callers have gone, so that their bytes are bounded.
         if self._put_bytes - self._written_bytes > BACKLOG_LIMIT_BYTES:
             self._give_up_hung(f"{BACKLOG_LIMIT_BYTES} bytes of commits wait for it")
             return
-        # The snapshot of the new base has this commit already; the log repeats it, which does no harm.
+        first, last = commits[0][1], commits[-1][1]
+        # The snapshot of the new base has these commits already; the log repeats them, which does no harm.
         if self._is_cut_off:
-            self._rotate(sequence)
+            self._rotate(first)
         # Each log says which commit it follows: a hole between two logs is found.
-        begin = b"" if self._is_marked else pack_mark(self._seed, sequence - 1, BEGIN)
-        changes = b"".join(pack(self._seed, sequence, key, value) for key, value in entries)
-        # All of a commit in one write: its mark is behind its changes.
-        packed = begin + changes + pack_mark(self._seed, sequence, COMMIT)
+        begin = b"" if self._is_marked else pack_mark(self._seed, first - 1, BEGIN)
+        # In one write: the mark of each commit is behind its changes.
+        packed = begin + b"".join(self._packed(entries, sequence) for entries, sequence in commits)
         self._put_bytes += len(packed)
         self.last_write = self._writer.submit(partial(self._write, packed, self._hang_count))
         self._is_marked = True
         self._log_bytes += len(packed)
         # A log as long as its base costs at a start what the base costs.
         if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes) and not self._is_base_due:
-            self._rotate(sequence)
+            self._rotate(last)
+
+    def _packed(self, entries: Sequence[Entry], sequence: int) -> bytes:
+        changes = b"".join(pack(self._seed, sequence, key, value) for key, value in entries)
+        return changes + pack_mark(self._seed, sequence, COMMIT)
 
     async def wait(self, write: "Future[None] | None") -> None:
         """Return when this write, and all before it, have come back.
@@ -360,10 +367,12 @@ class Catalog:
         """
         if write is None or write.done():
             return
-        waited = asyncio.wrap_future(write)
-        # A given-up write is no caller's error: it was logged, and commits go on.
-        waited.add_done_callback(lambda done: done.exception())
-        await asyncio.wait([waited], timeout=self._hang_after_s)
+        if self._waited is None or self._waited[0] is not write:
+            # Once for all commits that share the write.
+            self._waited = write, asyncio.wrap_future(write)
+            # A given-up write is no caller's error: it was logged, and commits go on.
+            self._waited[1].add_done_callback(lambda done: done.exception())
+        await asyncio.wait([self._waited[1]], timeout=self._hang_after_s)
         # Commits must not wait for a second copy. It goes on without them, and is made anew when the device
         # is back.
         if not write.done():

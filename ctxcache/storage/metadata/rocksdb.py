@@ -75,10 +75,11 @@ from ctxcache.storage.metadata.witness import Witness
 #
 #     in memory     RocksDB's memtable, on the event loop     nothing
 #     in the log    flush_wal(sync=False), in a thread        the death of the process
-#     synced        flush_wal(sync=True), in a thread         a power cut
+#     synced        flush_wal(sync=True), behind it           a power cut
 #     witnessed     a number in each SSD directory            a database that lost it and does not know
 #
-# Callers that come while the log is written are one round: one write for all of them, and one sync.
+# Callers that come while the log is written or synced are one round: one write for all of them, one sync
+# where one of them is durable, and one write of the catalog.
 MEMTABLE_BYTES = 8 << 20
 LOG_LIMIT_BYTES = 64 << 20
 """Past this many bytes of write-ahead log the oldest memtable is flushed: it bounds replay at start."""
@@ -128,8 +129,8 @@ log = logging.getLogger(__name__)
 
 # A round is the only thing between memory and log: while one is under way, commits wait in `_waiting`.
 #
-#     commit a, b ──► round 1: in memory, log being written
-#     commit c, d ──► _waiting ──► round 2 when round 1 is in the log
+#     commit a, b ──► round 1: in memory, log being written and synced
+#     commit c, d ──► _waiting ──► round 2 when round 1 is where it must be
 #
 # If round 1 fails, all four are refused. Which of a and b arrived is not known until the database is opened
 # anew: they are `_doubtful`.
@@ -137,7 +138,9 @@ log = logging.getLogger(__name__)
 class _Round:
     """Commits that are in memory and on their way into the log together, and what their callers wait for."""
 
-    logged: "asyncio.Future[None]"
+    done: "asyncio.Future[Future[None] | None]"
+    """Its result is the catalog's write of them."""
+    is_durable: bool
     commits: list[tuple[Sequence[Entry], Commit]] = field(default_factory=list)
     work: "Future[None] | None" = None
 
@@ -164,9 +167,8 @@ class RocksDbMetadata:
         # A sync waits for the witnesses too, whose devices may hang while this one does not.
         self._patience_s = hang_after_s + (WITNESS_PATIENCE_S if witness else 0)
         self._db = _open(self._path)
+        # One thread writes the log and syncs it: a thread between the two would cost more than the write.
         self._writer = Threads(1, "metadata-log", self._clock)
-        # One thread: syncs follow one another, and each covers whoever has written before it began.
-        self._syncer = Threads(1, "metadata-sync", self._clock)
         # Work of seconds has a thread of its own, or commits would wait behind a scan.
         self._beside = Threads(1, "metadata-beside", self._clock)
         """Opening and scanning the database, questions to the filesystem: no commit waits for this thread."""
@@ -175,12 +177,13 @@ class RocksDbMetadata:
         self._look_at_space()
         self._waiting: list[Sequence[Entry]] = []
         """Changes of commits that came while the log was written, and what their callers wait for."""
-        self._waiting_logged: asyncio.Future[None] | None = None
+        self._waiting_done: asyncio.Future[Future[None] | None] | None = None
+        self._is_waiting_durable = False
+        """Whether one of those that wait has to outlive a power cut."""
         self._round: _Round | None = None
         """Commits whose log is being written."""
         self._watch: asyncio.TimerHandle | None = None
         """Set while the device has something to answer."""
-        self._next_sync: Future[None] | None = None
         self._failure: str | None = None
         self._is_resting = False
         """Whether the failure is one that passes."""
@@ -199,7 +202,7 @@ class RocksDbMetadata:
             self._is_counted, self._last = self._read_last()
         # A failure here must give up the lock of the directory, or the next try would find it held.
         except BaseException:
-            for threads in (self._writer, self._syncer, self._beside):
+            for threads in (self._writer, self._beside):
                 threads.close()
             _release(self._db)
             raise
@@ -378,49 +381,48 @@ class RocksDbMetadata:
             # The cache goes on from what it wanted recorded: the end of the rest writes this first.
             self._owed.update(entries)
         self._check()
-        # Without changes of its own it waits for those before it.
-        if logged := self._put(entries) if entries else self._logging:
-            # Shielded: one caller's cancellation must not cancel what others wait for.
-            await asyncio.shield(logged)
-        await self._settle(is_durable=is_durable)
+        await self._settle(self._put(entries, is_durable=is_durable))
 
-    async def _settle(self, *, is_durable: bool) -> None:
-        """Wait until what is in the log is where it must be."""
-        # The catalog's write of this commit, looked up before anything awaits: later commits have later ones.
-        noted = self._catalog.last_write if self._catalog else None
-        if is_durable:
-            sync = asyncio.wrap_future(self._join_sync())
-            self._start_watch(asyncio.get_running_loop())
-            await asyncio.shield(sync)
+    async def _settle(self, done: "asyncio.Future[Future[None] | None]") -> None:
+        """Wait until changes are where they must be, and the catalog has them."""
+        # Shielded: one caller's cancellation must not cancel what others wait for.
+        noted = await asyncio.shield(done)
         if self._catalog:
             await self._catalog.wait(noted)
 
     # -- into the log ------------------------------------------------------------------------------
 
-    def _put(self, entries: Sequence[Entry]) -> "asyncio.Future[None]":
-        """Have changes written in the order of the calls; done when they are in the log."""
+    def _put(self, entries: Sequence[Entry], *, is_durable: bool) -> "asyncio.Future[Future[None] | None]":
+        """Have changes written in the order of the calls; done when they, and all before them, are there.
+
+        The result is the catalog's write of them.
+        """
         # The caller's future is made before the round, so that a round which fails at once finds its callers.
-        if self._waiting_logged is None:
-            self._waiting_logged = asyncio.get_running_loop().create_future()
+        if self._waiting_done is None:
+            self._waiting_done = asyncio.get_running_loop().create_future()
             # A failure that no caller waits for any more is not an error of the loop.
-            self._waiting_logged.add_done_callback(lambda done: done.exception())
-        logged = self._waiting_logged
-        self._waiting.append(entries)
+            self._waiting_done.add_done_callback(lambda done: done.exception())
+        done = self._waiting_done
+        # Without changes of its own a commit waits for those before it, and for their sync.
+        if entries:
+            self._waiting.append(entries)
+        self._is_waiting_durable |= is_durable
         # A round under way: this commit waits for the next one.
         if self._round is None:
             self._begin_round()
-        return logged
+        return done
 
     @property
-    def _logging(self) -> "asyncio.Future[None] | None":
+    def _logging(self) -> "asyncio.Future[Future[None] | None] | None":
         """Done when every change so far is in the log; None where that is so already."""
-        return self._waiting_logged or (self._round.logged if self._round else None)
+        return self._waiting_done or (self._round.done if self._round else None)
 
     def _begin_round(self) -> None:
         """Put what waits into memory, and have a thread write the log."""
-        assert self._waiting_logged is not None  # noqa: S101  # somebody waits
-        self._round = begun = _Round(self._waiting_logged)
-        waiting, self._waiting, self._waiting_logged = self._waiting, [], None
+        assert self._waiting_done is not None  # noqa: S101  # somebody waits
+        self._round = begun = _Round(self._waiting_done, self._is_waiting_durable)
+        waiting, self._waiting, self._waiting_done = self._waiting, [], None
+        self._is_waiting_durable = False
         try:
             for entries in waiting:
                 # Counted and appended before the write: what failed half way is doubtful, not forgotten.
@@ -433,7 +435,7 @@ class RocksDbMetadata:
             return
         # Only this thread writes the log, and the database's lock is held meanwhile: the loop must not write
         # beside it.
-        begun.work = self._writer.submit(self._write_log)
+        begun.work = self._writer.submit(self._write_and_sync if begun.is_durable else self._write_log)
         loop = asyncio.get_running_loop()
         begun.work.add_done_callback(partial(_call_soon, loop, partial(self._end_round, begun)))
         self._start_watch(loop)
@@ -441,6 +443,11 @@ class RocksDbMetadata:
     def _write_log(self) -> None:
         # The writing thread: the only one that does this, and the interpreter is free meanwhile.
         self._db.flush_wal(sync=False)
+
+    def _write_and_sync(self) -> None:
+        # The same thread: it alone owns the witness, and syncs follow one another.
+        self._write_log()
+        self._sync()
 
     def _end_round(self, ended: _Round) -> None:
         """The log is written: tell the callers, and begin the next round where commits wait."""
@@ -453,12 +460,12 @@ class RocksDbMetadata:
             return
         self._round = None
         # In order, and only now: the catalog must never have a commit that the log lacks.
-        for entries, last in ended.commits:
-            self._last = last
+        if ended.commits:
+            self._last = ended.commits[-1][1]
             if self._catalog:
-                self._catalog.append(entries, last.sequence)
-        ended.logged.set_result(None)
-        if self._waiting:
+                self._catalog.append([(entries, last.sequence) for entries, last in ended.commits])
+        ended.done.set_result(self._catalog.last_write if self._catalog else None)
+        if self._waiting_done:
             self._begin_round()
 
     def _refuse(self, error: BaseException) -> None:
@@ -466,11 +473,11 @@ class RocksDbMetadata:
         failed, self._round = self._round, None
         waiting, self._waiting = self._waiting, []
         self._note_failure(error)
-        callers = [self._waiting_logged]
-        self._waiting_logged = None
+        callers = [self._waiting_done]
+        self._waiting_done, self._is_waiting_durable = None, False
         if failed:
             self._doubtful += failed.commits
-            callers.append(failed.logged)
+            callers.append(failed.done)
             # Doubtful commits are the older changes: they come before those that waited, or an old value
             # would win.
             waiting = [entries for entries, _ in failed.commits] + waiting
@@ -490,13 +497,12 @@ class RocksDbMetadata:
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up operations that are late; watch on while others are under way."""
         self._watch = None
-        watched = (self._writer, self._syncer)
         # Given up already: that device owes, and no new caller is waiting for it.
-        if any(threads.is_owed for threads in watched) or not any(threads.is_busy for threads in watched):
+        if self._writer.is_owed or not self._writer.is_busy:
             return
-        begun = [at_ns for threads in watched if (at_ns := threads.oldest_ns) is not None]
-        # Between two operations a thread has none under way: the queued one's callers need this watch yet.
-        if not begun or self._clock.monotonic_ns() - min(begun) < self._patience_s * 1e9:
+        begun_ns = self._writer.oldest_ns
+        # Between two operations the thread has none under way: the queued one's callers need this watch yet.
+        if begun_ns is None or self._clock.monotonic_ns() - begun_ns < self._patience_s * 1e9:
             self._start_watch(loop)
             return
         # Refused before the threads are given up: whoever is answered finds the store resting.
@@ -504,7 +510,7 @@ class RocksDbMetadata:
         self._give_up()
 
     def _give_up(self) -> None:
-        for threads in (self._writer, self._syncer, self._beside):
+        for threads in (self._writer, self._beside):
             threads.give_up(lambda: TierFailure(path=self._path, problem=self.problem))
 
     async def reopen(self) -> bool:
@@ -512,14 +518,13 @@ class RocksDbMetadata:
         if not self._is_resting or time.monotonic() < self._next_look_s:
             return False
         # An answer that comes after the database was opened anew would be of the old one.
-        if self._writer.is_owed or self._syncer.is_owed:
+        if self._writer.is_owed:
             # The device has not answered yet.
             return False
-        # No commit is taken: when both threads are back, nothing else uses the database.
-        for threads in (self._writer, self._syncer):
-            back = asyncio.wrap_future(threads.submit(_nothing))
-            self._start_watch(asyncio.get_running_loop())
-            await asyncio.shield(back)
+        # No commit is taken: when the thread is back, nothing else uses the database.
+        back = asyncio.wrap_future(self._writer.submit(_nothing))
+        self._start_watch(asyncio.get_running_loop())
+        await asyncio.shield(back)
         opened = await self._in_thread(self._open_again)
         self._next_look_s = time.monotonic() + REOPEN_PAUSE_S
         # Fenced meanwhile by a failure that does not pass.
@@ -536,19 +541,16 @@ class RocksDbMetadata:
             log.error("metadata_fenced path=%s problem=%s", self._path, self._failure)
             return False
         owed, self._owed = self._owed, {}
-        for entries, commit in self._doubtful:
-            # This one had arrived after all: only the catalog lacks it.
-            if self._catalog and commit.sequence <= last.sequence:
-                # In their order, and behind those that the catalog has.
-                self._catalog.append(entries, commit.sequence)
+        # These had arrived after all: only the catalog lacks them, in their order.
+        arrived = [(entries, c.sequence) for entries, c in self._doubtful if c.sequence <= last.sequence]
+        if self._catalog:
+            self._catalog.append(arrived)
         self._last = self._written = last
         self._seals, self._doubtful = seals, []
         self._failure, self._is_resting = None, False
-        # One commit for all that was refused: its records are those of the cache at this moment.
-        if owed:
-            await asyncio.shield(self._put(list(owed.items())))
-        # Also what arrived before the rest and was never synced.
-        await self._settle(is_durable=True)
+        # One commit for all that was refused: its records are those of the cache at this moment. Its sync is
+        # also of what arrived before the rest and was never synced.
+        await self._settle(self._put(list(owed.items()), is_durable=True))
         self.reopened_count += 1
         log.warning("metadata_reopened path=%s commit=%d owed=%d", self._path, last.sequence, len(owed))
         return True
@@ -625,15 +627,15 @@ class RocksDbMetadata:
             self._finish_rounds()
             if self._failure is None:
                 # A fenced store has told its callers; another sync could only lie.
-                self._finish(self._syncer.submit(self._sync)).result()
+                self._finish(self._writer.submit(self._sync_now)).result()
         finally:
-            for threads in (self._writer, self._syncer, self._beside):
+            for threads in (self._writer, self._beside):
                 # Threads that owe nothing finish their work. Those of a hanging device are left to the
                 # process's end.
                 if not threads.is_owed:
                     self._finish(threads.submit(_nothing))
-            is_owed = self._writer.is_owed or self._syncer.is_owed
-            for threads in (self._writer, self._syncer, self._beside):
+            is_owed = self._writer.is_owed
+            for threads in (self._writer, self._beside):
                 threads.close()
             if self._catalog:
                 self._catalog.close(self._last.sequence)
@@ -711,7 +713,7 @@ class RocksDbMetadata:
             self._fail(error)
         self._last = last
         if self._catalog:
-            self._catalog.append(entries, last.sequence)
+            self._catalog.append([(entries, last.sequence)])
 
     def _counted(self, entries: Sequence[Entry]) -> Commit:
         """Count the next commit: its number and what it leaves, with these changes."""
@@ -764,7 +766,7 @@ class RocksDbMetadata:
             self._is_counted = True
             if self._witness and self._witness.is_open:
                 self._write_now([])
-                self._sync()
+                self._sync_now()
         elif self._last[1:] != (count, digest):
             problem = f"{count} sessions are there, {self._last.session_count} were recorded"
             if count == self._last.session_count:
@@ -772,27 +774,31 @@ class RocksDbMetadata:
             raise CorruptMetadata(where=self._path, problem=problem)
         self._seals = seals
 
-    def _join_sync(self) -> "Future[None]":
-        """Queue a sync, or share the queued one: it starts after this call either way."""
-        sync = self._next_sync
-        # A running sync may have begun before this caller's write.
-        if sync is None or sync.running() or sync.done():
-            sync = self._next_sync = self._syncer.submit(self._sync)
-        return sync
-
     def _sync(self) -> None:
-        # The syncing thread: one sync at a time. A sync that follows a failed one may report
+        # The writing thread: one sync at a time. A sync that follows a failed one may report
         # success for writes that are gone, so it is not even tried.
         self._check()
-        # Writes during the sync may not be part of it.
-        sequence = self._last.sequence
+        # Nothing is put into memory while it writes and syncs.
+        sequence = self._written.sequence
         try:
             self._db.flush_wal(sync=True)
-        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
-            self._fail(error)
+        except Exception as error:
+            # Also where the device was given up, and nobody hears of its answer.
+            if not self._is_passing(error):
+                self._note_failure(error)
+            raise
         # After the sync: a number that is witnessed and not on disk would refuse the next start.
         if self._witness:
             self._witness.note(sequence)
+
+    def _sync_now(self) -> None:
+        """Sync beside the rounds. Raises TierFailure."""
+        try:
+            self._sync()
+        except TierFailure:
+            raise
+        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            self._fail(error)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -802,13 +808,15 @@ class RocksDbMetadata:
         self._note_failure(error)
         raise TierFailure(path=self._path, problem=self.problem) from error
 
-    def _note_failure(self, error: BaseException) -> None:
-        said = str(error)
+    def _is_passing(self, error: BaseException) -> bool:
         # The path is taken out of the text, because a directory may have any word in its name.
-        is_passing = isinstance(error, _Overdue) or _is_passing(said.replace(self._path, ""))
+        return isinstance(error, _Overdue) or _is_passing(str(error).replace(self._path, ""))
+
+    def _note_failure(self, error: BaseException) -> None:
+        is_passing = self._is_passing(error)
         # A failure that does not pass may come late, from a device that was given up.
         if self._failure is None or (self._is_resting and not is_passing):
-            self._is_resting, self._failure = is_passing, said
+            self._is_resting, self._failure = is_passing, str(error)
             log.error("metadata_refuses path=%s problem=%s", self._path, self.problem)
 
 

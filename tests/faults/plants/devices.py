@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -78,8 +79,8 @@ def waits_for_the_catalog(_: int) -> None:
     """The event loop waits for each write of the catalog."""
     whole = Catalog.append
 
-    def append(catalog: Catalog, entries: Sequence[Entry], sequence: int) -> None:
-        whole(catalog, entries, sequence)
+    def append(catalog: Catalog, commits: Sequence[tuple[Sequence[Entry], int]]) -> None:
+        whole(catalog, commits)
         if catalog.last_write:
             catalog.last_write.result()
 
@@ -91,10 +92,12 @@ def waits_for_the_log(_: int) -> None:
     """The event loop waits for each write of the records' log."""
     whole = RocksDbMetadata._put
 
-    def put(metadata: RocksDbMetadata, entries: Sequence[Entry]) -> "asyncio.Future[None]":
-        logged = whole(metadata, entries)
+    def put(
+        metadata: RocksDbMetadata, entries: Sequence[Entry], *, is_durable: bool
+    ) -> "asyncio.Future[Future[None] | None]":
+        done = whole(metadata, entries, is_durable=is_durable)
         if metadata._round and metadata._round.work:
             metadata._round.work.result()
-        return logged
+        return done
 
     setattr(RocksDbMetadata, "_put", put)  # noqa: B010
