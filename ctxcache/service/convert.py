@@ -36,6 +36,7 @@ from ctxcache.format.streams import (
     Stream,
     StreamRange,
     StreamSpec,
+    contents_within,
     ranges_of,
 )
 from ctxcache.runtime.clock import Clock
@@ -48,8 +49,8 @@ TEXT_BYTES = 256
 CANONICAL_BYTES = 4096
 COUNT_LIMIT = 2**31 - 1
 SEGMENT_BYTES_LIMIT = 1 << 34
-CONSTANTS_LIMIT = 4096
-"""Sessions whose unchanging facts are kept ready: a few KiB each."""
+CONSTANTS_LIMIT, KEPT_ANSWER_BYTES = 4096, 1024
+"""Sessions whose unchanging facts are kept ready, a few KiB each, and whose answers, of so many bytes."""
 LAYOUTS_LIMIT = 64
 """Layouts whose messages are kept ready: some ten KiB each at most."""
 IN_SLOT_LIMIT = 1 << 16
@@ -274,8 +275,36 @@ def _layout(ranges: tuple[StreamRange, ...]) -> session_pb2.Session:
     return session_pb2.Session(layout=map(stream_range, ranges))
 
 
+_ANSWERS: dict[bytes, tuple[SessionView, int, bytes]] = {}
+"""By uid, the last whole answer about a session, and the facts that it tells."""
+
+
+def whole_session(view: SessionView, clock: Clock) -> bytes:
+    """A session's message, encoded, with the contents that its keys are of: all that GetSession tells."""
+    ahead_ns = clock.wall_ahead_ns()
+    known = _ANSWERS.get(view.uid)
+    # A session that is asked for again has mostly not changed: comparing costs a tenth of making it.
+    if known is not None and known[0] == view and known[1] == ahead_ns:
+        return known[2]
+    _fill(message := session_pb2.Session(), view, ahead_ns)
+    message.whole_token_count = view.whole_token_count
+    for content in contents_within(view.contents, 0, view.whole_token_count):
+        message.contents.add(begin=content.begin, end=content.end, digest=content.digest)
+    encoded = message.SerializeToString()
+    if len(encoded) <= KEPT_ANSWER_BYTES:
+        # All at once, as what never changes.
+        if len(_ANSWERS) >= CONSTANTS_LIMIT:
+            _ANSWERS.clear()
+        _ANSWERS[view.uid] = view, ahead_ns, encoded
+    return encoded
+
+
 def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) -> None:
     """Say a session's facts, its times as the wall clock counts them now."""
+    _fill(message, view, clock.wall_ahead_ns())
+
+
+def _fill(message: session_pb2.Session, view: SessionView, ahead_ns: int) -> None:
     constants = _CONSTANTS.get(view.uid)
     if constants is None:
         # All at once: sessions that are asked for come back within their next calls.
@@ -292,7 +321,6 @@ def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) 
     message.is_pinned, message.copies = view.is_pinned, view.copies
     message.dram_bytes, message.ssd_bytes = view.memory_bytes, view.durable_bytes
     # The store's time may stand behind the wall clock; clients are told the wall clock's.
-    ahead_ns = clock.wall_ahead_ns()
     for told, time_ns in (
         (message.create_time, view.create_time_ns),
         (message.access_time, view.access_time_ns),

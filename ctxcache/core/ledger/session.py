@@ -309,6 +309,9 @@ class Session:
     @property
     def memory_token_count(self) -> int:
         """Live tokens that are in memory."""
+        segments = self.segments
+        if len(segments) == 1:
+            return self.token_count if segments[0].memory is not None else 0
         in_memory = self.amounts().memory_count
         # All or nothing in memory is the usual case. Only a session half in memory walks its pieces.
         if in_memory in (0, len(self.segments)):
