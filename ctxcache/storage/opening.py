@@ -165,7 +165,8 @@ def _open_metadata(
     # The witness first, and closed if the metadata refuses.
     with ExitStack() as opened:
         present = [path for i, path in enumerate(ssd_directories) if i not in absent]
-        witness = Witness(present, data.instance_id)
+        store_path = data.metadata_path if data.metadata_path.exists() else data.path
+        witness = Witness(present, data.instance_id, beside=store_path)
         opened.callback(witness.close)
         catalog = None
         # The catalog lies in the first directory alone: a second copy, on another device than the metadata.

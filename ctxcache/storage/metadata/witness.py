@@ -4,8 +4,9 @@ One small file in each SSD directory. A store that ends before its witness has l
 acknowledged, whatever it thinks of itself: a log file deleted, a manifest damaged, an older copy put
 back. It is written in place behind each sync and not synced itself until the end: after the death of
 the process it is exact, after a power cut it may lag by what the kernel had not written back, half a
-minute, and never runs ahead. Each file is written by a thread of its own: a device that hangs delays one
-commit, and then only its own file lags. Worst case: it is gone or damaged itself, which is logged.
+minute, and never runs ahead. A file on another device than the store is written by a thread of its own: a
+device that hangs delays one commit, and then only its own file lags. Worst case: it is gone or damaged
+itself, which is logged.
 
     two places, at bytes 0 and 4096, written in turn:
     magic 8 | store id u64 | sequence u64 | XXH3-64 of what is before it u64
@@ -43,13 +44,15 @@ class Witness:
         directories: Sequence[str | Path],
         instance_id: str,
         *,
+        beside: str | Path | None = None,
         is_read_only: bool = False,
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Open or create a file in each directory; with `is_read_only` look at those that are there.
 
-        Raises DataDirectoryUnusable.
+        `beside`: the store, or None where all files count as on other devices. Raises DataDirectoryUnusable.
         """
+        self._device = None if beside is None else Path(beside).stat().st_dev
         self._store_id = xxh3_64_intdigest(instance_id.encode())
         self._files: list[_File] = []
         self._patience_s = patience_s
@@ -94,7 +97,7 @@ class Witness:
             fd = open_private(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
-        self._files.append(_File(fd, path))
+        self._files.append(_File(fd, path, is_beside=os.fstat(fd).st_dev == self._device))
         found = [self._read(fd, place) for place in _PLACES]
         if None in found:
             log.error("witness_damaged path=%s", path)
@@ -118,10 +121,13 @@ class Witness:
 
 
 class _File:
-    """One file and the thread that writes it, one write at a time."""
+    """One file and the thread that writes it, one write at a time.
 
-    def __init__(self, fd: int, path: Path) -> None:
-        self._fd, self._path = fd, path
+    A file on the store's device is written by whoever asks, who has just synced there; the thread ends it.
+    """
+
+    def __init__(self, fd: int, path: Path, *, is_beside: bool) -> None:
+        self._fd, self._path, self._is_beside = fd, path, is_beside
         self._is_free = threading.Event()
         self._is_free.set()
         self._writes: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
@@ -130,7 +136,10 @@ class _File:
         self._thread.start()
 
     def begin(self, raw: bytes, place: int) -> bool:
-        """Write that, unless the last write has not come back; whether it was begun."""
+        """Write that, unless the last write has not come back; whether it has to be waited for."""
+        if self._is_beside:
+            self._write(raw, place)
+            return False
         # The last write has not come back: this one is left out, so that no queue grows behind a hanging
         # device.
         if not self._is_free.is_set():
@@ -153,11 +162,14 @@ class _File:
         if self._thread.is_alive():
             log.error("witness_late path=%s", self._path)
 
+    def _write(self, raw: bytes, place: int) -> None:
+        # No data is lost with it: the store itself has what it says.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, raw, place)
+
     def _run(self) -> None:
         while (write := self._writes.get()) is not None:
-            # No data is lost with it: the store itself has what it says.
-            with contextlib.suppress(OSError):
-                os.pwrite(self._fd, *write)
+            self._write(*write)
             self._is_free.set()
         with contextlib.suppress(OSError):
             # The descriptor is given up by its own thread: nobody else knows when the last write is over.
