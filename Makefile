@@ -10,6 +10,8 @@ WORKER_TESTS := $(addprefix tests/,faults live helm lab gpu_worker stories/test_
 # Threads beside torch's own only get in each other's way on the small machines where tests run.
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
+# Whatever the shell says: each of hundreds of processes would compile the same modules, torch's for five seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-proof bench-table controls engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean

@@ -200,7 +200,7 @@ class Pinner(NamedTuple):
 # Pins of one segment, counted three times:
 #
 #     _pins          segment ► how many pin it             in all: the bytes count once
-#     _client_pins   (client, segment) ► how many          for the client's share: once per client
+#     _client_pins   client ► segment ► how many           for the client's share: once per client
 #     _tenant_bytes  tenant ► bytes                        for the division among tenants
 class Budget:
     """Pinned segments by id, with their sizes. Owned by the event loop."""
@@ -212,8 +212,9 @@ class Budget:
         self._tenant_bytes: Counter[str] = Counter()
         self.client_limit_bytes = min(client_limit_bytes, limit_bytes)
         self.used_bytes = 0
-        self._pins: Counter[int] = Counter()
-        self._client_pins: Counter[tuple[Pinner, int]] = Counter()
+        # Plain dicts: a Counter deletes by a call of Python, once per segment of a lease.
+        self._pins: dict[int, int] = {}
+        self._client_pins: dict[Pinner, dict[int, int]] = {}
         self._client_bytes: Counter[Pinner] = Counter()
 
     def limit_of(self, client: Pinner) -> int:
@@ -231,11 +232,8 @@ class Budget:
 
     def fits(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> bool:
         """Whether these may be pinned now, by segment id. Pinned segments need no room."""
-        new_bytes = 0
-        for segment_id, size_bytes in sizes_bytes.items():
-            if segment_id not in self._pins:
-                new_bytes += size_bytes
         # Segments that anybody pins already take no room again: a hundred readers of one prompt pin it once.
+        new_bytes = _bytes_but(sizes_bytes, self._pins)
         free_bytes = self.limit_bytes - self.used_bytes - new_bytes
         if free_bytes < 0:
             return False
@@ -244,44 +242,65 @@ class Budget:
             return False
         if client.number is None:
             return True
-        own_bytes = self._client_bytes[client]
-        for segment_id, size_bytes in sizes_bytes.items():
-            if (client, segment_id) not in self._client_pins:
-                own_bytes += size_bytes
+        own_bytes = self._client_bytes[client] + _bytes_but(sizes_bytes, self._client_pins.get(client, {}))
         return own_bytes <= self.client_limit_bytes
 
     def pin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
         """Count these as pinned once more."""
-        for segment_id, size_bytes in sizes_bytes.items():
-            if segment_id not in self._pins:
-                self.used_bytes += size_bytes
-                self._tenant_bytes[client.tenant] += size_bytes
-            self._pins[segment_id] += 1
-            if client.number is not None:
-                self._client_bytes[client] += 0 if (client, segment_id) in self._client_pins else size_bytes
-                self._client_pins[client, segment_id] += 1
+        new_bytes = _count_up(self._pins, sizes_bytes)
+        self.used_bytes += new_bytes
+        self._tenant_bytes[client.tenant] += new_bytes
+        if client.number is not None and sizes_bytes:
+            own = self._client_pins.setdefault(client, {})
+            self._client_bytes[client] += _count_up(own, sizes_bytes)
 
     def unpin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
         """Take back one `pin` of these."""
-        for segment_id, size_bytes in sizes_bytes.items():
-            self._pins[segment_id] -= 1
-            if not self._pins[segment_id]:
-                del self._pins[segment_id]
-                self.used_bytes -= size_bytes
-                self._tenant_bytes[client.tenant] -= size_bytes
-            if client.number is not None:
-                self._client_pins[client, segment_id] -= 1
-                if not self._client_pins[client, segment_id]:
-                    del self._client_pins[client, segment_id]
-                    self._client_bytes[client] -= size_bytes
+        freed_bytes = _count_down(self._pins, sizes_bytes)
+        self.used_bytes -= freed_bytes
+        self._tenant_bytes[client.tenant] -= freed_bytes
         if not self._tenant_bytes[client.tenant]:
             del self._tenant_bytes[client.tenant]
-        if not self._client_bytes[client]:
-            del self._client_bytes[client]
+        if client.number is not None and sizes_bytes:
+            own = self._client_pins[client]
+            self._client_bytes[client] -= _count_down(own, sizes_bytes)
+            if not own:
+                del self._client_pins[client], self._client_bytes[client]
 
     def pinned(self) -> Collection[int]:
         """Ids of what is pinned."""
         return self._pins.keys()
+
+
+def _bytes_but(sizes_bytes: Mapping[int, int], pins: Collection[int]) -> int:
+    """Bytes of those that are not among the pins."""
+    if not pins:
+        return sum(sizes_bytes.values())
+    return sum([size_bytes for segment_id, size_bytes in sizes_bytes.items() if segment_id not in pins])
+
+
+def _count_up(pins: dict[int, int], sizes_bytes: Mapping[int, int]) -> int:
+    """One pin of each more; bytes of those that had none."""
+    new_bytes = 0
+    for segment_id, size_bytes in sizes_bytes.items():
+        count = pins.get(segment_id, 0)
+        pins[segment_id] = count + 1
+        if not count:
+            new_bytes += size_bytes
+    return new_bytes
+
+
+def _count_down(pins: dict[int, int], sizes_bytes: Mapping[int, int]) -> int:
+    """One pin of each less; bytes of those that have none any more."""
+    freed_bytes = 0
+    for segment_id, size_bytes in sizes_bytes.items():
+        count = pins[segment_id]
+        if count > 1:
+            pins[segment_id] = count - 1
+        else:
+            del pins[segment_id]
+            freed_bytes += size_bytes
+    return freed_bytes
 
 
 # The waiting line. Requests of one tenant are served in the order of coming: small requests never keep a
