@@ -12,6 +12,7 @@ plugin is imported when it is called, since it may need torch. Worst case: a plu
 installed, and one sentence says what to install.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -135,7 +136,14 @@ class CommandGroup(TyperGroup):
 
 def imported(name: str) -> Any:
     """One of our commands, with everything that it needs."""
-    command = get_group(import_module(f"ctxcache.cli.{COMMANDS[name].module}").app).commands[name]
+    # What modules make stays: the collector would look through it again and again, and find nothing.
+    gc.disable()
+    try:
+        module = import_module(f"ctxcache.cli.{COMMANDS[name].module}")
+    finally:
+        gc.enable()
+    gc.freeze()
+    command = get_group(module.app).commands[name]
     if isinstance(command, TyperGroup):
         command.commands.update(plugins(name))
     spare_models(command)
