@@ -138,6 +138,12 @@ class Reservation:
 
     def joint_sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
         """A writer's checksums of tokens: one for each. Raises InvalidArgument."""
+        if len(cuts) == len(given) == 1:
+            # A step of a decoding engine: one token.
+            run, begin, end = cuts[0]
+            if end - begin == 1:
+                row = run.row_begin + begin - run.token_begin
+                return [(run.segment, Sums(row, row + 1, (given[0],)))]
         rows = [
             (run.segment, row)
             for run, begin, end in cuts

@@ -322,7 +322,7 @@ ROWS = (
         "decode-append",
         "decode step: 64 sessions x 1 token x all layers",
         "the rows copied in memory",
-        at_most(2),
+        at_most(4),
         _decoding,
         is_moving=False,
     ),
