@@ -97,6 +97,10 @@ class Departures:
         `left` are slots that they had. Durable when it returns; only then are the slots of dead segments and
         those that were left given back. Raises TierFailure.
         """
+        # Nothing follows the commit, and that goes on by itself where its caller goes.
+        if not (gone or dead or bad or moved or left):
+            await self._write_down(changed, gone, dead, bad, moved, left)
+            return
         # Before the move begins: another one may be written in between, and must know of them.
         # Three kinds of a session that is not in memory any more:
         #
