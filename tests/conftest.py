@@ -1,5 +1,6 @@
 """Fixtures of all tests. Lying here, it also makes `server_process` importable from every test."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -21,6 +22,12 @@ if not Path("/dev/nvidiactl").exists():
 # A background job of a shell is deaf to Ctrl-C, and so would be what it starts: programs under test are not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection look at what stays: modules and tests. Some tests collect hundreds of times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -448,9 +448,10 @@ def fill_segments(message: arena_pb2.Lease, lease: Lease, begin: int, end: int) 
     """Say where pieces `[begin, end)` of a lease lie and how they are verified; those before were told."""
     # A segment may be in two pieces, which are told as one location with two runs.
     last = lease.pieces[begin - 1].segment if begin else None
+    location = message.segments[-1] if begin else None
     for piece in lease.pieces[begin:end]:
         segment = piece.segment
-        if segment is not last:
+        if segment is not last or location is None:
             location = message.segments.add()
             on_ssd = lease.on_ssd.get(segment.segment_id)
             # In memory: the writers' sums. On SSD: the header's, by which the client verifies it itself.
@@ -462,9 +463,9 @@ def fill_segments(message: arena_pb2.Lease, lease: Lease, begin: int, end: int) 
                 _fill_identity(location, segment, on_ssd.offset_bytes, segment.durable_row_count)
                 location.path_index, location.header_checksum = on_ssd.path_index, segment.header_checksum
             last = segment
-        message.segments[-1].rows.add(
-            row_begin=piece.row_begin, row_end=piece.row_end, token_begin=piece.token_begin
-        )
+        # Field by field: named arguments take twice as long.
+        rows = location.rows.add()
+        rows.row_begin, rows.row_end, rows.token_begin = piece.row_begin, piece.row_end, piece.token_begin
 
 
 def fill_reservation(
