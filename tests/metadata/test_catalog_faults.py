@@ -250,11 +250,16 @@ def test_an_end_does_not_wait_for_pauses(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(read_catalog(tmp_path, INSTANCE_ID).records) == 5000
 
 
-def test_a_commit_takes_effect_whole_or_not_at_all(catalog: Catalog, tmp_path: Path) -> None:
-    """Wherever the power cut tore the log: a truncation without what it freed would be half of a commit."""
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_a_commit_takes_effect_whole_or_not_at_all(catalog: Catalog, tmp_path: Path, at_once: int) -> None:
+    """Wherever the power cut tore the log: a truncation without what it freed would be half of a commit.
+
+    Also where commits share a write.
+    """
     pairs = [[(b"s/a", b"%d" % i), (b"s/b", b"%d" % i)] for i in range(4)]
-    for sequence, entries in enumerate(pairs, 2):
-        catalog.append([(entries, sequence)])
+    commits = [(entries, sequence) for sequence, entries in enumerate(pairs, 2)]
+    for begin in range(0, len(commits), at_once):
+        catalog.append(commits[begin : begin + at_once])
     catalog.close(5)
     path = tmp_path / "00000001.log"
     whole = path.read_bytes()

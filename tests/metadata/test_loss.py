@@ -4,7 +4,9 @@ Found by its witness, by its count, or brought back by its catalog.
 """
 
 import asyncio
+import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +237,28 @@ def test_a_commit_does_not_wait_for_a_directory_that_hangs(
     assert came_count == 1
     assert noted == [0, 3]
     assert caplog.text.count("witness_late") == 1
+
+
+def test_a_witness_on_the_stores_own_device_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that notes: a device that hangs has the store itself as well."""
+    (tmp_path / "ssd").mkdir()
+    writers: list[int] = []
+    pwrite = os.pwrite
+
+    def noticed(fd: int, data: bytes, offset: int) -> int:
+        writers.append(threading.get_ident())
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", noticed)
+    witness = Witness([tmp_path / "ssd"], INSTANCE, beside=tmp_path)
+    for sequence in (1, 2, 3):
+        witness.note(sequence)
+    witness.close()
+
+    assert writers == [threading.get_ident()] * 3
+    assert Witness([tmp_path / "ssd"], INSTANCE, is_read_only=True).sequence == 3
 
 
 def test_a_torn_catalog_ends_before_the_tear(stored: Path) -> None:

@@ -50,6 +50,26 @@ HOSTILE_IDS = [
 HOSTILE_NAMES = [*(f"sessions/{i}" for i in HOSTILE_IDS), "a", "models/a", "sessions//a", "SESSIONS/a"]
 
 
+async def test_an_answer_of_before_is_given_only_while_nothing_has_changed(
+    client: Client, clock: FakeClock
+) -> None:
+    """Bytes of a session, of its expiry, and of the wall clock by which it is told."""
+    await client.create("a")
+    empty = await client.get("a")
+    assert await client.get("a") == empty
+
+    await client.append("a", 1, 0, 10)
+    longer = await client.get("a")
+    assert (longer.token_count, longer.whole_token_count) == (10, 10)
+    clock.jump(to_ns=clock.now_ns() + 3600 * 10**9)
+    later = await client.get("a")
+    assert later.expire_time.seconds - longer.expire_time.seconds == 3600
+    await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
+    await client.create("a")
+    other = await client.get("a")
+    assert (other.token_count, other.uid == longer.uid) == (0, False)
+
+
 # -- models ----------------------------------------------------------------------------------------------
 
 
