@@ -56,6 +56,17 @@ def slowly(self, target, rows):
     sys.stderr.write("copied slowly\\n")
 staging.HostCopies.copy = slowly
 """
+SLOW_SESSIONS = """
+import sys, time
+from ctxcache.client.sessions import SessionCalls
+create = SessionCalls.create
+def slowly(self, *arguments, **named):
+    time.sleep(0.05)
+    made = create(self, *arguments, **named)
+    sys.stderr.write("made slowly\\n")
+    return made
+SessionCalls.create = slowly
+"""
 _MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
@@ -173,6 +184,36 @@ def converse_until_restored(
             return prompt
         assert time.monotonic() < deadline_s, engine.log
         time.sleep(0.1)
+
+
+def scheduler_side(model: Path, store: ServerProcess) -> scheduler.SchedulerSide:
+    """The scheduler's side of the connector, without an engine. Close it."""
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
+        kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
+    ).create_engine_config()
+    side = scheduler.SchedulerSide(config, ConnectorSettings(target=store.target, timeout_s=600))
+    side.layouts.set_result({0: BlockLayout(BLOCK_TOKENS, (1 << 14,) * 3, "none")})
+    return side
+
+
+def scheduled(request: Request, token_count: int, *block_ids: int) -> SchedulerOutput:
+    """A step that computes so many tokens of a request behind those that are computed, into new blocks."""
+    output = SchedulerOutput.make_empty()
+    cached = output.scheduled_cached_reqs
+    cached.req_ids.append(request.request_id)
+    cached.new_block_ids.append(([*block_ids],) if block_ids else None)
+    cached.num_computed_tokens.append(request.num_computed_tokens)
+    output.num_scheduled_tokens[request.request_id] = token_count
+    return output
+
+
+def blocks_of(*block_ids: int) -> KVCacheBlocks:
+    """A request's blocks."""
+    return KVCacheBlocks(([KVCacheBlock(number) for number in block_ids],))
 
 
 @pytest.mark.parametrize("model", sorted(_MODELS), indirect=True)
@@ -365,6 +406,65 @@ def test_blocks_are_saved_before_the_engine_writes_to_them_again(
                 assert (reply.cached_count >= 3 * BLOCK_TOKENS) is is_restored, engine.log
                 prompts[name] = [*prompt, *reply.token_ids, *asked(0)[:5]]
         assert "copied slowly" in engine.log
+
+
+def test_a_prompt_that_is_nowhere_is_computed_while_its_session_is_made(
+    model: Path, store: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What steps computed before the session is there is saved by the first step behind that."""
+    side = scheduler_side(model, store)
+    request = Request("first", opening(16), SamplingParams(max_tokens=COUNT), None, session_id="alice")
+    may_be_made = threading.Event()
+    try:
+        assert side.link.wait(60) is LinkState.READY
+        used = side.link.use()
+        assert used is not None
+        sessions = used[0].sessions
+        create = sessions.create
+
+        def create_later(*arguments: Any, **named: Any) -> Any:
+            assert may_be_made.wait(60)
+            return create(*arguments, **named)
+
+        monkeypatch.setattr(sessions, "create", create_later)
+        side.arrived(request)
+        while (count := side.matched(request, 0)) is None:
+            pass
+        assert count == 0
+        side.allocated(request, blocks_of(4, 5, 6, 7), 0)
+        plan = side.step(scheduled(request, 97, 4, 5, 6, 7))
+        assert (plan.opened, plan.saves) == ([], [])
+        may_be_made.set()
+        for request.num_computed_tokens in range(97, 97 + COUNT):
+            request.append_output_token_ids(3)
+            plan = side.step(scheduled(request, 1))
+            if plan.opened:
+                break
+        (opened,), (saved,) = plan.opened, plan.saves
+        assert (opened.name, opened.token_count) == ("sessions/alice", 0)
+        assert (saved.begin, saved.block_ids) == (0, (4, 5, 6))
+        assert saved.token_ids == tuple(opening(16)[: 3 * BLOCK_TOKENS])
+    finally:
+        may_be_made.set()
+        side.close()
+
+
+def test_a_conversation_whose_session_is_made_late_is_saved(
+    model: Path, store: ServerProcess, plain: VllmEngine, tmp_path: Path
+) -> None:
+    """Its next turn computes no more than one whose session was there at once."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_SESSIONS)
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    with VllmEngine(model, store.target, tmp_path / "log", environment=environment) as engine:
+        for number, session, unit_tokens in ((17, "alice", BLOCK_TOKENS), (18, None, 64)):
+            prompt = opening(number)
+            reply = engine.turn(prompt, session, COUNT)
+            compare(reply, prompt, plain)
+            prompt = [*prompt, *reply.token_ids, *asked(0)]
+            reply = engine.turn(prompt, session, COUNT)
+            compare(reply, prompt, plain)
+            assert reply.cached_count == (97 + COUNT - 1) // unit_tokens * unit_tokens
+        assert "made slowly" in engine.log
 
 
 def test_a_store_that_is_killed_costs_a_computed_prompt(
@@ -586,36 +686,6 @@ def test_a_restore_that_comes_too_late_leaves_nothing_wrong(
         proxy.go_on()
         prompt = [*prompt, *reply.token_ids, *asked(2)]
         converse_until_restored(engine, plain, "alice", prompt)
-
-
-def scheduler_side(model: Path, store: ServerProcess) -> scheduler.SchedulerSide:
-    """The scheduler's side of the connector, without an engine. Close it."""
-    config = EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        block_size=BLOCK_TOKENS,
-        kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
-    ).create_engine_config()
-    side = scheduler.SchedulerSide(config, ConnectorSettings(target=store.target, timeout_s=600))
-    side.layouts.set_result({0: BlockLayout(BLOCK_TOKENS, (1 << 14,) * 3, "none")})
-    return side
-
-
-def scheduled(request: Request, token_count: int) -> SchedulerOutput:
-    """A step that computes so many tokens of a request behind those that are computed."""
-    output = SchedulerOutput.make_empty()
-    cached = output.scheduled_cached_reqs
-    cached.req_ids.append(request.request_id)
-    cached.new_block_ids.append(None)
-    cached.num_computed_tokens.append(request.num_computed_tokens)
-    output.num_scheduled_tokens[request.request_id] = token_count
-    return output
-
-
-def blocks_of(*block_ids: int) -> KVCacheBlocks:
-    """A request's blocks."""
-    return KVCacheBlocks(([KVCacheBlock(number) for number in block_ids],))
 
 
 def test_a_request_whose_input_gets_pictures_is_saved_no_further(model: Path, store: ServerProcess) -> None:

@@ -51,14 +51,18 @@ logger = init_logger("vllm.ctxcache")
 # A request with a session, on the scheduler's side:
 #
 #     arrived ─► look-up in a thread ─► matched: n tokens ─► allocated: blocks ─► step: load, then save
-#        │                                 │ 0: computed             │
-#        │ the conversation's former       │                        └ preempted: lost_blocks, resumed anew
-#        └ request is being saved: asked again until SAVE_WAIT_S, while the store answers
+#        │          │                      │ 0: computed             │
+#        │          │ nothing found        │                        └ preempted: lost_blocks, resumed anew
+#        │          └► computed at once; its session is made meanwhile, and a later step saves its blocks
+#        │ the conversation's former request is being saved: asked again until SAVE_WAIT_S, while the
+#        └ store answers
 #
 #     finished ─► the worker saves to the end ─► reported by all ranks ─► the next request of it may begin
 LOOKUP_THREADS = 4
 LOOKUP_PATIENCE_S = 0.005
 """How long one question of the scheduler waits for a look-up: about as long as most of them take."""
+LATE_ANSWER_TOKENS = 16
+"""The least tokens of an answer during which a session is surely made."""
 KEYED_TOKENS = 64
 """The least prefix that the store finds by its tokens."""
 UNNAMED_TTL = timedelta(hours=1)
@@ -85,6 +89,8 @@ class Followed:
     """Among those that wait: a smaller one is sooner."""
     lookup: "Future[Opened | None] | None" = None
     """Each rank's session; None where one is not usable."""
+    answered: "Future[None]" = field(default_factory=Future)
+    """Done with the look-up, or when it finds nothing and has yet to make the session."""
     is_open: bool = False
     """Whether the worker was told to save it."""
     load_begin: int = 0
@@ -153,6 +159,9 @@ class SchedulerSide:
         if self._is_awaited(followed):
             return None
         lookup = followed.lookup
+        if lookup is not None and not lookup.done() and followed.answered.done():
+            followed.load_begin = computed_count
+            return 0
         found = lookup.result() if lookup is not None and lookup.done() else None
         if found is None:
             self._leave(request.request_id)
@@ -165,25 +174,14 @@ class SchedulerSide:
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_count: int) -> None:
         """A request got its blocks. `external_count` tokens are to be restored into them."""
         followed = self._followed.get(request.request_id)
-        if followed is None or followed.lookup is None:
-            return
-        if not followed.lookup.done():
+        if followed is not None and not followed.answered.done():
             # One that reads no cache, such as for the probabilities of its prompt: vLLM waits for no answer.
             self._leave(request.request_id)
             return
-        found = followed.lookup.result()
-        if found is None:
+        found = self._opened(followed, self._plan) if followed is not None else None
+        if followed is None or found is None:
             return
         (block_ids,) = blocks.get_block_ids()
-        followed.session_name = found.name
-        if not followed.is_open:
-            if self._saving.setdefault(found.name, request.request_id) != request.request_id:
-                self._leave(request.request_id)
-                return
-            followed.is_open = True
-            self._queue.started(request.request_id)
-            followed.saved_end = found.token_count
-            self._plan.opened.append(found)
         if external_count:
             begin = followed.load_begin
             self._plan.loads.append(
@@ -205,6 +203,7 @@ class SchedulerSide:
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
             is_anew = request_id in cached.resumed_req_ids
+            self._await_session(request_id)
             self._scheduled(plan, output, request_id, computed_count, block_ids, is_anew=is_anew)
         return plan
 
@@ -265,18 +264,21 @@ class SchedulerSide:
     ) -> None:
         """Tokens of a request are computed in this step. `is_anew`: it has these blocks and no other."""
         followed = self._followed.get(request_id)
-        if followed is None or not followed.is_open:
+        if followed is None:
             return
         if not is_plain(followed.request):
             # A later part of its input has pictures: what is computed from here on is not of its tokens.
-            del self._followed[request_id]
-            plan.finished.append(Finished(followed.session_name))
+            self._leave(request_id)
+            if followed.is_open:
+                plan.finished.append(Finished(followed.session_name))
             return
         added = block_ids[0] if block_ids is not None else []
+        followed.block_ids = [*added] if is_anew else [*followed.block_ids, *added]
+        if self._opened(followed, plan) is None:
+            return
         if self._settings.saved.is_portable:
             plan.blocks.append((followed.session_name, tuple(added)))
             return
-        followed.block_ids = [*added] if is_anew else [*followed.block_ids, *added]
         # The ids of tokens that the step before this one draws may not be known yet.
         filled_count = computed_count + output.num_scheduled_tokens[request_id]
         end = min(filled_count, followed.request.num_tokens) // self._block_tokens
@@ -286,6 +288,33 @@ class SchedulerSide:
             blocks = tuple(followed.block_ids[begin:end])
             plan.saves.append(BlockSave(followed.session_name, followed.saved_end, blocks, tuple(ids)))
             followed.saved_end = end * self._block_tokens
+
+    def _await_session(self, request_id: str) -> None:
+        """Wait a moment for a session that is being made: its request may end before it is there."""
+        followed = self._followed.get(request_id)
+        if followed is None or followed.lookup is None or followed.lookup.done():
+            return
+        if time.monotonic() - followed.since_s < self._settings.timeout_s:
+            wait([followed.lookup], LOOKUP_PATIENCE_S)
+
+    def _opened(self, followed: Followed, plan: StepPlan) -> Opened | None:
+        """What is saved of a request; None while that is looked up, and where it is not saved.
+
+        The plan tells the worker so the first time.
+        """
+        request_id = followed.request.request_id
+        found = followed.lookup.result() if followed.lookup is not None and followed.lookup.done() else None
+        if found is None or followed.is_open:
+            return found
+        followed.session_name = found.name
+        if self._saving.setdefault(found.name, request_id) != request_id:
+            self._leave(request_id)
+            return None
+        followed.is_open = True
+        followed.saved_end = found.token_count
+        self._queue.started(request_id)
+        plan.opened.append(found)
+        return found
 
     def _is_awaited(self, followed: Followed) -> bool:
         """Whether a request may wait longer for its look-up."""
@@ -297,8 +326,8 @@ class SchedulerSide:
             self._begin_lookup(followed)
             return True
         # A thread of this process looks it up, and would have to ask a busy loop for each of its turns.
-        wait([followed.lookup], LOOKUP_PATIENCE_S)
-        if waited_s >= self._settings.timeout_s or followed.lookup.done():
+        wait([followed.answered], LOOKUP_PATIENCE_S)
+        if waited_s >= self._settings.timeout_s or followed.answered.done():
             return False
         return self.link.answers(followed.since_s, self._settings.answer_s)
 
@@ -326,43 +355,61 @@ class SchedulerSide:
 
     def _look_up(self, followed: Followed) -> Opened | None:
         """Each rank's session, and what all of them have of the prompt; None where one is not usable."""
-        use = self.link.use()
-        if use is None:
+        try:
+            use = self.link.use()
+            return self._ranks_sessions(followed, *use) if use is not None else None
+        except CacheError as error:
+            self.link.failed(error)
+            logger.debug("%s is not used: %s", followed.session_name or "the store", error)
             return None
-        client, model = use
-        name, prompt = followed.session_name, followed.prompt
+        finally:
+            if not followed.answered.done():
+                followed.answered.set_result(None)
+
+    def _ranks_sessions(self, followed: Followed, client: Client, model: CallerModel) -> Opened:
+        prompt, salt = followed.prompt, salt_of(followed.request)
         sessions: list[SessionInfo] = []
         tokens: list[list[int]] = []
         common = len(prompt)
-        try:
-            for rank, part in enumerate(tuple(self._models)):
-                own, ttl = name, self._ttl
-                if rank:
-                    # Kept as long as the first, which may have got its name from the store.
-                    own, ttl = f"{sessions[0].name}.rank{rank}", sessions[0].ttl
-                layout = streams_of(part, self._settings.saved)
-                session = _get_or_create(client, part, own, salt_of(followed.request), layout, ttl)
-                if session.token_count:
-                    with client.sessions.open(session, part).read(streams=[TOKENS]) as rows:
-                        # As it is read: others may have changed it since it was looked up.
-                        session = rows.session
-                        ids = rows.token_ids()
-                else:
-                    if followed.is_shared:
-                        session = client.prefixes.adopt(session, part, prompt)
-                    ids = prompt[: session.token_count]
-                sessions.append(session)
-                tokens.append(ids)
-                common = min(common, _common_count(ids, prompt))
-        except CacheError as error:
-            self.link.failed(error)
-            logger.debug("%s is not used: %s", name or "the store", error)
-            return None
+        for rank, part in enumerate(tuple(self._models)):
+            name, ttl = followed.session_name, self._ttl
+            if rank:
+                # Kept as long as the first, which may have got its name from the store.
+                name, ttl = f"{sessions[0].name}.rank{rank}", sessions[0].ttl
+            layout = streams_of(part, self._settings.saved)
+            session = _existing(client, part, name, salt)
+            is_found = session is not None
+            if session is None:
+                if followed.is_shared:
+                    is_found = client.prefixes.match(part, prompt, salt=salt, layout=layout).token_count > 0
+                if not is_found and not followed.answered.done() and self._can_wait(followed.request):
+                    followed.answered.set_result(None)
+                session = _created(client, part, name, salt, layout, ttl)
+            if session.token_count:
+                with client.sessions.open(session, part).read(streams=[TOKENS]) as rows:
+                    # As it is read: others may have changed it since it was looked up.
+                    session = rows.session
+                    ids = rows.token_ids()
+            else:
+                if is_found and followed.is_shared:
+                    session = client.prefixes.adopt(session, part, prompt)
+                ids = prompt[: session.token_count]
+            sessions.append(session)
+            tokens.append(ids)
+            common = min(common, _common_count(ids, prompt))
         common -= common % self._unit_tokens
         beyond = max(0, len(prompt) - common)
         job = QueuedJob(followed.request.request_id, sessions[0].name, beyond, position=followed.place)
         self._queue.waits(client, model, job)
         return Opened(tuple(sessions), common, tuple(tuple(ids[common:]) for ids in tokens))
+
+    def _can_wait(self, request: "Request") -> bool:
+        """Whether what a request computes can be saved by a later step than the one that computes it.
+
+        Blocks stay the request's until it ends. Rows are captured in the pass, and have to have a session by
+        then.
+        """
+        return not self._settings.saved.is_portable and request.max_tokens >= LATE_ANSWER_TOKENS
 
 
 def is_plain(request: "Request") -> bool:
@@ -383,33 +430,33 @@ def salt_of(request: "Request") -> bytes:
     return hashlib.sha256(request.cache_salt.encode()).digest() if request.cache_salt else b""
 
 
-def _get_or_create(
-    client: Client,
-    model: CallerModel,
-    name: str,
-    salt: bytes,
-    layout: list[Stream],
-    ttl: timedelta | None,
-) -> SessionInfo:
-    """The session of this name, or a new one; of no name, a new one whose name the store chooses.
+def _existing(client: Client, model: CallerModel, name: str, salt: bytes) -> SessionInfo | None:
+    """The session of this name, where there is one, of this model and salt."""
+    if not name:
+        return None
+    try:
+        session = client.sessions.get(name)
+        model.check(session.name, session.model_fingerprint)
+    except (SessionNotFound, ModelFingerprintMismatch):
+        return None
+    return session if session.salt == salt else None
 
-    Where the name is a session of another model or salt, that stays as it is, and this one goes without a
-    name.
+
+def _created(
+    client: Client, model: CallerModel, name: str, salt: bytes, layout: list[Stream], ttl: timedelta | None
+) -> SessionInfo:
+    """A new session of this name, or the one that another caller has made meanwhile.
+
+    Without a name, or where it is a session of another model or salt, which stays as it is, one whose name
+    the store chooses.
     """
-    for _attempt in range(2 if name else 0):
-        try:
-            session = client.sessions.get(name)
-            model.check(session.name, session.model_fingerprint)
-        except SessionNotFound:
-            with suppress(SessionAlreadyExists):
-                id_ = name.removeprefix("sessions/")
-                return client.sessions.create(model, id=id_, layout=layout, ttl=ttl, salt=salt).info
-        except ModelFingerprintMismatch:
-            break
-        else:
-            if session.salt == salt:
-                return session
-            break
+    if name:
+        with suppress(SessionAlreadyExists):
+            id_ = name.removeprefix("sessions/")
+            return client.sessions.create(model, id=id_, layout=layout, ttl=ttl, salt=salt).info
+        session = _existing(client, model, name, salt)
+        if session is not None:
+            return session
     return client.sessions.create(model, layout=layout, ttl=ttl or UNNAMED_TTL, salt=salt).info
 
 
