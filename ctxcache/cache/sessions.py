@@ -490,7 +490,13 @@ class Sessions:
 
         `is_last`: the server ends, and may use up the room for records. Raises CapacityExceeded, TierFailure.
         """
-        while some := self._ledger.unsaved_accesses(limit=SESSIONS_PER_COMMIT, part_limit=PARTS_PER_COMMIT):
+        # Those of now, once each: sessions that are used all the while would keep this call for ever, and
+        # the deadlines that are looked after behind it.
+        left_count = self._ledger.unsaved_access_count
+        while some := self._ledger.unsaved_accesses(
+            limit=min(left_count, SESSIONS_PER_COMMIT), part_limit=PARTS_PER_COMMIT
+        ):
+            left_count -= len(some)
             self._metadata.check(is_growing=not is_last)
             records = [record_of(session) for session in some]
             # Before the wait: an access during it is a new one.

@@ -22,6 +22,7 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.server.upkeep import Upkeep
+from ctxcache.storage.metadata.base import Changes
 
 RESERVATION_S = RESERVATION_LIFETIME_NS / 10**9
 GRACE_S = GRACE_NS / 10**9
@@ -303,6 +304,28 @@ async def test_a_session_created_again_under_its_writer_is_not_touched(
     await rig.check()
 
     assert rig.token_count("a") == 0
+
+
+async def test_accesses_are_written_down_once_a_call_however_often_they_come(
+    rig: MemoryRig, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is used while its access is written down is left to the next call: upkeep has other steps."""
+    for name in ("a", "b"):
+        await rig.create(name)
+        await rig.append(name, writer.make(1))
+    commit_records, written = rig.metadata.commit, list[str]()
+
+    async def commit_while_used(changes: Changes, *, is_durable: bool) -> None:
+        written.extend(record.session_id for record in changes.sessions)
+        await commit_records(changes, is_durable=is_durable)
+        if len(written) < 20:
+            await rig.append("a", writer.make(1))
+
+    monkeypatch.setattr(rig.metadata, "commit", commit_while_used)
+    await rig.cache.sessions.save_access_times()
+    assert sorted(written) == ["a", "b"]
+    await rig.cache.sessions.save_access_times()
+    assert sorted(written) == ["a", "a", "b"]
 
 
 async def test_rows_are_durable_as_they_are_when_they_are_committed(rig: MemoryRig, writer: Writer) -> None:

@@ -767,6 +767,11 @@ class Ledger:
         if not session.is_gone:
             self._expiry.schedule(session.uid, now_ns)
 
+    @property
+    def unsaved_access_count(self) -> int:
+        """How many sessions' last accesses no record has."""
+        return len(self._touched)
+
     def unsaved_accesses(self, *, limit: int, part_limit: int) -> list[Session]:
         """Sessions whose last access no record has.
 
