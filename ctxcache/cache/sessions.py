@@ -5,6 +5,7 @@ between check and change.
 """
 
 import asyncio
+import secrets
 import uuid
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
@@ -35,6 +36,8 @@ from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StreamRange, contents_within
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 
+FIRST_GENERATION_BITS = 31
+"""Of a new session's generation; half of those of one run are left for its changes."""
 NAMES_PER_TURN = 64
 """Sessions that a listing looks at before others have their turn: half a millisecond."""
 SESSIONS_PER_COMMIT = 64
@@ -619,6 +622,9 @@ class Sessions:
             create_time_ns=now_ns,
             access_time_ns=now_ns,
             expire_time_ns=expiration.after_access(now_ns),
+            # Not 1: a condition on a session that is gone would hold of another one under its name, which has
+            # had as many changes.
+            generation=1 + secrets.randbits(FIRST_GENERATION_BITS),
             live=live,
         )
 

@@ -162,8 +162,8 @@ class SessionInfo:
     layout: tuple[StreamRange, ...] = ()
     """Streams it stores, token ids included."""
     generation: int = 0
-    """Grows by one with every committed change of its tokens; starts at 1. After a crash it is far ahead,
-    so that a generation whose tokens were lost never comes again.
+    """Grows by one with every committed change of its tokens, from a number of the session's own. After a
+    crash it is far ahead, so that a generation whose tokens were lost never comes again.
     """
     token_count: int = 0
     """Committed tokens that are live."""

@@ -194,8 +194,8 @@ class Session(_message.Message):
     model_fingerprint: _builtins.bytes
     """Fingerprint of its model, 32 bytes."""
     generation: _builtins.int
-    """Grows by one with every committed change of its tokens; starts at 1. After a crash it is far
-    ahead, so that a generation whose tokens were lost never comes again.
+    """Grows by one with every committed change of its tokens, from a number of the session's own. After a crash it
+    is far ahead, so that a generation whose tokens were lost never comes again.
     """
     token_count: _builtins.int
     """Committed tokens that are live."""

@@ -185,7 +185,7 @@ async def test_keeping_recent_tokens_keeps_the_sinks(rig: MemoryRig, writer: Wri
     same = await keep(TENANT, "a", None, recent_count=196, sink_count=4)
     view = await keep(TENANT, "a", None, recent_count=50, sink_count=4)
 
-    assert (same.generation, view.generation, view.token_count) == (2, 3, 54)
+    assert (view.generation, view.token_count) == (same.generation + 1, 54)
     assert await rig.read("a") == expected(tokens[:4] + tokens[150:])
 
 

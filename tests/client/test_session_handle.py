@@ -67,6 +67,22 @@ def test_a_session_is_written_and_read_by_its_handle(cache: Client, name: str) -
     assert chat.info.generation == cache.sessions.get(f"sessions/{name}").generation
 
 
+def test_a_condition_on_a_session_that_is_gone_holds_of_no_other(cache: Client, name: str) -> None:
+    """One of its name with as many changes and tokens has other rows: nothing is put behind them, or read."""
+    before = cache.sessions.create(OWN, id=name)
+    generation = before.append(make_rows(40)).generation
+    before.delete()
+    other = cache.sessions.create(OWN, id=name).append(make_rows(40, first=7))
+    with pytest.raises(GenerationMismatch):
+        before.append(make_rows(5, first=40), if_generation_match=generation)
+    with pytest.raises(GenerationMismatch), before.read(if_generation_match=generation) as rows:
+        rows.array(HIDDEN)
+    with pytest.raises(GenerationMismatch):
+        before.keep_first(10, if_generation_match=generation)
+    found = cache.sessions.get(other.name)
+    assert (found.uid, found.token_count) == (other.uid, other.token_count)
+
+
 def test_an_append_goes_behind_what_the_handles_writer_committed(cache: Client, name: str) -> None:
     """Even if the facts were looked at while the writer was open, and in parts."""
     chat = cache.sessions.create(OWN, id=name)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -168,7 +169,7 @@ def test_the_command_prints_tokens_and_rows(stopped: Stopped) -> None:
     command = [sys.executable, str(READER), str(stopped.path)]
     result = subprocess.run(command, cwd=stopped.path.parent, capture_output=True, text=True, check=True)
 
-    assert f"session {stopped.source.uid}, generation 1, tokens [0, 128)" in result.stdout
+    assert re.search(rf"session {stopped.source.uid}, generation \d+, tokens \[0, 128\)", result.stdout)
     assert f"token ids {' '.join(str(1000 + token) for token in range(128))}\n" in result.stdout
     first = expected_row(0)[0, StateKind.HIDDEN][:8].hex()
     assert f"layer 0 hidden: 128 rows of 96 B, the first begins with {first}" in result.stdout

@@ -227,7 +227,8 @@ async def test_a_created_session_says_what_it_is(client: Client) -> None:
     made = await client.create("a", ttl=Duration(seconds=10), is_pinned=True)
 
     assert await client.get("a") == made
-    assert (made.generation, made.token_count, made.tenant, made.is_pinned) == (1, 0, "default", True)
+    assert (made.token_count, made.tenant, made.is_pinned) == (0, "default", True)
+    assert 0 < made.generation < 1 << 32
     assert list(made.layout) == ranges(*STREAMS)
     assert made.expire_time.seconds - made.access_time.seconds == made.ttl.seconds == 10
     assert made.model_fingerprint == client.fingerprint
@@ -269,7 +270,7 @@ async def test_a_session_that_cannot_be_is_refused(client: Client, changes: dict
 
 async def test_an_update_counts_as_an_access(client: Client, clock: FakeClock) -> None:
     """An update that sets nothing is a touch; one that sets something changes that alone."""
-    await client.create("a", ttl=Duration(seconds=10))
+    made = await client.create("a", ttl=Duration(seconds=10))
     clock.advance(seconds=5)
     update = client.sessions.UpdateSession
     touched = await update(session_pb2.UpdateSessionRequest(name="sessions/a"))
@@ -279,7 +280,7 @@ async def test_an_update_counts_as_an_access(client: Client, clock: FakeClock) -
     clock.advance(seconds=19)
 
     assert touched.expire_time.seconds == EPOCH_NS // 10**9 + 15
-    assert (pinned.is_pinned, later.is_pinned, later.generation) == (True, True, 1)
+    assert (pinned.is_pinned, later.is_pinned, later.generation) == (True, True, made.generation)
     await client.get("a")
     clock.advance(seconds=1)
     await refused(client.get("a"), Code.NOT_FOUND, "SESSION_NOT_FOUND")
@@ -369,7 +370,7 @@ async def test_every_rpc_about_a_session_that_is_not_there_says_so(client: Clien
 async def test_truncation_keeps_what_it_says(client: Client) -> None:
     """The newest and the sinks, all but some ranges, or the first: each as the proto has it."""
     await client.create("a")
-    await client.append("a", 1, 0, 100)
+    appended = await client.append("a", 1, 0, 100)
     truncate, request = client.sessions.TruncateSession, session_pb2.TruncateSessionRequest
     recent = session_pb2.KeepRecent(token_count=80)
     drop = session_pb2.DropRanges(ranges=[TokenRange(begin=70, end=84), TokenRange(begin=60, end=75)])
@@ -382,9 +383,9 @@ async def test_truncation_keeps_what_it_says(client: Client) -> None:
     ]
     for kept in cases:
         session = await truncate(request(name="sessions/a", **kept))
-        counts.append((session.token_count, session.generation))
+        counts.append((session.token_count, session.generation - appended.generation))
 
-    assert counts == [(84, 3), (60, 4), (50, 5), (50, 5)]
+    assert counts == [(84, 1), (60, 2), (50, 3), (50, 3)]
 
 
 @pytest.mark.parametrize(
@@ -517,7 +518,7 @@ async def test_a_fork_goes_on_by_itself(client: Client) -> None:
     await client.append("b", 1, 70, 100)
     await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
 
-    assert (made.token_count, made.durable_token_count, made.generation) == (70, 70, 1)
+    assert (made.token_count, made.durable_token_count) == (70, 70)
     assert len((await client.read_rows("b"))[1]) == 100 * 160
     for facts, code, reason in (
         ({"session_id": "b"}, Code.ALREADY_EXISTS, "SESSION_ALREADY_EXISTS"),

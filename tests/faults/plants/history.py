@@ -32,7 +32,11 @@ def truncation_not_recorded(_: int) -> None:
     write_down = Departures.write_down
 
     async def write_some(departures: Departures, changed: Any = (), **named: Any) -> None:
-        await write_down(departures, [s for s in changed if s.generation == 1 or not s.segments], **named)
+        await write_down(
+            departures,
+            [s for s in changed if s.access_time_ns == s.create_time_ns or not s.segments],
+            **named,
+        )
 
     setattr(Departures, "write_down", write_some)  # noqa: B010
 
