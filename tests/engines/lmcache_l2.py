@@ -112,6 +112,7 @@ def test_what_is_stored_is_found_and_loaded(adapter: CtxcacheL2) -> None:
     assert stored(adapter, chunks)
     assert asked(adapter, [*chunks, key_of(9)]) == [True] * 8 + [False]
     assert loaded(adapter, [key_of(9), *chunks]) == [None, *map(bytes, chunks.values())]
+    assert loaded(adapter, [key_of(1), key_of(2), key_of(1)]) == [bytes(data_of(i)) for i in (1, 2, 1)]
     others = [key_of(1, model="other"), key_of(1, rank=1), key_of(1, salt="alice")]
     assert asked(adapter, others) == [False] * 3
     assert loaded(adapter, others) == [None] * 3

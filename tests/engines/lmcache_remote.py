@@ -136,6 +136,7 @@ def test_chunks_come_back_in_another_process_of_the_same_model(store: ServerProc
         assert [are_equal(one, i) for i, one in enumerate(found[:6])] == [True] * 6
         assert are_equal(found[6], 6, 17)
         assert found[7] is None
+        assert [are_equal(one, 1) for one in second.load(key_of(1), key_of(1))] == [True] * 2
         others = [key_of(1, model="other"), key_of(1, rank=1), key_of(1, dtype=torch.float16)]
         assert second.load(*others) == [None] * 3
         assert not any(map(second.backend.contains, others))

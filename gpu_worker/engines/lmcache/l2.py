@@ -248,12 +248,12 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         def load(client: Client, weights: bytes) -> list[bool]:
             found = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
-                own = {i: _blocks(keys[i], objects[i]) for i in places}
-                blocks = _merged(own.values())
-                loaded = client.blocks.load(space, list(blocks), list(blocks.values()))
-                there = {key for key, one in zip(blocks, loaded, strict=True) if one is not None}
-                for i, names in own.items():
-                    found[i] = there.issuperset(names)
+                # Of each chunk its own, also where two have one key: each is memory that is handed out.
+                own = [(i, key, block) for i in places for key, block in _blocks(keys[i], objects[i]).items()]
+                loaded = client.blocks.load(space, [key for _, key, _ in own], [block for _, _, block in own])
+                lacking = {i for (i, _, _), one in zip(own, loaded, strict=True) if one is None}
+                for i in places:
+                    found[i] = i not in lacking
             return found
 
         found = self._link.call(load, [False] * len(keys))

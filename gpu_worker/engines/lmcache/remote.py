@@ -228,14 +228,16 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
                 room = None if head is None else self._room_for(head[0].tobytes())
                 if room is not None:
                     rooms[i] = room
-            own = {}
+            own: list[tuple[int, bytes, Bytes]] = []
             for i, room in rooms.items():
                 data = bytes_of(room)
-                own[i] = cut(_block_keys(keys[i], data.nbytes), data)
-            blocks = {key: data for some in own.values() for key, data in some.items()}
-            loaded = client.blocks.load(space, list(blocks), list(blocks.values()))
-            there = {key for key, one in zip(blocks, loaded, strict=True) if one is not None}
-            return [rooms.pop(i) if i in own and there.issuperset(own[i]) else None for i in range(len(keys))]
+                own += [
+                    (i, key, block) for key, block in cut(_block_keys(keys[i], data.nbytes), data).items()
+                ]
+            loaded = client.blocks.load(space, [key for _, key, _ in own], [block for _, _, block in own])
+            # Of each room its own, also where two are of one key.
+            lacking = {i for (i, _, _), one in zip(own, loaded, strict=True) if one is None}
+            return [rooms.pop(i) if i in rooms and i not in lacking else None for i in range(len(keys))]
 
         try:
             return self._link.call(load, [None] * len(keys))
