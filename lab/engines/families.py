@@ -62,7 +62,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": EXPERTS | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
     "glm4": {"pad_token_id": 0},
     "cohere": {},
-    "smollm3": {},
+    "smollm3": {"pad_token_id": 0},
     "starcoder2": {},
     "stablelm": {},
     "gpt_neox": {},
