@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-from ctxcache.client.arena import Bytes
-from ctxcache.client.copying import copied
+from ctxcache.client.arena import Bytes, copied
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.checksums import rows_checksum
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.access import ArenaAttachment, Hold, acquire
-from ctxcache.client.arena import Bytes, SlotLayout, SlotRows, spans_of_runs
+from ctxcache.client.arena import Bytes, SlotLayout, SlotRows, copied, spans_of_runs
 from ctxcache.client.convert import durability_to_wire, session_from_wire
-from ctxcache.client.copying import copied
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Closing
 from ctxcache.errors import CacheError, IncompleteAppend, InvalidArgument, ReservationNotFound

@@ -203,7 +203,9 @@ async def test_a_session_that_goes_while_it_is_truncated_is_never_cut_further(
     kept = await disk_rig.read("a") if disk_rig.names() else None
     left = expected(tokens[: dropped[0]] + tokens[dropped[1] :])
     assert kept == {0: expected(tokens), 1: left, 2: None}[taken_count]
-    assert {isinstance(answer, TierFailure) for answer in (truncated, departed)} == {taken_count < 2}
+    # The log is synced behind each write: the first change is durable when the second one is refused.
+    refused = tuple(isinstance(answer, TierFailure) for answer in (truncated, departed))
+    assert refused == (taken_count < 1, taken_count < 2)
     assert not disk_rig.cache.state.counters.corrupt_segment_count
     await disk_rig.check()
 
