@@ -58,8 +58,8 @@ def refused_record_acknowledged(_: int) -> None:
     def refuse(metadata: RocksDbMetadata, _: BaseException) -> None:
         """Tell all that wait that their records are there."""
         rounds, metadata._round = metadata._round, None
-        callers = (metadata._waiting_logged, rounds.logged if rounds else None)
-        metadata._waiting, metadata._waiting_logged = [], None
+        callers = (metadata._waiting_done, rounds.done if rounds else None)
+        metadata._waiting, metadata._waiting_done = [], None
         for caller in filter(None, callers):
             caller.set_result(None)
 
