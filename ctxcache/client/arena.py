@@ -17,6 +17,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -82,11 +83,12 @@ class MappedArena:
             return self._writable
 
     def wait_populated(self, timeout_s: float) -> None:
-        """Wait until what is mapped has been populated; for each mapping at most so long."""
+        """Wait until what is mapped has been populated, at most so long."""
         with self._lock:
             populating = list(self._populating)
+        end_s = time.monotonic() + timeout_s
         for one in populating:
-            one.wait(timeout_s)
+            one.wait(max(end_s - time.monotonic(), 0))
 
     def ssd_files(self) -> SsdReader:
         """The files of the same server's SSD tier, opened on first use."""

@@ -52,6 +52,21 @@ class Client(Closing):
         """
         return self._routes.ssd_files()
 
+    def map_arena(self, *, is_written: bool = False, timeout_s: float = 0) -> bool:
+        """Map the server's arena ahead of the calls that use it; whether it is on this host.
+
+        A thread populates the mapping: 0.15 s of a processor for each GiB, and 0.3 s more where it is
+        `is_written`, which calls beside it would feel. Waits for that at most `timeout_s`. Raises
+        Unavailable, DeadlineExceeded, TooManyRequests, Draining.
+        """
+        attachment = self._routes.attach()
+        if attachment is None:
+            return False
+        if is_written:
+            attachment.arena.writable()
+        attachment.arena.wait_populated(timeout_s)
+        return True
+
     # The order of an end. Each step wakes or ends what the next one would wait for:
     #
     #     completions.stop     nothing new begins, what waits is cancelled

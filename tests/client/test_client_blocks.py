@@ -88,6 +88,27 @@ def test_many_blocks_are_put_found_loaded_and_deleted(client: Client) -> None:
     assert client.blocks.load(WHOLE, keys[:2]) == [None, None]
 
 
+def mapped_arena_bytes() -> int:
+    """Bytes of arenas that this process has mapped and populated, by all mappings."""
+    sizes_kb, is_arena = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            is_arena = words[-1].endswith(".arena")
+        elif is_arena and words[0] == "Rss:":
+            sizes_kb.append(int(words[1]))
+    return sum(sizes_kb) << 10
+
+
+def test_the_arena_is_mapped_ahead_of_its_use(client: Client, live: LiveServer) -> None:
+    """For reads, then for writes too, and populated when the call ends; elsewhere there is none."""
+    live.until(lambda server: server.storage.arena.prefaulted_bytes == 8 << 20)
+    before = mapped_arena_bytes()
+    for is_written, mapping_count in ((False, 1), (True, 2)):
+        is_mapped = client.map_arena(is_written=is_written, timeout_s=60)
+        assert mapped_arena_bytes() - before == is_mapped * mapping_count * (8 << 20)
+
+
 def test_memory_that_was_taken_back_is_not_written_to(client: Client) -> None:
     """A caller that takes its memory back in the middle of a load: what comes later touches nothing."""
     keys = [key_of(i) for i in range(6)]

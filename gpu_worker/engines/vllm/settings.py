@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 WHERE = "kv_connector_extra_config"
+POPULATE_S = 2.0
+"""How long an engine's first prompts go without the store, at most, while a thread populates its arena."""
 """The field of vLLM's `--kv-transfer-config` that has the settings."""
 
 
@@ -150,10 +152,15 @@ def link_for(
 ) -> StoreLink[CallerModel]:
     """A link to the store for the engine's model: that of the first of these ranks.
 
-    `layouts` come once the engine has its blocks; `parts` becomes the models of all of them.
+    `layouts` come once the engine has its blocks; `parts` becomes the models of all of them, for a link by
+    which nothing is saved.
     """
+    # The first time alone: behind a restart of the store conversations come back that can be restored.
+    patience = iter([POPULATE_S])
 
     def register(client: Client) -> CallerModel:
+        # While the engine starts, and not in the step that first needs it.
+        client.map_arena(is_written=parts is None)
         directory = directory_of(config)
         model_id = settings.model_id or directory.resolve().name
         if settings.saved is SavedState.BLOCKS:
@@ -168,6 +175,7 @@ def link_for(
             models = [client.models.register(described.spec, described.probe)]
         if parts is not None:
             parts[:] = models
+        client.map_arena(is_written=parts is None, timeout_s=next(patience, 0))
         return models[0]
 
     return StoreLink(settings.connect, register, lambda client, model: client.models.get(model.name))

@@ -56,7 +56,13 @@ from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
 from gpu_worker.engines.link import Bringing, LinkState, Refused, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
-from gpu_worker.engines.vllm.settings import WHERE, directory_of, engine_facts, weights_digest
+from gpu_worker.engines.vllm.settings import (
+    POPULATE_S,
+    WHERE,
+    directory_of,
+    engine_facts,
+    weights_digest,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -358,6 +364,8 @@ class CtxcacheTier(SecondaryTierManager):
             offloading_spec.blocks_per_chunk * group.tokens_per_block
             for group in offloading_spec.config.groups
         ]
+        self._patience = iter([POPULATE_S])
+        """How long the link waits for the arena, the first time alone."""
         self.link: StoreLink[BlockSpace] = StoreLink(self._settings.connect, self._space, _ask)
         is_told = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = StoreEvents(self.link) if is_told else None
@@ -570,10 +578,12 @@ class CtxcacheTier(SecondaryTierManager):
 
     def _space(self, client: Client) -> BlockSpace:
         """Where the engine's chunks are looked for: what their bytes depend on is in it."""
-        del client
+        # While the engine starts, and not with the first prompt.
+        client.map_arena(is_written=True)
         # The layout comes from the workers, once they have their blocks: until then nothing is looked up.
         facts = [weights_digest(self._directory), self._engine, self._tokens, self._layout.result()]
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+        client.map_arena(is_written=True, timeout_s=next(self._patience, 0))
         return BlockSpace(digest, layout_tag=f"vllm chunks of {self.block_size_bytes} bytes")
 
 
