@@ -15,7 +15,7 @@ from ctxcache.errors import Unavailable
 
 
 class Shared(Protocol):
-    """What a child would share with its parent."""
+    """A connection, queue or thread that a forked child would share with its parent."""
 
     def forked(self) -> None:
         """Called in a child, before anything else runs there: be of no use, and leave the peer alone."""

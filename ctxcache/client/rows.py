@@ -68,7 +68,7 @@ class SessionRows(Closing):
     end: int
 
     _told: session_pb2.Session
-    """What the server said of the session."""
+    """The session as the server described it."""
 
     @cached_property
     def session(self) -> SessionInfo:

@@ -497,9 +497,9 @@ class Incoming:
         self._context = context
         self._read: Coroutine[Any, Any, Any] | None = None
         self._awaited: asyncio.Future[Any] | None = None
-        """What the read waits for, gRPC's own."""
+        """The future of gRPC that the read waits for."""
         self._turn: asyncio.Future[None] | None = None
-        """What the rpc waits for, ours: done when the read goes on, or has to give way."""
+        """The future that the rpc waits for: done when the read goes on, or has to give way."""
         self._returned: list[bytes] = []
         self._is_over = False
 

@@ -240,7 +240,7 @@ async def test_more_than_may_ever_be_reserved_is_refused_before_anything_is_made
     assert refused.value.needed_bytes == (count + 1) * SLOT_BYTES
     assert not rig.cache.ledger.blocks()
     assert rig.cache.ledger.memory.free_bytes == before
-    # What is there already needs no room.
+    # Blocks that are there already need no room.
     await put(rig, 0, 1)
     rooms = await reserved(rig, *map(wanted, range(count)))
     assert [room.state for room in rooms[:3]] == [BlockState.HIT, BlockState.HIT, BlockState.MISS]

@@ -309,7 +309,7 @@ async def test_a_session_created_again_under_its_writer_is_not_touched(
 async def test_accesses_are_written_down_once_a_call_however_often_they_come(
     rig: MemoryRig, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is used while its access is written down is left to the next call: upkeep has other steps."""
+    """A session used while its access is written down waits for the next call: upkeep has other steps."""
     for name in ("a", "b"):
         await rig.create(name)
         await rig.append(name, writer.make(1))

@@ -25,7 +25,7 @@ def key_of(name: str, number: int) -> bytes:
 
 
 def said_in_child(work: Callable[[], object]) -> str:
-    """What a forked child says of its work: its result, or the error that it raised."""
+    """The result of work in a forked child, or the error that it raised."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

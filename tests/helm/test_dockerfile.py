@@ -66,7 +66,7 @@ def test_images_say_what_they_are_and_how_they_are() -> None:
 
 
 def test_images_bring_bytecode() -> None:
-    """Nobody may write it into an image: each start and each health check would compile everything anew."""
+    """Bytecode is kept in an image: without it each start and each health check compiles all modules."""
     assert "--no-compile" not in DOCKERFILE.read_text()
 
 

@@ -118,14 +118,19 @@ async def test_who_begins_no_handshake_makes_way(tmp_path: Path) -> None:
         await server.stop()
 
 
+def _replace(path: Path, mode: int) -> None:
+    """Put another token's file in the place of this one."""
+    fresh = path.with_name("fresh")
+    fresh.write_text("fedcba9876543210")
+    fresh.chmod(mode)
+    fresh.rename(path)
+
+
 def test_a_token_is_read_again_when_it_changes(tmp_path: Path) -> None:
     """A file that cannot be used changes nothing."""
     path = _token_file(tmp_path)
     bearer = Bearer(path, source="metrics_token_file")
-    fresh = tmp_path / "fresh"
-    fresh.write_text("fedcba9876543210")
-    fresh.chmod(0o600)
-    fresh.rename(path)
+    _replace(path, 0o600)
     assert bearer.allows("Bearer fedcba9876543210")
     assert not bearer.allows(f"Bearer {TOKEN}")
     path.write_text("short")
@@ -136,10 +141,7 @@ def test_a_token_whose_mode_is_mended_is_read(tmp_path: Path) -> None:
     """The refusal says `chmod 600`, and that is enough: the content is the same."""
     path = _token_file(tmp_path)
     bearer = Bearer(path, source="metrics_token_file")
-    fresh = tmp_path / "fresh"
-    fresh.write_text("fedcba9876543210")
-    fresh.chmod(0o644)
-    fresh.rename(path)
+    _replace(path, 0o644)
     assert bearer.allows(f"Bearer {TOKEN}")
     path.chmod(0o600)
     assert bearer.allows("Bearer fedcba9876543210")

@@ -165,7 +165,7 @@ class KeptSessions(NamedTuple):
     """Those of all sessions, in their order."""
     live_begins: "npt.NDArray[np.int64]"
     live_ends: "npt.NDArray[np.int64]"
-    """What is live lies within, and nothing where an end is 0."""
+    """Live tokens lie between them; a session whose end is 0 has none."""
     access_times_ns: "npt.NDArray[np.int64]"
     expire_times_ns: "npt.NDArray[np.int64]"
     kept: list[object]

@@ -298,9 +298,9 @@ class SchedulerSide:
             wait([followed.lookup], LOOKUP_PATIENCE_S)
 
     def _opened(self, followed: Followed, plan: StepPlan) -> Opened | None:
-        """What is saved of a request; None while that is looked up, and where it is not saved.
+        """The sessions of a request; None while they are looked up, and where it is not saved.
 
-        The plan tells the worker so the first time.
+        The first time the plan tells the worker of them.
         """
         request_id = followed.request.request_id
         found = followed.lookup.result() if followed.lookup is not None and followed.lookup.done() else None
