@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, within ten minutes: the kernels' tests and figures, decoding while it is saved, restores
-# beside recomputation, and from the SSD tier's files. A step that fails or takes too long hides no other; one table at the end; the exit status is that of
+# Everything that needs a GPU, within ten minutes: the kernels' tests and figures, an engine beside the sidecar by CUDA IPC,
+# decoding while it is saved, restores beside recomputation, and from the SSD tier's files. A step that fails or takes too long hides no other; one table at the end; the exit status is that of
 # the first step that failed. Needs this package with torch, triton, transformers, pytest and hypothesis in the Python that runs it.
 #
 #   bash lab/gpu.sh [DIRECTORY]         # results go there, lab/results by default; PYTHON=...: which one
@@ -38,6 +38,7 @@ step() {
 if [[ -n ${TINY:-} ]]; then
   export TRITON_INTERPRET=1
   tests=(tests/gpu_worker/kernels/test_quantization.py)
+  sidecar=(tests/gpu_worker/sidecar/test_sidecar.py)
   kernels=(--tiny)
   saving=(--shape tiny --batch 2 --history 8 --steps 2 --rounds 2 --replayed 3)
   restore=(--shapes tiny,tiny-opt --device cpu --history 96,160 --rounds 2)
@@ -45,6 +46,7 @@ if [[ -n ${TINY:-} ]]; then
   decoding=(--shapes tiny --history 96 --steps 3 --rounds 1)
 else
   tests=(tests/gpu_worker/kernels)
+  sidecar=(tests/gpu_worker/sidecar/test_sidecar.py tests/gpu_worker/sidecar/test_restore_midway.py)
   # The shorter lengths say where the product overtakes the fused kernel.
   kernels=(--tokens 512,2048,16384 --rounds 7)
   # Eager steps, then a graph's: what of a step its hundred replays take to be saved, and whether rows are right.
@@ -58,12 +60,13 @@ fi
 # A process for each core: two hundred kernels compiled one after the other take a quarter of an hour.
 step tests 95 "$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
   --confcutdir tests/gpu_worker/kernels "${tests[@]}"
+step sidecar 60 "$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir . -o asyncio_mode=auto "${sidecar[@]}"
 step kernels 115 "$python" -m lab.studies.kernels --json "${kernels[@]}"
 # The store's server runs beside these.
 step saving 90 "$python" -m lab.studies.saving --json "${saving[@]}"
 step restore 160 "$python" -m lab.studies.restore --json "${restore[@]}"
 step direct 50 "$python" -m lab.studies.direct --json "${direct[@]}"
 step decoding 40 "$python" -m lab.studies.decoding --json "${decoding[@]}"
-mv "$begin-tests.jsonl" "$begin-tests.txt"
+for name in tests sidecar; do mv "$begin-$name.jsonl" "$begin-$name.txt"; done
 timeout 20 "$python" -m lab.studies.gpu_table "$steps" "$begin"-{kernels,saving,restore,direct,decoding}.jsonl || first_failure=${first_failure/#0/$?}
 exit "$first_failure"

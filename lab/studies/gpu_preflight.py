@@ -24,9 +24,11 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("cli", "server", "worker", "gpu")
-TESTS = ("pytest", "pytest-xdist", "hypothesis")
+TESTS = ("pytest", "pytest-xdist", "pytest-asyncio", "hypothesis")
 OWN = frozenset({"torch", "triton", "transformers", "numpy", "safetensors"})
 """The machine's: built for its GPU and its driver, or as large."""
+DIRECT = ("kvikio-cu13>=26.10,<27", "libkvikio-cu13>=26.10,<27", "rapids-logger>=0.3,<0.4")
+"""Of `ctxcache[direct]`, without the CUDA libraries and CuPy that it asks for, which the machine has."""
 MODULES = {
     "grpcio": "grpc",
     "protobuf": "google.protobuf",
@@ -34,11 +36,13 @@ MODULES = {
     "grpcio-health-checking": "grpc_health.v1",
     "grpcio-reflection": "grpc_reflection.v1alpha",
     "pytest-xdist": "xdist",
+    "pytest-asyncio": "pytest_asyncio",
 }
 """The name by which a distribution is imported, where that is another one."""
 PLATFORMS = (
     "manylinux_2_28_x86_64",
     "manylinux_2_27_x86_64",
+    "manylinux_2_24_x86_64",
     "manylinux_2_17_x86_64",
     "manylinux2014_x86_64",
 )
@@ -47,12 +51,13 @@ LATE = ("torch", "transformers")
 
 
 def needed() -> list[Requirement]:
-    """Every requirement, the package itself left out."""
+    """Every requirement, and the package itself, whose extras are not named."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *TESTS]
     for extra in EXTRAS:
         texts += project["optional-dependencies"][extra]
-    return [found for found in map(Requirement, texts) if found.name != project["name"]]
+    own = Requirement(project["name"])
+    return [own, *(found for found in map(Requirement, texts) if found.name != own.name)]
 
 
 def problems(requirements: Sequence[Requirement]) -> Iterator[tuple[Requirement, str]]:
@@ -80,12 +85,21 @@ def problems(requirements: Sequence[Requirement]) -> Iterator[tuple[Requirement,
 
 
 def download(directory: Path, python_version: str) -> int:
-    """Fetch the wheels of all that is not the machine's own, and of what they ask for; pip's exit status."""
-    names = [str(one) for one in needed() if one.name not in OWN and one.name not in TESTS]
+    """Fetch the wheels of all that is not the machine's own, and of what they ask for; pip's exit status.
+
+    This package's own is built: its version, and its commands, are looked up among what is installed.
+    """
+    own = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(directory), str(ROOT)]
+    if status := subprocess.run(own, check=False).returncode:  # noqa: S603  # pip, with our words
+        return status
+    names = [str(one) for one in needed() if one.name not in OWN | {"ctxcache"}]
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", *platforms]
     command += ["--python-version", python_version, "--implementation", "cp", "-d", str(directory)]
-    return subprocess.run([*command, *names], check=False).returncode  # noqa: S603  # pip, with our words
+    for words in (names, ["--no-deps", *DIRECT]):
+        if status := subprocess.run([*command, *words], check=False).returncode:  # noqa: S603  # as above
+            return status
+    return 0
 
 
 def main(

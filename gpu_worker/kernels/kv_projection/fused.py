@@ -289,15 +289,16 @@ def _kv_projection(
     # Sums are taken about the row's first element: about zero, a row far from it would lose its spread to
     # rounding.
     if IS_LAYER:
-        column = tl.zeros((1,), tl.int32)
-        x = load_rows(
+        # Names of their own: a variable of the loop below keeps its shape.
+        first_column = tl.zeros((1,), tl.int32)
+        first_elements = load_rows(
             values_at,
             scales_at,
             zeros_at,
             outliers_at,
             places_at,
             token,
-            column,
+            first_column,
             is_token[:, None],
             value_stride,
             scale_stride,
@@ -307,7 +308,7 @@ def _kv_projection(
             GROUP,
             OUTLIERS,
         )
-        shift += tl.sum(x, 1)
+        shift += tl.sum(first_elements, 1)
     # Each tile of x is loaded once, for both halves of the head and for the sums of the norm.
     for begin in range(0, SIZE, BLOCK):
         column = begin + tl.arange(0, BLOCK)

@@ -251,12 +251,13 @@ def _rows_and_sums(
     shift = tl.zeros((ROWS,), tl.float32)
     # About the row's first element: about zero, a row far from it would lose its spread to rounding.
     if IS_LAYER:
-        first = tl.zeros((1,), tl.int32)
-        x = load_rows(
-            values_at, scales_at, zeros_at, outliers_at, places_at, token, first, is_token[:, None],
+        # Names of their own: a variable of the loop below keeps its shape.
+        first_column = tl.zeros((1,), tl.int32)
+        first_elements = load_rows(
+            values_at, scales_at, zeros_at, outliers_at, places_at, token, first_column, is_token[:, None],
             value_stride, scale_stride, outlier_stride, place_stride, BITS, GROUP, OUTLIERS,
         )  # fmt: skip
-        shift += tl.sum(x, 1)
+        shift += tl.sum(first_elements, 1)
     for begin in range(0, SIZE, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         mask = is_token[:, None] & (column < SIZE)[None, :]

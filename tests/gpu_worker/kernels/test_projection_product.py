@@ -124,7 +124,9 @@ def test_weights_that_do_not_round_are_not_folded() -> None:
         ProjectionWeights(layers.normal(60, SIZE, seed=4).half(), 3),
     )
     assert reference.fold(layer) is None
-    huge = dataclasses.replace(layer, norm=Norm(NormKind.RMS, 1e-5, torch.full((SIZE,), 6e4).half()))
+    huge = dataclasses.replace(
+        layer, norm=Norm(NormKind.RMS, 1e-5, torch.full((SIZE,), 6e4, device=layers.DEVICE).half())
+    )
     assert reference.fold(huge) is None
 
     # Few digits are left of the result too: what counts is that it is rounded once.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from attached import RESTORE_LIMIT
+from paged_engine import WORKER_DEVICE
 from server_process import ServerProcess
 from worker_process import WorkerProcess
 
@@ -32,7 +33,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="session")
 def worker(store: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """Its worker."""
-    options = ("--max-concurrent-restores", str(RESTORE_LIMIT), "--directory", "/nonexistent")
+    options = ("--device", WORKER_DEVICE, "--max-concurrent-restores", str(RESTORE_LIMIT))
+    options += ("--directory", "/nonexistent")
     with WorkerProcess(tmp_path_factory.mktemp("worker"), store.target, *options) as running:
         yield running
 
@@ -42,7 +44,7 @@ def direct_client(
     store: ServerProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[WorkerProcess, WorkerClient]]:
     """A worker that was told to read the store's files, and a connection to it."""
-    options = ("--direct", "posix", "--directory", "/nonexistent")
+    options = ("--device", WORKER_DEVICE, "--direct", "posix", "--directory", "/nonexistent")
     with (
         WorkerProcess(tmp_path_factory.mktemp("direct"), store.target, *options) as running,
         WorkerClient(running.path) as connected,

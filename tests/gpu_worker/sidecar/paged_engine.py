@@ -1,4 +1,7 @@
-"""An engine whose paged KV cache lies in POSIX shared memory: a tiny random model of transformers."""
+"""An engine whose paged KV cache others can map: a tiny random model of transformers.
+
+The cache is shared memory, or, where there is a GPU, memory of the GPU that CUDA IPC leads to.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +26,7 @@ from gpu_worker.model_spec import model_spec
 from gpu_worker.probe import probe_of
 from gpu_worker.proof import adapt
 from gpu_worker.rows import pack_rows
+from gpu_worker.sidecar.client import cuda_region
 from gpu_worker.v1 import attachment_pb2
 
 BLOCK_TOKENS = 16
@@ -30,6 +34,8 @@ BLOCK_COUNT = 24
 PROMPT_TOKENS = 90
 SAVE_AREA_BYTES = 1 << 20
 NEW_TOKENS = 8
+WORKER_DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+"""Where the worker computes, and engines' caches lie. The engine's model is on the CPU in any case."""
 
 
 @cache
@@ -87,6 +93,19 @@ class SharedMemory:
         return attachment_pb2.MemoryRegion(size_bytes=self.data.nbytes, shared_memory_name=self.name)
 
 
+class GpuMemory:
+    """Memory of the GPU, of this process's own. `data` is [size] uint8."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.data = torch.empty(size_bytes, dtype=torch.uint8, device=WORKER_DEVICE)
+
+    def region(self) -> attachment_pb2.MemoryRegion:
+        """As a handle names it."""
+        # What was written before is there when another process looks.
+        torch.cuda.synchronize()
+        return cuda_region(self.data.data_ptr(), self.data.nbytes)
+
+
 class PagedEngine:
     """One model, one paged cache, one save area. The cache is all that it keeps."""
 
@@ -99,14 +118,16 @@ class PagedEngine:
         self._halves = [
             BLOCK_COUNT * BLOCK_TOKENS * self.heads * each * size for each in (keys[1], values[1])
         ]
-        self.cache = SharedMemory(len(self.adapter.layers) * sum(self._halves))
+        cache_bytes = len(self.adapter.layers) * sum(self._halves)
+        self.cache = SharedMemory(cache_bytes) if WORKER_DEVICE == "cpu" else GpuMemory(cache_bytes)
         self.save_area = SharedMemory(SAVE_AREA_BYTES)
         self.poison()
 
     def close(self) -> None:
         """Remove the memory: it is the engine's."""
         for memory in (self.cache, self.save_area):
-            memory.path.unlink(missing_ok=True)
+            if isinstance(memory, SharedMemory):
+                memory.path.unlink(missing_ok=True)
 
     def hello(self, weights: Path, *, engine: str = "engine") -> attachment_pb2.AttachHello:
         """The hello that attaches the engine."""
@@ -152,6 +173,7 @@ class PagedEngine:
     def poison(self) -> None:
         """Lose the cache: NaN everywhere."""
         self.cache.data.fill_(0xFF)
+        self._settle()
 
     def put(self, held: DynamicCache, block_ids: Sequence[int], token_count: int) -> None:
         """Lay a session's keys and values into blocks."""
@@ -159,22 +181,25 @@ class PagedEngine:
         for layer, (keys, values) in enumerate(self.layers()):
             source = _contents(held, layer)
             first = token_count - source[0].shape[2]
-            keys[page[first:], row[first:]] = source[0][0].transpose(0, 1)
-            values[page[first:], row[first:]] = source[1][0].transpose(0, 1)
+            keys[page[first:], row[first:]] = source[0][0].transpose(0, 1).to(WORKER_DEVICE)
+            values[page[first:], row[first:]] = source[1][0].transpose(0, 1).to(WORKER_DEVICE)
+        self._settle()
 
     def take(self, block_ids: Sequence[int], token_count: int) -> DynamicCache:
         """A session out of its blocks, as the model continues from it."""
         page, row = self._places(block_ids, token_count)
         held = DynamicCache(config=self.adapter.model.config)
         for layer, (keys, values) in enumerate(self.layers()):
-            first, second = (half[page, row].transpose(0, 1).unsqueeze(0).clone() for half in (keys, values))
+            first, second = (
+                half[page, row].cpu().transpose(0, 1).unsqueeze(0).clone() for half in (keys, values)
+            )
             held.update(first, second, layer)
         return held
 
     def rows(self, block_ids: Sequence[int], token_count: int) -> list[Tensor]:
         """The blocks' keys and values of these tokens, layer by layer."""
         page, row = self._places(block_ids, token_count)
-        return [half[page, row].clone() for halves in self.layers() for half in halves]
+        return [half[page, row].cpu() for halves in self.layers() for half in halves]
 
     def stage(self, rows: Mapping[Stream, Tensor], token_ids: Sequence[int]) -> dict[Stream, int]:
         """Lay rows into the save area; where each stream begins."""
@@ -186,6 +211,11 @@ class PagedEngine:
             offsets[stream] = at
             at += len(data)
         return offsets
+
+    def _settle(self) -> None:
+        """Have in place what was written: the worker's kernels know no stream of this process."""
+        if WORKER_DEVICE != "cpu":
+            torch.cuda.synchronize()
 
     def _places(self, block_ids: Sequence[int], token_count: int) -> tuple[Tensor, Tensor]:
         at = torch.arange(token_count)

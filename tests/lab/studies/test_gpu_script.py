@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "lab/gpu.sh"
 
 
-STEPS = ("tests", "kernels", "saving", "restore", "direct", "decoding")
+STEPS = ("tests", "sidecar", "kernels", "saving", "restore", "direct", "decoding")
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_all_steps_run_and_the_table_has_them(python: Path, tmp_path: Path) -> N
     """Exit status 0."""
     done = run(python, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert [each in done.stdout for each in STEPS] == [True] * 6
-    assert done.stdout.count("done, ") == 6
+    assert [each in done.stdout for each in STEPS] == [True] * 7
+    assert done.stdout.count("done, ") == 7
 
 
 def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
