@@ -6,10 +6,10 @@
 Knows nothing of what the operations are for. A hold lasts while its stream lives and its deadline has not
 passed; it cannot be got back.
 
-On the socket, the thread that waits for an answer reads for all others: one lock guards the state, `_sending`
-keeps frames whole, and unread answers are bounded. A gRPC stream's queue is bounded by the callers that wait,
-plus one release per answer. Worst case: the server dies. Every waiter gets its error at once, a thread that
-only looks at views learns it with its next `check`, and everything held is gone.
+On the socket, the thread that waits for an answer reads for all others: one lock guards the state, one sender
+at a time keeps frames whole, and unread answers are bounded. A gRPC stream's queue is bounded by the callers
+that wait, plus one release per answer. Worst case: the server dies. Every waiter gets its error at once, a
+thread that only looks at views learns it with its next `check`, and everything held is gone.
 """
 
 import itertools
@@ -426,8 +426,12 @@ _GONE = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 #     thread B   _submit ──► _wait: A reads ──► sleeps on `_changed` ────────► takes its answer
 #     `ctxcache-late`   reads only while an answer is owed whose caller gave up
 #
-#     `_sending`   held while a frame goes out: whole frames, numbered in the order in which they are sent
-#     `_changed`   the state below; taken within `_sending`, never the other way round
+#     `_lock`      the state below; `_changed` is its condition
+#     sender       the thread whose frame goes out: whole frames, numbered in the order in which they are sent
+#     reader       the thread that takes answers
+#
+# A signal's handler may raise wherever Python is called: who was sender or reader lays that down with a plain
+# store, which nothing interrupts. So is `_lock` taken by itself: a Condition's own `with` is Python.
 #
 # A frame that goes out:
 #
@@ -453,10 +457,10 @@ class SocketAccess(AccessStream):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(SOON_S * 1e6)))
         self._socket = connection
         self._reader = reader
-        self._sending = threading.Lock()
         self._last_id = 0
-        self._changed = threading.Condition()
-        self._is_reading = False
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._is_sending = self._is_reading = False
         self._awaited: set[int] = set()
         self._overdue: set[int] = set()
         """Requests whose callers gave up: what their late answers hold is given back."""
@@ -529,7 +533,8 @@ class SocketAccess(AccessStream):
 
     def forked(self) -> None:
         """See Shared."""
-        self._sending, self._changed = threading.Lock(), threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._failure = of_parent(self.target)
         # The copy alone: a shutdown would end the parent's.
         self._socket.close()
@@ -552,30 +557,37 @@ class SocketAccess(AccessStream):
         self._submit(request.SerializeToString(), time.monotonic() + self.timeout_s, is_awaited=False)
 
     def _submit(self, request: bytes, deadline_s: float, *, is_awaited: bool) -> int:
-        # The wait for the lock is part of the deadline: another thread may be in the middle of a frame that
-        # the server does not take.
-        if not self._sending.acquire(timeout=max(deadline_s - time.monotonic(), 0)):
-            raise self._too_late()
+        is_sender = False
         try:
-            if self._failure is not None:
-                raise again(self._failure)
-            self._last_id += 1
-            # Before it is sent: another thread may read the answer at once.
-            with self._changed:
+            with self._lock:
+                self._wait_to_send(deadline_s)
+                is_sender = self._is_sending = True
+                self._last_id = request_id = self._last_id + 1
+                # Before it is sent: another thread may read the answer at once.
                 if is_awaited:
-                    self._awaited.add(self._last_id)
+                    self._awaited.add(request_id)
                 else:
                     self._unread_count += 1
-            try:
-                message = NUMBER + varint(self._last_id) + request
-                self._send_all(encode_frame(FrameKind.ACCESS, message), deadline_s)
-            except BaseException:
+            message = NUMBER + varint(request_id) + request
+            self._send_all(encode_frame(FrameKind.ACCESS, message), deadline_s)
+            self._is_sending = False
+            self._wake()
+        except BaseException:
+            if is_sender:
                 # Any error, a signal's too: half a frame may be out.
+                self._is_sending = False
                 self._break(Unavailable(target=self.target, problem="a request was interrupted"))
-                raise
-            return self._last_id
-        finally:
-            self._sending.release()
+            raise
+        return request_id
+
+    def _wait_to_send(self, deadline_s: float) -> None:
+        """Under the lock, until nobody sends. Raises DeadlineExceeded, Unavailable."""
+        # Part of the deadline: another sender may be in the middle of a frame that the server does not take.
+        while self._is_sending and self._failure is None:
+            if not self._changed.wait(max(deadline_s - time.monotonic(), 0)):
+                raise self._too_late()
+        if self._failure is not None:
+            raise again(self._failure)
 
     def _send_all(self, data: bytes, deadline_s: float) -> None:
         rest = memoryview(data)
@@ -607,40 +619,54 @@ class SocketAccess(AccessStream):
         while True:
             # A loop of two steps: whoever finds that nobody reads does so once, and looks again under the
             # lock.
-            with self._changed:
-                if request_id in self._answers:
-                    return self._answers.pop(request_id)
-                if self._failure is not None:
-                    raise again(self._failure)
-                is_reader = not self._is_reading
+            is_reader, late = False, None
+            try:
+                with self._lock:
+                    if request_id in self._answers:
+                        return self._answers.pop(request_id)
+                    if self._failure is not None:
+                        raise again(self._failure)
+                    if not self._is_reading:
+                        is_reader = self._is_reading = True
+                    # Another thread reads, for this one too.
+                    elif not self._changed.wait(max(deadline_s - time.monotonic(), 0)):
+                        raise self._too_late()
                 if is_reader:
-                    self._is_reading = True
-                # Another thread reads, for this one too.
-                elif not self._changed.wait(max(deadline_s - time.monotonic(), 0)):
-                    raise self._too_late()
-            if is_reader:
-                self._read(deadline_s)
+                    late = self._read(deadline_s)
+            finally:
+                if is_reader:
+                    self._is_reading = False
+                    self._wake()
+            # Outside of the reader's turn: sending may wait for room, and another thread can read meanwhile.
+            if late is not None:
+                self._give_back(late)
 
-    def _read(self, deadline_s: float) -> None:
-        """Take what comes next, as the only one who does. Raises DeadlineExceeded."""
-        late = None
+    def _read(self, deadline_s: float) -> "_Answer | None":
+        """Take what comes next, as the only one who does; returns an answer for which nobody waits.
+
+        Raises DeadlineExceeded.
+        """
         try:
             # A frame may have come whole with the last one, so bytes already here are looked at first.
             while (frame := self._reader.next()) is None:
                 if not self._receive():
                     self._wait_for_bytes(deadline_s)
             self._heard_s = time.monotonic()
-            late = self._take(frame)
+            return self._take(frame)
         except (OSError, InvalidArgument, DecodeError) as error:
             self._break(self._gone(error))
-        finally:
-            with self._changed:
-                # A thread that waits finds its answer now, or reads from here on.
-                self._is_reading = False
+            return None
+
+    def _wake(self) -> None:
+        """Let threads that wait look again: one finds its answer, or sends, or reads from here on."""
+        try:
+            with self._lock:
                 self._changed.notify_all()
-        # Outside of the reader's turn: sending may wait for room, and another thread can read meanwhile.
-        if late is not None:
-            self._give_back(late)
+        except BaseException:
+            # A signal's: nobody else wakes them.
+            with self._lock:
+                self._changed.notify_all()
+            raise
 
     def _wait_for_bytes(self, deadline_s: float) -> None:
         if not self._has_event(select.POLLIN, deadline_s - time.monotonic()):
@@ -668,7 +694,7 @@ class SocketAccess(AccessStream):
             return None
         answer = _numbered(frame.message)
         request_id = answer.request_id
-        with self._changed:
+        with self._lock:
             is_overdue = request_id in self._overdue
             if request_id in self._awaited:
                 self._awaited.discard(request_id)
@@ -690,7 +716,7 @@ class SocketAccess(AccessStream):
 
     def _abandon(self, request_id: int) -> None:
         """See that what a late answer holds is given back, by a thread that waits for it."""
-        with self._changed:
+        with self._lock:
             answer = self._answers.pop(request_id, None)
             # Only while it is owed: a request whose frame was not sent whole has broken the way, and nothing
             # is held then.
@@ -705,7 +731,7 @@ class SocketAccess(AccessStream):
 
     def _drain(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._overdue or self._failure is not None:
                     # No answer is owed: the next one that is begins a thread of its own.
                     self._drainer = None
@@ -716,15 +742,21 @@ class SocketAccess(AccessStream):
                 else:
                     self._changed.wait(_FOREVER_S)
             if is_reader:
+                late = None
                 try:
-                    self._read(time.monotonic() + _FOREVER_S)
+                    late = self._read(time.monotonic() + _FOREVER_S)
                 except DeadlineExceeded:
                     continue
+                finally:
+                    self._is_reading = False
+                    self._wake()
+                if late is not None:
+                    self._give_back(late)
 
     # -- ends ----------------------------------------------------------------------------------
 
     def _break(self, failure: CacheError) -> None:
-        with self._changed:
+        with self._lock:
             if self._failure is None:
                 self._failure = as_break(failure, self.target)
             self._changed.notify_all()

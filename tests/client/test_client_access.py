@@ -3,9 +3,11 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +279,62 @@ def test_a_caller_interrupted_in_the_middle_of_an_answer_breaks_the_way(
         access.exchange([PROBE])
     access.close()
     theirs.close()
+
+
+def test_a_caller_interrupted_anywhere_leaves_the_way_to_others() -> None:
+    """A signal's handler may raise at each call of Python and behind each one of C.
+
+    A later caller is answered, or told that the way is broken: nobody waits for a reader that is not there.
+    """
+    left = range(1, 400)
+    for at in left:
+        ours, theirs = socket.socketpair()
+        answering = threading.Thread(target=_answer_all, args=(theirs,), daemon=True)
+        answering.start()
+        access = SocketAccess(ours, FrameReader(), "unix:here", timeout_s=SOON_S)
+        access.exchange([PROBE])
+        is_over = not _interrupt(access, at)
+        with ThreadPoolExecutor(1) as threads, suppress(Unavailable):
+            assert threads.submit(access.exchange, [PROBE]).result(2 * SOON_S).request_id >= 2
+        access.close()
+        answering.join(SOON_S)
+        theirs.close()
+        if is_over:
+            break
+    assert 20 < at < left[-1]
+
+
+def _interrupt(access: SocketAccess, at: int) -> bool:
+    """Interrupt an exchange at the so many-th moment of it; whether there is one."""
+    count = 0
+
+    def look(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event in {"call", "c_return"}
+        if count == at:
+            sys.setprofile(None)
+            raise _Interrupted
+
+    try:
+        sys.setprofile(look)
+        access.exchange([PROBE])
+    except _Interrupted:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def _answer_all(connection: socket.socket) -> None:
+    asked = FrameReader()
+    with suppress(OSError):
+        while data := connection.recv(1 << 16):
+            asked.feed(data)
+            while (frame := asked.next()) is not None:
+                request = arena_pb2.AccessRequest.FromString(frame.message)
+                results = [arena_pb2.OperationResult()]
+                answer = arena_pb2.AccessResponse(request_id=request.request_id, results=results)
+                connection.sendall(encode_frame(FrameKind.ACCESS, answer.SerializeToString()))
 
 
 @pytest.mark.parametrize("answer", [b"", b"\x12\x00", b"\x08", b"\x08" + b"\x80" * 10 + b"\x01"])
