@@ -274,6 +274,8 @@ class TokenLease:
     tenant: str
     leases: tuple[Lease | None, ...]
     deadline_ns: int
+    ttl_ns: int
+    """How long they last from when they were named."""
     is_prefix: bool = False
 
 
@@ -293,11 +295,13 @@ class TokenLeases:
     ) -> TokenLease:
         """Name leases by a new token for so long; one of no lease is not remembered."""
         # Bounded like a lease: a token is no way to hold rows for ever.
-        deadline_ns = self._state.clock.monotonic_ns() + min(ttl_ns, TOKEN_TTL_LIMIT_NS)
+        ttl_ns = min(ttl_ns, TOKEN_TTL_LIMIT_NS)
+        deadline_ns = self._state.clock.monotonic_ns() + ttl_ns
         for lease in leases:
             if lease is not None:
                 lease.deadline_ns = deadline_ns
-        found = TokenLease(secrets.token_bytes(TOKEN_BYTES), tenant, tuple(leases), deadline_ns, is_prefix)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        found = TokenLease(token, tenant, tuple(leases), deadline_ns, ttl_ns, is_prefix)
         # A token of nothing would only fill the table.
         if any(leases):
             self._held[found.token] = found
@@ -529,10 +533,10 @@ class Leases:
         """Whether a lease has not ended yet."""
         return lease_id in self._leases
 
-    def check(self, lease: Lease) -> None:
-        """Raise DeadlineExceeded unless a stream's lease still holds its rows."""
+    def check(self, lease: Lease, ttl_ns: int = LEASE_LIFETIME_NS) -> None:
+        """Raise DeadlineExceeded unless a stream's lease still holds its rows; it was to for `ttl_ns`."""
         if lease.lease_id not in self._leases:
-            raise DeadlineExceeded(target="reader", timeout_s=LEASE_LIFETIME_NS // 10**9)
+            raise DeadlineExceeded(target="reader", timeout_s=f"{ttl_ns / SECOND_NS:g}")
 
     def release(self, lease_id: int) -> None:
         """End a lease. Raises LeaseNotFound."""

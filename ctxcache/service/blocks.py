@@ -207,7 +207,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
     async def _messages(
         self, request: block_pb2.LeaseBlocksRequest, tenant: str
     ) -> AsyncGenerator[block_pb2.ReadBlocksResponse]:
-        blocks = self._cache.blocks
+        blocks, leases = self._cache.blocks, self._cache.leases
         leased = await lease(self._cache, request, tenant, None, LoopSlice(self._turns))
         try:
             sizes = [block_pb2.BlockSizes(part_bytes=_sizes(one)) for one in leased.leases]
@@ -217,9 +217,11 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                     if one is None:
                         break
                     begin_bytes = 0
+                    # Before bytes are looked at and before each message: a slow reader's lease may have
+                    # ended, and the block may have left memory.
+                    leases.check(one, leased.ttl_ns)
                     for data, checksum in await blocks.summed(one, part, MESSAGE_BYTES):
-                        # Asked before each message: a slow reader's lease may have ended.
-                        self._cache.leases.check(one)
+                        leases.check(one, leased.ttl_ns)
                         message = block_pb2.BlockBytes(
                             block=block,
                             part=part,
@@ -232,7 +234,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         finally:
             if not request.token:
                 # The lease of a token belongs to whoever made it.
-                self._cache.leases.tokens.let_go(leased)
+                leases.tokens.let_go(leased)
 
 
 class _Arriving:

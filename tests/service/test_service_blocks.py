@@ -8,10 +8,15 @@ from typing import Any
 
 import grpc
 import pytest
+from fakes import FakeClock
 from service_rig import Access, Client, refused, until
 
+from ctxcache.errors import DeadlineExceeded
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.server.server import Server
+from ctxcache.service.admission import Admission
+from ctxcache.service.blocks import BlockService
+from ctxcache.service.fairness import Turns
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import block_pb2, block_pb2_grpc, operations_pb2, session_pb2
 
@@ -169,6 +174,25 @@ async def test_a_lease_over_grpc_lasts_until_it_is_released(stub: Any, server: S
     assert not server._cache.leases.lease_count
     call = stub.ReadBlocks(block_pb2.ReadBlocksRequest(blocks=by_token))
     await refused(call, Code.NOT_FOUND, "LEASE_NOT_FOUND")
+
+
+@pytest.mark.parametrize("ttl_s", [0, 5])
+async def test_a_read_that_outlasts_its_lease_is_told_how_long_that_was(
+    stub: Any, server: Server, clock: FakeClock, ttl_s: int
+) -> None:
+    """The block that comes next has left memory meanwhile; a minute is what a lease lasts by itself."""
+    await stub.PutBlocks(iter([header_of(1, 2), bytes_of(0, data_of(1)), bytes_of(1, data_of(2))]))
+    asked = block_pb2.LeaseBlocksRequest(space=SPACE, keys=[key_of(1), key_of(2)])
+    if ttl_s:
+        asked.ttl.seconds = ttl_s
+    service = BlockService(server._cache, Turns(), Admission("calls", 1))
+    messages = service._messages(asked, "default")
+    assert [(await anext(messages)).WhichOneof("message") for _ in range(2)] == ["header", "bytes"]
+    clock.advance(ns=(ttl_s or 60) * 10**9)
+    server._cache.leases.expire_due()
+    await stub.DeleteBlocks(block_pb2.DeleteBlocksRequest(space=SPACE, keys=[key_of(2)]))
+    with pytest.raises(DeadlineExceeded, match=f"within {ttl_s or 60} s"):
+        await anext(messages)
 
 
 async def test_what_a_connection_has_of_blocks_ends_with_it(
