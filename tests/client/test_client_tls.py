@@ -1,5 +1,6 @@
 """TLS on both TCP ports, against a real server, with certificates made here."""
 
+import resource
 import socket
 import ssl
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from server_process import ServerDidNotStart, ServerProcess, write_secret
 import ctxcache
 from ctxcache.client.credentials import ClientTls
 from ctxcache.errors import InvalidConfiguration, TlsFailed, Unavailable
+from ctxcache.service.tls import load_tls
 from lab.routes import Route, route_options
 
 
@@ -151,6 +153,40 @@ def test_a_renewed_certificate_is_taken_over(pki: Pki, tmp_path: Path) -> None:
         assert [served(pki, port) for port in ports] == [certificate(pki, "renewed")] * 2
         with ctxcache.connect(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client:
             client.admin.stats()
+
+
+def test_a_certificate_that_could_not_be_read_at_first_is_taken_over(pki: Pki, tmp_path: Path) -> None:
+    """Its key was everybody's, or descriptors lacked; afterwards the same files are read."""
+    pki.issue("next", "ca")
+    certificate, key = tmp_path / "tls.pem", tmp_path / "tls.key"
+
+    def put(name: str, mode: int) -> None:
+        certificate.write_bytes((pki.directory / f"{name}.pem").read_bytes())
+        key.write_bytes((pki.directory / f"{name}.key").read_bytes())
+        key.chmod(mode)
+
+    put("server", 0o600)
+    tls = load_tls(certificate, key, None)
+    assert tls is not None
+    contexts = [tls.context]
+
+    def look() -> int:
+        tls.refresh()
+        contexts.append(tls.context)
+        return len({id(context) for context in contexts})
+
+    put("next", 0o644)
+    assert [look(), look()] == [1, 1]
+    key.chmod(0o600)
+    assert [look(), look()] == [2, 2]
+    put("server", 0o600)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        during = look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [during, look(), look()] == [2, 3, 3]
 
 
 def served(pki: Pki, address: str) -> bytes:
