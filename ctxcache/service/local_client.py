@@ -637,55 +637,44 @@ class LocalClient:
         self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations
     ) -> None:
         part = LoopSlice(self._turns)
-        count = validate.within(len(request.reservation_ids), 1, COMMITS_LIMIT, "reservation_ids")
-        if len(request.token_counts) != count:
-            raise InvalidArgument(field="token_counts", problem=f"{count} expected")
-        if len(request.checksums) != count:
-            # Validated as a whole before the first commit: a batch that is refused has committed nothing.
-            raise InvalidArgument(field="checksums", problem=f"{count} expected")
-        is_durable = validate.is_durable(request.durability)
-        if len(set(request.reservation_ids)) != count:
-            raise InvalidArgument(field="reservation_ids", problem="names one twice")
+        # Validated as a whole before the first commit: a batch that is refused has committed nothing.
+        is_durable = _is_durable_batch(request)
+        generations, committed = list[int](), list[tuple[int, Reservation]]()
+        failures: dict[int, CacheError] = {}
+        keep_open, commit_in_memory = request.keep_open, self._cache.appends.commit_in_memory
         triples = zip(request.reservation_ids, request.token_counts, request.checksums, strict=True)
-        outcomes = []
         # One by one, and one failure does not keep the others from being committed: those are other sessions.
-        for reservation_id, token_count, checksum in triples:
+        for index, (reservation_id, token_count, checksum) in enumerate(triples):
             if part.is_over:
                 await part.rest()
-            outcomes.append(
-                self._commit_one(reservation_id, token_count, checksum, keep_open=request.keep_open)
-            )
+            try:
+                reservation = self._own(reservation_id)
+                commit_in_memory(
+                    reservation, token_count, keep_open=keep_open, checksums=(checksum,), is_joint=True
+                )
+            except CacheError as error:
+                failures[index] = error
+                generations.append(0)
+            else:
+                committed.append((index, reservation))
+                generations.append(reservation.session.generation)
+            if not keep_open or index in failures:
+                self._forget_if_ended(reservation_id)
         # All at once: their flushes share syncs.
         if is_durable:
-            await asyncio.gather(*map(self._flush, outcomes))
-        message.generations.extend(one.generation for one in outcomes)
-        for index, outcome in enumerate(outcomes):
-            if outcome.error is not None:
-                if part.is_over:
-                    await part.rest()
-                convert.fill_error(message.failures.add(index=index).error, outcome.error)
+            await asyncio.gather(*(self._flush(failures, *one) for one in committed))
+        message.generations.extend(generations)
+        for index in sorted(failures):
+            if part.is_over:
+                await part.rest()
+            convert.fill_error(message.failures.add(index=index).error, failures[index])
 
-    def _commit_one(
-        self, reservation_id: int, token_count: int, checksum: int, *, keep_open: bool
-    ) -> "_Outcome":
+    async def _flush(self, failures: dict[int, CacheError], index: int, reservation: Reservation) -> None:
+        """Make one of several commits durable, or note why it is not."""
         try:
-            reservation = self._own(reservation_id)
-            self._cache.appends.commit_in_memory(
-                reservation, token_count, keep_open=keep_open, checksums=(checksum,), is_joint=True
-            )
+            await self._cache.appends.flush(reservation)
         except CacheError as error:
-            self._forget_if_ended(reservation_id)
-            return _Outcome(error=error)
-        if not keep_open:
-            self._forget_if_ended(reservation_id)
-        return _Outcome(reservation, reservation.session.generation)
-
-    async def _flush(self, outcome: "_Outcome") -> None:
-        if outcome.reservation is not None:
-            try:
-                await self._cache.appends.flush(outcome.reservation)
-            except CacheError as error:
-                outcome.error = error
+            failures[index] = error
 
     def _own(self, reservation_id: int) -> Reservation:
         # The reservation is this client's, and open.
@@ -768,16 +757,15 @@ def _released_id(message: bytes, begin: int) -> int:
     return lease_id | last << shift if last < 0x80 else 0
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """The outcome of one of several commits.
-
-    `generation`: of its session afterwards, 0 when nothing became visible.
-    """
-
-    reservation: Reservation | None = None
-    generation: int = 0
-    error: CacheError | None = None
+def _is_durable_batch(request: arena_pb2.CommitReservations) -> bool:
+    """Whether several commits are to be durable. Raises InvalidArgument where they do not fit together."""
+    count = validate.within(len(request.reservation_ids), 1, COMMITS_LIMIT, "reservation_ids")
+    for name, found in (("token_counts", request.token_counts), ("checksums", request.checksums)):
+        if len(found) != count:
+            raise InvalidArgument(field=name, problem=f"{count} expected")
+    if len(set(request.reservation_ids)) != count:
+        raise InvalidArgument(field="reservation_ids", problem="names one twice")
+    return validate.is_durable(request.durability)
 
 
 def _refuse(result: arena_pb2.OperationResult, error: CacheError) -> str:

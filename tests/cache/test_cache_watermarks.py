@@ -279,6 +279,31 @@ async def test_a_tail_that_a_writer_has_room_in_is_left_for_its_age(large: Make,
         rig.cache.appends.release(other)
 
 
+async def test_write_behind_is_called_for_what_it_can_write(large: Make, writer: Writer) -> None:
+    """More rows of a tail under its writer are nothing for it, however much is dirty.
+
+    A segment that is new or full is, and so is a tail whose writer is done.
+    """
+    rig = await large()
+    for number in range(10):
+        await rig.create(f"w{number}")
+        await rig.append(f"w{number}", writer.make(10))
+    await rig.create("grows")
+    reservation = await rig.reserve("grows", 2 * SEGMENT_TOKENS)
+    rig.place(reservation, 0, writer.make(2 * SEGMENT_TOKENS))
+    is_pressed, called = rig.cache.state.is_pressed, list[int]()
+    for token_count in range(1, 2 * SEGMENT_TOKENS):
+        is_pressed.clear()
+        await rig.cache.appends.commit(reservation, token_count, is_durable=False, keep_open=True)
+        if is_pressed.is_set():
+            called.append(token_count)
+    is_pressed.clear()
+    rig.cache.appends.release(reservation)
+
+    assert called == [1, SEGMENT_TOKENS, SEGMENT_TOKENS + 1]
+    assert is_pressed.is_set()
+
+
 # -- age and rate ------------------------------------------------------------------------------------------
 
 

@@ -732,6 +732,8 @@ class Ledger:
             self._end(session, UseEvent.WRITE_ENDED, now_s)
             # Rows that were flushed under the writer may leave below from now on.
             self._evictable.add(session.uid)
+            # Its tail may be written now, although it is not full.
+            self._press()
 
     def wanted(self, session: Session, segments: Iterable[Segment]) -> None:
         """As many copies of these of the session's segments shall be below as of the session.
@@ -878,15 +880,16 @@ class Ledger:
         if row_count > segment.row_count:
             segment.happened(SegmentEvent.COMMITTED)
             segment.row_count = row_count
-            self._unwritten.committed(session, segment, now_ns)
+            is_new = self._unwritten.committed(session, segment, now_ns)
+            # More rows of a tail under its writer are no news: write-behind passes it by, however much is
+            # dirty.
+            if is_new or segment.is_full:
+                self._press()
 
     def appended(self, session: Session, token_count: int, now_ns: int) -> None:
         """So many committed tokens more are live, and the session was accessed at that time of the store."""
         if token_count:
             session.append_rows(session.log_end + token_count)
-            # Write-behind runs now and then, and at once when more is dirty than shall be.
-            if self.watermarks.excess_dirty_bytes(self._unwritten.due_bytes, self.memory.capacity_bytes) > 0:
-                self._wishes.write_wanted()
         self.touched(session, now_ns)
 
     def staged(self, segment: Segment, slot: Slot, *, is_there: bool) -> None:
@@ -1453,6 +1456,11 @@ class Ledger:
         now_s = self._now_s()
         self._begin(session, UseEvent.READ_BEGAN, now_s)
         self._end(session, UseEvent.READ_ENDED, now_s)
+
+    def _press(self) -> None:
+        """Let write-behind come at once where more is dirty than shall be; it comes now and then anyway."""
+        if self.watermarks.excess_dirty_bytes(self._unwritten.due_bytes, self.memory.capacity_bytes) > 0:
+            self._wishes.write_wanted()
 
     def _unlist(self, session: Session, segments: Iterable[Segment]) -> list[Segment]:
         """The session lists these no more; returns those that no session lists."""

@@ -566,8 +566,8 @@ class Unwritten:
 
     # -- what happens to rows ----------------------------------------------------------------------
 
-    def committed(self, session: Session, segment: Segment, now_ns: int) -> None:
-        """Rows of the segment were committed."""
+    def committed(self, session: Session, segment: Segment, now_ns: int) -> bool:
+        """Rows of the segment were committed; whether it had no unwritten ones before."""
         uid = session.uid
         # Its worth is judged anew with the rows that came. The recall comes first, for it counts bytes as
         # they are.
@@ -580,7 +580,8 @@ class Unwritten:
             self._age(uid, now_ns)
         # Whether or not the segment is full: the next look finds out, off the writer's path.
         self.changed[uid] = session
-        if segment not in segments:
+        is_new = segment not in segments
+        if is_new:
             segments[segment] = now_ns
             self.dirty_bytes += segment.layout.size_bytes
             # Bytes that its writer reserved are claimed already.
@@ -589,6 +590,7 @@ class Unwritten:
             else:
                 self._count(segment, 1, self._dirty)
         session.owed(BacklogEvent.COMMITTED)
+        return is_new
 
     def settled(self, session: Session, written: Iterable[Segment], begun_ns: int) -> None:
         """These were written as they were at `begun_ns`; the session's record may be durable too."""
