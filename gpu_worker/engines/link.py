@@ -42,6 +42,8 @@ PAUSE_S = 2.0
 """Between a failure and the next try."""
 CLOSE_S = 5.0
 """How long `close` waits for the thread: weights may take minutes to read, and a store may hang."""
+HEARD_AFTER = 1.5
+"""How much later than `within_s` who asks `answers` hears that the store does not answer, at most."""
 GONE = (Unavailable, DeadlineExceeded)
 """Errors of a store that does not answer, as opposed to one that says no."""
 FINAL = (
@@ -136,7 +138,7 @@ class StoreLink(Generic[Subject]):
         """Whether the store can be used; for a caller that has waited for it since then. Never waits.
 
         The link's thread asks the store, now and then. Where the answer takes longer than `within_s`, the
-        store does not answer, see `failed`; a caller hears it 1.5 times as late at most.
+        store does not answer, see `failed`; a caller hears it HEARD_AFTER times as late at most.
         """
         with self._changed:
             now_s, pause_s = self._clock(), within_s / 4

@@ -35,6 +35,8 @@ class BlockLoad(NamedTuple):
     begin: int
     end: int
     block_ids: tuple[int, ...]
+    answer_s: float
+    """How long the store may take to say that it is there, while the request waits for it."""
 
 
 class BlockSave(NamedTuple):

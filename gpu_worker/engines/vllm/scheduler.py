@@ -1,7 +1,7 @@
 """The scheduler's side: looks sessions up, and says step by step what to restore and what to save.
 
 Called by vLLM's scheduler thread alone; look-ups run in threads of their own. Worst case: a store that does
-not answer, for which a request waits `timeout_s`: for all calls of its look-up together.
+not answer, for which a request waits `timeout_s` in all: what its look-up took, its load no longer has.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -60,7 +60,9 @@ logger = init_logger("vllm.ctxcache")
 #     finished ─► the worker saves to the end ─► reported by all ranks ─► the next request of it may begin
 LOOKUP_THREADS = 4
 LOOKUP_PATIENCE_S = 0.005
-"""How long one question of the scheduler waits for a look-up: about as long as most of them take."""
+"""How long a step of the scheduler waits for threads, in all: about as long as most look-ups take."""
+LOOKUP_PART = 0.8
+"""A look-up's part of `timeout_s`. In what is left a store is found out that hangs in the load."""
 LATE_ANSWER_TOKENS = 16
 """The least tokens of an answer during which a session is surely made."""
 KEYED_TOKENS = 64
@@ -91,6 +93,8 @@ class Followed:
     """Each rank's session; None where one is not usable."""
     answered: "Future[None]" = field(default_factory=Future)
     """Done with the look-up, or when it finds nothing and has yet to make the session."""
+    waited_s: float = 0.0
+    """How long it was held up for its look-up."""
     is_open: bool = False
     """Whether the worker was told to save it."""
     load_begin: int = 0
@@ -124,6 +128,8 @@ class SchedulerSide:
         self._saved_counts: Counter[str] = Counter()
         """Ranks in which saving ended, of those sessions."""
         self._plan = StepPlan()
+        self._patience_s = LOOKUP_PATIENCE_S
+        """How much longer this step may wait for threads."""
         transfer = config.kv_transfer_config
         self._engine_id = (transfer.engine_id if transfer else None) or ""
         self.hints = HintTeller(self.link)
@@ -184,13 +190,20 @@ class SchedulerSide:
         (block_ids,) = blocks.get_block_ids()
         if external_count:
             begin = followed.load_begin
-            self._plan.loads.append(
-                BlockLoad(request.request_id, found.sessions, begin, begin + external_count, tuple(block_ids))
+            load = BlockLoad(
+                request.request_id,
+                found.sessions,
+                begin,
+                begin + external_count,
+                tuple(block_ids),
+                answer_s=self._settings.answer_after_s(followed.waited_s),
             )
+            self._plan.loads.append(load)
 
     def step(self, output: "SchedulerOutput") -> StepPlan:
         """The worker's tasks of the step that was scheduled."""
         plan, self._plan = self._plan, StepPlan()
+        self._patience_s = LOOKUP_PATIENCE_S
         plan.is_idle = not output.total_num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
             followed = self._followed.get(request_id)
@@ -294,8 +307,9 @@ class SchedulerSide:
         followed = self._followed.get(request_id)
         if followed is None or followed.lookup is None or followed.lookup.done():
             return
-        if time.monotonic() - followed.since_s < self._settings.timeout_s:
-            wait([followed.lookup], LOOKUP_PATIENCE_S)
+        is_patient = time.monotonic() - followed.since_s < self._settings.timeout_s
+        if is_patient and self.link.answers(followed.since_s, self._settings.answer_s):
+            self._wait_shortly(followed.lookup)
 
     def _opened(self, followed: Followed, plan: StepPlan) -> Opened | None:
         """The sessions of a request; None while they are looked up, and where it is not saved.
@@ -324,12 +338,30 @@ class SchedulerSide:
             if waited_s >= SAVE_WAIT_S or not self.link.answers(followed.since_s, self._settings.answer_s):
                 return False
             self._begin_lookup(followed)
+            if followed.lookup is None:
+                worker = WORKERS.get(self._engine_id)
+                saved = worker.ending_of(followed.session_name) if worker is not None else None
+                self._wait_shortly(saved or Future())
             return True
-        # A thread of this process looks it up, and would have to ask a busy loop for each of its turns.
-        wait([followed.answered], LOOKUP_PATIENCE_S)
-        if waited_s >= self._settings.timeout_s or followed.answered.done():
+        if (
+            followed.answered.done()
+            or waited_s >= LOOKUP_PART * self._settings.timeout_s
+            or not self.link.answers(followed.since_s, self._settings.answer_s)
+        ):
             return False
-        return self.link.answers(followed.since_s, self._settings.answer_s)
+        self._wait_shortly(followed.answered)
+        if followed.answered.done():
+            return False
+        followed.waited_s = time.monotonic() - followed.since_s
+        return True
+
+    def _wait_shortly(self, answer: "Future[Any]") -> None:
+        """Wait for a thread's answer, while this step may: many requests may wait for a store that hangs."""
+        # Threads of this process look up and save, and would have to ask a busy loop for each of their turns.
+        if self._patience_s > 0 and not answer.done():
+            begun_s = time.monotonic()
+            wait([answer], self._patience_s)
+            self._patience_s -= time.monotonic() - begun_s
 
     def _leave(self, request_id: str) -> Followed | None:
         """Follow a request no more; what was followed."""

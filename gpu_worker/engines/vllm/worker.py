@@ -85,9 +85,11 @@ class EngineState(Protocol):
 class Loading(Bringing):
     """A restore that is under way. Given up, its blocks are the engine's, which computes them."""
 
-    def __init__(self, item: BlockLoad) -> None:
+    def __init__(self, item: BlockLoad, opened: Opened | None) -> None:
         super().__init__(item.sessions[0].name)
         self.item = item
+        self.opened = opened
+        """What is saved of its request."""
         self.future: Future[bool] = Future()
         """Whether the blocks hold the rows."""
 
@@ -113,7 +115,8 @@ class WorkerSide:
         self._waiters = ThreadPoolExecutor(2, "ctxcache-saved")
         self._endings: dict[str, Future[CacheError | None]] = {}
         self._not_saved: set[str] = set()
-        self._open_names: set[str] = set()
+        self._open: dict[str, Opened] = {}
+        """What is saved now, by the sessions' names. Owned by `_lock`."""
         self._loaders = ThreadPoolExecutor(LOAD_THREADS, "ctxcache-load")
         self._copier = ThreadPoolExecutor(1, "ctxcache-copy")
         self._copying: list[Future[None]] = []
@@ -148,7 +151,7 @@ class WorkerSide:
             for name in plan.lost_blocks:
                 state.disown(self._own(name))
             for opened in plan.opened:
-                self._open(state, opened)
+                self._begin(state, opened)
             for name, block_ids in plan.blocks:
                 state.own(self._own(name), block_ids)
 
@@ -167,10 +170,16 @@ class WorkerSide:
         elif self._rank == 0 or own != name:
             self.hints.tell(hints, own)
 
+    def ending_of(self, name: str) -> Future[CacheError | None] | None:
+        """Done when a session is saved whose request ended; None where none did, or that was taken."""
+        with self._lock:
+            return self._endings.get(name)
+
     def load(self, loads: Iterable[BlockLoad]) -> None:
         """Begin to restore state into blocks, in threads of its own."""
         for item in loads:
-            loading = self._loading[item.request_id] = Loading(item)
+            loading = Loading(item, self._open.get(item.sessions[0].name))
+            self._loading[item.request_id] = loading
             loading.future = self._loaders.submit(self._load, loading, self._written_so_far())
 
     def take_loaded(self, patience_s: float) -> tuple[set[str], set[str]]:
@@ -237,7 +246,7 @@ class WorkerSide:
     def _is_late(self, loading: Loading) -> bool:
         if time.monotonic() - loading.begun_s > self._settings.restore_timeout_s:
             return True
-        return not self.link.answers(loading.begun_s, self._settings.answer_s)
+        return not self.link.answers(loading.begun_s, loading.item.answer_s)
 
     def _give_up(self, loading: Loading) -> None:
         """Leave a load to its thread, which ends whenever the store lets it."""
@@ -246,7 +255,15 @@ class WorkerSide:
             # Copies that were begun may still write to blocks.
             torch.cuda.synchronize(self._state.device)
         logger.info("%s is computed again: its rows come too late", loading.item.sessions[self._rank].name)
-        self.finish(loading.item.sessions[0].name)
+        self._forsake(loading)
+
+    def _forsake(self, loading: Loading) -> None:
+        """Save no more of a request whose load failed: the store has other rows of these tokens, or none."""
+        name = loading.item.sessions[0].name
+        with self._lock:
+            # Where the request is gone, the session may be another one's by now.
+            if self._open.get(name) is loading.opened:
+                self.finish(name)
 
     def _load(self, loading: Loading, written: torch.cuda.Event | None) -> bool:
         """Whether the blocks hold the rows by now."""
@@ -264,11 +281,7 @@ class WorkerSide:
             logger.exception("%s is computed again", item.sessions[self._rank].name)
         else:
             return True
-        # One that was given up is finished: the name may be the next request's by the time it ends here.
-        with loading.lock:
-            if not loading.is_given_up:
-                # Its blocks are computed, and the store has other rows of these tokens, or none.
-                self.finish(item.sessions[0].name)
+        self._forsake(loading)
         return False
 
     def _restore(self, loading: Loading) -> None:
@@ -306,7 +319,7 @@ class WorkerSide:
             yield
         stream.synchronize()
 
-    def _open(self, state: EngineState, opened: Opened) -> None:
+    def _begin(self, state: EngineState, opened: Opened) -> None:
         session = opened.sessions[self._rank]
         saver = self._usable_saver(state)
         try:
@@ -319,7 +332,7 @@ class WorkerSide:
             logger.warning("%s is not saved: %s", session.name, error)
             self._not_saved.add(opened.name)
             return
-        self._open_names.add(opened.name)
+        self._open[opened.name] = opened
         self._names[opened.name] = session.name
         state.opened(session.name, opened.token_count)
 
@@ -336,9 +349,9 @@ class WorkerSide:
         return self._saver if use is not None else None
 
     def _end(self, name: str) -> None:
-        if name not in self._open_names or self._saver is None or self._state is None:
+        if name not in self._open or self._saver is None or self._state is None:
             return
-        self._open_names.remove(name)
+        del self._open[name]
         own = self._own(name)
         self._settle()
         self._state.closed(own)
