@@ -779,6 +779,26 @@ def norm_kind(norm: nn.Module) -> str:
     return "own"
 
 
+def rounds_before_gain(norm: nn.Module) -> bool:
+    """Whether an RMS norm in 16 bits rounds a normed row before its gain (Llama), not only behind (OLMo 2).
+
+    A copy of the module says so, as in `norm_kind`.
+    """
+    size = len(norm.weight)  # type: ignore[arg-type]  # a norm that `norm_kind` knows has a weight [D]
+    x = torch.linspace(-1.0, 2.0, size).unsqueeze(0).bfloat16()
+    probe = copy.deepcopy(norm).to_empty(device="cpu").bfloat16()
+    with torch.no_grad():
+        for parameter in probe.parameters():
+            # Of many bits, so that rounding twice shows.
+            parameter.fill_(0.7)
+        out = probe.forward(x)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean() + norm_epsilon(norm))
+    gain = torch.tensor(0.7).bfloat16()
+    twice, once = normed.bfloat16() * gain, (normed * gain.float()).bfloat16()
+    return int((out != twice).sum()) < int((out != once).sum())
+
+
 def norm_epsilon(norm: nn.Module) -> float:
     """The epsilon that a norm adds to the variance, 0 where it has none."""
     return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0)

@@ -1,16 +1,12 @@
 """Device functions that several kernels share: tiles of rows, pairs of dimensions, and their rotation.
 
 A head is worked on as two tiles [tokens, pairs]: `first` and `second` dimension of each pair. Dimensions
-that do not rotate are paired too, with angle 0. Arithmetic is float32; what is loaded is widened at once.
+that do not rotate are paired too, with angle 0. Arithmetic is float32; what is loaded is widened at once, and
+rounded between two steps where an engine rounds, so that what is restored is the engine's own.
 """
-
-import os
 
 import triton
 import triton.language as tl
-
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""Triton's interpreter computes with the raw bits of bfloat16: dots are widened there."""
 
 
 # A head of C = 6 dimensions, 2 pairs of which turn (R = 4), as two tiles of HALF = 4 (3 used):
@@ -53,6 +49,12 @@ def destinations(
 
 
 @triton.jit
+def rounded(x, like_at):
+    """Float32 numbers as the type of what `like_at` points to has them."""
+    return x.to(like_at.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def turn(first, second, cos_at, sin_at, token, pair, token_mask, PAIRS: tl.constexpr):
     """Rotate two tiles [tokens, pairs] by the tables' angles."""
     # Beyond PAIRS the angle is 0: cosine 1, sine 0.
@@ -61,7 +63,11 @@ def turn(first, second, cos_at, sin_at, token, pair, token_mask, PAIRS: tl.const
     # Tables have PAIRS columns only, so that dimensions without an angle cost no bytes.
     cos = tl.load(cos_at + place, mask=mask, other=1.0).to(tl.float32)
     sin = tl.load(sin_at + place, mask=mask, other=0.0).to(tl.float32)
-    return first * cos - second * sin, second * cos + first * sin
+    # Each product is rounded before they are added, where the engine's own are.
+    return (
+        rounded(first * cos, cos_at) - rounded(second * sin, cos_at),
+        rounded(second * cos, cos_at) + rounded(first * sin, cos_at),
+    )
 
 
 @triton.jit
@@ -117,7 +123,8 @@ def norm_head(first, second, weight_at, row_1, row_2, mask_1, mask_2, epsilon, S
     spread = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + epsilon)[:, None]
     weight_1 = tl.load(weight_at + row_1, mask=mask_1, other=0.0).to(tl.float32)
     weight_2 = tl.load(weight_at + row_2, mask=mask_2, other=0.0).to(tl.float32)
-    return first * spread * weight_1[None, :], second * spread * weight_2[None, :]
+    first, second = rounded(first * spread, weight_at), rounded(second * spread, weight_at)
+    return first * weight_1[None, :], second * weight_2[None, :]
 
 
 @triton.jit

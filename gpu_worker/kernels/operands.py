@@ -25,7 +25,8 @@ class NormKind(enum.Enum):
 class Norm:
     """A layer's input norm: `weight` [D], `bias` [D] or None (LayerNorm only).
 
-    The weight is what the input is multiplied with: models that store w of 1 + w pass 1 + w.
+    The weight is what the input is multiplied with: models that store w of 1 + w pass 1 + w. A normed row is
+    rounded to the weight's type before that: a float32 weight is of norms that round once, behind it.
     """
 
     kind: NormKind
@@ -45,7 +46,7 @@ NO_NORM = Norm(NormKind.NONE)
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """RMS norm of each head of K over its C dimensions (Qwen3, Gemma3): `weight` [C], as in Norm."""
+    """RMS norm of each head of K over its C dimensions (Qwen3, Gemma3): `weight` [C], as in Norm.weight."""
 
     weight: Tensor
     epsilon: float
@@ -87,7 +88,8 @@ class Pairing(enum.Enum):
 class Rotation:
     """Rotary tables of the tokens at hand: `cos`, `sin` [T, R/2] of each pair, scaling included.
 
-    R <= C: dimensions from R on pass. Positions may be any: they are in the tables alone.
+    R <= C: dimensions from R on pass. Positions may be any: they are in the tables alone. Products are
+    rounded to the tables' type: an engine's own, or float32 where the engine turns in that.
     """
 
     cos: Tensor

@@ -8,14 +8,13 @@ Kernels do norm, projection, rotation and scatter in one pass over the rows: fus
 elsewhere. The model's own modules compute what the kernels do not know: latents, and caches that repeat
 heads. `KernelWeights` takes a model's layers through its adapter once, for all restores. It finds a fused
 projection's rows for K and V by splitting the weight as its output is split, without arithmetic. Kernels
-round once where the engine rounds after every step, equal within the bounds of docs/worker.md and not bit by
-bit, and need a second copy of K's and V's weights: on a GPU they have the norm's gain in them.
+round where the modules do: rows of K and V come back bit by bit, hidden states but for the order in which a
+product is summed up.
 """
 
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -45,11 +44,12 @@ from gpu_worker.families.adapter import (
     is_unpatched,
     norm_epsilon,
     norm_kind,
+    rounds_before_gain,
     with_index,
 )
 from gpu_worker.generation import cache_argument, is_empty, layer_input, pieces
 from gpu_worker.kernels.kv_projection import reference as projection_reference
-from gpu_worker.kernels.kv_projection.reference import Folded, LayerWeights, fold
+from gpu_worker.kernels.kv_projection.reference import LayerWeights
 from gpu_worker.kernels.operands import (
     NO_NORM,
     HeadNorm,
@@ -419,9 +419,8 @@ _ONE_PLUS_WEIGHT = "rmsnorm+1"
 class KernelWeights:
     """Weights by layer. One thread at a time."""
 
-    def __init__(self, adapter: Adapter, *, is_folded: bool = False) -> None:
-        """`is_folded`: norms' gains are put into the weights, as they are on a GPU."""
-        self.adapter, self._is_folded = adapter, is_folded
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
         self._known: dict[int, LayerWeights | None] = {}
 
     def of(self, layer: int) -> LayerWeights | None:
@@ -430,12 +429,7 @@ class KernelWeights:
         None where the kernels have no such projection: latents, adapters, packed weights.
         """
         if layer not in self._known:
-            made = self._made(layer)
-            # The reference, which a CPU runs, has no use for
-            # folded weights: they would be a copy for nothing.
-            if made is not None and (self._is_folded or made.key.weight.is_cuda):
-                made = replace(made, folded=_folded(made, layer))
-            self._known[layer] = made
+            self._known[layer] = self._made(layer)
         return self._known[layer]
 
     def _made(self, layer: int) -> LayerWeights | None:
@@ -467,21 +461,13 @@ class KernelWeights:
         return None if norm is None else HeadNorm(_gain(norm), norm_epsilon(norm))
 
 
-def _folded(weights: LayerWeights, layer: int) -> Folded | None:
-    try:
-        found = fold(weights)
-    # The engine's memory comes first: without the copy, rows are normed before the product.
-    except torch.cuda.OutOfMemoryError:
-        found = None
-    if found is None:
-        log.info("weights_not_folded layer=%d", layer)
-    return found
-
-
 def _gain(norm: nn.Module) -> Tensor:
+    """What a normed row is multiplied by; float32 where the module rounds once, behind it (see `Norm`)."""
     weight: Tensor = norm.weight  # type: ignore[assignment]  # transformers does not type its norms
     # Gemma stores w of 1 + w. The sum is made in float32: in bfloat16 small gains would be lost beside 1.
-    return weight.float() + 1 if norm_kind(norm) == _ONE_PLUS_WEIGHT else weight
+    if norm_kind(norm) == _ONE_PLUS_WEIGHT:
+        return weight.float() + 1
+    return weight if rounds_before_gain(norm) else weight.float()
 
 
 def _is_known(decoder: DecoderLayer) -> bool:
@@ -636,7 +622,7 @@ def _reference() -> tuple[Project, Scatter]:
 
 def _fused() -> tuple[Project, Scatter]:
     # Triton is there only where it is used.
-    from gpu_worker.kernels.kv_projection import product as projection  # noqa: PLC0415
+    from gpu_worker.kernels.kv_projection import fused as projection  # noqa: PLC0415
     from gpu_worker.kernels.rope_scatter import fused as scatter  # noqa: PLC0415
 
     return projection.kv_projection, scatter.rope_scatter

@@ -6,7 +6,7 @@
 
 Limits are measured first: copies on the device, pinned copies to it, a large product. Each figure is the
 median of rounds in which the ways take turns, with the quartiles; what is not equal to its reference is not
-timed at all. Where the product overtakes the fused kernel, `LEAST_TOKENS` of product.py belongs.
+timed at all.
 """
 
 import json
@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
@@ -31,7 +31,6 @@ from gpu_worker.kernels.chunk_checksum import fused as checksum_fused
 from gpu_worker.kernels.chunk_checksum import reference as checksum_reference
 from gpu_worker.kernels.chunk_checksum.reference import ChunkPiece
 from gpu_worker.kernels.kv_projection import fused as projection_fused
-from gpu_worker.kernels.kv_projection import product as projection_product
 from gpu_worker.kernels.kv_projection import reference as projection_reference
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
 from gpu_worker.kernels.operands import Norm, NormKind, Pages, ProjectionWeights, Rotation
@@ -235,37 +234,31 @@ def _operands(
     return (
         normal(token_count, shape.hidden),
         LayerWeights(norm, key, value),
-        Rotation(angles.cos(), angles.sin()),
+        Rotation(angles.cos().bfloat16(), angles.sin().bfloat16()),
         Pages(caches[0], caches[1], slots),
     )
 
 
 def _projection(bench: Bench, shape: Shape, token_count: int, limits: Mapping[str, float]) -> None:
     hidden, layer, rotation, pages = _operands(shape, token_count, bench.device)
-    folded = projection_reference.fold(layer)
-    if folded is None:
-        sys.exit("the weights cannot be folded")
-    whole = replace(layer, folded=folded)
     few_bits = quantize(hidden, bits=8)
     ways: dict[str, Callable[[Pages], object]] = {
         "fused": lambda to: projection_fused.kv_projection(hidden, layer, rotation, to),
-        "product": lambda to: projection_product.by_product(hidden, whole, rotation, to),
-        "product, not folded": lambda to: projection_product.by_product(hidden, layer, rotation, to),
-        "product, 8 bits": lambda to: projection_product.by_product(few_bits, whole, rotation, to),
-        "cuBLAS and separate": lambda to: _separate(hidden, layer, rotation, to),
+        "fused, 8 bits": lambda to: projection_fused.kv_projection(few_bits, layer, rotation, to),
+        "separate": lambda to: _separate(hidden, layer, rotation, to),
     }
-    for name in ("fused", "product", "product, not folded"):
-        _check(
-            f"kv_projection, {name}",
-            pages,
-            lambda to: projection_reference.kv_projection(hidden, layer, rotation, to),
-            ways[name],
-        )
+    _check(
+        "kv_projection",
+        pages,
+        lambda to: projection_reference.kv_projection(hidden, layer, rotation, to),
+        ways["fused"],
+    )
+    weight = torch.cat((layer.key.weight, layer.value.weight))
     row_bytes = 2 * shape.kv_heads * shape.head_size * 2
-    out = torch.empty(token_count, len(folded.weight), dtype=hidden.dtype, device=bench.device)
+    out = torch.empty(token_count, len(weight), dtype=hidden.dtype, device=bench.device)
     bench.compare(
         {
-            "product alone": lambda: torch.mm(hidden, folded.weight.T, out=out),
+            "product alone": lambda: torch.mm(hidden, weight.T, out=out),
             **{name: partial(way, pages) for name, way in ways.items()},
         },
         {"what": f"kv_projection {shape.name} {token_count}", "tokens": token_count, "shape": shape.name},
@@ -323,7 +316,6 @@ def _scatter(bench: Bench, shape: Shape, token_count: int, limits: Mapping[str, 
 def _restore(bench: Bench, shape: Shape, token_count: int, limits: Mapping[str, float]) -> None:
     """Eight layers from pinned memory: each copied on one stream and projected on another, two in flight."""
     hidden, layer, rotation, pages = _operands(shape, token_count, bench.device)
-    layer = replace(layer, folded=projection_reference.fold(layer))
     is_cuda = bench.device.type == "cuda"
     layer_count = 8 if is_cuda else 2
     host = torch.zeros(hidden.shape, dtype=hidden.dtype, pin_memory=is_cuda).copy_(hidden)
@@ -332,7 +324,7 @@ def _restore(bench: Bench, shape: Shape, token_count: int, limits: Mapping[str, 
     def one_after_the_other() -> None:
         for _ in range(layer_count):
             staging[0].copy_(host, non_blocking=True)
-            projection_product.kv_projection(staging[0], layer, rotation, pages)
+            projection_fused.kv_projection(staging[0], layer, rotation, pages)
 
     ways: dict[str, Callable[[], object]] = {"one stream": one_after_the_other}
     if is_cuda:
@@ -351,7 +343,7 @@ def _restore(bench: Bench, shape: Shape, token_count: int, limits: Mapping[str, 
                     staging[place].copy_(host, non_blocking=True)
                     is_there = copies.record_event()
                 computing.wait_event(is_there)
-                projection_product.kv_projection(staging[place], layer, rotation, pages)
+                projection_fused.kv_projection(staging[place], layer, rotation, pages)
                 is_read[place] = computing.record_event()
 
         ways["two streams"] = overlapped

@@ -1,8 +1,7 @@
-"""The reference of `kv_projection`, in plain torch: float32 throughout, rounded once."""
+"""The reference of `kv_projection`, in plain torch: rounded where an engine rounds."""
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,69 +16,20 @@ from gpu_worker.kernels.operands import (
     Rows,
 )
 from gpu_worker.kernels.quantization import dequantize
-from gpu_worker.kernels.rope_scatter.reference import check_tokens, rotate, scatter
-
-
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """K's and V's weights together, with the norm's gain in them; see product.py.
-
-    `weight` [N, D] of the weights' type, `bias` and `sums` [N] float32: of the norm and the projections, and
-    of each row of `weight`. A second copy of K's and V's weights.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    sums: Tensor
+from gpu_worker.kernels.rope_scatter.reference import check_tokens, gained, head_normed, rms, rotate, scatter
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's way from its input to its rows of K and V; `folded` for products of long runs."""
+    """One layer's way from its input to its rows of K and V."""
 
     norm: Norm
     key: ProjectionWeights
     value: ProjectionWeights
     key_norm: HeadNorm | None = None
-    folded: Folded | None = None
 
 
-def fold(layer: LayerWeights) -> Folded | None:
-    """K's and V's weights with the norm's gain in them; None where they do not round into their type.
-
-    With gain g, mean m and spread s of a row, norm(x) @ W' = s (x @ Wg' - m sum(Wg)) + b W', where Wg is
-    W diag(g), made in float32 and rounded once. A layer norm's Wg is centred, so that a row's mean falls out
-    of the product and does not drown it; `sums` has what rounding leaves of that.
-    """
-    dtype = layer.key.weight.dtype
-    # Float32 until the one rounding below: products of weight and gain in 16 bits would be rounded twice.
-    halves, sums, biases = [], [], []
-    for projection in (layer.key, layer.value):
-        weight = projection.weight.float()
-        bias = torch.zeros(len(weight), device=weight.device)
-        if layer.norm.bias is not None:
-            bias = weight @ layer.norm.bias.float()
-        if projection.bias is not None:
-            bias += projection.bias.float()
-        # The bias passes the weights as they are: the norm adds it behind its gain.
-        if layer.norm.weight is not None:
-            weight = weight * layer.norm.weight.float()
-        # Each row of Wg sums to 0 then, so that x and x - mean have the same product.
-        if layer.norm.kind is NormKind.LAYER:
-            weight = weight - weight.mean(1, keepdim=True)
-        rounded = weight.to(dtype)
-        # Half a last place, of each row: more is off where numbers are too small, or too large, for the type.
-        off = (rounded.float() - weight).norm(dim=1)
-        if not bool((off <= torch.finfo(dtype).eps / 2 * weight.norm(dim=1)).all()):
-            return None
-        halves.append(rounded)
-        # Sums are of the rounded weights: the product multiplies a row's mean by these.
-        sums.append(rounded.float().sum(1))
-        biases.append(bias)
-    return Folded(torch.cat(halves), torch.cat(biases), torch.cat(sums))
-
-
-# The way of T tokens through one layer, all in float32:
+# The way of T tokens through one layer; each step's result is of the weights' type, as an engine's is:
 #
 #     hidden [T, D] ── norm ──► x [T, D] ──┬── key.weight   [H * C, D]     ──► keys   [T, H, C]
 #                                          └── value.weight [H_v * C_v, D] ──► values [T, H_v, C_v]
@@ -94,12 +44,13 @@ def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, 
     them). Raises ValueError where shapes do not belong together.
     """
     check(hidden, layer, rotation, pages)
-    x = dequantize(hidden) if isinstance(hidden, Quantized) else hidden.float()
-    x = normed(x, layer.norm)
+    dtype = layer.key.weight.dtype
+    x = dequantize(hidden) if isinstance(hidden, Quantized) else hidden
+    x = normed(x.to(dtype), layer.norm)
     keys, values = project(x, layer.key), project(x, layer.value)
     # Before the rotation, as Qwen3 and Gemma 3 do: the gain of each dimension does not turn with it.
     if layer.key_norm:
-        keys = _rms(keys, layer.key_norm.epsilon) * layer.key_norm.weight.float()
+        keys = head_normed(keys, layer.key_norm)
     scatter(keys if rotation is None else rotate(keys, rotation), values, pages)
 
 
@@ -117,24 +68,19 @@ def check(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, pages: P
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
-    """Float32 [T, D] after the layer's input norm."""
+    """Rows [T, D] after the layer's input norm, of the type that they came in."""
+    wide = x.float()
     match norm.kind:
         case NormKind.NONE:
             return x
         case NormKind.RMS:
-            x = _rms(x, norm.epsilon)
+            return gained(rms(wide, norm.epsilon), norm.weight).to(x.dtype)
         case NormKind.LAYER:
-            x = functional.layer_norm(x, x.shape[-1:], eps=norm.epsilon)
-    x = x if norm.weight is None else x * norm.weight.float()
-    return x if norm.bias is None else x + norm.bias.float()
+            weight, bias = (None if each is None else each.float() for each in (norm.weight, norm.bias))
+            return functional.layer_norm(wide, x.shape[-1:], weight, bias, norm.epsilon).to(x.dtype)
 
 
 def project(x: Tensor, projection: ProjectionWeights) -> Tensor:
-    """Float32 [T, D] -> [T, H, C]."""
-    bias = None if projection.bias is None else projection.bias.float()
-    out = functional.linear(x, projection.weight.float(), bias)
+    """[T, D] -> [T, H, C]."""
+    out = functional.linear(x, projection.weight, projection.bias)
     return out.view(-1, projection.head_count, projection.head_size)
-
-
-def _rms(x: Tensor, epsilon: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)

@@ -4,8 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_worker.kernels.device import destinations, dimensions, load_rows, store_head, turn
-from gpu_worker.kernels.operands import Pages, Pairing, Quantized, Rotation, Rows
+from gpu_worker.kernels.device import (
+    destinations,
+    dimensions,
+    load_rows,
+    norm_head,
+    rounded,
+    store_head,
+    turn,
+)
+from gpu_worker.kernels.operands import HeadNorm, Pages, Pairing, Quantized, Rotation, Rows
 from gpu_worker.kernels.rope_scatter.reference import check
 
 # The grid is [T / 32, H + H_v]: a program moves one head of 32 tokens.
@@ -18,8 +26,10 @@ from gpu_worker.kernels.rope_scatter.reference import check
 BLOCK_TOKENS = 32
 
 
-def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
-    """See the reference. Rows have contiguous columns."""
+def rope_scatter(
+    rows: Rows, rotation: Rotation | None, pages: Pages, head_norm: HeadNorm | None = None
+) -> None:
+    """See the reference. Rows have contiguous columns. `head_norm`: of K's heads, before they turn."""
     check(rows, rotation, pages)
     values, scales, zeros, outliers, places, bits, group, outlier_count = parts_of(rows)
     (_, _, key_heads, key_size), (_, _, value_heads, value_size) = pages.keys.shape, pages.values.shape
@@ -39,6 +49,9 @@ def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
         pages.slots,
         pages.keys,
         pages.values,
+        # Pointers that a flag keeps from being read have to point somewhere all the same.
+        head_norm.weight if head_norm else values,
+        head_norm.epsilon if head_norm else 0.0,
         len(rows),
         values.stride(0),
         scales.stride(0),
@@ -50,6 +63,7 @@ def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
         PAIRS=pairs,
+        HAS_HEAD_NORM=head_norm is not None,
         ARE_NEIGHBOURS=pairing is not Pairing.HALVES,
         TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
         PAGE=pages.page_tokens,
@@ -106,6 +120,8 @@ def _rope_scatter(
     slots_at,
     keys,
     caches,
+    head_norm_at,
+    head_epsilon,
     token_count,
     value_stride,
     scale_stride,
@@ -123,6 +139,7 @@ def _rope_scatter(
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
+    HAS_HEAD_NORM: tl.constexpr,
     ARE_NEIGHBOURS: tl.constexpr,
     TO_HALVES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -179,6 +196,13 @@ def _rope_scatter(
             GROUP,
             OUTLIERS,
         )
+        # Quantized rows are of the cache's type before they turn, as the engine's were.
+        if BITS:
+            a, b = rounded(a, keys), rounded(b, keys)
+        if HAS_HEAD_NORM:
+            is_1, is_2 = pair < (KEY_SIZE + 1) // 2, pair < KEY_SIZE // 2
+            a, b = norm_head(a, b, head_norm_at, first, second, is_1, is_2, head_epsilon, KEY_SIZE)
+            a, b = rounded(a, keys), rounded(b, keys)
         if PAIRS:
             a, b = turn(a, b, cos_at, sin_at, token, pair, is_token, PAIRS)
         first, second = destinations(pair, PAIRS, KEY_SIZE, ARE_NEIGHBOURS, TO_HALVES)

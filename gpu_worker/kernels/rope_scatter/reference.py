@@ -1,9 +1,9 @@
-"""The reference of `rope_scatter`, in plain torch: float32 throughout, rounded once."""
+"""The reference of `rope_scatter`, in plain torch: rounded where an engine rounds."""
 
 import torch
 from torch import Tensor
 
-from gpu_worker.kernels.operands import Pages, Pairing, Quantized, Rotation, Rows
+from gpu_worker.kernels.operands import HeadNorm, Pages, Pairing, Quantized, Rotation, Rows
 from gpu_worker.kernels.quantization import dequantize
 
 
@@ -14,7 +14,8 @@ def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
     size.
     """
     check(rows, rotation, pages)
-    flat = dequantize(rows) if isinstance(rows, Quantized) else rows.float()
+    # Of the cache's type before they turn, as the engine's rows were.
+    flat = (dequantize(rows) if isinstance(rows, Quantized) else rows).to(pages.keys.dtype)
     key_size = pages.keys.shape[2] * pages.keys.shape[3]
     keys = flat[:, :key_size].reshape(-1, *pages.keys.shape[2:])
     values = flat[:, key_size:].reshape(-1, *pages.values.shape[2:])
@@ -39,21 +40,36 @@ def check_tokens(token_count: int, rotation: Rotation | None, pages: Pages) -> N
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate [T, H, C], dimensions from R on unchanged."""
+    """Rotate [T, H, C], dimensions from R on unchanged; products are of the tables' type."""
     # Each pair turns by the angle of its position: (a, b) -> (a cos - b sin, b cos + a sin).
     #
     #     HALVES                 x = [a0 a1 | b0 b1 | rest]  ──►  [a0' a1' | b0' b1' | rest]
     #     NEIGHBOURS             x = [a0 b0 | a1 b1 | rest]  ──►  [a0' b0' | a1' b1' | rest]
     #     NEIGHBOURS_TO_HALVES   x = [a0 b0 | a1 b1 | rest]  ──►  [a0' a1' | b0' b1' | rest]
     size = 2 * rotation.pair_count
-    cos, sin = (table.float().unsqueeze(1) for table in (rotation.cos, rotation.sin))
+    cos, sin = (table.unsqueeze(1) for table in (rotation.cos, rotation.sin))
     turned, rest = heads[..., :size], heads[..., size:]
     is_halves = rotation.pairing is Pairing.HALVES
     first, second = turned.chunk(2, dim=-1) if is_halves else (turned[..., 0::2], turned[..., 1::2])
     pair = first * cos - second * sin, second * cos + first * sin
     is_in_place = rotation.pairing is Pairing.NEIGHBOURS
     out = torch.stack(pair, dim=-1).flatten(-2) if is_in_place else torch.cat(pair, dim=-1)
-    return torch.cat((out, rest), dim=-1)
+    return torch.cat((out.to(heads.dtype), rest), dim=-1)
+
+
+def head_normed(heads: Tensor, norm: HeadNorm) -> Tensor:
+    """[T, H, C], each head normed over C."""
+    return gained(rms(heads.float(), norm.epsilon), norm.weight).to(heads.dtype)
+
+
+def rms(x: Tensor, epsilon: float) -> Tensor:
+    """Float32 rows over the root of their mean square."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+
+
+def gained(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Normed rows, rounded to the gain's type and multiplied by it (see `Norm.weight`)."""
+    return x if weight is None else x.to(weight.dtype) * weight
 
 
 def scatter(keys: Tensor, values: Tensor, pages: Pages) -> None:

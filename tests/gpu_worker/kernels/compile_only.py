@@ -48,7 +48,7 @@ def _compile(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **opti
     return _run(self, *args, grid=grid, warmup=True, **options)
 
 
-JITFunction.run = _compile  # type: ignore[method-assign]
+JITFunction.run = _compile
 
 
 @pytest.hookimpl(wrapper=True)

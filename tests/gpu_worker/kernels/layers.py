@@ -1,6 +1,11 @@
 """Small layers, rows and poisoned pages for the kernels' tests, the same every time."""
 
+from typing import Any
+
+import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ctxcache.format.streams import StateKind
@@ -19,6 +24,20 @@ from gpu_worker.kernels.operands import (
     Rows,
 )  # fmt: skip
 from gpu_worker.rows import pack, quantized
+
+if triton.knobs.runtime.interpret:
+    from triton.runtime import interpreter
+
+    _cut_off = interpreter._convert_float
+
+    def _rounded(data: "np.ndarray[Any, Any]", source: tl.dtype, target: tl.dtype, mode: Any) -> Any:
+        """Triton's interpreter cuts float32 off where a GPU rounds it to the nearest bfloat16."""
+        if source != tl.float32 or target != tl.bfloat16:
+            return _cut_off(data, source, target, mode)
+        rounded = torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).bfloat16()
+        return rounded.view(torch.uint16).numpy().reshape(data.shape)
+
+    interpreter._convert_float = _rounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}

@@ -25,7 +25,7 @@ def _errors(
 ) -> list[float]:
     session = saved_session(name, dtype)
     target = poisoned_target(session)
-    weights = KernelWeights(session.adapter, is_folded=is_fused)
+    weights = KernelWeights(session.adapter)
     compute = Kernels(weights, session.positions + offset, is_fused=is_fused)
     # Interpreted kernels take seconds, and many more beside other tests.
     deadline_s = INTERPRETED_S if is_fused else DEADLINE_S
