@@ -111,6 +111,9 @@ class Reservation:
         """The runs that hold tokens of `[token_begin, token_end)`, each with its first token and its end."""
         found: list[Cut] = []
         runs = self.runs
+        if len(runs) == 1 and runs[0].token_begin <= token_begin < token_end <= self.end:
+            # A decode step, and most other commits.
+            return [(runs[0], token_begin, token_end)]
         if len(runs) > 1:
             # The run that holds the first token, by bisection: a decode step commits one token of thousands.
             runs = runs[max(bisect_right(runs, token_begin, key=TOKEN_BEGIN) - 1, 0) :]
@@ -577,7 +580,9 @@ class Appends:
             segment.note(sums)
         if keep_open:
             # Full segments never change, so their writes begin before anybody asks for durability.
-            self._staging.stage(session, reservation.mark(token_count))
+            full = reservation.mark(token_count)
+            if full:
+                self._staging.stage(session, full)
         # From here on the rows are visible. Everything that may be refused was refused before.
         self._attach(reservation, cuts, token_count, now_ns)
         if not keep_open:

@@ -1,7 +1,8 @@
 """Decode-time appends against a real server: steps of many sessions, each session by itself."""
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -272,3 +273,91 @@ def test_a_lane_that_cannot_be_durable_leaves_its_session_free(tmp_path: Path) -
         assert failed
         assert sorted([*done, *failed]) == list(range(LANES))
         assert counts == [1] * LANES
+
+
+def test_batches_of_several_clients_lose_one_session_only(server: ServerProcess) -> None:
+    """Three clients decode at once; one session of each is deleted on the way, and made anew by others."""
+    failures: list[BaseException] = []
+
+    def decode(number: int) -> None:
+        try:
+            with ctxcache.connect(server.target, **route_options("local-socket")) as client:
+                names = [client.sessions.create(OWN, layout=list(ROW_BYTES)).name for _ in range(LANES)]
+                with client.sessions.decode_batch(names, OWN, room_tokens=20) as batch:
+                    for at in range(70):
+                        if at == 30:
+                            _lose_reservation(client, batch, number)
+                            client.sessions.delete(names[number])
+                        step(batch, at)
+                        left = [lane for lane in range(LANES) if lane != number or at < 30]
+                        assert batch.commit().tolist() == left
+                for lane, name in enumerate(names):
+                    if lane != number:
+                        with client.sessions.open(name, OWN).read() as found:
+                            expected = np.concatenate([rows(i, KV, [lane]) for i in range(70)])
+                            np.testing.assert_array_equal(found.array(KV), expected)
+                        client.sessions.delete(name)
+        except BaseException as error:  # noqa: BLE001  # for the thread that waits
+            failures.append(error)
+
+    with ctxcache.connect(server.target) as first:
+        first.models.register(SPEC)
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert failures == []
+
+
+def test_steps_that_were_acknowledged_as_durable_survive_a_kill(tmp_path: Path) -> None:
+    """A step is durable, the next ones are not; the server is killed behind the answer, and started again."""
+    with ServerProcess(tmp_path / "data") as server:
+        with ctxcache.connect(server.target, **route_options("local-socket")) as client:
+            client.models.register(SPEC)
+            names = [
+                client.sessions.create(OWN, id=f"s{lane}", layout=list(ROW_BYTES)).name
+                for lane in range(LANES)
+            ]
+            batch = client.sessions.decode_batch(names, OWN)
+            for number in range(70):
+                step(batch, number)
+                is_durable = number % 23 == 22
+                batch.commit(Durability.DISK if is_durable else Durability.MEMORY)
+            assert not batch.failures
+            step(batch, 70)
+            assert batch.commit(Durability.DISK).tolist() == list(range(LANES))
+            server.kill9()
+            # Nobody answers any more, and nobody is waited for.
+            with suppress(CacheError):
+                step(batch, 71)
+                batch.commit(Durability.DISK)
+        server.start()
+        with ctxcache.connect(server.target, **route_options("local-socket")) as client:
+            for lane, name in enumerate(names):
+                with client.sessions.open(name, OWN).read() as found:
+                    assert found.end == 71
+                    for stream in ROW_BYTES:
+                        expected = np.concatenate([rows(i, stream, [lane]) for i in range(71)])
+                        np.testing.assert_array_equal(found.array(stream), expected)
+
+
+def test_rows_of_another_type_or_shape_are_looked_at_anew(client: Client) -> None:
+    """What was accepted of one step says nothing of another array."""
+    names = create(client, 2)
+    with client.sessions.decode_batch(names, OWN) as batch:
+        step(batch, 0)
+        batch.commit()
+        with pytest.raises(InvalidArgument, match="C-contiguous"):
+            batch.write(KV, np.zeros((ROW_BYTES[KV], 2), np.uint8).T)
+        with pytest.raises(InvalidArgument, match="rows of"):
+            batch.write(KV, np.zeros((2, ROW_BYTES[KV] - 1), np.uint8))
+        with pytest.raises(InvalidArgument, match="float32"):
+            batch.write(KV, np.zeros((2, ROW_BYTES[KV] // 4), np.float32))
+        for stream in ROW_BYTES:
+            typed = rows(1, stream, range(2)).view(np.int32 if stream == TOKENS else np.float16)
+            batch.write(stream, typed.reshape(2, -1, typed.shape[-1]) if stream == KV else typed)
+        batch.commit()
+
+    check(client, names[1], 1, 2)

@@ -534,7 +534,7 @@ class Segment:
 
     def note(self, sums: Sums) -> None:
         """Rows were written behind those that are committed; these sums take the place of earlier ones."""
-        if self.sums:
+        if self.sums and self.sums[-1].row_begin >= sums.row_begin:
             self.forget_sums(sums.row_begin)
         self.sums.append(sums)
 
