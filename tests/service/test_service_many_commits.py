@@ -89,12 +89,6 @@ async def one_by_one(
     return outcomes
 
 
-async def facts(client: Client, name: str) -> tuple[int, int, dict[int, bytes]]:
-    """How much of a session is visible and how much on disk, and its rows."""
-    found = await client.get(name)
-    return found.token_count, found.durable_token_count, await client.read_rows(name)
-
-
 class Lanes:
     """Sessions of one of the two sets."""
 
@@ -102,6 +96,8 @@ class Lanes:
         self.names = [f"{prefix}{lane}" for lane in range(LANES)]
         self.ids = [0] * LANES
         self.counts = [0] * LANES
+        self.durable = [0] * LANES
+        """Tokens that were acknowledged as being on disk."""
         self.first = [0] * LANES
         """The generation that each began with, which is the session's own."""
 
@@ -111,6 +107,20 @@ class Lanes:
             (generation and generation - self.first[lane], why, field)
             for lane, (generation, why, field) in zip(lanes, outcomes, strict=True)
         ]
+
+    def note(self, lane: int, generation: int, durability: int) -> None:
+        """A commit of one token was answered with that generation."""
+        self.counts[lane] += generation > 0
+        if generation and durability == DISK:
+            self.durable[lane] = self.counts[lane]
+
+    async def check(self, client: Client) -> None:
+        """Every session has what was acknowledged."""
+        for lane, name in enumerate(self.names):
+            found = await client.get(name)
+            assert found.token_count == self.counts[lane]
+            # More than was asked for, where upkeep came by.
+            assert found.durable_token_count >= self.durable[lane]
 
 
 async def renew(way: SocketWay, client: Client, server: Server, lanes: Lanes) -> None:
@@ -149,19 +159,21 @@ async def test_many_commits_are_as_many_single_ones(
                     session_pb2.DeleteSessionRequest(name=f"sessions/{lanes.names[victim]}")
                 )
                 lanes.first[victim] = (await client.create(lanes.names[victim])).generation
-                lanes.counts[victim] = 0
+                lanes.counts[victim] = lanes.durable[victim] = 0
             counts = [lanes.counts[lane] + 1 + wrong.get(lane, 0) for lane in chosen]
             ids = [lanes.ids[lane] for lane in chosen]
             outcomes = await commit(way, ids, counts, durability, keep_open=keep_open)
             told.append(lanes.since(chosen, outcomes))
             for lane, (generation, *_) in zip(chosen, outcomes, strict=True):
-                lanes.counts[lane] += generation > 0
+                lanes.note(lane, generation, durability)
             await renew(way, client, server, lanes)
         assert told[0] == told[1]
 
-    for many, single in zip(sets[0].names, sets[1].names, strict=True):
-        assert await facts(client, many) == await facts(client, single)
     assert sets[0].counts == sets[1].counts
+    await sets[0].check(client)
+    await sets[1].check(client)
+    for many, single in zip(sets[0].names, sets[1].names, strict=True):
+        assert await client.read_rows(many) == await client.read_rows(single)
     await server._cache.drain()
     assert check_integrity(server._cache) == []
 
