@@ -190,6 +190,13 @@ class Blocks:
         found = (self._there(tenant, space, key, now_ns) for key in keys)
         return [block for block in found if block is not None and block.token_count]
 
+    def _shown(self, tenant: str, space: bytes, keys: Iterable[bytes], now_ns: int) -> list[Session | None]:
+        """The blocks under these keys that are there whole at that time; None for the others."""
+        return [
+            block if block is not None and block.token_count and block.expire_time_ns > now_ns else None
+            for block in self._ledger.blocks_under(tenant, space, keys)
+        ]
+
     def _there(self, tenant: str, space: bytes, key: bytes, now_ns: int) -> Session | None:
         """A block that is there or being written, and has not expired."""
         block = self._ledger.named(tenant, block_id(space, key))
@@ -339,20 +346,27 @@ class Blocks:
         out to be bad, has no lease. Raises CapacityExceeded, TooManyRequests, TierFailure: then nothing is
         held.
         """
-        now_ns = self._state.clock.now_ns()
-        blocks = [self._there(tenant, space, key, now_ns) for key in keys]
-        there = [block if block and block.token_count else None for block in blocks]
+        owner, clock = Pinner(tenant, client), self._state.clock
+        there = self._shown(tenant, space, keys, clock.now_ns())
         sizes = {s.segment_id: s.size_bytes for block in there if block for s in block.segments}
         # First: what can never be held at once is not waited for.
-        self._leases.pins.has_room(Pinner(tenant, client), sizes)
+        self._leases.pins.has_room(owner, sizes)
         held: dict[int, Lease] = {}
         try:
-            for begin in range(0, len(there), BLOCKS_AT_A_TIME):
+            for begin in range(0, len(keys), BLOCKS_AT_A_TIME):
                 if pace.is_over:
                     await pace.rest()
                 waiting = list[tuple[int, ReadRequest]]()
-                for i, block in enumerate(there[begin : begin + BLOCKS_AT_A_TIME], begin):
+                # Looked at again: there was an await, and what was found may be gone.
+                now_ns = clock.now_ns()
+                some = self._shown(tenant, space, keys[begin : begin + BLOCKS_AT_A_TIME], now_ns)
+                for i, block in enumerate(some, begin):
                     if block is None:
+                        continue
+                    # Most blocks are in DRAM, and a task takes as long as a lease.
+                    lease = None if is_rechecked else self._leases.acquire_block_at_once(block, owner, now_ns)
+                    if lease is not None:
+                        held[i] = lease
                         continue
                     request = ReadRequest(
                         block.tenant,
@@ -363,9 +377,7 @@ class Blocks:
                         is_summed=True,
                         is_rechecked=is_rechecked,
                     )
-                    # Most blocks are in DRAM, and a task takes as long as a lease.
-                    if not self._hold_at_once(request, held, i):
-                        waiting.append((i, request))
+                    waiting.append((i, request))
                 # All are waited for, then the first failure is raised: none is left running behind an error.
                 asked = [self._hold(request, held, i) for i, request in waiting]
                 if asked:
@@ -374,6 +386,24 @@ class Blocks:
             self._leases.let_go(held.values())
             raise
         return self._leases.tokens.hold(tenant, list(map(held.get, range(len(keys)))), ttl_ns=ttl_ns)
+
+    def hold(
+        self, tenant: str, space: bytes, keys: Sequence[bytes], client: int | None
+    ) -> list[Lease | None]:
+        """Lease those that are in DRAM, without waiting: the first ones, up to half of what `client` may pin.
+
+        The other half is for who brings blocks, or reads them. The caller puts them under a token.
+        """
+        owner, pins, now_ns = Pinner(tenant, client), self._leases.pins, self._state.clock.now_ns()
+        most_bytes = pins.limit_of(owner) // 2
+        held: list[Lease | None] = [None] * len(keys)
+        for i, block in enumerate(self._shown(tenant, space, keys, now_ns)):
+            if block is None:
+                continue
+            if pins.used_by(owner) + block.layout.size_bytes > most_bytes:
+                break
+            held[i] = self._leases.acquire_block_at_once(block, owner, now_ns)
+        return held
 
     def leased(self, tenant: str, token: bytes) -> TokenLease:
         """The leases behind a token of the tenant, for any of its connections.
@@ -563,16 +593,6 @@ class Blocks:
             self._forget(put)
         if not session.is_gone:
             self._ledger.ended(session)
-
-    def _hold_at_once(self, request: ReadRequest, held: dict[int, Lease], number: int) -> bool:
-        """As `_hold`, without waiting; False, and nothing is done, where it would have to wait."""
-        try:
-            lease = self._leases.acquire_at_once(request)
-        except SessionNotFound:
-            return True
-        if lease is not None:
-            self._keep(lease, held, number)
-        return lease is not None
 
     async def _hold(self, request: ReadRequest, held: dict[int, Lease], number: int) -> None:
         """Lease a block, and put the lease under that number, unless the block is gone, or bad."""

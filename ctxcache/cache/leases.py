@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ctxcache.cache.budgets import Pins
@@ -154,6 +155,7 @@ LEASE_LIFETIME_NS = 300 * SECOND_NS
 NEVER_NS = 1 << 62
 LINGER_NS = SECOND_NS // 4
 """Rows are held without an end between two readers for this long at most; then the session rests."""
+NOTHING: Mapping[int, Slot] = MappingProxyType({})
 LINGER_LIMIT = 1024
 """Leases that linger at a time."""
 
@@ -506,7 +508,33 @@ class Leases:
             self._missed(request, error)
             raise
         # Deadline from now on: no time was spent on a device.
-        lease = self._begin(plan)
+        lease = self._begin_plan(plan)
+        lease.deadline_ns = lease.begun_ns + LEASE_LIFETIME_NS
+        self._found(lease)
+        return lease
+
+    def acquire_block_at_once(self, block: Session, owner: Pinner, now_ns: int) -> Lease | None:
+        """Lease all of a block that was found at `now_ns` of the store's time, and lies in DRAM.
+
+        None, and nothing is done, where that has to wait, or is to be refused.
+        """
+        if block.withheld or len(block.segments) != 1:
+            return None
+        segment = block.segments[0]
+        if segment.memory is None or not segment.is_settled(block.token_count):
+            return None
+        sizes_bytes = {segment.segment_id: segment.layout.size_bytes}
+        if self._is_full(block.tenant) or not self.pins.has_room(owner, sizes_bytes):
+            return None
+        lease = self._begin(
+            block,
+            (Piece(segment, 0, block.token_count, 0),),
+            sizes_bytes,
+            owner,
+            now_ns,
+            span=(0, block.token_count),
+            dram_token_count=block.token_count,
+        )
         lease.deadline_ns = lease.begun_ns + LEASE_LIFETIME_NS
         self._found(lease)
         return lease
@@ -766,7 +794,7 @@ class Leases:
         # Once more: of all that passed the first look and waited, only so many as the bound lets.
         self._check_count(request.tenant)
         # Room, and the plan as it was at the last look: no await follows.
-        return self._begin(plan)
+        return self._begin_plan(plan)
 
     def _check_count(self, tenant: str) -> None:
         if self._is_full(tenant):
@@ -777,38 +805,63 @@ class Leases:
         bound = Bound(limits.lease_count, limits.are_divided)
         return bound.is_reached(len(self._leases), self._counts[tenant])
 
-    def _begin(self, plan: ReadPlan) -> Lease:
+    def _begin_plan(self, plan: ReadPlan) -> Lease:
         """Hold what is asked for, for which there is room."""
-        session, request = plan.session, plan.request
+        request = plan.request
+        return self._begin(
+            plan.session,
+            plan.pieces,
+            plan.sizes_bytes,
+            plan.owner,
+            plan.now_ns,
+            span=(request.begin, plan.end),
+            dram_token_count=plan.dram_token_count,
+            on_ssd=plan.on_ssd,
+            is_quiet=request.is_quiet,
+        )
+
+    def _begin(
+        self,
+        session: Session,
+        pieces: tuple[Piece, ...],
+        sizes_bytes: dict[int, int],
+        owner: Pinner,
+        looked_ns: int,
+        *,
+        span: tuple[int, int],
+        dram_token_count: int,
+        on_ssd: Mapping[int, Slot] = NOTHING,
+        is_quiet: bool = False,
+    ) -> Lease:
+        """Hold pieces of a session, tokens `span`; `looked_ns` of the store's time: when they were found."""
         now_ns = self._state.clock.monotonic_ns()
-        if not request.is_quiet:
-            self._ledger.touched(session, plan.now_ns)
-            self._state.counters.read_token_count += plan.end - request.begin
-            self._state.counters.dram_hit_token_count += plan.dram_token_count
-        self.pins.pin(plan.owner, plan.sizes_bytes)
+        if not is_quiet:
+            self._ledger.touched(session, looked_ns)
+            self._state.counters.read_token_count += span[1] - span[0]
+            self._state.counters.dram_hit_token_count += dram_token_count
+        self.pins.pin(owner, sizes_bytes)
         self._last_id += 1
         lease = Lease(
             self._last_id,
             # The view is of this moment: it stays true of the lease's rows when the session goes on.
             session.view(),
-            request.begin,
-            plan.end,
-            plan.pieces,
-            plan.owner,
-            plan.sizes_bytes,
-            plan.dram_token_count,
+            *span,
+            pieces,
+            owner,
+            sizes_bytes,
+            dram_token_count,
             begun_ns=now_ns,
             held_ns=now_ns,
-            on_ssd=plan.on_ssd,
-            is_quiet=request.is_quiet,
+            on_ssd=on_ssd,
+            is_quiet=is_quiet,
         )
-        # Nothing awaits between the look and these holds: the segments are where the plan found them.
-        for piece in plan.pieces:
-            self._ledger.held(piece.segment, is_past=piece.segment.segment_id not in plan.sizes_bytes)
+        # Nothing awaits between the look and these holds: the segments are where they were found.
+        for piece in pieces:
+            self._ledger.held(piece.segment, is_past=piece.segment.segment_id not in sizes_bytes)
         self._leases[lease.lease_id] = lease
         self._counts[session.tenant] += 1
-        if not request.is_quiet:
-            self._ledger.read_began(session, plan.pieces, now_ns / SECOND_NS)
+        if not is_quiet:
+            self._ledger.read_began(session, pieces, now_ns / SECOND_NS)
         return lease
 
     def _renew(self, lease: Lease) -> None:

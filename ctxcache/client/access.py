@@ -161,6 +161,8 @@ def releases(response: AccessResponse) -> Iterator[Operation]:
             yield Operation(release_reservation=release)
         if result.HasField("leased_blocks") and result.leased_blocks.token:
             yield Operation(release_blocks=ReleaseBlocksRequest(token=result.leased_blocks.token))
+        if result.HasField("found_blocks") and result.found_blocks.token:
+            yield Operation(release_blocks=ReleaseBlocksRequest(token=result.found_blocks.token))
         # Blocks that were there before the put have no room and no reservation.
         for room in result.reserved_blocks.rooms:
             if room.reservation_id:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
-from ctxcache.client.access import AccessStream, ArenaAttachment, Hold, acquire
+from ctxcache.client.access import AccessStream, ArenaAttachment, ClockPair, Hold, acquire
 from ctxcache.client.arena import Bytes
 from ctxcache.client.block_bytes import Array, BlockData, PartMemory, check_sizes, parts_of
 from ctxcache.client.convert import checked_token, durability_to_wire, to_wire
@@ -104,6 +104,35 @@ class BlockCalls:
                 raise attachment.stream.error_of(answer)
             found += answer
         return found
+
+    def look_up_and_hold(
+        self, space: BlockSpace, keys: Sequence[bytes], *, ttl_s: float = 60
+    ) -> tuple[list[FoundBlock], list[Hold]]:
+        """As `look_up`; besides, what of it is in DRAM is held there for `ttl_s`, at most 300.
+
+        Nothing is brought and nothing is waited for: as many are held, the first ones first, as leave half of
+        what this client may lease free, and none where the store is elsewhere. What is held counts as an
+        access, and ends with this connection: release it with `release_soon`. Raises InvalidArgument.
+        """
+        attachment = self._routes.attach()
+        if attachment is None:
+            return self.look_up(space, keys), []
+        found, holds, stream = list[FoundBlock](), list[Hold](), attachment.stream
+        hold = block_pb2.LookupBlocksRequest(hold=_duration(ttl_s)).SerializeToString()
+        try:
+            for begin in range(0, len(keys), KEYS_PER_CALL):
+                # Encoded messages one behind the other are one message.
+                request = _lookup(space, keys[begin : begin + KEYS_PER_CALL]) + hold
+                sent = ClockPair.now()
+                answer = _asked(stream, request)
+                found += _found(answer)
+                if answer.token:
+                    holds.append(_hold(stream, sent, answer))
+        except BaseException:
+            for one in holds:
+                one.release_soon()
+            raise
+        return found, holds
 
     def put(
         self,
@@ -511,10 +540,24 @@ _BAD: list[Array] = []
 def _leased(attachment: ArenaAttachment, request: block_pb2.LeaseBlocksRequest) -> LeasedBlocks:
     sent, result = acquire(attachment.stream, Operation(lease_blocks=request))
     lease = result.leased_blocks
+    return LeasedBlocks(attachment, lease, _hold(attachment.stream, sent, lease))
+
+
+def _asked(stream: AccessStream, request: bytes) -> block_pb2.LookupBlocksResponse:
+    """The answer to an encoded LookupBlocksRequest. Raises its error."""
+    [result] = AccessResponse.FromString(stream.ask(_LOOKUP + varint(len(request)) + request)).results
+    if result.HasField("error"):
+        raise stream.error_of(result.error)
+    return result.found_blocks
+
+
+def _hold(
+    stream: AccessStream, sent: ClockPair, lease: block_pb2.BlockLease | block_pb2.LookupBlocksResponse
+) -> Hold:
+    """What a token holds, by the answer to a request that was sent then."""
     release = Operation(release_blocks=block_pb2.ReleaseBlocksRequest(token=lease.token))
     ended = partial(LeaseNotFound, lease_id=lease.token.hex())
-    hold = Hold(attachment.stream, sent.deadline_ns(lease.expire_time), release, ended)
-    return LeasedBlocks(attachment, lease, hold)
+    return Hold(stream, sent.deadline_ns(lease.expire_time), release, ended)
 
 
 def _put_in_place(

@@ -44,6 +44,8 @@ PARTS_LIMIT = 4096
 """Most parts of all blocks of one message together."""
 KEYS_PER_LOOK = 256
 """Keys that are looked for before others may have their turn."""
+KEYS_HELD_AT_ONCE = 32
+"""Keys that are looked for, and their blocks held, before others may have their turn."""
 CHUNK_BYTES_LIMIT = 2 << 20
 MESSAGE_BYTES = 1 << 20
 SECOND_NS = 10**9
@@ -87,7 +89,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         self, request: block_pb2.LookupBlocksRequest, context: Context
     ) -> block_pb2.LookupBlocksResponse:
         """See the proto."""
-        return await look_up(self._cache, request, current().tenant, LoopSlice(self._turns))
+        return await look_up(self._cache, request, current().tenant, None, LoopSlice(self._turns))
 
     async def PutBlocks(
         self, request_iterator: AsyncIterator[block_pb2.PutBlocksRequest], context: Context
@@ -291,23 +293,44 @@ class _Arriving:
 
 
 async def look_up(
-    cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, pace: Pace
+    cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, client: int | None, pace: Pace
 ) -> block_pb2.LookupBlocksResponse:
-    """See the proto. Raises InvalidArgument."""
+    """See the proto. What is held counts in the share of `client`. Raises InvalidArgument."""
     space, keys = _space(request.space), _keys(request.keys)
+    ttl_ns = _hold_ns(request)
+    response, held = block_pb2.LookupBlocksResponse(), list[Lease | None]()
+    try:
+        for begin in range(0, len(keys), KEYS_PER_LOOK):
+            if begin and pace.is_over:
+                await pace.rest()
+            some = keys[begin : begin + KEYS_PER_LOOK]
+            _tell(cache.blocks.look_up(tenant, space.fingerprint, some), response)
+            if ttl_ns:
+                held += cache.blocks.hold(tenant, space.fingerprint, some, client)
+    except BaseException:
+        cache.leases.let_go(held)
+        raise
+    _tell_held(cache, tenant, held, ttl_ns, response)
+    return response
+
+
+def hold_at_once(
+    cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, client: int
+) -> block_pb2.LookupBlocksResponse | None:
+    """As `look_up`; None, and nothing is done, for more keys than take a moment. Raises InvalidArgument."""
+    if len(request.keys) > KEYS_HELD_AT_ONCE:
+        return None
+    space, keys, ttl_ns = _space(request.space), _keys(request.keys), _hold_ns(request)
     response = block_pb2.LookupBlocksResponse()
-    for begin in range(0, len(keys), KEYS_PER_LOOK):
-        if begin and pace.is_over:
-            await pace.rest()
-        some = keys[begin : begin + KEYS_PER_LOOK]
-        _tell(cache.blocks.look_up(tenant, space.fingerprint, some), response)
+    _tell(cache.blocks.look_up(tenant, space.fingerprint, keys), response)
+    _tell_held(cache, tenant, cache.blocks.hold(tenant, space.fingerprint, keys, client), ttl_ns, response)
     return response
 
 
 def look_up_at_once(cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str) -> bytes | None:
-    """As `look_up`, the answer encoded; None, and nothing is done, for more keys than take a moment.
+    """As `look_up` of a request that holds nothing, the answer encoded.
 
-    Raises InvalidArgument.
+    None, and nothing is done, for more keys than take a moment. Raises InvalidArgument.
     """
     if len(request.keys) > KEYS_PER_LOOK:
         return None
@@ -339,6 +362,25 @@ def _tell(found: Sequence[FoundBlock], response: block_pb2.LookupBlocksResponse)
     response.states.extend([_STATES[one.state] for one in found])
     response.size_bytes.extend([sums[one.part_bytes] for one in found])
     response.are_in_dram.extend([one.is_in_memory for one in found])
+
+
+def _tell_held(
+    cache: Cache,
+    tenant: str,
+    held: Sequence[Lease | None],
+    ttl_ns: int,
+    response: block_pb2.LookupBlocksResponse,
+) -> None:
+    if any(held):
+        leased = cache.leases.tokens.hold(tenant, held, ttl_ns=ttl_ns)
+        response.token = leased.token
+        response.expire_time.FromNanoseconds(_expire_ns(cache, leased))
+
+
+def _expire_ns(cache: Cache, leased: TokenLease) -> int:
+    """When a lease ends by itself, on the wall clock."""
+    clock = cache.state.clock
+    return clock.wall_ns() + leased.deadline_ns - clock.monotonic_ns()
 
 
 async def reserve(
@@ -416,11 +458,10 @@ async def lease(
 
 def lease_message(cache: Cache, leased: TokenLease) -> block_pb2.BlockLease:
     """A lease as its holder sees it."""
-    clock = cache.state.clock
     message = block_pb2.BlockLease(blocks=map(_location, leased.leases))
     if any(leased.leases):
         message.token = leased.token
-        message.expire_time.FromNanoseconds(clock.wall_ns() + leased.deadline_ns - clock.monotonic_ns())
+        message.expire_time.FromNanoseconds(_expire_ns(cache, leased))
     return message
 
 
@@ -510,6 +551,11 @@ def _keys(keys: Sequence[bytes]) -> list[bytes]:
         for i, key in enumerate(found):
             check_key(key, f"keys[{i}]")
     return found
+
+
+def _hold_ns(request: block_pb2.LookupBlocksRequest) -> int:
+    """For how long a look-up holds what it finds; 0 for one that holds nothing. Raises InvalidArgument."""
+    return lease_ttl_ns(request.hold, "hold") if request.HasField("hold") else 0
 
 
 def lease_ttl_ns(given: Duration, field: str) -> int:

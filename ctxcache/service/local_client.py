@@ -46,7 +46,7 @@ from ctxcache.service.admission import OK, Admission
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer
 from ctxcache.service.fairness import TENANT, LoopSlice, Turns
-from ctxcache.v1 import arena_pb2, arena_pb2_grpc, session_pb2
+from ctxcache.v1 import arena_pb2, arena_pb2_grpc, block_pb2, session_pb2
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -182,12 +182,14 @@ class LocalClient:
             return request
         # The connection's trace parent belongs to an earlier request.
         TRACE_PARENT.set(request.trace_parent)
-        if kind == "lookup_blocks":
+        if kind == "lookup_blocks" and not operation.lookup_blocks.HasField("hold"):
             return self._look_up_at_once(request, message)
         response = arena_pb2.AccessResponse(request_id=request.request_id)
         result, end = response.results.add(), OK
         try:
-            if kind == "acquire_lease":
+            if kind == "lookup_blocks":
+                is_done = self._hold_at_once(operation.lookup_blocks, result)
+            elif kind == "acquire_lease":
                 is_done = self._acquire_at_once(operation.acquire_lease, result, message)
             else:
                 is_done = self._do_at_once(kind, operation, result)
@@ -216,6 +218,25 @@ class LocalClient:
             return request
         self._cache.state.seen.operations["lookup_blocks", OK] += 1
         return message[:end] + convert.entry(_RESULTS, convert.entry(_FOUND_BLOCKS, found))
+
+    def _hold_at_once(
+        self, request: block_pb2.LookupBlocksRequest, result: arena_pb2.OperationResult
+    ) -> bool:
+        """Look blocks up and hold them; False, and nothing is done, where that takes long."""
+        if self._admission.is_draining:
+            raise Draining
+        found = blocks.hold_at_once(self._cache, request, self._tenant, self.client)
+        if found is None:
+            return False
+        self._own_token(found.token)
+        result.found_blocks.CopyFrom(found)
+        return True
+
+    def _own_token(self, token: bytes) -> None:
+        """What it names ends with this client; empty: nothing."""
+        if token:
+            self._tokens.add(token)
+            self._prune_if_many()
 
     def _answer_again(self, message: bytes) -> bytes | None:
         """Answer an encoded request that came before, but for its number, with the lease that it got then.
@@ -361,19 +382,17 @@ class LocalClient:
                 result.deleted_blocks.CopyFrom(await blocks.delete(cache, operation.delete_blocks, tenant))
                 return
             case "lookup_blocks":
-                found = await blocks.look_up(cache, operation.lookup_blocks, tenant, pace)
-                result.found_blocks.CopyFrom(found)
+                await self._look_up(operation.lookup_blocks, result)
                 return
         if self._admission.is_draining:
             raise Draining
         match kind:
             case "lease_blocks":
-                request = operation.lease_blocks
-                leased = await blocks.lease(cache, request, tenant, self.client, pace)
+                asked = operation.lease_blocks
+                leased = await blocks.lease(cache, asked, tenant, self.client, pace)
                 # A token that another connection may use does not end with this one.
-                if any(leased.leases) and not request.token and not request.outlives_connection:
-                    self._tokens.add(leased.token)
-                    self._prune_if_many()
+                if any(leased.leases) and not asked.token and not asked.outlives_connection:
+                    self._own_token(leased.token)
                 result.leased_blocks.CopyFrom(blocks.lease_message(cache, leased))
             case "reserve_blocks":
                 # Blocks are put through shared memory: who may not write has no use of room.
@@ -382,6 +401,17 @@ class LocalClient:
                 room = await blocks.reserve(cache, operation.reserve_blocks, tenant, self.client, pace)
                 self._puts |= {one.reservation_id for one in room.rooms if one.reservation_id}
                 result.reserved_blocks.CopyFrom(room)
+
+    async def _look_up(
+        self, request: block_pb2.LookupBlocksRequest, result: arena_pb2.OperationResult
+    ) -> None:
+        # Looks go on in a drain; what is to be held does not begin.
+        if self._admission.is_draining and request.HasField("hold"):
+            raise Draining
+        pace = LoopSlice(self._turns)
+        found = await blocks.look_up(self._cache, request, self._tenant, self.client, pace)
+        self._own_token(found.token)
+        result.found_blocks.CopyFrom(found)
 
     def check_empty(self) -> None:
         """Raise Draining unless something is still held."""

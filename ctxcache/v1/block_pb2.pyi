@@ -101,6 +101,7 @@ class LookupBlocksRequest(_message.Message):
 
     SPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def space(self) -> Global___BlockSpace:
         """Where to look. Required."""
@@ -109,15 +110,23 @@ class LookupBlocksRequest(_message.Message):
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys, 1 to 4096, 32 bytes each."""
 
+    @_builtins.property
+    def hold(self) -> _duration_pb2.Duration:
+        """Hold what is found in DRAM for so long, above 0 and at most 300 s, as a lease does: nothing is brought and nothing
+        is waited for, and as many blocks are held, the first ones first, as leave half of what the caller may lease free.
+        Unset: nothing is held.
+        """
+
     def __init__(
         self,
         *,
         space: Global___BlockSpace | None = ...,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        hold: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["space", b"space"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "space", b"space"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "space", b"space"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "keys", b"keys", "space", b"space"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -132,6 +141,10 @@ class LookupBlocksResponse(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     ARE_IN_DRAM_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    token: _builtins.bytes
+    """The token of the lease of what is held, 16 bytes; empty where nothing is."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_session_pb2.LookupState.ValueType]:
         """HIT, MISS, or PENDING: somebody writes it."""
@@ -144,16 +157,22 @@ class LookupBlocksResponse(_message.Message):
     def are_in_dram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """Whether it lies in DRAM; one that does not comes from SSD."""
 
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When that lease ends by itself."""
+
     def __init__(
         self,
         *,
         states: _abc.Iterable[_session_pb2.LookupState.ValueType] | None = ...,
         size_bytes: _abc.Iterable[_builtins.int] | None = ...,
         are_in_dram: _abc.Iterable[_builtins.bool] | None = ...,
+        token: _builtins.bytes = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_in_dram", b"are_in_dram", "size_bytes", b"size_bytes", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_in_dram", b"are_in_dram", "expire_time", b"expire_time", "size_bytes", b"size_bytes", "states", b"states", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

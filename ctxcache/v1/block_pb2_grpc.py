@@ -91,8 +91,8 @@ class BlockServiceServicer:
     """
 
     def LookupBlocks(self, request, context):
-        """Says which blocks are there. Counts as no access. Nothing found is a result, not an error. Errors:
-        INVALID_ARGUMENT (INVALID_FIELD).
+        """Says which blocks are there. Counts as no access, but for what it is to hold. Nothing found is a result, not an
+        error. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

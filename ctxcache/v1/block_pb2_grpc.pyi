@@ -42,8 +42,8 @@ class BlockServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BlockServiceAsyncStub: ...
     LookupBlocks: _grpc.UnaryUnaryMultiCallable[_block_pb2.LookupBlocksRequest, _block_pb2.LookupBlocksResponse]
-    """Says which blocks are there. Counts as no access. Nothing found is a result, not an error. Errors:
-    INVALID_ARGUMENT (INVALID_FIELD).
+    """Says which blocks are there. Counts as no access, but for what it is to hold. Nothing found is a result, not an
+    error. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     PutBlocks: _grpc.StreamUnaryMultiCallable[_block_pb2.PutBlocksRequest, _block_pb2.PutBlocksResponse]
     """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is
@@ -92,8 +92,8 @@ class BlockServiceAsyncStub(BlockServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     LookupBlocks: _aio.UnaryUnaryMultiCallable[_block_pb2.LookupBlocksRequest, _block_pb2.LookupBlocksResponse]  # type: ignore[assignment]
-    """Says which blocks are there. Counts as no access. Nothing found is a result, not an error. Errors:
-    INVALID_ARGUMENT (INVALID_FIELD).
+    """Says which blocks are there. Counts as no access, but for what it is to hold. Nothing found is a result, not an
+    error. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     PutBlocks: _aio.StreamUnaryMultiCallable[_block_pb2.PutBlocksRequest, _block_pb2.PutBlocksResponse]  # type: ignore[assignment]
     """Puts blocks that are absent, all of them or none. First a header, then the bytes of its blocks: their order is
@@ -145,8 +145,8 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _block_pb2.LookupBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_block_pb2.LookupBlocksResponse, _abc.Awaitable[_block_pb2.LookupBlocksResponse]]:
-        """Says which blocks are there. Counts as no access. Nothing found is a result, not an error. Errors:
-        INVALID_ARGUMENT (INVALID_FIELD).
+        """Says which blocks are there. Counts as no access, but for what it is to hold. Nothing found is a result, not an
+        error. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
 
     @_abc_1.abstractmethod

@@ -331,6 +331,68 @@ def test_a_lease_is_used_by_another_client_of_the_tenant(live: LiveServer, local
             local.blocks.lease(WHOLE, [key_of(1)], ttl_s=ttl_s)
 
 
+def test_a_look_up_holds_what_it_finds_in_dram(live: LiveServer, client: Client) -> None:
+    """Much goes through the store meanwhile; a store that is elsewhere holds nothing for its caller."""
+    client.blocks.put(WHOLE, {key_of(number): data_of(number) for number in (1, 2)})
+    found, holds = client.blocks.look_up_and_hold(WHOLE, [key_of(1), key_of(99)], ttl_s=100)
+    assert found == [FoundBlock(LookupState.HIT, 100_000, is_in_dram=True), MISS]
+    for number in range(100, 600):
+        client.blocks.put(WHOLE, {key_of(number): data_of(number)})
+    is_held = live.ask(lambda server: server._cache.leases.lease_count) == 1
+    assert is_held == bool(holds)
+    kept = client.blocks.look_up(WHOLE, [key_of(1), key_of(2)])
+    assert [one.is_in_dram for one in kept] == [bool(holds), False]
+    for hold in holds:
+        hold.check()
+        hold.release_soon()
+        with pytest.raises(LeaseNotFound):
+            hold.check_known()
+    live.until(lambda server: server._cache.leases.lease_count == 0)
+
+
+def test_what_look_ups_hold_leaves_room_for_loads(live: LiveServer, local: Client) -> None:
+    """However often they look; and it ends with its client."""
+    keys = [key_of(number) for number in range(5)]
+    local.blocks.put(WHOLE, {key: data_of(7, 1 << 20) for key in keys})
+    holds = [local.blocks.look_up_and_hold(WHOLE, [key])[1] for key in keys * 3]
+    assert holds[0]
+    assert not holds[4]
+    limit = live.ask(lambda server: server._cache.leases.pins.client_limit_bytes)
+    assert 0 < live.ask(lambda server: server._cache.leases.pins.used_bytes) <= limit // 2
+    assert None not in local.blocks.load(WHOLE, keys)
+    local.close()
+    live.until(lambda server: server._cache.leases.lease_count == 0)
+
+
+def test_nothing_is_brought_to_be_held(live: LiveServer, local: Client) -> None:
+    """What lies on SSD alone is found, and stays there."""
+    local.blocks.put(WHOLE, {key_of(1): data_of(1)}, durability=Durability.DISK)
+    live.stop()
+    live.start()
+    found, holds = local.blocks.look_up_and_hold(WHOLE, [key_of(1)])
+    assert found == [FoundBlock(LookupState.HIT, 100_000, is_in_dram=False)]
+    assert holds == []
+
+
+def test_what_cannot_be_held_is_refused_by_its_field(live: LiveServer, local: Client) -> None:
+    """Also in a drain, in which looks go on."""
+    many = [key_of(number) for number in range(300)]
+    for ttl_s in (0, 301, float("nan")):
+        with pytest.raises(InvalidArgument, match=r"(hold|ttl): "):
+            local.blocks.look_up_and_hold(WHOLE, [key_of(1)], ttl_s=ttl_s)
+    with pytest.raises(InvalidArgument, match=r"keys\[0\]"):
+        local.blocks.look_up_and_hold(WHOLE, [b"short"])
+    local.blocks.put(WHOLE, {key_of(1): data_of(1), key_of(200): data_of(1)})
+    found, [hold] = local.blocks.look_up_and_hold(WHOLE, many)
+    assert [one.state for one in found].count(LookupState.HIT) == 2
+    live.ask(lambda server: server._admissions.local_clients.drain())
+    for keys in (many[:1], many):
+        with pytest.raises(Draining):
+            local.blocks.look_up_and_hold(WHOLE, keys)
+        assert len(local.blocks.look_up(WHOLE, keys)) == len(keys)
+    hold.release_soon()
+
+
 def test_what_changed_in_memory_is_mended_or_a_miss(live: LiveServer, local: Client) -> None:
     """Never other bytes than were put."""
     local.blocks.put(WHOLE, {key_of(1): data_of(1)}, durability=Durability.DISK)

@@ -6,6 +6,8 @@ Run by `make engines`, in an environment that has LMCache.
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +16,12 @@ from typing import Any
 import pytest
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.config import L1MemoryManagerConfig
+from lmcache.v1.distributed.memory_manager.l1_memory_manager import L1MemoryManager
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from safetensors.torch import save
 
+import ctxcache
 from gpu_worker.engines.link import Refused
 from gpu_worker.engines.lmcache.l2 import CtxcacheL2
 from lab.engines.l2 import OPERATIONS, adapter_of_store, bench
@@ -26,16 +32,11 @@ TASK_S = 10.0
 CHUNK_BYTES = 192 << 10
 
 
-class Chunk:
-    """Memory as LMCache hands it over: what the adapter sees of it is its bytes."""
-
-    def __init__(self, data: bytearray) -> None:
-        self.data = data
-
-    @property
-    def byte_array(self) -> memoryview:
-        """The bytes, to be read or written."""
-        return memoryview(self.data)
+def chunk_of(data: bytearray) -> TensorMemoryObj:
+    """LMCache's memory of one tensor, as its bench has it."""
+    shape = torch.Size([len(data)])
+    facts = MemoryObjMetadata(shape, torch.uint8, 0, len(data), 1, fmt=MemoryFormat.KV_2LTD)
+    return TensorMemoryObj(torch.frombuffer(data, dtype=torch.uint8), facts, None)
 
 
 def key_of(number: int, *, model: str = "tiny", rank: int = 0, salt: str = "") -> ObjectKey:
@@ -72,15 +73,24 @@ def wait_for(descriptor: int) -> None:
 
 def stored(adapter: CtxcacheL2, chunks: dict[ObjectKey, bytearray]) -> bool:
     """Store chunks and wait for the descriptor; whether all went well."""
-    task = adapter.submit_store_task(list(chunks), [Chunk(data) for data in chunks.values()])
+    return put(adapter, list(chunks), list(map(chunk_of, chunks.values())))
+
+
+def put(adapter: CtxcacheL2, keys: list[ObjectKey], memory: list[Any]) -> bool:
+    """Store memory and wait for the descriptor; whether all went well."""
+    task = adapter.submit_store_task(keys, memory)
     wait_for(adapter.get_store_event_fd())
     return bool(adapter.pop_completed_store_tasks()[task].is_successful())
 
 
 def asked(adapter: CtxcacheL2, keys: list[ObjectKey], size_bytes: int = CHUNK_BYTES) -> list[bool]:
     """Look chunks up and wait for the descriptor."""
-    layout = MemoryLayoutDesc([torch.Size([size_bytes])], [torch.uint8])
-    task = adapter.submit_lookup_and_lock_task(keys, {0: layout})
+    return looked_up(adapter, keys, {0: MemoryLayoutDesc([torch.Size([size_bytes])], [torch.uint8])})
+
+
+def looked_up(adapter: CtxcacheL2, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> list[bool]:
+    """Look chunks of such groups up and wait for the descriptor."""
+    task = adapter.submit_lookup_and_lock_task(keys, layouts)
     wait_for(adapter.get_lookup_and_lock_event_fd())
     found = adapter.query_lookup_and_lock_result(task)
     assert found is not None
@@ -90,12 +100,16 @@ def asked(adapter: CtxcacheL2, keys: list[ObjectKey], size_bytes: int = CHUNK_BY
 
 def loaded(adapter: CtxcacheL2, keys: list[ObjectKey], size_bytes: int = CHUNK_BYTES) -> list[bytes | None]:
     """Load chunks and wait for the descriptor; their bytes, or None."""
-    chunks = [Chunk(bytearray(size_bytes)) for _ in keys]
-    task = adapter.submit_load_task(keys, chunks)
+    return got(adapter, keys, [chunk_of(bytearray(size_bytes)) for _ in keys])
+
+
+def got(adapter: CtxcacheL2, keys: list[ObjectKey], memory: list[Any]) -> list[bytes | None]:
+    """Load into memory and wait for the descriptor; its bytes, or None."""
+    task = adapter.submit_load_task(keys, memory)
     wait_for(adapter.get_load_event_fd())
     found = adapter.query_load_result(task)
     assert found is not None
-    return [bytes(chunk.data) if found.test(i) else None for i, chunk in enumerate(chunks)]
+    return [bytes(chunk.byte_array) if found.test(i) else None for i, chunk in enumerate(memory)]
 
 
 @pytest.mark.parametrize("size_kib", [256, 4096])
@@ -137,6 +151,97 @@ def test_a_chunk_of_another_size_is_a_miss(adapter: CtxcacheL2) -> None:
     assert loaded(adapter, [key_of(1)]) == [bytes(data_of(1))]
 
 
+def test_another_element_type_of_the_same_size_is_a_miss(store: ServerProcess) -> None:
+    """LMCache's keys do not name it: two engines of one model, each with a server of its own on the store."""
+    shapes = [torch.Size([2, 4, 256, 64])]
+    sixteen = {dtype: MemoryLayoutDesc(shapes, [dtype]) for dtype in (torch.bfloat16, torch.float16)}
+    memory = L1MemoryManager(L1MemoryManagerConfig(64 << 20, use_lazy=False, shm_name=""))
+    found = {}
+    for number, (dtype, layout) in enumerate(sixteen.items()):
+        adapter = CtxcacheL2({"target": store.target})
+        assert adapter.wait_until_linked(LINK_S)
+        _, [filled, empty] = memory.allocate(layout, 2)
+        filled.raw_data.fill_(number + 1)
+        before = looked_up(adapter, [key_of(1)], {0: layout}), got(adapter, [key_of(1)], [empty])
+        assert put(adapter, [key_of(1)], [filled])
+        after = looked_up(adapter, [key_of(1)], {0: layout}), got(adapter, [key_of(1)], [empty])
+        found[dtype] = before, after
+        adapter.close()
+        # One that has stored nothing yet goes by what LMCache says of the group.
+        again = CtxcacheL2({"target": store.target})
+        assert again.wait_until_linked(LINK_S)
+        assert looked_up(again, [key_of(1)], {0: layout}) == [True]
+        assert looked_up(again, [key_of(1)], {0: MemoryLayoutDesc(shapes, [torch.float32])}) == [False]
+        again.close()
+        memory.free([filled, empty])
+    size_bytes = 2 * shapes[0].numel()
+    for number, (before, after) in enumerate(found.values()):
+        assert before == ([False], [None])
+        assert after == ([True], [bytes([number + 1]) * size_bytes])
+
+
+def test_locks_leave_room_for_loads(tmp_path: Path) -> None:
+    """An engine looks up more than the store could hold for it, and loads what it did not look up."""
+    sizes = ("--arena-size-bytes", str(64 << 20), "--ssd-size-bytes", str(256 << 20))
+    with ServerProcess(tmp_path / "data", *sizes) as store:
+        adapter = CtxcacheL2({"target": store.target})
+        assert adapter.wait_until_linked(LINK_S)
+        keys = [key_of(number) for number in range(12)]
+        for key in keys:
+            assert stored(adapter, {key: data_of(1, 4 << 20)})
+        layout = {0: MemoryLayoutDesc([torch.Size([4 << 20])], [torch.uint8])}
+        for key in keys[1:]:
+            adapter.submit_lookup_and_lock_task([key], layout)
+            wait_for(adapter.get_lookup_and_lock_event_fd())
+        assert lease_count(store) > 0
+        assert loaded(adapter, keys[:1], 4 << 20) == [bytes(data_of(1, 4 << 20))]
+        adapter.close()
+        until_no_lease(store)
+
+
+LOOKS = """
+import sys, time
+sys.path.insert(0, {directory!r})
+from lmcache_l2 import *
+adapter = CtxcacheL2({{"target": {target!r}}})
+assert adapter.wait_until_linked(LINK_S)
+layout = {{0: MemoryLayoutDesc([torch.Size([CHUNK_BYTES])], [torch.uint8])}}
+adapter.submit_lookup_and_lock_task([key_of(number) for number in range(8)], layout)
+wait_for(adapter.get_lookup_and_lock_event_fd())
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_engine_that_is_killed_leaves_no_lock(adapter: CtxcacheL2, store: ServerProcess) -> None:
+    """Its locks end with its connection."""
+    assert stored(adapter, {key_of(number): data_of(number) for number in range(8)})
+    code = LOOKS.format(directory=str(Path(__file__).parent), target=store.target)
+    engine = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert engine.stdout is not None
+        assert any(line == "locked\n" for line in engine.stdout)
+        assert lease_count(store) == 8
+    finally:
+        engine.kill()
+        engine.wait()
+    until_no_lease(store)
+
+
+def lease_count(store: ServerProcess) -> int:
+    """Leases that the store holds."""
+    with ctxcache.connect(store.target) as cache:
+        return len(list(cache.admin.list_leases()))
+
+
+def until_no_lease(store: ServerProcess) -> None:
+    """Wait until it holds none."""
+    deadline_s = time.monotonic() + TASK_S
+    while lease_count(store):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 def test_what_was_looked_up_is_not_evicted_until_it_is_unlocked(tmp_path: Path) -> None:
     """Many times as much as the store holds goes through it meanwhile; what nobody looked up goes."""
     sizes = ("--arena-size-bytes", str(64 << 20), "--ssd-size-bytes", str(4 << 20))
@@ -151,17 +256,21 @@ def test_what_was_looked_up_is_not_evicted_until_it_is_unlocked(tmp_path: Path) 
             assert stored(adapter, {key_of(number): data_of(0) for number in range(other, other + 50)})
         assert loaded(adapter, [key_of(1), key_of(2)]) == [bytes(data_of(1)), None]
         adapter.submit_unlock([key_of(1)])
-        for other in range(2000, 3000, 50):
+        # When it leaves is the policy's to say; that it stays while it is locked is not.
+        for other in range(2000, 6000, 50):
             assert stored(adapter, {key_of(number): data_of(0) for number in range(other, other + 50)})
+            if asked(adapter, [key_of(1)]) == [False]:
+                break
         assert loaded(adapter, [key_of(1)]) == [None]
         adapter.close()
 
 
 def test_deleted_chunks_are_gone(adapter: CtxcacheL2) -> None:
-    """LMCache's own eviction deletes by key."""
-    assert stored(adapter, {key_of(1): data_of(1), key_of(2): data_of(2)})
-    adapter.delete([key_of(1)])
-    assert asked(adapter, [key_of(1), key_of(2)]) == [False, True]
+    """LMCache's own eviction deletes by key, also what is several blocks."""
+    for size_bytes in (CHUNK_BYTES, 40 << 20):
+        assert stored(adapter, {key: data_of(1, size_bytes) for key in (key_of(1), key_of(2))})
+        adapter.delete([key_of(1)])
+        assert asked(adapter, [key_of(1), key_of(2)], size_bytes) == [False, True]
 
 
 def test_another_process_and_another_start_find_them(adapter: CtxcacheL2, store: ServerProcess) -> None:

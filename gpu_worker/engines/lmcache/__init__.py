@@ -53,7 +53,8 @@ class ChunkSettings(StoreSettings):
 
     def _weights(self, client: Client) -> bytes:
         """Empty where the settings do not say where the files are."""
-        del client
+        # Mapped and populated while LMCache starts, and not beside the first chunks.
+        client.map_arena(is_written=True)
         return b"" if self.model_directory is None else digest_checkpoint(Path(self.model_directory)).encode()
 
 

@@ -11,18 +11,17 @@ import itertools
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from ctxcache.client import BlockSpace, Client
-from ctxcache.client.blocks import LeasedBlocks
 from ctxcache.client.types import LookupState
-from ctxcache.errors import CapacityExceeded, InvalidArgument, TooManyRequests
 from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.lmcache import (
     MOST_STORES,
@@ -36,15 +35,22 @@ from gpu_worker.engines.lmcache import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.memory_management import MemoryObj
 
+    from ctxcache.client.access import Hold
+
 log = logging.getLogger(__name__)
 
+START_S = 2.0
+"""How long LMCache's start waits for the store."""
 LOCK_S = 60.0
 """How long a chunk that was looked up is held at most."""
 MOST_LOCKS = 256
 """Look-ups whose chunks are held; beyond, the oldest one's are let go."""
+MOST_GROUPS = 4096
+"""Groups of chunks, by model and rank, whose layouts are known."""
 TAG = "lmcache chunk"
 Result = TypeVar("Result")
 
@@ -119,7 +125,7 @@ class _Tasks(Generic[Result]):
 
 
 class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
-    """The adapter. Thread-safe; nothing but `close` waits."""
+    """The adapter. Thread-safe; nothing but the start and `close` waits."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         """`params`: the fields of ChunkSettings. Raises Refused."""
@@ -127,10 +133,12 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         super().__init__()
         self._settings = ChunkSettings.of(params, "adapter_params")
         self._link = self._settings.link()
-        self._locks = _Locks()
+        self._locks, self._layouts = _Locks(), _Layouts()
         self._stores: _Tasks[L2StoreResult] = _Tasks("store", THREADS)
         self._lookups: _Tasks[Bitmap] = _Tasks("lookup", 1)
         self._loads: _Tasks[Bitmap] = _Tasks("load", THREADS)
+        # LMCache asks at once, and again for nothing that it did not find.
+        self._link.wait(START_S)
 
     # -- events -------------------------------------------------------------------------------------------
 
@@ -164,9 +172,8 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         self, keys: "list[ObjectKey]", group_layout_descs: "dict[int, MemoryLayoutDesc]"
     ) -> int:
         """Look chunks up, and hold those in the store's memory until they are unlocked."""
-        # The size gives the number of blocks, and with it their keys.
-        sizes = [_layout_bytes(group_layout_descs.get(key.object_group_id)) for key in keys]
-        return self._lookups.submit(lambda: _bitmap(self._look_up(keys, sizes)), Bitmap(len(keys)))
+        names = [self._layouts.names(key, group_layout_descs.get(key.object_group_id)) for key in keys]
+        return self._lookups.submit(lambda: _bitmap(self._look_up(keys, names)), Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """A look-up's result, once."""
@@ -185,11 +192,15 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return self._loads.take(task_id)
 
     def delete(self, keys: "list[ObjectKey]") -> None:
-        """Delete chunks of one block each. Of larger ones the store lets go as of what nobody asks for."""
+        """Delete chunks, of groups of which this process has stored or loaded one.
+
+        Of others the layout is not known; the store lets go of them as of what nobody asks for.
+        """
+        names = [self._layouts.names(key, None) for key in keys]
 
         def delete(client: Client, weights: bytes) -> None:
             for space, places in _by_space(keys, weights).items():
-                client.blocks.delete(space, [_block_keys(keys[i], 1)[0] for i in places])
+                client.blocks.delete(space, [name for i in places for name in names[i]])
 
         self._link.call(delete, None)
 
@@ -216,7 +227,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         def store(client: Client, weights: bytes) -> int:
             size_bytes = 0
             for space, places in _by_space(keys, weights).items():
-                blocks = _merged(_blocks(keys[i], objects[i]) for i in places)
+                blocks = _merged(self._blocks(keys[i], objects[i]) for i in places)
                 client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
                 size_bytes += sum(block.nbytes for block in blocks.values())
             return size_bytes
@@ -227,19 +238,27 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         self._notify_keys_stored(list(keys), [bytes_of(one).nbytes for one in objects])
         return L2StoreResult(success=True, bytes_transferred=size_bytes)
 
-    def _look_up(self, keys: "Sequence[ObjectKey]", sizes: Sequence[int]) -> list[bool]:
+    def _blocks(self, key: "ObjectKey", chunk: "MemoryObj") -> dict[bytes, Bytes]:
+        """A chunk's blocks, sharing its memory."""
+        data = bytes_of(chunk)
+        layout = _Layout.of_chunk(chunk, data.nbytes)
+        self._layouts.seen(key, layout)
+        return cut(layout.names(key), data)
+
+    def _look_up(self, keys: "Sequence[ObjectKey]", names: Sequence[list[bytes]]) -> list[bool]:
         def look_up(client: Client, weights: bytes) -> list[bool]:
             found = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
-                names = {i: _block_keys(keys[i], sizes[i]) for i in places}
-                wanted = list(itertools.chain.from_iterable(names.values()))
-                answers = dict(zip(wanted, client.blocks.look_up(space, wanted), strict=True))
+                wanted = [name for i in places for name in names[i]]
+                # Chunks of no known layout are not there.
+                if not wanted:
+                    continue
+                answered, holds = client.blocks.look_up_and_hold(space, wanted, ttl_s=LOCK_S)
+                answers = dict(zip(wanted, answered, strict=True))
                 there = {key for key, one in answers.items() if one.state is LookupState.HIT}
-                for i, blocks in names.items():
-                    found[i] = there.issuperset(blocks)
-                held = [i for i in places if found[i] and all(answers[key].is_in_dram for key in names[i])]
-                blocks = [key for i in held for key in names[i]]
-                self._locks.hold(client, space, blocks, [keys[i] for i in held])
+                for i in places:
+                    found[i] = bool(names[i]) and there.issuperset(names[i])
+                self._locks.hold(holds, [keys[i] for i in places if found[i]])
             return found
 
         return self._link.call(look_up, [False] * len(keys))
@@ -249,7 +268,11 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
             found = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
                 # Of each chunk its own, also where two have one key: each is memory that is handed out.
-                own = [(i, key, block) for i in places for key, block in _blocks(keys[i], objects[i]).items()]
+                own = [
+                    (i, key, block)
+                    for i in places
+                    for key, block in self._blocks(keys[i], objects[i]).items()
+                ]
                 loaded = client.blocks.load(space, [key for _, key, _ in own], [block for _, _, block in own])
                 lacking = {i for (i, _, _), one in zip(own, loaded, strict=True) if one is None}
                 for i in places:
@@ -261,53 +284,127 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return found
 
 
+# LMCache's keys say nothing of element types: two engines of one model, one of bfloat16 and one of float16,
+# have the same keys for chunks of the same size. So a chunk's shapes and types are part of its blocks' keys:
+#
+#     store, load    those of LMCache's memory for the chunk
+#     look-up        what LMCache says of the group; but where it compresses chunks, or says nothing, those of
+#                    the memory of the group that it stored or loaded last
+class _Layout(NamedTuple):
+    """How a chunk lies in LMCache's memory."""
+
+    facts: str
+    size_bytes: int
+    is_plain: bool
+    """Whether it is bytes and no more, as what LMCache has compressed."""
+
+    @classmethod
+    def of_chunk(cls, chunk: "MemoryObj", size_bytes: int) -> Self:
+        """Of a chunk's memory."""
+        try:
+            shapes, types = chunk.get_shapes(), chunk.get_dtypes()
+        # Memory of one tensor has no lists.
+        except AssertionError:
+            shapes, types = [chunk.get_shape()], [chunk.get_dtype()]
+        return cls(_facts(shapes, types), size_bytes, _is_plain(shapes, types))
+
+    @classmethod
+    def of_group(cls, desc: "MemoryLayoutDesc") -> Self:
+        """By what LMCache says of a group."""
+        sizes = [
+            shape.numel() * dtype.itemsize for shape, dtype in zip(desc.shapes, desc.dtypes, strict=True)
+        ]
+        plain = _is_plain(desc.shapes, desc.dtypes)
+        return cls(_facts(desc.shapes, desc.dtypes), sum(sizes), plain)
+
+    def names(self, key: "ObjectKey") -> list[bytes]:
+        """The keys of a chunk's blocks."""
+        facts = f"{key.kv_rank} {key.object_group_id} {self.facts}"
+        return block_keys(facts, key.chunk_hash, self.size_bytes)
+
+
+def _facts(shapes: "Sequence[torch.Size]", types: "Sequence[torch.dtype | None]") -> str:
+    return str([(str(dtype), *shape) for shape, dtype in zip(shapes, types, strict=True)])
+
+
+def _is_plain(shapes: "Sequence[torch.Size]", types: "Sequence[torch.dtype | None]") -> bool:
+    return [(str(dtype), len(shape)) for shape, dtype in zip(shapes, types, strict=True)] == [
+        ("torch.uint8", 1)
+    ]
+
+
+class _Layouts:
+    """The layout of the last chunk of each group that was stored or loaded. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int, int], _Layout] = {}
+
+    def seen(self, key: "ObjectKey", layout: _Layout) -> None:
+        """A chunk of this key lies so."""
+        if len(self._seen) >= MOST_GROUPS:
+            self._seen.clear()
+        self._seen[_group(key)] = layout
+
+    def names(self, key: "ObjectKey", desc: "MemoryLayoutDesc | None") -> list[bytes]:
+        """The keys of a chunk's blocks; none where nothing is known of its group."""
+        seen, told = self._seen.get(_group(key)), None
+        if desc is not None and desc.shapes:
+            told = _Layout.of_group(desc)
+        layout = seen if told is None or (seen is not None and seen.is_plain > told.is_plain) else told
+        return [] if layout is None else layout.names(key)
+
+
+def _group(key: "ObjectKey") -> tuple[str, int, int]:
+    return key.model_name, key.kv_rank, key.object_group_id
+
+
 class _Locks:
     """Leases of chunks that were looked up, until each is unlocked, or `LOCK_S` are over. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         """Over what follows. Leases are released without waiting."""
-        self._held: dict[LeasedBlocks, list[ObjectKey]] = {}
-        """Keys that are still to be unlocked, oldest lease first."""
+        self._held: list[tuple[Counter[ObjectKey], list[Hold]]] = []
+        """Of each look-up the keys that are still to be unlocked, and what holds them; the oldest first."""
 
-    def hold(
-        self, client: Client, space: BlockSpace, blocks: Sequence[bytes], keys: "Sequence[ObjectKey]"
-    ) -> None:
-        """Lease blocks for the chunks of `keys`, where the store has room for leases, and is on this host."""
-        if not blocks:
-            return
-        try:
-            lease = client.blocks.lease(space, blocks, ttl_s=LOCK_S)
-        except (CapacityExceeded, InvalidArgument, TooManyRequests):
-            # They were found all the same: one that is evicted before its load is a miss then.
-            return
+    def hold(self, holds: "list[Hold]", keys: "Sequence[ObjectKey]") -> None:
+        """Keep what a look-up holds for the chunks of `keys`, until they are unlocked."""
         with self._lock:
-            self._held[lease] = list(keys)
+            # Also one of no chunk: half of a chunk may be there.
+            if not keys:
+                _release(holds)
+            elif holds:
+                self._held.append((Counter(keys), holds))
             while len(self._held) > MOST_LOCKS:
-                oldest = next(iter(self._held))
-                del self._held[oldest]
                 # The oldest look-up is likeliest to be of no use any more.
-                oldest.release()
+                _release(self._held.pop(0)[1])
 
     def give_back(self, keys: "Sequence[ObjectKey]") -> None:
         """One look-up of each of these needs it no more."""
         with self._lock:
-            for key in keys:
-                # The oldest one: two look-ups of a chunk hold it twice, and each unlock lets one go.
-                lease = next((lease for lease, held in self._held.items() if key in held), None)
-                if lease is None:
-                    continue
-                self._held[lease].remove(key)
-                if not self._held[lease]:
-                    del self._held[lease]
-                    lease.release()
+            left = Counter(keys)
+            # The oldest one first: two look-ups of a chunk hold it twice, and each unlock lets one go.
+            for waiting, holds in self._held:
+                given = waiting & left
+                waiting.subtract(given)
+                left -= given
+                if not waiting.total():
+                    _release(holds)
+                if not left:
+                    break
+            self._held = [one for one in self._held if one[0].total()]
 
     def close(self) -> None:
         """Release all."""
         with self._lock:
-            for lease in self._held:
-                lease.release()
+            for _, holds in self._held:
+                _release(holds)
             self._held.clear()
+
+
+def _release(holds: "list[Hold]") -> None:
+    for hold in holds:
+        hold.release_soon()
 
 
 def _by_space(keys: "Sequence[ObjectKey]", weights: bytes) -> dict[BlockSpace, list[int]]:
@@ -318,27 +415,8 @@ def _by_space(keys: "Sequence[ObjectKey]", weights: bytes) -> dict[BlockSpace, l
     return {space_of(name, weights, tag=TAG, salt=salt): places for (name, salt), places in spaces.items()}
 
 
-def _block_keys(key: "ObjectKey", size_bytes: int) -> list[bytes]:
-    return block_keys(f"{key.kv_rank} {key.object_group_id}", key.chunk_hash, size_bytes)
-
-
-def _blocks(key: "ObjectKey", chunk: "MemoryObj") -> dict[bytes, Bytes]:
-    """A chunk's blocks, sharing its memory."""
-    data = bytes_of(chunk)
-    return cut(_block_keys(key, data.nbytes), data)
-
-
 def _merged(several: Iterable[Mapping[bytes, Bytes]]) -> dict[bytes, Bytes]:
     return {key: block for blocks in several for key, block in blocks.items()}
-
-
-def _layout_bytes(layout: "MemoryLayoutDesc | None") -> int:
-    """The size of a chunk by what LMCache says of its group."""
-    if layout is None:
-        return 0
-    return sum(
-        shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
-    )
 
 
 def _bitmap(found: Sequence[bool]) -> Bitmap:
