@@ -86,25 +86,20 @@ controls: setup ## Plant every bug that a fault harness must find, and see that 
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
-engines: engines-llamacpp engines-lmcache engines-sglang ## Run real engines on a real store: vLLM, LMCache, SGLang's cache and llama.cpp on a CPU, environments made first (30 minutes; ARGS="-k killed")
-	@$(PYTHON) scripts/setup.py vllm
-	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_*.py $(ARGS)
+engines: ## Run real engines on a real store: vLLM, LMCache, SGLang's cache and llama.cpp on a CPU, environments made first (30 minutes; ARGS="-k killed")
+	@$(PYTHON) scripts/run_engines.py -- $(ARGS)
 
-engines-ci: ## The part of it that CI runs: vLLM with prefixes, sessions, eviction, a store stopped and killed (a minute)
-	@$(PYTHON) scripts/setup.py vllm
-	.venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/vllm_in_ci.py $(ARGS)
+engines-ci: ## The part of it that CI runs: vLLM with prefixes, sessions, eviction, a store stopped and killed (two minutes)
+	@$(PYTHON) scripts/run_engines.py vllm-ci -- $(ARGS)
 
 engines-llamacpp: ## The part of it that is llama.cpp (a minute)
-	@$(PYTHON) scripts/setup.py llamacpp
-	.venv-llamacpp/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/llamacpp_sessions.py $(ARGS)
+	@$(PYTHON) scripts/run_engines.py llamacpp -- $(ARGS)
 
 engines-lmcache: ## The part of it that is LMCache's second tier and remote storage (two minutes)
-	@$(PYTHON) scripts/setup.py lmcache
-	.venv-lmcache/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/lmcache_*.py $(ARGS)
+	@$(PYTHON) scripts/run_engines.py lmcache -- $(ARGS)
 
 engines-sglang: ## The part of it that is SGLang's hierarchical cache, without its engine (a minute)
-	@$(PYTHON) scripts/setup.py sglang
-	.venv-sglang/bin/python -m pytest -q -rs -p no:cacheprovider tests/engines/sglang_hicache.py $(ARGS)
+	@$(PYTHON) scripts/run_engines.py sglang -- $(ARGS)
 
 engines-all: ## The same with 50 kills, and with small models of 19 types (an hour)
 	CTXCACHE_KILLS=50 $(MAKE) engines ARGS="--timeout 1800 $(ARGS)"
