@@ -186,7 +186,7 @@ def converse_until_restored(
         time.sleep(0.1)
 
 
-def scheduler_side(model: Path, store: ServerProcess) -> scheduler.SchedulerSide:
+def scheduler_side(model: Path, store: ServerProcess, rank_count: int = 1) -> scheduler.SchedulerSide:
     """The scheduler's side of the connector, without an engine. Close it."""
     config = EngineArgs(
         model=str(model),
@@ -196,7 +196,8 @@ def scheduler_side(model: Path, store: ServerProcess) -> scheduler.SchedulerSide
         kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
     ).create_engine_config()
     side = scheduler.SchedulerSide(config, ConnectorSettings(target=store.target, timeout_s=600))
-    side.layouts.set_result({0: BlockLayout(BLOCK_TOKENS, (1 << 14,) * 3, "none")})
+    layout = BlockLayout(BLOCK_TOKENS, (1 << 14,) * 3, "none")
+    side.layouts.set_result(dict.fromkeys(range(rank_count), layout))
     return side
 
 
@@ -627,6 +628,30 @@ def test_two_ranks_save_and_restore_their_parts(
         reply = engine.turn(prompt, "alice", COUNT)
         compare(reply, prompt, plain)
         assert reply.cached_count == 0
+
+
+def test_ranks_have_parts_of_a_session_of_any_name(model: Path, store: ServerProcess) -> None:
+    """A rank's name is longer than its session's: two long ones that begin alike have parts of their own."""
+    names = ["a" * 128, "a" * 127 + "b", "a" * 122, "a" * 121]
+    side = scheduler_side(model, store, rank_count=2)
+    try:
+        assert side.link.wait(60) is LinkState.READY
+        parts = []
+        for name in names:
+            request = Request(name[-8:] + str(len(name)), opening(3), SamplingParams(), None, session_id=name)
+            side.arrived(request)
+            lookup = side._followed[request.request_id].lookup
+            assert lookup is not None
+            opened = lookup.result(60)
+            assert opened is not None
+            first, second = opened.sessions
+            assert first.name == f"sessions/{name}"
+            assert second.name.endswith(".rank1")
+            parts.append(second.name)
+        assert len(set(parts)) == len(names)
+        assert parts[-1] == f"sessions/{names[-1]}.rank1"
+    finally:
+        side.close()
 
 
 def test_a_repository_is_found_where_it_was_downloaded(

@@ -26,6 +26,7 @@ Writing = Callable[[], AbstractContextManager[None]]
 #
 #     sessions/alice          rank 0: saved, restored by worker 0        the name in all messages
 #     sessions/alice.rank1    rank 1: saved, restored by worker 1
+#                             (of an id near 128 characters: its beginning, and a digest of it)
 class BlockLoad(NamedTuple):
     """Restore tokens `[begin, end)` of a session, into the request's blocks, all of which are listed."""
 

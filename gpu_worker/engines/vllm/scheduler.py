@@ -69,6 +69,9 @@ KEYED_TOKENS = 64
 """The least prefix that the store finds by its tokens."""
 UNNAMED_TTL = timedelta(hours=1)
 """How long a session without a name is kept after its last access, where no setting says so."""
+ID_CHARACTERS = 128
+"""The most that the store takes of a session's id."""
+DIGEST_CHARACTERS = 32
 PRIORITY_STEP = 1 << 40
 """Places between two of vLLM's priorities: more than requests that arrive while one waits."""
 SAVE_WAIT_S = 5.0
@@ -407,7 +410,7 @@ class SchedulerSide:
             name, ttl = followed.session_name, self._ttl
             if rank:
                 # Kept as long as the first, which may have got its name from the store.
-                name, ttl = f"{sessions[0].name}.rank{rank}", sessions[0].ttl
+                name, ttl = part_of(sessions[0].name, rank), sessions[0].ttl
             layout = streams_of(part, self._settings.saved)
             session = _existing(client, part, name, salt)
             is_found = session is not None
@@ -455,6 +458,17 @@ def session_of(request: "Request") -> str:
     """The name of the session that a request goes on with; empty where it names none."""
     named = request.session_id or (request.kv_transfer_params or {}).get("session_id")
     return f"sessions/{named}" if named else ""
+
+
+def part_of(name: str, rank: int) -> str:
+    """The name of the session that has a rank's part of this one; of a long one by its digest."""
+    suffix = f".rank{rank}"
+    id_ = name.removeprefix("sessions/")
+    if len(id_) + len(suffix) > ID_CHARACTERS:
+        digest = hashlib.sha256(id_.encode()).hexdigest()[:DIGEST_CHARACTERS]
+        suffix = f".{digest}{suffix}"
+        id_ = id_[: ID_CHARACTERS - len(suffix)]
+    return f"sessions/{id_}{suffix}"
 
 
 def salt_of(request: "Request") -> bytes:
