@@ -23,12 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64
 
 from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.forks import end_in_children
 from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CorruptSegment, InvalidArgument
@@ -130,9 +132,37 @@ class _Kept:
         return contextlib.nullcontext(self._files[-1 if access == os.O_RDWR else 0].fileno())
 
 
+# Clients of one process with the same rights have one mapping: an engine's scheduler and its worker are two.
+class _Arenas:
+    """The arenas that this process has mapped. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.forked()
+        end_in_children(self)
+
+    def forked(self) -> None:
+        """See Shared: in a child nobody populates what its parent mapped."""
+        self._lock = threading.Lock()
+        self._known: WeakValueDictionary[bytes, MappedArena] = WeakValueDictionary()
+
+    def mapped(self, arena: arena_pb2.Arena, opened: _Open) -> MappedArena | None:
+        """The arena, which is mapped unless it is; None when it is not, on this host, that very arena."""
+        # All that a server says of it, rights included.
+        key = arena.SerializeToString(deterministic=True)
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None and found.readable[:_ID_BYTES].tobytes() != arena.arena_id:
+                found = None
+            if found is None and (readable := _map(arena, opened, os.O_RDONLY)) is not None:
+                found = self._known[key] = MappedArena(arena, readable, opened)
+            return found
+
+
 def _mapped(arena: arena_pb2.Arena, opened: _Open) -> MappedArena | None:
-    readable = _map(arena, opened, os.O_RDONLY)
-    return None if readable is None else MappedArena(arena, readable, opened)
+    return _ARENAS.mapped(arena, opened)
+
+
+_ARENAS = _Arenas()
 
 
 @contextlib.contextmanager

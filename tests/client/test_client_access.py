@@ -52,6 +52,27 @@ def test_the_servers_arena_is_mapped_both_ways(arena: arena_pb2.Arena) -> None:
     assert not mapped.readable.flags.writeable
 
 
+def test_clients_of_one_process_share_a_mapping(arena: arena_pb2.Arena) -> None:
+    """Of the same rights, while one of them has it, and while it is that very arena. A child maps anew."""
+    mapped = map_arena(arena)
+    assert mapped is not None
+    assert map_arena(arena) is mapped
+    reader = arena_pb2.Arena()
+    reader.CopyFrom(arena)
+    reader.may_write = False
+    assert map_arena(reader) not in (None, mapped)
+
+    child = os.fork()
+    if not child:
+        os._exit(map_arena(arena) in (None, mapped))
+    assert os.waitpid(child, 0)[1] == 0
+
+    writable = mapped.writable()
+    assert writable is not None
+    writable[0] ^= 1
+    assert map_arena(arena) is None
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
