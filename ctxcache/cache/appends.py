@@ -458,8 +458,9 @@ class Appends:
         session = self._ledger.find_at(tenant, session_id, now_ns)
         # One writer at a time: two would fill the same rows. Readers go on.
         # Rows were made for a session of `write_offset` tokens. Behind any other number they are another
-        # content.
-        session.check_caller(fingerprint, generation)
+        # content. Where the number is another, so is the generation: the number says more.
+        expected = generation if write_offset == session.token_count else None
+        session.check_caller(fingerprint, expected)
         if session.use is Use.WRITTEN:
             raise WriteInProgress(session=session.name)
         if write_offset != session.token_count:

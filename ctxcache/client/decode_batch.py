@@ -116,7 +116,11 @@ class DecodeBatch(Closing):
             self._columns[stream] = slice(begin, begin + spec.row_bytes)
             begin += spec.row_bytes
         sent = ClockPair.now()
-        self._take_reservations(self._stream.call(self._reserves()), sent)
+        first = self._reserves()
+        for session, operation in zip(sessions, first, strict=True):
+            # One that was made anew may have as many tokens.
+            operation.reserve.if_generation_match = session.generation
+        self._take_reservations(self._stream.call(first), sent)
 
     @property
     def session_count(self) -> int:

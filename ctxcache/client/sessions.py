@@ -251,8 +251,9 @@ class SessionHandle:
     """One session, and the caller's own model: every call that moves rows compares the session with it.
 
     Remembers the session's facts as this handle last knew them, and appends behind them. An append behind
-    another writer raises WriteOffsetMismatch; `refresh` then reads the facts again. Belongs to one thread
-    at a time, as does what `read` and `writer` return.
+    another writer raises WriteOffsetMismatch, behind another content of as many tokens GenerationMismatch;
+    `refresh` then reads the facts again. Belongs to one thread at a time, as does what `read` and `writer`
+    return.
     """
 
     def __init__(
@@ -332,6 +333,7 @@ class SessionHandle:
         """
         snapshot = self.checked()
         specs = self._routes.specs(snapshot, self.model)
+        generation = _content_of(snapshot, if_generation_match)
         views = check_append(rows, specs)
         token_count = len(next(iter(views.values())))
         # Two ways to the same append. All rows are here already, so that a long one goes into long segments:
@@ -343,12 +345,12 @@ class SessionHandle:
             self.model,
             specs,
             token_count,
-            if_generation_match,
+            generation,
             is_all_coming=True,
             contents=contents,
         )
         if writer is None:
-            header = self._append_header(snapshot, if_generation_match, contents)
+            header = self._append_header(snapshot, generation, contents)
             self._info = append_by_stream(self._routes.transport, header, views, durability)
             return self._info
         with writer:
@@ -372,17 +374,18 @@ class SessionHandle:
         """
         snapshot = self.checked()
         specs = self._routes.specs(snapshot, self.model)
+        generation = _content_of(snapshot, if_generation_match)
         writer: SessionWriter | None = self._routes.reserve(
             snapshot,
             self.model,
             specs,
             token_count,
-            if_generation_match,
+            generation,
             is_all_coming=is_all_coming,
             contents=contents,
         )
         if writer is None:
-            header = self._append_header(snapshot, if_generation_match, contents)
+            header = self._append_header(snapshot, generation, contents)
             writer = BufferedWriter(self._routes.transport, snapshot, header, token_count, specs)
         self._writer = writer
         return writer
@@ -437,11 +440,10 @@ class SessionHandle:
             range=wanted,
             is_quiet=is_quiet,
         )
-        sizes = {stream: spec.row_bytes for stream, spec in self._routes.specs(snapshot, self.model).items()}
         token_count = snapshot.token_count if end is None else end
-        return StreamedRows(
-            self._routes.transport, request, sizes, size_bytes=token_count * sum(sizes.values())
-        )
+        size_bytes = token_count * sum(self._row_sizes(snapshot).values())
+        # Of the session that is read, which may have been made anew with other streams.
+        return StreamedRows(self._routes.transport, request, self._row_sizes, size_bytes=size_bytes)
 
     # -- the session itself --------------------------------------------------------------------
 
@@ -525,16 +527,26 @@ class SessionHandle:
         self._info = info
         return info
 
+    def _row_sizes(self, session: SessionInfo) -> Mapping[Stream, int]:
+        specs = self._routes.specs(session, self.model)
+        return {stream: spec.row_bytes for stream, spec in specs.items()}
+
     def _append_header(
-        self, snapshot: SessionInfo, if_generation_match: int | None, contents: Sequence[Content]
+        self, snapshot: SessionInfo, generation: int, contents: Sequence[Content]
     ) -> session_pb2.AppendHeader:
         return session_pb2.AppendHeader(
             name=snapshot.name,
             model_fingerprint=self.model.fingerprint,
             write_offset=snapshot.token_count,
-            if_generation_match=if_generation_match,
+            if_generation_match=generation,
             contents=contents_to_wire(contents) if contents else None,
         )
+
+
+def _content_of(snapshot: SessionInfo, if_generation_match: int | None) -> int:
+    """The generation behind which a handle appends: what it knows, unless its caller says another."""
+    # A session that was made anew may have as many tokens: its offset alone does not tell it.
+    return snapshot.generation if if_generation_match is None else if_generation_match
 
 
 def _check_expiration(ttl: timedelta | None, expire_time: datetime | None) -> None:

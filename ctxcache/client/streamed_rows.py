@@ -9,7 +9,7 @@ the stream breaks and nothing of it is visible; appending again from the session
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -46,6 +46,10 @@ COMING_LIMIT = 1 << 20
 """Most tokens that an append may announce."""
 
 
+RowSizes = Callable[[SessionInfo], Mapping[Stream, int]]
+"""Bytes of one row of each stream that a session stores."""
+
+
 # Rows come stream by stream, each in token order, so that what is missing after a break is always this:
 #
 #     stream 0   ████████████████████   arrived
@@ -58,22 +62,23 @@ COMING_LIMIT = 1 << 20
 class ChunkStream:
     """Iterates once over the pieces of a read; `header` is there from the start.
 
-    `row_sizes` are the bytes of one row of each stream that the session stores; `size_bytes` is about
-    what the read will bring, for its deadline.
+    `sizes_of` says the bytes of one row of each stream that a session stores; `size_bytes` is about what the
+    read will bring, for its deadline.
     """
 
     def __init__(
         self,
         transport: RowTransport,
         request: ReadSessionRequest,
-        row_sizes: Mapping[Stream, int],
+        sizes_of: RowSizes,
         *,
         size_bytes: int,
     ) -> None:
-        self._transport, self._request, self._row_sizes = transport, request, row_sizes
+        self._transport, self._request = transport, request
         self._size_bytes = size_bytes
         self._read = self._open(request)
         self.header = self._read.header
+        self.row_sizes = sizes_of(session_from_wire(self.header.session))
         self.streams = tuple(streams_from_wire(self.header.streams))
         self.begin, self.end = self.header.range.begin, self.header.range.end
         # The tokens that have not arrived: the first of these from `_next_token` on, the others whole.
@@ -138,7 +143,7 @@ class ChunkStream:
 
     def _drain(self) -> Iterator[RowPiece]:
         while (piece := self._read.next(self._land)) is not None:
-            rows = piece.rows.reshape(-1, self._row_sizes[piece.stream])
+            rows = piece.rows.reshape(-1, self.row_sizes[piece.stream])
             self._advance(piece.token_begin + len(rows))
             yield RowPiece(piece.stream, piece.token_begin, rows)
 
@@ -146,7 +151,7 @@ class ChunkStream:
         # Checked before the rows are received into their place: behind this they overwrite a caller's memory.
         if not self._missing or stream != self._missing[0] or token_begin != self._next_token:
             raise self._broken_contract(f"{stream} at token {token_begin} is out of order")
-        row_count, rest = divmod(size_bytes, self._row_sizes[stream])
+        row_count, rest = divmod(size_bytes, self.row_sizes[stream])
         if rest or not 0 < row_count <= self.end - token_begin:
             raise self._broken_contract(f"{size_bytes} B do not fit {stream}")
         place = self._places.get(stream)
@@ -177,13 +182,12 @@ class StreamedRows(SessionRows):
         self,
         transport: RowTransport,
         request: ReadSessionRequest,
-        row_sizes: Mapping[Stream, int],
+        sizes_of: RowSizes,
         *,
         size_bytes: int,
     ) -> None:
-        self._source = ChunkStream(transport, request, row_sizes, size_bytes=size_bytes)
+        self._source = ChunkStream(transport, request, sizes_of, size_bytes=size_bytes)
         self._arrivals = iter(self._source)
-        self._row_sizes = row_sizes
         self._told = self._source.header.session
         self.streams = self._source.streams
         self.begin, self.end = self._source.begin, self._source.end
@@ -194,7 +198,7 @@ class StreamedRows(SessionRows):
 
     def row_bytes(self, stream: Stream) -> int:
         """Bytes of one row. Raises KeyError(stream)."""
-        return self._row_sizes[stream]
+        return self._source.row_sizes[stream]
 
     def pieces(self, stream: Stream) -> Sequence[Bytes]:
         """Wait until a stream's rows have arrived, keeping those before it, and return them."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -11,8 +12,10 @@ from live_server import LiveServer
 
 import ctxcache
 from ctxcache.client import Client
+from ctxcache.client.sessions import SessionHandle
 from ctxcache.client.types import Durability, hours
 from ctxcache.errors import GenerationMismatch, InvalidArgument, SessionNotFound, WriteOffsetMismatch
+from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.settings.config import Settings
 from lab.routes import Route, route_options
 
@@ -81,6 +84,44 @@ def test_a_condition_on_a_session_that_is_gone_holds_of_no_other(cache: Client, 
         before.keep_first(10, if_generation_match=generation)
     found = cache.sessions.get(other.name)
     assert (found.uid, found.token_count) == (other.uid, other.token_count)
+
+
+def _append(chat: SessionHandle, rows: dict[Stream, Any], *, by_writer: bool) -> None:
+    if not by_writer:
+        chat.append(rows)
+        return
+    with chat.writer(len(rows[HIDDEN])) as writer:
+        for stream, array in rows.items():
+            writer.write(stream, 0, array)
+        writer.commit()
+
+
+@pytest.mark.parametrize("way", ["append", "writer"])
+def test_an_append_goes_behind_no_other_session_of_as_many_tokens(cache: Client, name: str, way: str) -> None:
+    """Without a condition of the caller's: the handle knows which content its rows follow."""
+    before = cache.sessions.create(OWN, id=name)
+    before.append(make_rows(40))
+    before.delete()
+    other = cache.sessions.create(OWN, id=name).append(make_rows(40, first=7))
+    with pytest.raises(GenerationMismatch):
+        _append(before, make_rows(5, first=40), by_writer=way == "writer")
+    assert cache.sessions.get(other.name).token_count == 40
+    before.refresh()
+    before.append(make_rows(5, first=47))
+    with before.read() as found:
+        np.testing.assert_array_equal(found.array(HIDDEN), make_rows(45, first=7)[HIDDEN])
+
+
+def test_a_read_by_what_a_handle_knew_is_of_what_is_there(cache: Client, name: str) -> None:
+    """A session of the same name that stores other streams is read as it is."""
+    before = cache.sessions.create(OWN, id=name, layout=[])
+    before.append({TOKENS: make_rows(40)[TOKENS]})
+    before.delete()
+    cache.sessions.create(OWN, id=name).append(make_rows(30, first=7))
+    with before.read() as found:
+        np.testing.assert_array_equal(found.array(HIDDEN), make_rows(30, first=7)[HIDDEN])
+    with before.read(streams=[HIDDEN], begin=3, end=20) as found:
+        np.testing.assert_array_equal(found.array(HIDDEN), make_rows(17, first=10)[HIDDEN])
 
 
 def test_an_append_goes_behind_what_the_handles_writer_committed(cache: Client, name: str) -> None:

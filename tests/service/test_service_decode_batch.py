@@ -14,9 +14,9 @@ from ctxcache.client import CallerModel, Client, DecodeBatch
 from ctxcache.client.access import GrpcAccess
 from ctxcache.client.types import Durability
 from ctxcache.errors import (
-    CacheError,
     CapacityExceeded,
     DeadlineExceeded,
+    GenerationMismatch,
     IncompleteAppend,
     InvalidArgument,
     ReservationNotFound,
@@ -86,17 +86,22 @@ def create(client: Client, count: int = LANES) -> list[str]:
     return names
 
 
-def test_a_batch_that_is_not_made_keeps_no_room(client: Client) -> None:
-    """One of its sessions was made anew with another layout: the others take a writer at once."""
+@pytest.mark.parametrize("streams", [[TOKENS, KV], None], ids=["other", "same"])
+def test_a_session_that_was_made_anew_is_a_failed_lane(client: Client, streams: list[Stream] | None) -> None:
+    """With another layout or the same: nothing is put behind its tokens, and the others go on."""
     infos = [client.sessions.get(name) for name in create(client)]
     client.sessions.delete(infos[0].name)
-    client.sessions.create(OWN, id="s0", layout=[TOKENS, KV])
+    other = client.sessions.create(OWN, id="s0", layout=streams or list(ROW_BYTES)).info
 
-    with pytest.raises(CacheError):
-        client.sessions.decode_batch(infos, OWN)
-
+    with client.sessions.decode_batch(infos, OWN) as batch:
+        assert [type(error) for error in batch.failures.values()] == [GenerationMismatch]
+        assert set(batch.failures) == {0}
+        step(batch, 0)
+        batch.commit()
+    assert client.sessions.get(other.name).generation == other.generation
     for info in infos[1:]:
-        client.sessions.open(info, OWN).append({s: rows(0, s, [1]) for s in ROW_BYTES})
+        assert client.sessions.get(info.name).token_count == info.token_count + 1
+        client.sessions.open(info.name, OWN).append({s: rows(0, s, [1]) for s in ROW_BYTES})
 
 
 def step(batch: DecodeBatch, number: int) -> None:
