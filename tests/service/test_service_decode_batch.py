@@ -14,6 +14,7 @@ from ctxcache.client import CallerModel, Client, DecodeBatch
 from ctxcache.client.access import GrpcAccess
 from ctxcache.client.types import Durability
 from ctxcache.errors import (
+    CacheError,
     CapacityExceeded,
     DeadlineExceeded,
     GenerationMismatch,
