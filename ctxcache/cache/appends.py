@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -70,6 +70,7 @@ class Run:
 
 Cut = tuple[Run, int, int]
 """A run, and the first and one past the last token of it that is meant."""
+_CUT_BEGIN = itemgetter(1)
 TOKEN_BEGIN, TOKEN_END = attrgetter("token_begin"), attrgetter("token_end")
 
 
@@ -738,14 +739,20 @@ class Appends:
             return reservation.joint_sums(cuts, checksums or ())
         if checksums is not None:
             return reservation.sums(cuts, checksums)
-        said, tally = [], reservation.tallied()
-        for run, begin, end in cuts:
-            values = tuple(
-                tally.value(spec.stream, begin, end, partial(self._rows, run, spec.stream))
-                for spec in run.segment.layout.specs
-            )
-            said.append((run.segment, Sums(run.row_of(begin), run.row_of(end), values)))
-        return said
+        tally, ranges = reservation.tallied(), [(begin, end) for _, begin, end in cuts]
+        # Stream by stream: where rows came run by run, as they do, each stream is one comparison.
+        columns = [
+            tally.values(spec.stream, ranges, partial(self._rows_in, cuts, spec.stream))
+            for spec in reservation.session.layout.specs
+        ]
+        return [
+            (run.segment, Sums(run.row_of(begin), run.row_of(end), values))
+            for (run, begin, end), values in zip(cuts, zip(*columns, strict=True), strict=True)
+        ]
+
+    def _rows_in(self, cuts: Sequence[Cut], stream: Stream, begin: int, end: int) -> memoryview:
+        run, _, _ = cuts[bisect_right(cuts, begin, key=_CUT_BEGIN) - 1]
+        return self._rows(run, stream, begin, end)
 
     def _rows(self, run: Run, stream: Stream, begin: int, end: int) -> memoryview:
         rows = run.segment.layout.rows(stream, run.row_of(begin), run.row_of(end))

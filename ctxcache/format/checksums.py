@@ -269,9 +269,11 @@ class Tally:
             del pieces[: bisect_left(pieces, end, key=_begin)]
 
     def _close(self, stream: Stream) -> None:
-        # Only now: several may be fed at a time.
-        for begin, end, hasher in self._growing.pop(stream, ()):
-            self.note(stream, begin, end - begin, [hasher.intdigest()])
+        growing = self._growing.pop(stream, None)
+        if growing:
+            # Only now: several may be fed at a time.
+            pieces = self._pieces.setdefault(stream, [])
+            pieces += [_Piece(begin, end, hasher.intdigest()) for begin, end, hasher in growing]
 
 
 def _begin(piece: _Piece) -> int:
