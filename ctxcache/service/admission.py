@@ -74,7 +74,8 @@ class Admission:
         self.is_draining = False
         """Whether no more are taken."""
         self._bound = Bound(limit, is_divided)
-        self._own: Counter[str] = Counter()
+        self._own: dict[str, int] = {}
+        """By tenant, those that run; no Counter, which is Python's own at each call."""
         self._lingering = 0
         self._drained = asyncio.Event()
         self.when_full = Refusal(TooManyRequests(what=what, limit=limit))
@@ -109,12 +110,12 @@ class Admission:
         """
         refusal = self.refusal()
         if refusal is None and self._bound.is_divided:
-            is_too_much = self._bound.is_reached(self.running_count, self._own[tenant])
+            is_too_much = self._bound.is_reached(self.running_count, self._own.get(tenant, 0))
             refusal = self.when_full if is_too_much else None
         if refusal:
             raise refusal.again()
         self.running_count += 1
-        self._own[tenant] += 1
+        self._own[tenant] = self._own.get(tenant, 0) + 1
 
     def end(self, tenant: str) -> None:
         """Count one rpc of that tenant no longer."""

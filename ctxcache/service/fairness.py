@@ -21,7 +21,8 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from types import coroutine
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 TURNS_BETWEEN = 8
@@ -159,20 +160,11 @@ class Usage:
         now_ns = time.monotonic_ns()
         return mark_ns > now_ns + CREDIT_NS and now_ns - self._mixed_ns < ALONE_NS
 
-    def metered(self, tenant: str, work: Awaitable[T]) -> "Metered[T]":
-        """The same work; what it takes of the loop counts as this tenant's."""
-        return Metered(self, tenant, work)
-
-
-class Metered(Generic[T]):
-    """Work whose steps, between its own waits, are charged to a tenant."""
-
-    def __init__(self, usage: Usage, tenant: str, work: Awaitable[T]) -> None:
-        self._usage, self._tenant, self._work = usage, tenant, work
-
     # The steps of a coroutine as asyncio takes them: time between them is others', and is not charged.
-    def __await__(self) -> Generator[Any, Any, T]:
-        steps = self._work.__await__()
+    @coroutine
+    def metered(self, tenant: str, work: Awaitable[T]) -> Generator[Any, Any, T]:
+        """Await the same work; what it takes of the loop, between its own waits, counts as this tenant's."""
+        steps = work.__await__()
         step: Callable[[Any], Any] = steps.send
         argument: Any = None
         while True:
@@ -183,7 +175,7 @@ class Metered(Generic[T]):
                 return end.value  # type: ignore[no-any-return]  # typed Any by the library
             # In `finally`: the step that ends or fails took time as well.
             finally:
-                self._usage.charge(self._tenant, time.monotonic_ns() - begun_ns)
+                self.charge(tenant, time.monotonic_ns() - begun_ns)
             try:
                 argument, step = (yield waited_for), steps.send
             # A cancellation is thrown into the work, as asyncio would.

@@ -152,6 +152,43 @@ async def test_a_read_goes_on_where_its_wait_has_ended(*, is_cancelled: bool) ->
     assert not sending.is_asked.is_set()
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_message_that_has_come_is_not_lost(*, is_cancelled: bool) -> None:
+    """Its reader is to give way, or is cancelled, before it has heard of it."""
+    sending = Sending()
+    coming = incoming(sending)
+    waiting = asyncio.create_task(coming.next())
+    await settle()
+    sending.say(b"whole")
+    if is_cancelled:
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        waiting = asyncio.create_task(coming.next())
+    else:
+        coming.give_way()
+    assert await waiting == b"whole"
+
+
+async def test_a_read_that_fails_fails_its_waiter() -> None:
+    """With its own error, and the next read is another one."""
+
+    class Failing(Sending):
+        async def read(self) -> object:
+            await asyncio.sleep(0)
+            failed = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(failed.set_exception, ConnectionResetError())
+            try:
+                await failed
+            except ConnectionResetError as error:
+                raise LookupError from error
+
+    coming = incoming(Failing())
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            await coming.next()
+
+
 async def test_a_refused_request_is_read_on_for_a_bounded_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes, and until its caller falls silent."""
     monkeypatch.setattr(arriving, "DISCARD_BYTES", 10)
