@@ -176,10 +176,10 @@ async def test_a_read_that_fails_fails_its_waiter() -> None:
     class Failing(Sending):
         async def read(self) -> object:
             await asyncio.sleep(0)
-            failed = asyncio.get_running_loop().create_future()
+            failed: asyncio.Future[object] = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_soon(failed.set_exception, ConnectionResetError())
             try:
-                await failed
+                return await failed
             except ConnectionResetError as error:
                 raise LookupError from error
 
