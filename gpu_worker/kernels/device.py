@@ -8,6 +8,9 @@ rounded between two steps where an engine rounds, so that what is restored is th
 import triton
 import triton.language as tl
 
+AS_ROUNDED = {"enable_fp_fusion": False}
+"""Of a launch: a product and a sum behind it are not made one multiply-add, which rounds once."""
+
 
 # A head of C = 6 dimensions, 2 pairs of which turn (R = 4), as two tiles of HALF = 4 (3 used):
 #

@@ -240,6 +240,8 @@ class Device(ABC):
     """Most rows that are worked on at a time."""
     slot_bytes: int = 8 << 20
     """Bytes of a buffer for them."""
+    slot_count: int = 4
+    """Buffers of the host, and as many of the device where it has memory of its own."""
 
     @abstractmethod
     def lane(self, name: str) -> Lane:
@@ -268,7 +270,8 @@ class Device(ABC):
 #     stream           ─────────────────────────────[ begin ═══ kernels ═══ end ]──► passed
 #
 # A wait for `end` before it is recorded returns at once, and orders nothing: hence `issued` first.
-_POLL_S = 20e-6
+_FIRST_POLL_S, _LAST_POLL_S = 20e-6, 200e-6
+"""A wait begins with short pauses; each pause takes the interpreter from the threads that issue work."""
 
 
 class CudaEvent(LaneEvent):
@@ -306,11 +309,13 @@ class CudaEvent(LaneEvent):
         # An event without a record answers `query` with True: not issued would look like passed (R3).
         if not self.issued.settle_by(deadline):
             return False
+        pause_s = _FIRST_POLL_S
         while not self._end.query():  # type: ignore[no-untyped-call]
             if not deadline.left_s:
                 return False
             # Not Event.synchronize, which has no deadline: a kernel that hangs would keep this thread.
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
         return True
 
     @property
@@ -376,9 +381,11 @@ class Cuda(Device):
     """One GPU."""
 
     is_unified = False
-    # So many rows fill it, and four buffers of so many bytes are 32 reads of a mebibyte and more.
-    batch_tokens = 2048
-    slot_bytes = 16 << 20
+    # A batch costs this process half a millisecond of its threads, whatever its size: buffers are as large as
+    # what is copied in one (lab/notes/pipeline.md). They are also 32 reads of a mebibyte and more.
+    batch_tokens = 16384
+    slot_bytes = 64 << 20
+    slot_count = 3
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

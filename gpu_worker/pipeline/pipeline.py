@@ -586,12 +586,12 @@ class PipelineSettings:
     """How much is under way at once.
 
     `slot_bytes` of each staging buffer, `slot_count` of them, and as many on a device with memory of its own;
-    `batch_tokens` at most in one; None: as suits the device. `is_poisoned`: free buffers are NaN, to see what
-    reads them (costs a pass).
+    `batch_tokens` at most in one; None: as the device has them. `is_poisoned`: free buffers are NaN, to see
+    what reads them (costs a pass).
     """
 
     slot_bytes: int | None = None
-    slot_count: int = 4
+    slot_count: int | None = None
     batch_tokens: int | None = None
     is_poisoned: bool = False
 
@@ -606,7 +606,8 @@ class Pipeline(Closing):
         """Start the lanes and allocate the buffers. Raises InvalidArgument(field="slot_count")."""
         self.device, self.settings = device, settings or PipelineSettings()
         own = self.settings
-        sizes = [own.slot_bytes or device.slot_bytes] * own.slot_count
+        count = device.slot_count if own.slot_count is None else own.slot_count
+        sizes = [own.slot_bytes or device.slot_bytes] * count
         staging = BufferRing([device.host_buffer(size) for size in sizes], is_poisoned=own.is_poisoned)
         landing = None
         if not device.is_unified:

@@ -35,7 +35,7 @@ from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, RestoreContr
 from gpu_worker.sidecar.errors import TokensDiffer
 from gpu_worker.v1 import worker_pb2
 
-RING_SLOTS = 4
+RING_SLOTS = 3
 
 
 # Threads of one restore, and what each waits for:

@@ -54,7 +54,7 @@ class WorkerSettings:
     """How to read what lies on SSD, at best. See docs/worker.md."""
     profile_directory: Path | None = None
     """Where `ctxcache worker profile` keeps its files; none: plans are by datasheet until measured."""
-    ring_bytes: int = 64 * MIB
+    ring_bytes: int = 192 * MIB
     """Memory that one device's restores are staged in."""
     max_attachments: int = 16
     """Engines at a time; more are refused with a retry delay."""

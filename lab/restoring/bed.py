@@ -132,10 +132,13 @@ class Bed:
         self._own = self._client.models.register(self._spec)
         # The plans are given; what a chooser would learn from them is the planner's here.
         chooser = Chooser(self.adapter, RestorePlan.uniform(Method.KV, len(self.adapter.layers)), None)
-        self._restorer = SessionRestorer(
-            self.adapter, chooser, timeout_s=RESTORE_TIMEOUT_S, settings=PipelineSettings()
+        # One for each client: a restorer pins one arena, and each client has mapped its own.
+        self._restorer, self._verifying = (
+            SessionRestorer(self.adapter, chooser, timeout_s=RESTORE_TIMEOUT_S, settings=PipelineSettings())
+            for _ in range(2)
         )
-        self._stack.callback(self._restorer.close)
+        for each in (self._restorer, self._verifying):
+            self._stack.callback(each.close)
         self._saved: list[Saved] = []
         self._current: Saved | None = None
         # On a GPU one pass is causal attention without a mask, which is the fastest.
@@ -252,10 +255,12 @@ class Bed:
     def _restore(self, case: Case, plan: Plan, planner: AdaptivePlanner | None) -> tuple[Taken, Cache]:
         known, choice = self._known, Choice(None, plan)
         name = self._placed(choice, case.place)
-        client = self._client if case.start == VERIFIED else self._unverified
+        is_verified = case.start == VERIFIED
+        client = self._client if is_verified else self._unverified
+        restorer = self._verifying if is_verified else self._restorer
         begin_s = self._now_s()
         rows = client.sessions.open(name, self._own).read(streams=choice.streams())
-        restoring = self._restorer.begin(rows, choice, known.token_ids)
+        restoring = restorer.begin(rows, choice, known.token_ids)
         lease_s = time.perf_counter() - begin_s
         with restoring:
             if case.start == LEAD:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_worker.kernels.device import load_rows, rounded
+from gpu_worker.kernels.device import AS_ROUNDED, load_rows, rounded
 from gpu_worker.kernels.kv_projection.reference import LayerWeights, check
 from gpu_worker.kernels.operands import (
     Norm,
@@ -106,6 +106,7 @@ def _normed(rows: Rows, norm: Norm, dtype: torch.dtype) -> Tensor:
         OUTLIERS=outlier_count,
         BLOCK=block,
         num_warps=8 if block >= _MANY_COLUMNS else 4,
+        **AS_ROUNDED,
     )
     return normed
 

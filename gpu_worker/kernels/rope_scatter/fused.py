@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from gpu_worker.kernels.device import (
+    AS_ROUNDED,
     destinations,
     dimensions,
     load_rows,
@@ -72,6 +73,7 @@ def rope_scatter(
         OUTLIERS=outlier_count,
         TOKENS=BLOCK_TOKENS,
         HALF=triton.next_power_of_2(triton.cdiv(widest, 2)),
+        **AS_ROUNDED,
     )
 
 
