@@ -44,6 +44,8 @@ CLOSE_S = 5.0
 """How long `close` waits for the thread: weights may take minutes to read, and a store may hang."""
 HEARD_AFTER = 1.5
 """How much later than `within_s` who asks `answers` hears that the store does not answer, at most."""
+LOOKUP_PART = 0.8
+"""A look-up's part of `timeout_s`. In what is left a store is found out that hangs in the load."""
 GONE = (Unavailable, DeadlineExceeded)
 """Errors of a store that does not answer, as opposed to one that says no."""
 FINAL = (
@@ -332,6 +334,10 @@ class StoreSettings:
     def answer_s(self) -> float:
         """How long a store that answers may take to say so: a request hears of it within `timeout_s`."""
         return self.timeout_s / 2
+
+    def answer_after_s(self, waited_s: float) -> float:
+        """`answer_s` for a request that was held up before: it hears within what is left of `timeout_s`."""
+        return min(self.answer_s, max(0.0, self.timeout_s - waited_s) / HEARD_AFTER)
 
     @property
     def level(self) -> Durability:

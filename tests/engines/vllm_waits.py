@@ -1,7 +1,8 @@
 """How long the connector holds a request up for a store that stops answering, wherever it stops.
 
-Both sides of the connector run here without an engine, on a real store. A clock that only waits move counts
-what a request is made to wait: all of it together is `timeout_s`, not so much for each thing it waits for.
+Both sides of the connector, and the tier behind vLLM's host memory, run here without an engine, on a real
+store. A clock that only waits move counts what a request is made to wait: all of it together is `timeout_s`,
+not so much for each thing it waits for.
 """
 
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,6 +26,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -33,9 +37,11 @@ from ctxcache.format.streams import TOKENS
 from gpu_worker.engines import link
 from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.vllm import scheduler, worker
+from gpu_worker.engines.vllm import tier as tiers
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
 from gpu_worker.engines.vllm.plan import StepReport
 from gpu_worker.engines.vllm.settings import ConnectorSettings
+from gpu_worker.engines.vllm.tier import CtxcacheTier
 from lab.engines.families import SHAPE
 from tests.server_process import ServerProcess
 
@@ -352,3 +358,96 @@ def test_a_load_that_fails_late_ends_no_other_requests_save(
         assert sides.token_ids("alice") == prompt_of(1)[: 3 * BLOCK_TOKENS]
     finally:
         may_fail.set()
+
+
+@pytest.fixture
+def tier(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[CtxcacheTier, ServerProcess, Waits]]:
+    """The tier on a store of its own, with one chunk in it, and on a clock that its caller moves."""
+    waits = Waits()
+    for module in (tiers, link):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=waits.monotonic, perf_counter=float))
+    monkeypatch.setitem(tiers.LAYOUTS, "engine", Future())
+    tiers.LAYOUTS["engine"].set_result("none")
+    spec: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            engine_id="engine", groups=[SimpleNamespace(tokens_per_block=BLOCK_TOKENS, layer_names=["0"])]
+        ),
+        blocks_per_chunk=1,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
+    )
+    with ServerProcess(tmp_path / "data") as store:
+        chunks: Any = np.ones((4, 4096), np.uint8)
+        made = CtxcacheTier(
+            spec,
+            memoryview(chunks),
+            "store",
+            engine="none",
+            directory=str(model),
+            target=store.target,
+            timeout_s=TIMEOUT_S,
+        )
+        try:
+            assert made.link.wait(READY_S) is LinkState.READY
+            made.link._clock = waits.monotonic
+            waits.links = [made.link]
+            made.submit_store(
+                TransferJob(1, [KEY], np.array([0]), is_promotion=False, req_context=ReqContext("first"))
+            )
+            assert until_ended(made, waits).success
+            yield made, store, waits
+        finally:
+            store.signal(signal.SIGCONT)
+            made.shutdown()
+
+
+KEY = OffloadKey(bytes(36))
+
+
+def until_ended(tier: CtxcacheTier, waits: Waits) -> JobResult:
+    """Wait for the only job."""
+    while not (ended := list(tier.get_finished_jobs())):
+        waits.wait(list(tier._running), STEP_S)
+    return ended[0]
+
+
+@pytest.mark.parametrize("point", ["look-up", "load", "load after a slow look-up"])
+def test_a_request_waits_once_for_a_tier_whose_store_stops(
+    tier: tuple[CtxcacheTier, ServerProcess, Waits], monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """Before its look-up, and between it and the load."""
+    made, store, waits = tier
+    begun_s = waits.now_s
+    used = made.link.use()
+    assert used is not None
+    look_up, end_s = used[0].blocks.look_up, begun_s + 0.75 * TIMEOUT_S
+
+    def look_up_slowly(*arguments: Any) -> Any:
+        # Of the question, which has another key, each answer comes at once.
+        while arguments[1] != [bytes(32)] and waits.now_s < end_s:
+            time.sleep(0.0005)
+        return look_up(*arguments)
+
+    def stop() -> None:
+        store.signal(signal.SIGSTOP)
+        waits.is_stopped = True
+
+    if "slow" in point:
+        monkeypatch.setattr(used[0].blocks, "look_up", look_up_slowly)
+    if point == "look-up":
+        stop()
+    request = ReqContext("next")
+    while (found := made.lookup(KEY, request)) is LookupResult.RETRY:
+        made.on_schedule_end(None)
+        waits.wait([Future()], STEP_S)
+    assert found is (LookupResult.MISS if point == "look-up" else LookupResult.HIT)
+    if found is LookupResult.HIT:
+        stop()
+        made.submit_load(TransferJob(2, [KEY], np.array([1]), is_promotion=True, req_context=request))
+        assert not until_ended(made, waits).success
+        assert made.lookup(KEY, request) is LookupResult.MISS
+    assert waits.now_s - begun_s <= TIMEOUT_S
+    made.on_request_finished(request)
+    assert not made._asked_s
+    assert not made._waited_s

@@ -26,6 +26,7 @@ from ctxcache.errors import (
     SessionNotFound,
 )
 from ctxcache.format.streams import TOKENS, Stream
+from gpu_worker.engines.link import LOOKUP_PART
 from gpu_worker.engines.vllm.hints import HintTeller, WaitingQueue, hints_of
 from gpu_worker.engines.vllm.plan import (
     BlockLayout,
@@ -61,8 +62,6 @@ logger = init_logger("vllm.ctxcache")
 LOOKUP_THREADS = 4
 LOOKUP_PATIENCE_S = 0.005
 """How long a step of the scheduler waits for threads, in all: about as long as most look-ups take."""
-LOOKUP_PART = 0.8
-"""A look-up's part of `timeout_s`. In what is left a store is found out that hangs in the load."""
 LATE_ANSWER_TOKENS = 16
 """The least tokens of an answer during which a session is surely made."""
 KEYED_TOKENS = 64

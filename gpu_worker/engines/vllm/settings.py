@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTy
 from ctxcache.client import CallerModel, Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from gpu_worker.engines.link import HEARD_AFTER, Level, Refused, Seconds, StoreLink, StoreSettings
+from gpu_worker.engines.link import Level, Refused, Seconds, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.plan import BlockLayout
 from gpu_worker.model_spec import DescribedModel, describe_directory, digest_checkpoint
 from gpu_worker.rows import row_dtype
@@ -75,10 +75,6 @@ class ConnectorSettings(StoreSettings):
 
     `timeout_s` is how long a look-up may hold it up, and a store that does not answer, together.
     """
-
-    def answer_after_s(self, waited_s: float) -> float:
-        """`answer_s` for a request that was held up before: it hears within what is left of `timeout_s`."""
-        return min(self.answer_s, max(0.0, self.timeout_s - waited_s) / HEARD_AFTER)
 
     @property
     def saved(self) -> SavedState:

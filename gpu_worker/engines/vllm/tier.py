@@ -54,7 +54,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
-from gpu_worker.engines.link import Bringing, LinkState, Refused, StoreLink, StoreSettings
+from gpu_worker.engines.link import LOOKUP_PART, Bringing, LinkState, Refused, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
 from gpu_worker.engines.vllm.settings import (
     POPULATE_S,
@@ -378,6 +378,9 @@ class CtxcacheTier(SecondaryTierManager):
         """Jobs of which vLLM was told no end."""
         self._bringing: dict[Future[JobResult], Bringing] = {}
         """Those of them that write to host memory."""
+        self._asked_s: dict[str, float] = {}
+        self._waited_s: dict[str, float] = {}
+        """By request: when it first waited for a look-up, and how long it was held up by them."""
         self._ended: queue.SimpleQueue[Future[JobResult]] = queue.SimpleQueue()
 
     # -- look-ups -----------------------------------------------------------------------------------------
@@ -390,7 +393,7 @@ class CtxcacheTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether a chunk is there; RETRY while a thread asks."""
         found = self._lookups.lookup(key, req_context)
-        if found is None:
+        if found is None and self._is_awaited(req_context.req_id):
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
@@ -402,6 +405,8 @@ class CtxcacheTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what was looked up for it."""
         self._lookups.cleanup(req_context.req_id)
+        self._asked_s.pop(req_context.req_id, None)
+        self._waited_s.pop(req_context.req_id, None)
 
     def are_there(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Whether each chunk is there, of this size. Asks the store."""
@@ -506,7 +511,17 @@ class CtxcacheTier(SecondaryTierManager):
         size_bytes = len(job.keys) * self.block_size_bytes
         if waited_s > self._settings.timeout_s + size_bytes / SLOWEST_BYTES_PER_S:
             return True
-        return not self.link.answers(bringing.begun_s, self._settings.answer_s)
+        answer_s = self._settings.answer_after_s(self._waited_s.get(job.req_context.req_id, 0))
+        return not self.link.answers(bringing.begun_s, answer_s)
+
+    def _is_awaited(self, request_id: str) -> bool:
+        """Whether a request may wait longer for its look-up."""
+        now_s = time.monotonic()
+        asked_s = self._asked_s.setdefault(request_id, now_s)
+        if now_s - asked_s >= LOOKUP_PART * self._settings.timeout_s:
+            return False
+        self._waited_s[request_id] = now_s - asked_s
+        return self.link.answers(asked_s, self._settings.answer_s)
 
     def _begin(self, job: TransferJob, future: "Future[JobResult]") -> "Future[JobResult]":
         self._running[future] = job
