@@ -42,6 +42,7 @@ from ctxcache.runtime.clock import Clock, StoreClock
 from ctxcache.runtime.memory import give_back_unused
 from ctxcache.runtime.sockets import connection_limit
 from ctxcache.runtime.spans import NO_SPANS, Spans
+from ctxcache.runtime.watches import kept_up
 from ctxcache.server.listening import (
     Ports,
     bulk_places,
@@ -362,17 +363,17 @@ class Server:
         self._doors.open()
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
-        self._watches = [
-            loop.create_task(self._identification.watch()),
-            loop.create_task(self._lessons.run()),
-            loop.create_task(self._health.watch_writes()),
-            loop.create_task(self._connections.watch()),
-            loop.create_task(give_back_unused()),
+        watches = [
+            self._identification.watch,
+            self._lessons.run,
+            self._health.watch_writes,
+            self._connections.watch,
+            give_back_unused,
+            *(tls.watch for tls in (self._tls, self._metrics_tls) if tls is not None),
         ]
-        for tls in filter(None, (self._tls, self._metrics_tls)):
-            self._watches.append(loop.create_task(tls.watch()))
         if isinstance(clock := self._cache.state.clock, StoreClock):
-            self._watches.append(loop.create_task(clock.run()))
+            watches.append(clock.run)
+        self._watches = [loop.create_task(kept_up(watch)) for watch in watches]
         # In the background: touching every page of a large arena takes long.
         if self.settings.arena_prefault:
             self.storage.arena.prefault()

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from ctxcache.cache import Cache
 from ctxcache.errors import AddressUnusable, CacheError, Draining, InvalidArgument
 from ctxcache.runtime.sockets import bound
+from ctxcache.runtime.watches import kept_up
 from ctxcache.service.admission import Admission
 from ctxcache.service.callers import Caller, Identification
 from ctxcache.service.edge import known_error
@@ -109,7 +110,7 @@ class ControlSocket:
         self._path = path
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _Connection(self), sock=listener)
-        self._drain = loop.create_task(self._end_idle())
+        self._drain = loop.create_task(kept_up(self._end_idle))
 
     async def stop(self, timeout_s: float) -> None:
         """Take no more; let connections that hold something end, and cut them off at the deadline."""
@@ -117,7 +118,8 @@ class ControlSocket:
             return
         # Listening ends first, then the name goes: nobody finds a socket that nobody listens at.
         self._server.close()
-        with contextlib.suppress(FileNotFoundError):
+        # Whatever keeps it: what memory has is flushed behind this.
+        with contextlib.suppress(OSError):
             os.unlink(self._path)  # noqa: PTH108  # pathlib is taken for blocking
         left = {connection.ended for connection in self.connections}
         if left:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import resource
 import socket
 import urllib.request
@@ -14,9 +15,10 @@ from fakes import FakeClock
 from server_process import ServerProcess
 from service_rig import Client, all_rows, until
 
-from ctxcache.runtime import sockets
+from ctxcache.runtime import sockets, watches
 from ctxcache.server import listening
 from ctxcache.server.server import Server
+from ctxcache.service import admission
 from ctxcache.settings.config import Settings
 
 CROWD = 1100
@@ -48,6 +50,37 @@ def is_open(connected: socket.socket) -> bool:
     except OSError:
         return False
     return False
+
+
+async def test_a_look_that_fails_is_not_the_last_one(
+    settings: Settings, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without descriptors no connection can be looked at; the end flushes what memory has all the same."""
+    monkeypatch.setattr(admission, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watches, "PAUSE_S", 0.01)
+    server = await Server.start(settings, clock)
+    looks = 0
+
+    def look() -> int:
+        nonlocal looks
+        looks += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(server._connections, "look", look)
+    await until(lambda: looks > 0)
+    async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+        client = Client(channel)
+        await client.register()
+        await client.create("a")
+        await client.append("a", 1, 0, 10)
+    begun = looks
+    try:
+        await until(lambda: looks > begun + 1)
+    finally:
+        await server.stop()
+    server = await Server.start(settings, clock)
+    assert server._cache.sessions.get("default", "a").token_count == 10
+    await server.stop()
 
 
 async def test_a_host_has_no_more_connections_than_it_may(

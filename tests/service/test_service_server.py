@@ -386,3 +386,21 @@ async def test_upkeep_that_breaks_is_tried_again_and_ends_with_the_server(
     await again.stop()
 
     assert found.durable_token_count == 10
+
+
+async def test_an_end_flushes_though_its_socket_cannot_be_removed(
+    settings: Settings, clock: FakeClock, tmp_path: Path
+) -> None:
+    """Its directory is a file by now."""
+    server = await Server.start(settings, clock)
+    async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+        client = Client(channel)
+        await client.register()
+        await client.create("a")
+        await client.append("a", 1, 0, 10)
+    (tmp_path / "file").touch()
+    server._control._path = str(tmp_path / "file" / "control.sock")
+    await server.stop()
+    server = await Server.start(settings, clock)
+    assert server._cache.sessions.get("default", "a").token_count == 10
+    await server.stop()
