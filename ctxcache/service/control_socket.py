@@ -22,7 +22,6 @@ from contextlib import ExitStack
 from ctxcache.cache import Cache
 from ctxcache.errors import AddressUnusable, CacheError, Draining, InvalidArgument
 from ctxcache.runtime.sockets import bound
-from ctxcache.runtime.watches import kept_up
 from ctxcache.service.admission import Admission
 from ctxcache.service.callers import Caller, Identification
 from ctxcache.service.edge import known_error
@@ -110,7 +109,7 @@ class ControlSocket:
         self._path = path
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _Connection(self), sock=listener)
-        self._drain = loop.create_task(kept_up(self._end_idle))
+        self._drain = loop.create_task(self._end_idle())
 
     async def stop(self, timeout_s: float) -> None:
         """Take no more; let connections that hold something end, and cut them off at the deadline."""
