@@ -586,7 +586,7 @@ class Appends:
             if full:
                 self._staging.stage(session, full)
         # From here on the rows are visible. Everything that may be refused was refused before.
-        self._attach(reservation, cuts, token_count, now_ns)
+        self._attach(reservation, cuts, token_count, now_ns, keep_open=keep_open)
         if not keep_open:
             self.release(reservation)
 
@@ -893,14 +893,25 @@ class Appends:
             reservation.runs.append(Run(segment, row, row_end, reservation.end))
         reservation.end += row_end - row
 
-    def _attach(self, reservation: Reservation, cuts: Sequence[Cut], token_count: int, now_ns: int) -> None:
+    def _attach(
+        self,
+        reservation: Reservation,
+        cuts: Sequence[Cut],
+        token_count: int,
+        now_ns: int,
+        *,
+        keep_open: bool,
+    ) -> None:
         session = reservation.session
         added = token_count - reservation.committed
         monotonic_ns = self._state.clock.monotonic_ns()
         # The ledger first, segment by segment; then the log's end moves over all of them at once.
+        is_news = False
         for run, _, end in cuts:
-            self._ledger.committed(session, run.segment, run.row_begin + end - run.token_begin, monotonic_ns)
-        self._ledger.appended(session, added, now_ns)
+            row_count = run.row_begin + end - run.token_begin
+            is_news |= self._ledger.committed(session, run.segment, row_count, monotonic_ns)
+        # The end of a writer that does not stay is news as well, and follows.
+        self._ledger.appended(session, added, now_ns, is_news=is_news and keep_open)
         if reservation.contents:
             session.describe(reservation.contents, reservation.committed)
         # Only a commit that passes a multiple of 64 makes a key.

@@ -240,7 +240,7 @@ class LedgerRig:
             if row_count > segment.row_count:
                 segment.note(Sums(segment.row_count, row_count, SUM))
                 self.ledger.committed(session, segment, row_count, self.clock.ns)
-        self.ledger.appended(session, token_count - left, self.clock.ns)
+        self.ledger.appended(session, token_count - left, self.clock.ns, is_news=True)
         writer.committed = session.token_count
         while len(writer.runs) > 1 and writer.runs[0][0].row_count == writer.runs[0][1]:
             segment, _ = writer.runs.pop(0)

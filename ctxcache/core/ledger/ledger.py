@@ -867,8 +867,11 @@ class Ledger:
         """The bytes that a reservation of the segment would add to the claimed ones."""
         return self._unwritten.new_bytes(segment)
 
-    def committed(self, session: Session, segment: Segment, row_count: int, now_ns: int) -> None:
-        """The segment's first `row_count` rows are visible in the session. `now_ns`: monotonic."""
+    def committed(self, session: Session, segment: Segment, row_count: int, now_ns: int) -> bool:
+        """The segment's first `row_count` rows are visible in the session. `now_ns`: monotonic.
+
+        Returns whether that is news to write-behind, which passes by a tail that grows under its writer.
+        """
         # The segment's first commit: only now does the session list it.
         if segment.place is Place.RESERVED:
             # Where a segment begins at the log's end no commit spans into it: what was flushed before it is
@@ -880,16 +883,18 @@ class Ledger:
         if row_count > segment.row_count:
             segment.happened(SegmentEvent.COMMITTED)
             segment.row_count = row_count
-            is_new = self._unwritten.committed(session, segment, now_ns)
-            # More rows of a tail under its writer are no news: write-behind passes it by, however much is
-            # dirty.
-            if is_new or segment.is_full:
-                self._press()
+            return self._unwritten.committed(session, segment, now_ns) or segment.is_full
+        return False
 
-    def appended(self, session: Session, token_count: int, now_ns: int) -> None:
-        """So many committed tokens more are live, and the session was accessed at that time of the store."""
+    def appended(self, session: Session, token_count: int, now_ns: int, *, is_news: bool) -> None:
+        """So many committed tokens more are live, and the session was accessed at that time of the store.
+
+        `is_news`: to write-behind, see `committed`.
+        """
         if token_count:
             session.append_rows(session.log_end + token_count)
+            if is_news:
+                self._press()
         self.touched(session, now_ns)
 
     def staged(self, segment: Segment, slot: Slot, *, is_there: bool) -> None:
@@ -1459,7 +1464,8 @@ class Ledger:
 
     def _press(self) -> None:
         """Let write-behind come at once where more is dirty than shall be; it comes now and then anyway."""
-        if self.watermarks.excess_dirty_bytes(self._unwritten.due_bytes, self.memory.capacity_bytes) > 0:
+        due_bytes = self._unwritten.dirty_bytes - self._unwritten.spared_bytes
+        if self.watermarks.excess_dirty_bytes(due_bytes, self.memory.capacity_bytes) > 0:
             self._wishes.write_wanted()
 
     def _unlist(self, session: Session, segments: Iterable[Segment]) -> list[Segment]:

@@ -513,8 +513,9 @@ class Unwritten:
         """Claimed bytes of each tenant that has some. To be looked at, not changed."""
         self.claimed_bytes = 0
         """Slots of segments that are to be written or reserved, and slots promised to reservations."""
+        self.spared_bytes = 0
+        """Slots of unwritten segments that stay unwritten."""
         self._spared_bytes: dict[bytes, int] = {}
-        self._all_spared_bytes = 0
         self._segments: dict[bytes, dict[Segment, int]] = {}
         self._dirty: set[Segment] = set()
         self._reserved: set[Segment] = set()
@@ -531,7 +532,7 @@ class Unwritten:
     @property
     def due_bytes(self) -> int:
         """Slots of unwritten segments that are to be written."""
-        return self.dirty_bytes - self._all_spared_bytes
+        return self.dirty_bytes - self.spared_bytes
 
     def is_queued(self, session: Session) -> bool:
         """Whether `take_oldest` or `take_spared` would come to the session, or it is being written."""
@@ -711,7 +712,7 @@ class Unwritten:
         self._spared_ages.put(uid, now_ns)
         spared_bytes = sum(segment.size_bytes for segment in self._segments[uid])
         self._spared_bytes[uid] = spared_bytes
-        self._all_spared_bytes += spared_bytes
+        self.spared_bytes += spared_bytes
         # Rows that stay in memory on purpose make no writer wait.
         self._claim(session.tenant, -spared_bytes)
 
@@ -722,7 +723,7 @@ class Unwritten:
         session.owed(BacklogEvent.RECALLED)
         uid = session.uid
         spared_bytes = self._spared_bytes.pop(uid)
-        self._all_spared_bytes -= spared_bytes
+        self.spared_bytes -= spared_bytes
         self._claim(session.tenant, spared_bytes)
         self._spared_ages.discard(uid)
         self.spared.discard(uid)
