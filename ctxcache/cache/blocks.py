@@ -44,6 +44,8 @@ from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import block_layout
 from ctxcache.storage.metadata.base import MetadataStore
 
+LEFT_KEPT = 1 << 16
+"""Blocks of which it is known that a reader left them on SSD, some 100 bytes each."""
 BLOCKS_AT_A_TIME = 64
 """Blocks that are brought to DRAM together, or deleted with one commit."""
 
@@ -148,6 +150,8 @@ class Blocks:
         """By the uid of the block."""
         self._put_numbers: dict[int, bytes] = {}
         """Uids by the number of the reservation."""
+        self._left: dict[bytes, bool] = {}
+        """Uids of blocks that readers left on SSD, the oldest first."""
         self.subscriptions = Subscriptions(state.ledger)
         appends.abandoned = self._gave_up
 
@@ -338,17 +342,21 @@ class Blocks:
         *,
         ttl_ns: int,
         is_rechecked: bool = False,
+        leaves_on_ssd: bool = False,
         pace: Pace = STEP_BY_STEP,
     ) -> TokenLease:
         """Bring blocks into DRAM and hold them there for `ttl_ns`, or until the token is released.
 
-        `is_rechecked`: what is in DRAM is verified before it. A key that is not there, or whose bytes turn
+        `is_rechecked`: what is in DRAM is verified before it. `leaves_on_ssd`: what is not there is held
+        where it lies, the first time. A key that is not there, or whose bytes turn
         out to be bad, has no lease. Raises CapacityExceeded, TooManyRequests, TierFailure: then nothing is
         held.
         """
         owner, clock = Pinner(tenant, client), self._state.clock
         there = self._shown(tenant, space, keys, clock.now_ns())
-        sizes = {s.segment_id: s.size_bytes for block in there if block for s in block.segments}
+        left = {block.uid for block in there if leaves_on_ssd and block and self._is_left(block)}
+        segments = [s for block in there if block and block.uid not in left for s in block.segments]
+        sizes = {s.segment_id: s.size_bytes for s in segments}
         # First: what can never be held at once is not waited for.
         self._leases.pins.has_room(owner, sizes)
         held: dict[int, Lease] = {}
@@ -376,7 +384,10 @@ class Blocks:
                         client=client,
                         is_summed=True,
                         is_rechecked=is_rechecked,
+                        leaves_on_ssd=block.uid in left,
                     )
+                    if block.uid in left and self._hold_at_once(request, held, i):
+                        continue
                     waiting.append((i, request))
                 # All are waited for, then the first failure is raised: none is left running behind an error.
                 asked = [self._hold(request, held, i) for i, request in waiting]
@@ -593,6 +604,28 @@ class Blocks:
             self._forget(put)
         if not session.is_gone:
             self._ledger.ended(session)
+
+    def _is_left(self, block: Session) -> bool:
+        """Whether a block lies on SSD alone, and was not left there by a reader before."""
+        if block.withheld or any(segment.memory for segment in block.segments):
+            return False
+        # What is read again belongs into DRAM, whatever cache its reader has.
+        if self._left.pop(block.uid, False):
+            return False
+        if len(self._left) >= LEFT_KEPT:
+            del self._left[next(iter(self._left))]
+        self._left[block.uid] = True
+        return True
+
+    def _hold_at_once(self, request: ReadRequest, held: dict[int, Lease], number: int) -> bool:
+        """As `_hold`, without waiting; False, and nothing is done, where it would have to wait."""
+        try:
+            lease = self._leases.acquire_at_once(request)
+        except SessionNotFound:
+            return True
+        if lease is not None:
+            self._keep(lease, held, number)
+        return lease is not None
 
     async def _hold(self, request: ReadRequest, held: dict[int, Lease], number: int) -> None:
         """Lease a block, and put the lease under that number, unless the block is gone, or bad."""

@@ -8,7 +8,8 @@ before anything is copied.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, cast
 
@@ -20,6 +21,8 @@ from ctxcache.client.arena import Bytes, copied
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.checksums import rows_checksum
 
+Writing: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Entered around each write to a caller's memory; what it raises ends the call."""
 Array: TypeAlias = npt.NDArray[np.generic]
 
 

@@ -8,9 +8,9 @@ socket; otherwise bytes travel by gRPC. Thread-safe. Worst case: one deadline pe
 much is several calls, each of which is done or not.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from itertools import islice, starmap
 from types import TracebackType
@@ -20,8 +20,9 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from ctxcache.client.access import AccessStream, ArenaAttachment, ClockPair, Hold, acquire
-from ctxcache.client.arena import Bytes
-from ctxcache.client.block_bytes import Array, BlockData, PartMemory, check_sizes, parts_of
+from ctxcache.client.arena import Bytes, MappedArena
+from ctxcache.client.block_bytes import Array, BlockData, PartMemory, Writing, check_sizes, parts_of
+from ctxcache.client.block_files import BlockFiles
 from ctxcache.client.convert import checked_token, durability_to_wire, to_wire
 from ctxcache.client.futures import Completions
 from ctxcache.client.routes import RowRoutes
@@ -64,10 +65,6 @@ _KEY = bytes((block_pb2.LookupBlocksRequest.KEYS_FIELD_NUMBER << 3 | LENGTH_DELI
 _STATES: dict[int, LookupState] = {state.value: state for state in LookupState}
 
 
-Writing = Callable[[], AbstractContextManager[None]]
-"""Entered around each write to a caller's memory; what it raises ends the call."""
-
-
 class _New(NamedTuple):
     """A block to be put: the bytes of the parts that are ours, and the sizes of all its parts."""
 
@@ -82,6 +79,7 @@ class BlockCalls:
 
     def __init__(self, wire: Wire, routes: RowRoutes, completions: Completions) -> None:
         self._wire, self._routes, self._completions = wire, routes, completions
+        self._files = BlockFiles()
         self._arena_bytes = 0
         """Of a store that is elsewhere; 0 until it was asked for."""
 
@@ -225,13 +223,17 @@ class BlockCalls:
         into: Sequence[BlockData] | None = None,
         *,
         writing: Writing = nullcontext,
+        past_dram: bool = False,
     ) -> list[list[Array] | None]:
         """The bytes of each block, by part; None for one that is not there. Verified. Counts as an access.
 
         `into`: for each key, arrays for the bytes of its parts, of any shape and strides, writable buffers,
         `MemoryRows` or `Scattered`, whose arrays are returned in their order; by default new ones are made.
         `writing`: entered around the copy of each block, by whoever may take `into` back meanwhile; an error
-        that it raises ends the load, and writes no more. Raises InvalidArgument (one has another size),
+        that it raises ends the load, and writes no more. `past_dram`: what lies on SSD alone is read from the
+        server's files where this process can, and comes to DRAM only when it is read again: for a caller that
+        is a cache itself.
+        Raises InvalidArgument (one has another size),
         CapacityExceeded, TooManyRequests, TierFailure.
         """
         if into is not None and len(into) != len(keys):
@@ -254,7 +256,9 @@ class BlockCalls:
             if attachment is None:
                 loaded = self._load_by_stream(space, keys[part], targets[part], writing)
             else:
-                loaded = self._load_in_place(space, keys[part], targets[part], attachment, writing)
+                loaded = self._load_in_place(
+                    space, keys[part], targets[part], attachment, writing, past_dram=past_dram
+                )
             found += loaded
             sizes = [sum(array.nbytes for array in one) for one in loaded if one]
             # By the largest block seen; while none was found, sizes stay unknown and the steps double.
@@ -335,38 +339,61 @@ class BlockCalls:
         targets: Sequence[list[PartMemory] | None],
         attachment: ArenaAttachment,
         writing: Writing,
+        *,
+        past_dram: bool,
     ) -> list[list[Array] | None]:
-        loaded = self._load_some(space, keys, targets, attachment, writing, recheck=False)
+        request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys)
+        request.leave_on_ssd = past_dram and attachment.arena.ssd_files().is_open
+        loaded = self._load_some(request, targets, attachment, writing)
         # Rows that differ are asked for once more, and the server then verifies what it has first.
         bad = [i for i, one in enumerate(loaded) if one is _BAD]
         if bad:
             some_bad, places_bad = [keys[i] for i in bad], [targets[i] for i in bad]
-            again = self._load_some(space, some_bad, places_bad, attachment, writing, recheck=True)
+            request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=some_bad, recheck=True)
+            again = self._load_some(request, places_bad, attachment, writing)
             for i, one in zip(bad, again, strict=True):
                 loaded[i] = one
         return [None if one is _BAD else one for one in loaded]
 
     def _load_some(
         self,
-        space: BlockSpace,
-        keys: Sequence[bytes],
+        request: block_pb2.LeaseBlocksRequest,
         targets: Sequence[list[PartMemory] | None],
         attachment: ArenaAttachment,
         writing: Writing,
-        *,
-        recheck: bool,
     ) -> list[list[Array] | None]:
         """The loaded parts of each; `_BAD` for what was not what its writer said."""
-        request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys, recheck=recheck)
         with _leased(attachment, request) as leased:
             loaded = []
             for i, target in enumerate(targets):
                 with writing():
                     loaded.append(leased.copied(i, target, is_verified=self._routes.is_verified))
+            self._read_left(leased, targets, attachment.arena, loaded, writing)
             # Behind the copies: bytes copied after the lease's end may be another block's.
             if any(loaded):
                 leased.check()
         return loaded
+
+    def _read_left(
+        self,
+        leased: "LeasedBlocks",
+        targets: Sequence[list[PartMemory] | None],
+        arena: MappedArena,
+        loaded: list[list[Array] | None],
+        writing: Writing,
+    ) -> None:
+        """Read what a lease left on SSD, side by side."""
+        left = leased.left_on_ssd()
+        # All sizes are looked at before the first byte is read.
+        places = {i: _place(targets[i], block.part_bytes) for i, block in left}
+
+        def read(number: int, block: block_pb2.BlockLocation) -> None:
+            is_good = self._files.read(arena.ssd_files(), block, places[number], writing)
+            arrays = [array for part in places[number] for array in part.arrays]
+            loaded[number] = arrays if is_good else _BAD
+
+        if left:
+            arena.ssd_files().spread([partial(read, *one) for one in left])
 
     def _put_by_stream(
         self,
@@ -480,8 +507,8 @@ class LeasedBlocks:
         Valid while `check` raises nothing.
         """
         block = self._blocks[number]
-        # Every block has bytes, so one without a place is one that is not there.
-        if not block.offset_bytes:
+        # Every block has bytes: one without a place is not there, and one on SSD has none in DRAM.
+        if not block.offset_bytes or block.HasField("path_index"):
             return None
         return [
             self._arena[begin : begin + size_bytes]
@@ -504,13 +531,16 @@ class LeasedBlocks:
         parts = self.parts(number)
         if parts is None:
             return None
-        targets = [PartMemory([np.empty(part.size, np.uint8)]) for part in parts] if into is None else into
-        check_sizes(targets, [part.size for part in parts])
+        targets = _place(into, [part.size for part in parts])
         checksums = self._blocks[number].checksums
         for target, part, checksum in zip(targets, parts, checksums, strict=True):
             if target.copy_out(part, is_summed=is_verified) != checksum and is_verified:
                 return _BAD
         return [array for target in targets for array in target.arrays]
+
+    def left_on_ssd(self) -> list[tuple[int, block_pb2.BlockLocation]]:
+        """Those that were left there, by the number of their keys."""
+        return [(i, block) for i, block in enumerate(self._blocks) if block.HasField("path_index")]
 
     def check(self) -> None:
         """Raise LeaseNotFound unless the lease holds."""
@@ -535,6 +565,13 @@ class LeasedBlocks:
 
 _BAD: list[Array] = []
 """Stands for a block whose bytes are not what its writer said."""
+
+
+def _place(into: list[PartMemory] | None, sizes: Sequence[int]) -> list[PartMemory]:
+    """Memory for parts of these sizes, new where none is given. Raises InvalidArgument."""
+    place = [PartMemory([np.empty(size, np.uint8)]) for size in sizes] if into is None else into
+    check_sizes(place, sizes)
+    return place
 
 
 def _leased(attachment: ArenaAttachment, request: block_pb2.LeaseBlocksRequest) -> LeasedBlocks:

@@ -210,6 +210,8 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         self, request: block_pb2.LeaseBlocksRequest, tenant: str
     ) -> AsyncGenerator[block_pb2.ReadBlocksResponse]:
         blocks, leases = self._cache.blocks, self._cache.leases
+        if request.leave_on_ssd:
+            raise InvalidArgument(field="leave_on_ssd", problem="is for a lease")
         leased = await lease(self._cache, request, tenant, None, LoopSlice(self._turns))
         try:
             sizes = [block_pb2.BlockSizes(part_bytes=_sizes(one)) for one in leased.leases]
@@ -452,6 +454,7 @@ async def lease(
         client,
         ttl_ns=ttl_ns,
         is_rechecked=request.recheck,
+        leaves_on_ssd=request.leave_on_ssd,
         pace=pace,
     )
 
@@ -483,9 +486,20 @@ async def delete(
 
 
 def _location(one: Lease | None) -> block_pb2.BlockLocation:
-    if one is None or (slot := one.pieces[0].segment.memory) is None:
+    if one is None:
         return block_pb2.BlockLocation()
     segment = one.pieces[0].segment
+    on_ssd = one.on_ssd.get(segment.segment_id)
+    if on_ssd is not None:
+        return block_pb2.BlockLocation(
+            offset_bytes=[on_ssd.offset_bytes + offset for offset in segment.layout.offsets],
+            part_bytes=_sizes(one),
+            path_index=on_ssd.path_index,
+            header_checksum=segment.header_checksum,
+        )
+    slot = segment.memory
+    if slot is None:
+        return block_pb2.BlockLocation()
     return block_pb2.BlockLocation(
         offset_bytes=[slot.offset_bytes + offset for offset in segment.layout.offsets],
         part_bytes=_sizes(one),

@@ -527,6 +527,7 @@ class LeaseBlocksRequest(_message.Message):
     TTL_FIELD_NUMBER: _builtins.int
     OUTLIVES_CONNECTION_FIELD_NUMBER: _builtins.int
     RECHECK_FIELD_NUMBER: _builtins.int
+    LEAVE_ON_SSD_FIELD_NUMBER: _builtins.int
     token: _builtins.bytes
     """The token of a lease of this tenant, 16 bytes, of whatever connection: the answer says again what it holds. Without
     space and keys.
@@ -536,6 +537,11 @@ class LeaseBlocksRequest(_message.Message):
     recheck: _builtins.bool
     """Have the server verify what lies in DRAM first, because a reader found other bytes than their checksums say. Bad
     bytes are replaced by those that SSD has; where there are none, the block is a miss. Default false.
+    """
+    leave_on_ssd: _builtins.bool
+    """Leave blocks that lie only on SSD where they are, and say where: for a reader that takes them from
+    `Arena.ssd_files` and verifies them itself. They take no room in DRAM. One that was left there lately is brought:
+    it is read again. Not in ReadBlocks. Default false.
     """
     @_builtins.property
     def space(self) -> Global___BlockSpace:
@@ -558,10 +564,11 @@ class LeaseBlocksRequest(_message.Message):
         ttl: _duration_pb2.Duration | None = ...,
         outlives_connection: _builtins.bool = ...,
         recheck: _builtins.bool = ...,
+        leave_on_ssd: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["space", b"space", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "outlives_connection", b"outlives_connection", "recheck", b"recheck", "space", b"space", "token", b"token", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "leave_on_ssd", b"leave_on_ssd", "outlives_connection", b"outlives_connection", "recheck", b"recheck", "space", b"space", "token", b"token", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -610,6 +617,15 @@ class BlockLocation(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     PART_BYTES_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    PATH_INDEX_FIELD_NUMBER: _builtins.int
+    HEADER_CHECKSUM_FIELD_NUMBER: _builtins.int
+    path_index: _builtins.int
+    """It was left on SSD, in this one of Arena.ssd_files, where its parts begin at `offset_bytes`, and its slot's header
+    ends at the first of them. The server keeps the slot as it is while the lease is held, and has not verified it.
+    Unset: it is in the arena.
+    """
+    header_checksum: _builtins.int
+    """The checksum that its slot's header carries, for one that was left on SSD."""
     @_builtins.property
     def offset_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Where each part begins, in bytes."""
@@ -620,7 +636,9 @@ class BlockLocation(_message.Message):
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """XXH3-64 (seed 0) of them, as their writer made it."""
+        """XXH3-64 (seed 0) of them, as their writer made it. Empty where the block was left on SSD: then its slot's header
+        has them, bound to its identity.
+        """
 
     def __init__(
         self,
@@ -628,12 +646,16 @@ class BlockLocation(_message.Message):
         offset_bytes: _abc.Iterable[_builtins.int] | None = ...,
         part_bytes: _abc.Iterable[_builtins.int] | None = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
+        path_index: _builtins.int | None = ...,
+        header_checksum: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_path_index", b"_path_index", "path_index", b"path_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "offset_bytes", b"offset_bytes", "part_bytes", b"part_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_path_index", b"_path_index", "checksums", b"checksums", "header_checksum", b"header_checksum", "offset_bytes", b"offset_bytes", "part_bytes", b"part_bytes", "path_index", b"path_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__path_index: _TypeAlias = _typing.Literal["path_index"]  # noqa: Y015
+    _WhichOneofArgType__path_index: _TypeAlias = _typing.Literal["_path_index", b"_path_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__path_index) -> _WhichOneofReturnType__path_index | None: ...
 
 Global___BlockLocation: _TypeAlias = BlockLocation  # noqa: Y015
 

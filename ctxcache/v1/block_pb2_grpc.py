@@ -129,7 +129,7 @@ class BlockServiceServicer:
 
     def ReadBlocks(self, request, context):
         """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks;
-        DATA_LOSS (CORRUPT_SEGMENT).
+        DATA_LOSS (CORRUPT_SEGMENT); DEADLINE_EXCEEDED where the lease ends before the bytes have gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

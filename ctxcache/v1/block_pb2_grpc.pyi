@@ -63,7 +63,7 @@ class BlockServiceStub:
     """Ends a lease of blocks, or of a prefix (PrefixService.MatchPrefix). Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_block_pb2.ReadBlocksRequest, _block_pb2.ReadBlocksResponse]
     """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks;
-    DATA_LOSS (CORRUPT_SEGMENT).
+    DATA_LOSS (CORRUPT_SEGMENT); DEADLINE_EXCEEDED where the lease ends before the bytes have gone.
     """
     DeleteBlocks: _grpc.UnaryUnaryMultiCallable[_block_pb2.DeleteBlocksRequest, _block_pb2.DeleteBlocksResponse]
     """Deletes those of these blocks that are there. Readers of a lease read on. Errors: INVALID_ARGUMENT (INVALID_FIELD);
@@ -113,7 +113,7 @@ class BlockServiceAsyncStub(BlockServiceStub):
     """Ends a lease of blocks, or of a prefix (PrefixService.MatchPrefix). Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
     ReadBlocks: _aio.UnaryStreamMultiCallable[_block_pb2.ReadBlocksRequest, _block_pb2.ReadBlocksResponse]  # type: ignore[assignment]
     """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks;
-    DATA_LOSS (CORRUPT_SEGMENT).
+    DATA_LOSS (CORRUPT_SEGMENT); DEADLINE_EXCEEDED where the lease ends before the bytes have gone.
     """
     DeleteBlocks: _aio.UnaryUnaryMultiCallable[_block_pb2.DeleteBlocksRequest, _block_pb2.DeleteBlocksResponse]  # type: ignore[assignment]
     """Deletes those of these blocks that are there. Readers of a lease read on. Errors: INVALID_ARGUMENT (INVALID_FIELD);
@@ -190,7 +190,7 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_block_pb2.ReadBlocksResponse], _abc.AsyncIterator[_block_pb2.ReadBlocksResponse]]:
         """Sends blocks: a header, then their bytes in the order of the keys and parts. Errors: those of LeaseBlocks;
-        DATA_LOSS (CORRUPT_SEGMENT).
+        DATA_LOSS (CORRUPT_SEGMENT); DEADLINE_EXCEEDED where the lease ends before the bytes have gone.
         """
 
     @_abc_1.abstractmethod

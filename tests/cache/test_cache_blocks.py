@@ -27,6 +27,7 @@ from cache_rig import SLOT_BYTES, TENANT, DiskRig, MemoryRig, Writer, expected
 
 from ctxcache.cache.appends import GRACE_NS
 from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, Wanted, WrittenPart
+from ctxcache.cache.leases import TokenLease
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import block_id
 from ctxcache.core.limits import Pinner
@@ -390,3 +391,46 @@ async def test_a_refused_request_takes_back_its_own_places_alone(rig: MemoryRig)
     )
     assert look(rig, 1, space=space) == [BlockState.HIT]
     await rig.check()
+
+
+async def test_a_block_is_left_on_ssd_once(disk_rig: DiskRig) -> None:
+    """Its slot stays while the lease does, whatever becomes of the block; the next reader has it in DRAM."""
+    await put(disk_rig, 1, 2, is_durable=True)
+    await disk_rig.crash()
+    blocks, keys = disk_rig.cache.blocks, [key_of(1), key_of(2), key_of(3)]
+
+    async def leased() -> list[bool | None]:
+        found = await blocks.lease(TENANT, SPACE, keys, WRITER, ttl_ns=SECOND_NS, leaves_on_ssd=True)
+        held.append(found)
+        return [None if one is None else bool(one.on_ssd) for one in found.leases]
+
+    held: list[TokenLease] = []
+    assert await leased() == [True, True, None]
+    assert disk_rig.cache.leases.pins.used_bytes == 0
+    assert await blocks.delete(TENANT, SPACE, keys[:1]) == 1
+    for number in range(10, 20):
+        await put(disk_rig, number, is_durable=True)
+    await disk_rig.check()
+    assert await leased() == [None, False, None]
+    for found in held:
+        disk_rig.cache.leases.tokens.let_go(found)
+    assert not disk_rig.cache.leases.lease_count
+    await disk_rig.check()
+
+
+async def test_what_readers_left_on_ssd_is_known_of_so_many_blocks(
+    disk_rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest is forgotten, and left there once more."""
+    monkeypatch.setattr("ctxcache.cache.blocks.LEFT_KEPT", 2)
+    await put(disk_rig, 1, 2, 3, is_durable=True)
+    await disk_rig.crash()
+    left = []
+    for number in (1, 2, 3, 1, 3):
+        found = await disk_rig.cache.blocks.lease(
+            TENANT, SPACE, [key_of(number)], WRITER, ttl_ns=SECOND_NS, leaves_on_ssd=True
+        )
+        left.append([bool(one and one.on_ssd) for one in found.leases])
+        disk_rig.cache.leases.tokens.let_go(found)
+    assert left == [[True], [True], [True], [True], [False]]
+    await disk_rig.check()

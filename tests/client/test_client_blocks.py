@@ -3,7 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.client import BlockPart, BlockSpace, Client, Durability
+from ctxcache.client.arena import MappedArena
 from ctxcache.client.routes import Access, Transport
+from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import BlockChange, FoundBlock, LookupState
 from ctxcache.errors import (
     CapacityExceeded,
@@ -21,6 +23,7 @@ from ctxcache.errors import (
     InvalidArgument,
     LeaseNotFound,
     ReservationNotFound,
+    TierFailure,
     TooManyRequests,
 )
 from ctxcache.v1.arena_pb2 import Operation
@@ -361,6 +364,113 @@ def test_what_look_ups_hold_leaves_room_for_loads(live: LiveServer, local: Clien
     assert 0 < live.ask(lambda server: server._cache.leases.pins.used_bytes) <= limit // 2
     assert None not in local.blocks.load(WHOLE, keys)
     local.close()
+    live.until(lambda server: server._cache.leases.lease_count == 0)
+
+
+@pytest.fixture
+def on_ssd(live: LiveServer, client: Client) -> dict[bytes, np.ndarray]:
+    """Blocks of several sizes that lie on SSD alone."""
+    sizes = enumerate((1, 4096, 4097, 100_000, 700_001, *[70_000] * 8))
+    blocks = {key_of(number): data_of(number, size_bytes) for number, size_bytes in sizes}
+    client.blocks.put(WHOLE, blocks, durability=Durability.DISK)
+    live.stop()
+    live.start()
+    return blocks
+
+
+def test_blocks_are_read_past_dram(on_ssd: dict[bytes, np.ndarray], live: LiveServer, client: Client) -> None:
+    """From the server's files, the first time, where they can be opened, else as any: the same bytes."""
+    into = [np.zeros((block.size, 2), np.uint8)[:, 0] for block in on_ssd.values()]
+    keys = [key_of(99), *on_ssd]
+    loaded = client.blocks.load(WHOLE, keys, [np.empty(1, np.uint8), *into], past_dram=True)
+    assert loaded[0] is None
+    assert [one is not None for one in loaded[1:]] == [True] * len(on_ssd)
+    is_local = client.map_arena()
+    assert {one.is_in_dram for one in client.blocks.look_up(WHOLE, list(on_ssd))} == {not is_local}
+    made = client.blocks.load(WHOLE, list(on_ssd), past_dram=True)
+    # Who reads it again needs it often.
+    assert all(one.is_in_dram for one in client.blocks.look_up(WHOLE, list(on_ssd)))
+    for place, fresh, block in zip(into, made, on_ssd.values(), strict=True):
+        assert place.tobytes() == block.tobytes()
+        assert fresh is not None
+        assert fresh[0].tobytes() == block.tobytes()
+    live.until(lambda server: server._cache.leases.lease_count == 0)
+
+
+def test_parts_of_ranks_are_read_past_dram(live: LiveServer, local: Client) -> None:
+    """Each to its own place; what is in DRAM is taken from there."""
+    parts = [data_of(1, 5000), data_of(2, 9000)]
+    for rank, data in enumerate(parts):
+        local.blocks.put(
+            RANKS, {key_of(1): data}, parts=[rank], part_bytes=[5000, 9000], durability=Durability.DISK
+        )
+    live.stop()
+    live.start()
+    local.blocks.put(RANKS, {key_of(2): list(reversed(parts))})
+    loaded = local.blocks.load(RANKS, [key_of(1), key_of(2)], past_dram=True)
+    assert [[part.tobytes() for part in one or []] for one in loaded] == [
+        [part.tobytes() for part in parts],
+        [part.tobytes() for part in reversed(parts)],
+    ]
+
+
+def test_what_cannot_be_read_past_dram_comes_through_it(
+    on_ssd: dict[bytes, np.ndarray], live: LiveServer, local: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that may not open the server's files, or whose reads fail."""
+    expected = [block.tobytes() for block in on_ssd.values()]
+    with monkeypatch.context() as patched:
+        patched.setattr(SsdReader, "read", _failing)
+        loaded = local.blocks.load(WHOLE, list(on_ssd), past_dram=True)
+        assert [one and one[0].tobytes() for one in loaded] == expected
+    live.stop()
+    live.start()
+    monkeypatch.setattr(MappedArena, "ssd_files", lambda _: SsdReader([]))
+    loaded = local.blocks.load(WHOLE, list(on_ssd), past_dram=True)
+    assert [one and one[0].tobytes() for one in loaded] == expected
+
+
+def _failing(_: SsdReader, path_index: int, offset_bytes: int, into: memoryview) -> None:
+    raise TierFailure(path=str(path_index), problem=f"read at {offset_bytes}, {into.nbytes} B")
+
+
+def test_damage_on_ssd_is_a_miss_also_past_dram(
+    on_ssd: dict[bytes, np.ndarray], live: LiveServer, local: Client
+) -> None:
+    """Neither the rows nor the header: nothing of it is written to the caller's memory."""
+    files = local.ssd_files()
+    assert files is not None
+    raw = Path(files.paths[0]).read_bytes()
+    rows = raw.index(on_ssd[key_of(3)].tobytes())
+    header = raw.rindex(b"CTXCSEG\0", 0, raw.index(on_ssd[key_of(4)].tobytes()))
+    with Path(files.paths[0]).open("r+b") as file:
+        for at in (rows + 77, header + 20):
+            file.seek(at)
+            file.write(bytes([raw[at] ^ 1]))
+    keys = [key_of(number) for number in (3, 4, 5)]
+    into = [np.zeros(on_ssd[key].size, np.uint8) for key in keys]
+    loaded = local.blocks.load(WHOLE, keys, into, past_dram=True)
+    assert [one is None for one in loaded] == [True, True, False]
+    assert not into[0].any()
+    assert not into[1].any()
+    assert into[2].tobytes() == on_ssd[keys[2]].tobytes()
+
+
+def test_a_caller_that_takes_its_memory_back_ends_a_read_past_dram(
+    on_ssd: dict[bytes, np.ndarray], live: LiveServer, local: Client
+) -> None:
+    """No byte is written afterwards, and nothing stays held; another size is refused before any."""
+
+    def given_up() -> AbstractContextManager[None]:
+        raise TooManyRequests(what="time")
+
+    keys = list(on_ssd)
+    into = [np.zeros(on_ssd[key].size, np.uint8) for key in keys[:-1]]
+    with pytest.raises(TooManyRequests):
+        local.blocks.load(WHOLE, keys[:3], into[:3], writing=given_up, past_dram=True)
+    with pytest.raises(InvalidArgument, match="part_bytes"):
+        local.blocks.load(WHOLE, keys[3:], [*into[3:], np.zeros(5, np.uint8)], past_dram=True)
+    assert not any(place.any() for place in into)
     live.until(lambda server: server._cache.leases.lease_count == 0)
 
 

@@ -553,7 +553,10 @@ class CtxcacheTier(SecondaryTierManager):
     def _load(self, job: TransferJob, bringing: Bringing) -> JobResult:
         def load(client: Client, space: BlockSpace) -> Collection[OffloadKey]:
             keys = list(map(_key, job.keys))
-            loaded = client.blocks.load(space, keys, self._rows(job), writing=bringing.writing)
+            # Host memory in front of the store is the cache of what an engine uses again.
+            loaded = client.blocks.load(
+                space, keys, self._rows(job), writing=bringing.writing, past_dram=True
+            )
             return [key for key, one in zip(job.keys, loaded, strict=True) if one is not None]
 
         return self._carried_out(job, load, bringing)
