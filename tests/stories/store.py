@@ -9,6 +9,7 @@ import itertools
 import mmap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ctxcache.runtime.clock import SystemClock
 from ctxcache.server.server import Server
 from ctxcache.service import fairness
 from ctxcache.settings.config import Settings
+from ctxcache.storage.metadata.catalog import Catalog
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 from tests.service.service_rig import Client, SocketWay, rows
 from tests.stories.tracer import Told, Tracer, Walk
@@ -171,14 +173,24 @@ def undisturbed() -> Iterator[None]:
     """Let each request run in one slice of time: a traced request is slow enough to lose its turn.
 
     Nor does a lease stop lingering in the middle of another request, nor a session come into another bin of
-    idle time, however slow the machine is.
+    idle time, however slow the machine is. The catalog's write has come back when a commit asks for it.
     """
     steps_ns = itertools.count(time.monotonic_ns(), 1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SystemClock, "monotonic_ns", staticmethod(lambda: next(steps_ns)))
         patch.setattr(fairness, "SLICE_NS", 10**18)
         patch.setattr(leases, "LINGER_NS", 10**15)
+        patch.setattr(Catalog, "wait", _wait_at_once)
         yield
+
+
+_waits_for = Catalog.wait
+
+
+async def _wait_at_once(catalog: Catalog, write: "Future[None] | None") -> None:
+    # The loop stands still meanwhile: whether the thread or the loop is quicker is chance.
+    wait([write] if write else [])
+    await _waits_for(catalog, write)
 
 
 async def still(server: Server) -> None:

@@ -19,18 +19,12 @@ def test_a_request_keeps_to_its_bound(story: str, tmp_path: Path) -> None:
 
 
 def test_a_request_is_as_long_each_time(tmp_path: Path) -> None:
-    """Two stores give the same figures: a bound is of the code, not of the run.
-
-    But for a wait that a commit is spared where the catalog's thread was quicker than the loop.
-    """
+    """Two stores give the same figures: a bound is of the code, not of the run."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     first, second = (tell("append durable", tmp_path / name) for name in "ab")
 
-    one, other = first.figures, second.figures
-    assert one.files == other.files
-    assert abs(one.calls - other.calls) <= 3
-    assert abs(one.hops - other.hops) <= 6
+    assert first.figures == second.figures
 
 
 @pytest.mark.parametrize(
