@@ -5,6 +5,7 @@
 #
 #   bash lab/gpu.sh [DIRECTORY]         # results go there, lab/results by default; PYTHON=...: which one
 #   WHEELS=DIR bash lab/gpu.sh          # first installs these beside that Python: python -m lab.studies.gpu_preflight --download DIR
+#   ONLY='kernels restore' bash lab/gpu.sh    # these steps alone
 #   TINY=1 bash lab/gpu.sh /tmp/tiny    # the same steps on a CPU, in about a minute; the figures mean nothing
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -28,6 +29,7 @@ fi
 step() {
   local name=$1 limit_s=$2 began_s=$SECONDS status
   shift 2
+  if [[ -n ${ONLY:-} && " $ONLY " != *" $name "* ]]; then return; fi
   echo "== $name, at most $limit_s s" >&2
   timeout --kill-after=5 "$limit_s" "$@" | tee "$begin-$name.jsonl"
   status=$?
@@ -46,27 +48,28 @@ if [[ -n ${TINY:-} ]]; then
   decoding=(--shapes tiny --history 96 --steps 3 --rounds 1)
 else
   tests=(tests/gpu_worker/kernels)
-  sidecar=(tests/gpu_worker/sidecar/test_sidecar.py tests/gpu_worker/sidecar/test_restore_midway.py)
-  # The shorter lengths say where the product overtakes the fused kernel.
+  sidecar=(tests/gpu_worker/sidecar/test_sidecar.py tests/gpu_worker/sidecar/test_direct_sidecar.py)
   kernels=(--tokens 512,2048,16384 --rounds 7)
   # Eager steps, then a graph's: what of a step its hundred replays take to be saved, and whether rows are right.
-  saving=(--shape llama-2-7b --batch 16 --history 512 --steps 32 --rounds 5 --replayed 100)
+  saving=(--shape llama-2-7b --batch 16 --history 512 --steps 16 --rounds 4 --replayed 100)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
-  restore=(--shapes llama-2-7b,llama-3-8b,opt-30b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
-    --history 1024,4096,16384 --ssd-tokens 1024 --rounds 5 --budget-s 125)
+  restore=(--shapes llama-2-7b,opt-30b,llama-3-8b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
+    --history 2048,8192,16384 --ssd-tokens 2048 --rounds 3 --budget-s 95)
   direct=(--shape llama-2-7b --layers 8 --tokens 2048 --device cuda --rounds 3)
-  decoding=(--shapes llama-2-7b --layers 8 --device cuda --history 1024,4096 --steps 16 --rounds 3)
+  decoding=(--shapes llama-2-7b --layers 8 --device cuda --history 2048 --steps 8 --rounds 3)
 fi
 # A process for each core: two hundred kernels compiled one after the other take a quarter of an hour.
-step tests 95 "$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
-  --confcutdir tests/gpu_worker/kernels "${tests[@]}"
-step sidecar 60 "$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir . -o asyncio_mode=auto "${sidecar[@]}"
-step kernels 115 "$python" -m lab.studies.kernels --json "${kernels[@]}"
+pytest=("$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir . -o asyncio_mode=auto)
+step tests 75 "${pytest[@]}" "${tests[@]}"
+step sidecar 60 "${pytest[@]}" "${sidecar[@]}"
+step kernels 75 "$python" -m lab.studies.kernels --json "${kernels[@]}"
 # The store's server runs beside these.
-step saving 90 "$python" -m lab.studies.saving --json "${saving[@]}"
-step restore 160 "$python" -m lab.studies.restore --json "${restore[@]}"
-step direct 50 "$python" -m lab.studies.direct --json "${direct[@]}"
+step saving 80 "$python" -m lab.studies.saving --json "${saving[@]}"
+step restore 140 "$python" -m lab.studies.restore --json "${restore[@]}"
+step direct 55 "$python" -m lab.studies.direct --json "${direct[@]}"
 step decoding 40 "$python" -m lab.studies.decoding --json "${decoding[@]}"
-for name in tests sidecar; do mv "$begin-$name.jsonl" "$begin-$name.txt"; done
+for name in tests sidecar; do
+  if [[ -e $begin-$name.jsonl ]]; then mv "$begin-$name.jsonl" "$begin-$name.txt"; fi
+done
 timeout 20 "$python" -m lab.studies.gpu_table "$steps" "$begin"-{kernels,saving,restore,direct,decoding}.jsonl || first_failure=${first_failure/#0/$?}
 exit "$first_failure"

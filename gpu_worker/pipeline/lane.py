@@ -244,8 +244,12 @@ class Device(ABC):
     """Buffers of the host, and as many of the device where it has memory of its own."""
 
     @abstractmethod
-    def lane(self, name: str) -> Lane:
-        """A lane whose work runs on the device."""
+    def lane(self, name: str, behind: Lane | None = None) -> Lane:
+        """A lane whose work runs on the device.
+
+        `behind`: the lane that most work of this one goes on to, which is closed later. One thread issues for
+        both: a hand-over between threads costs more than issuing a copy.
+        """
 
     @abstractmethod
     def host_buffer(self, size_bytes: int) -> Tensor:
@@ -333,11 +337,13 @@ class CudaEvent(LaneEvent):
 class CudaLane(Lane):
     """A stream, and the thread that issues into it."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, issuer: HostLane | None = None) -> None:
+        """`issuer`: another lane's, which is closed behind this one; by default a thread of its own."""
         self.name = name
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # A thread of its own issues: a wait for another lane would hold up the caller.
-        self._issuer = HostLane(name)
+        # A thread issues, and not the caller, whom a wait for another lane would hold up.
+        self.issuer = issuer or HostLane(name)
+        self._is_issuer_own = issuer is None
 
     def submit(
         self,
@@ -349,7 +355,7 @@ class CudaLane(Lane):
     ) -> LaneEvent:
         """See Lane."""
         event = CudaEvent()
-        event.issued = self._issuer.submit(
+        event.issued = self.issuer.submit(
             lambda: self._issue(work, after, deadline, event), deadline=deadline, on_error=on_error
         )
         return event
@@ -360,7 +366,8 @@ class CudaLane(Lane):
             # The stream first: the issuing thread has long returned while a kernel still writes.
             self.fence(deadline)
         finally:
-            self._issuer.close(deadline)
+            if self._is_issuer_own:
+                self.issuer.close(deadline)
 
     def _issue(self, work: Work, after: Sequence[LaneEvent], deadline: Deadline, event: CudaEvent) -> None:
         with torch.cuda.stream(self._stream):
@@ -390,9 +397,9 @@ class Cuda(Device):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, behind: Lane | None = None) -> Lane:
         """See Device."""
-        return CudaLane(name, self.device)
+        return CudaLane(name, self.device, behind.issuer if isinstance(behind, CudaLane) else None)
 
     def host_buffer(self, size_bytes: int) -> Tensor:
         """See Device. Pinned: a copy from other memory would wait for the host."""
@@ -426,8 +433,9 @@ class Host(Device):
         self.device = torch.device("cpu")
         self.is_unified = is_unified
 
-    def lane(self, name: str) -> Lane:
-        """See Device."""
+    def lane(self, name: str, behind: Lane | None = None) -> Lane:
+        """See Device. Work here is done by the lane's own thread."""
+        del behind
         return HostLane(name)
 
     def host_buffer(self, size_bytes: int) -> Tensor:

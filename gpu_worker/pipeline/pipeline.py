@@ -613,11 +613,12 @@ class Pipeline(Closing):
         if not device.is_unified:
             landing = BufferRing([device.device_buffer(size) for size in sizes], is_poisoned=own.is_poisoned)
         self.rings = Rings(staging, landing)
+        verify = device.lane("verify")
         self.lanes = Lanes(
             # Reading and announcing are work of the host on every device.
             read=device.host_lane("read"),
-            copy=device.lane("copy"),
-            verify=device.lane("verify"),
+            copy=device.lane("copy", verify),
+            verify=verify,
             compute=device.lane("compute"),
             announce=device.host_lane("announce"),
         )

@@ -210,7 +210,7 @@ class BatchLanding:
     """One batch on its way: an Arrival. Filled by the source, on the reading lane."""
 
     into: Tensor
-    """[n, row_bytes] on the device."""
+    """[n, row_bytes] on the device, contiguous."""
     sums: SumsChunks
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
@@ -221,7 +221,8 @@ class BatchLanding:
     def copy(self, first: int, rows: Bytes) -> None:
         """Have rows copied to where the batch's row `first` belongs."""
         # One dimension each: `_foreach_copy_` takes pairs of tensors of one shape.
-        self.targets.append(self.into[first : first + len(rows)].reshape(-1))
+        begin = first * self.into.shape[1]
+        self.targets.append(self.into.view(-1)[begin : begin + rows.nbytes])
         self.sources.append(torch.from_numpy(rows.reshape(-1)))
 
     def host_room(self, first: int, count: int) -> Bytes:

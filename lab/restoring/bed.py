@@ -5,6 +5,7 @@ cache that recomputation left and with its logits; a difference beyond the bound
 Worst case: a model whose rows do not fit into the store, an error before anything is measured.
 """
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-import ctxcache
+from ctxcache.client import Client
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
 from gpu_worker.engines.transformers import SessionRestorer
@@ -38,7 +39,8 @@ from lab.demo.embedded_store import EmbeddedStore
 from lab.restoring.figures import FIRST, LEAD, VERIFIED, WIDE_KINDS
 
 SAVED_KINDS = (*WIDE_KINDS, StateKind.HIDDEN_INT8)
-_APPEND_TOKENS = 256
+_APPEND_TOKENS = 1024
+"""A segment's, as a turn of a conversation or a prompt leaves them."""
 RESTORE_TIMEOUT_S = 60.0
 
 
@@ -122,7 +124,10 @@ class Bed:
         self.shape = model_shape(self.adapter, self.adapter.architecture)
         self._stack = ExitStack()
         self._client = store.client
-        self._unverified = self._stack.enter_context(ctxcache.connect(store.ready.target, verify="never"))
+        # One mapping for both: an arena that is mapped twice in a process is pinned once only.
+        routes = copy.copy(self._client._routes)  # noqa: SLF001  # a client's mapping is nobody else's
+        routes._is_verified = False  # noqa: SLF001  # as above
+        self._unverified = Client(self._client._wire, routes)  # noqa: SLF001  # as above
         self._spec = model_spec(
             model,
             model_id="restore-bench",
@@ -132,13 +137,10 @@ class Bed:
         self._own = self._client.models.register(self._spec)
         # The plans are given; what a chooser would learn from them is the planner's here.
         chooser = Chooser(self.adapter, RestorePlan.uniform(Method.KV, len(self.adapter.layers)), None)
-        # One for each client: a restorer pins one arena, and each client has mapped its own.
-        self._restorer, self._verifying = (
-            SessionRestorer(self.adapter, chooser, timeout_s=RESTORE_TIMEOUT_S, settings=PipelineSettings())
-            for _ in range(2)
+        self._restorer = SessionRestorer(
+            self.adapter, chooser, timeout_s=RESTORE_TIMEOUT_S, settings=PipelineSettings()
         )
-        for each in (self._restorer, self._verifying):
-            self._stack.callback(each.close)
+        self._stack.callback(self._restorer.close)
         self._saved: list[Saved] = []
         self._current: Saved | None = None
         # On a GPU one pass is causal attention without a mask, which is the fastest.
@@ -255,12 +257,10 @@ class Bed:
     def _restore(self, case: Case, plan: Plan, planner: AdaptivePlanner | None) -> tuple[Taken, Cache]:
         known, choice = self._known, Choice(None, plan)
         name = self._placed(choice, case.place)
-        is_verified = case.start == VERIFIED
-        client = self._client if is_verified else self._unverified
-        restorer = self._verifying if is_verified else self._restorer
+        client = self._client if case.start == VERIFIED else self._unverified
         begin_s = self._now_s()
         rows = client.sessions.open(name, self._own).read(streams=choice.streams())
-        restoring = restorer.begin(rows, choice, known.token_ids)
+        restoring = self._restorer.begin(rows, choice, known.token_ids)
         lease_s = time.perf_counter() - begin_s
         with restoring:
             if case.start == LEAD:

@@ -677,7 +677,8 @@ def _report_replays(row: dict[str, object], *, as_json: bool) -> None:
         f"batch {row['batch']:>3}  {how:<10} {1e3 * mean['median']:9.2f} ms a token"  # type: ignore[index]
         f"  {over['median']:+7.2%} [{over['low']:+.2%}, {over['high']:+.2%}]"  # type: ignore[index]
         f"  of it on the engine {1e6 * row['saving_on_engine_s']:.0f} us a step"  # type: ignore[operator]
-        f"  rows as unsaved ones {row['equal_rows']:.1%}, worst {row['worst_difference']:.1e}, noise {row['noise']:.1e}",
+        f"  rows as unsaved ones {row['equal_rows']:.1%}, off by {row['worst_difference']:.1e},"
+        f" unsaved ones by {row['noise']:.1e}",
         flush=True,
     )
 

@@ -124,14 +124,14 @@ class FakeGpu(Cuda):
         super().__init__(torch.device("cpu"))
         self._driver, self._slow, self._slow_issuers = driver, slow, slow_issuers
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, behind: Lane | None = None) -> Lane:
         """See Device."""
-        lane = super().lane(name)
+        lane = super().lane(name, behind)
         self._driver.streams[-1].delay_s = DELAY_S if name in self._slow else 0.0
         if name in self._slow_issuers:
             from slow_pipelines import SlowLane  # noqa: PLC0415
 
-            lane._issuer = SlowLane(name)  # type: ignore[attr-defined]
+            lane.issuer = SlowLane(name)  # type: ignore[attr-defined]
         return lane
 
     def host_lane(self, name: str) -> Lane:

@@ -62,8 +62,9 @@ class SlowHost(Host):
         super().__init__(is_unified=is_unified)
         self._slow = slow
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, behind: Lane | None = None) -> Lane:
         """See Device."""
+        del behind
         return SlowLane(name) if name in self._slow else HostLane(name)
 
     def host_lane(self, name: str) -> Lane:

@@ -130,9 +130,9 @@ class _FencedHost(SlowHost):
         super().__init__()
         self._fenced = fenced
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, behind: Lane | None = None) -> Lane:
         """See Device."""
-        return _FencedLane(name, self._fenced) if name == "compute" else super().lane(name)
+        return _FencedLane(name, self._fenced) if name == "compute" else super().lane(name, behind)
 
 
 class _FencedLane(HostLane):

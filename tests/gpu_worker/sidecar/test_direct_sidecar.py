@@ -5,7 +5,9 @@ A worker that reads the store's files. test_ranked_engine.py has ranks.
 
 from pathlib import Path
 
+import pytest
 from attached import Case, leave, saved_case
+from paged_engine import WORKER_DEVICE
 from server_process import ServerProcess
 from worker_process import WorkerProcess
 
@@ -40,6 +42,7 @@ def test_an_engine_is_restored_from_the_stores_files(
     assert "direct_storage path=posix" in running.stderr_path.read_text()
 
 
+@pytest.mark.skipif(WORKER_DEVICE != "cpu", reason="with a GPU kvikio may read")
 def test_by_default_a_worker_without_a_gpu_reads_through_the_store(
     store: ServerProcess, client: WorkerClient, weights: Path, session_id: str
 ) -> None:

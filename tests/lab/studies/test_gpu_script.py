@@ -73,7 +73,7 @@ def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "failed with 3" in done.stdout
     assert "failed with 4" in done.stdout
-    assert done.stdout.count("done, ") == 4
+    assert done.stdout.count("done, ") == 5
     assert "restore, batch 16" in done.stdout
 
 
@@ -110,7 +110,7 @@ def test_all_limits_together_are_within_ten_minutes() -> None:
     assert len(limits) == len(STEPS)
     assert sum(limits) + len(limits) * grace_s + table_s <= 600
     budget_s = int(re.findall(r"--budget-s (\d+)", text)[0])
-    assert budget_s < limits[3]
+    assert budget_s < limits[STEPS.index("restore")]
 
 
 def figures(*rows: dict[str, Any]) -> dict[str, Line]:
@@ -141,15 +141,13 @@ def test_what_is_met_and_what_is_not() -> None:
     kernel = {"what": "kv_projection A 1024", "teraflops": 1.0, "gigabytes_per_s": 1.0, "share_of_limit": 0.9}
     found = figures(
         {**kernel, "way": "product alone", "median_s": 0.96},
-        {**kernel, "way": "fused", "median_s": 1.5},
-        {**kernel, "way": "product", "median_s": 1.0},
+        {**kernel, "way": "fused", "median_s": 1.0},
         {**kernel, "what": "rope_scatter A 1024", "way": "fused", "median_s": 1.0},
         {**kernel, "what": "rope_scatter A 1024", "way": "separate", "median_s": 1.2},
         {**kernel, "what": "restore A 1024", "way": "two streams", "median_s": 1.0, "share_of_limit": 0.84},
     )
     assert [(line.here, line.is_met) for line in found.values()] == [
         ("0.96", True),
-        ("1.50x", None),
         ("1.20x", False),
         ("0.84", False),
     ]
