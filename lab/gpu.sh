@@ -54,7 +54,7 @@ else
   saving=(--shape llama-2-7b --batch 16 --history 512 --steps 16 --rounds 4 --replayed 100)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
   restore=(--shapes llama-2-7b,opt-30b,llama-3-8b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
-    --history 2048,8192,16384 --ssd-tokens 2048 --rounds 3 --budget-s 95)
+    --history 2048,8192,16384 --ssd-tokens 2048 --rounds 3 --budget-s 85)
   direct=(--shape llama-2-7b --layers 8 --tokens 2048 --device cuda --rounds 3)
   decoding=(--shapes llama-2-7b --layers 8 --device cuda --history 2048 --steps 8 --rounds 3)
 fi

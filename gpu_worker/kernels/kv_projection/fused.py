@@ -3,8 +3,8 @@
     hidden [T, D] ──► norm ──► rows [T, D] ──► cuBLAS ──► [T, H * C + H_v * C_v] ──► rope_scatter ──► pages
 
 Each step rounds where an engine's own does, so that K and V differ from the engine's by the order of a
-product's sums alone. Pieces of PIECE_TOKENS bound the product, and keep it in the device's L2 between cuBLAS
-and the pass behind it. Worst case: few tokens, whose four kernels take longer to launch than to run.
+product's sums alone. Pieces of PIECE_TOKENS bound the product's memory. Worst case: few tokens, whose four
+kernels take longer to launch than to run.
 """
 
 import torch
@@ -25,8 +25,8 @@ from gpu_worker.kernels.operands import (
 )
 from gpu_worker.kernels.rope_scatter.fused import parts_of, rope_scatter
 
-PIECE_TOKENS = 2048
-"""Llama-2-7B's product of so many is 32 MiB in 16 bits, within the 50 MB of an H100's L2."""
+PIECE_TOKENS = 4096
+"""Llama-2-7B's product of so many is 64 MiB in 16 bits. Shorter pieces are launched more often than they pay."""
 _MANY_COLUMNS = 2048
 
 
