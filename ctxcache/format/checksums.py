@@ -232,9 +232,11 @@ class Tally:
         """The checksum of rows of each range of tokens, in order, as `value` has it."""
         self._close(stream)
         pieces = self._pieces.get(stream, [])
-        # The usual case: exactly what was noted, so that no range is looked for.
-        if [piece[:2] for piece in pieces] == ranges:
-            return [piece.value for piece in pieces]
+        first = bisect_left(pieces, ranges[0][0], key=_begin) if ranges else 0
+        found = pieces[first : first + len(ranges)]
+        # The usual case: just as they were noted, so that no range is looked for.
+        if [piece[:2] for piece in found] == ranges:
+            return [piece.value for piece in found]
         return [self.value(stream, begin, end, rows) for begin, end in ranges]
 
     def value(self, stream: Stream, begin: int, end: int, rows: Rows) -> int:

@@ -21,6 +21,8 @@ from ctxcache.errors import (
     WriteInProgress,
     WriteOffsetMismatch,
 )
+from ctxcache.format.checksums import Rows, Tally
+from ctxcache.format.streams import Stream
 from ctxcache.server.upkeep import Upkeep
 from ctxcache.storage.metadata.base import Changes
 
@@ -68,6 +70,33 @@ async def test_one_token_at_a_time_takes_no_more_than_all_at_once(rig: MemoryRig
 
     assert len(reservation.runs) == 5
     await commit(rig, reservation, 300)
+    assert await rig.read("a") == expected(tokens)
+    await rig.check()
+
+
+async def test_a_commit_of_many_segments_looks_for_no_sum_by_itself(
+    rig: MemoryRig, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that came run by run have just the sums that are needed: one comparison for each stream.
+
+    A commit is one turn of the loop, and a long context has thousands of sums.
+    """
+    await rig.create("a")
+    tokens = writer.make(5 * SEGMENT_TOKENS)
+    reservation = await rig.reserve("a", len(tokens))
+    rig.place(reservation, 0, tokens)
+    looked_for = list[tuple[int, int]]()
+    look = Tally.value
+
+    def value(self: Tally, stream: Stream, begin: int, end: int, rows: Rows) -> int:
+        looked_for.append((begin, end))
+        return look(self, stream, begin, end, rows)
+
+    monkeypatch.setattr(Tally, "value", value)
+    await commit(rig, reservation, 3 * SEGMENT_TOKENS, keep_open=True)
+    await commit(rig, reservation, len(tokens))
+
+    assert looked_for == []
     assert await rig.read("a") == expected(tokens)
     await rig.check()
 
