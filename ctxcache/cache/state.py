@@ -20,6 +20,7 @@ time loses what follows, and counts it.
 
 import asyncio
 import enum
+import logging
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -191,6 +192,7 @@ class State:
 
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 # Why moves are tasks of their own: the caller may be cancelled in the middle of device I/O. The device goes
@@ -217,9 +219,11 @@ class Background:
 
     def _end(self, move: "asyncio.Task[Any]") -> None:
         self._tasks.discard(move)
-        # Looked at, so that asyncio does not complain when whoever wanted it has stopped waiting.
-        if not move.cancelled():
-            move.exception()
+        # Looked at, so that asyncio does not complain when whoever wanted it has stopped waiting. For some
+        # moves nobody ever waits: an error that nobody foresaw would end one in silence.
+        error = None if move.cancelled() else move.exception()
+        if error is not None and not isinstance(error, CacheError):
+            log.error("move_broken", exc_info=error)
 
 
 async def in_window(moves: Iterable[Callable[[], "asyncio.Task[None]"]], count: int) -> None:

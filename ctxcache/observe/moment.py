@@ -224,5 +224,6 @@ class Recording:
 
     # The next one is timed from here, so a loop that was late does not catch up.
     def _record(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.ring.add(self.read())
         self._timer = loop.call_later(INTERVAL_S, self._record, loop)
+        # Last: what cannot be read now is a gap, and not the end.
+        self.ring.add(self.read())

@@ -20,9 +20,9 @@ from service_rig import TOKENS, rows
 from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.format.checksums import wire_checksum
-from ctxcache.observe import status_page
+from ctxcache.observe import moment, status_page
 from ctxcache.observe.conditions import CONDITIONS, holding
-from ctxcache.observe.moment import MINUTES, Moment, Ring, Sample, quantile, taken
+from ctxcache.observe.moment import MINUTES, Moment, Recording, Ring, Sample, quantile, taken
 from ctxcache.observe.status import SHOWN, Engine, SessionLine, SessionList, status_of
 from ctxcache.observe.status_page import element, is_own_name, page
 from ctxcache.observe.table import METRICS
@@ -46,6 +46,28 @@ needs_chromium = pytest.mark.skipif(
     reason="CHROMIUM IS NOT INSTALLED: the status page was not tested in a browser; apt install chromium",
 )
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;"
+
+
+async def test_a_minute_that_cannot_be_read_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of a descriptor, say; the next one is read."""
+    monkeypatch.setattr(moment, "INTERVAL_S", 0.001)
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    reads, is_third = 0, asyncio.Event()
+
+    def read() -> Moment:
+        nonlocal reads
+        reads += 1
+        if reads == 2:
+            raise OSError
+        if reads == 3:
+            is_third.set()
+        return Moment([])
+
+    recording = Recording(read)
+    recording.start()
+    async with asyncio.timeout(10):
+        await is_third.wait()
+    recording.stop()
 
 
 def _accesses(hits: float, evicted: float = 0) -> Moment:
