@@ -132,6 +132,8 @@ class SchedulerSide:
         self._plan = StepPlan()
         self._patience_s = LOOKUP_PATIENCE_S
         """How much longer this step may wait for threads."""
+        self._is_idle = True
+        """Whether the step before this one computed nothing."""
         transfer = config.kv_transfer_config
         self._engine_id = (transfer.engine_id if transfer else None) or ""
         self.hints = HintTeller(self.link)
@@ -206,7 +208,7 @@ class SchedulerSide:
         """The worker's tasks of the step that was scheduled."""
         plan, self._plan = self._plan, StepPlan()
         self._patience_s = LOOKUP_PATIENCE_S
-        plan.is_idle = not output.total_num_scheduled_tokens
+        plan.is_idle = self._is_idle = not output.total_num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
             followed = self._followed.get(request_id)
             if followed is not None and followed.is_open:
@@ -340,7 +342,8 @@ class SchedulerSide:
             if waited_s >= SAVE_WAIT_S or not self.link.answers(followed.since_s, self._settings.answer_s):
                 return False
             self._begin_lookup(followed)
-            if followed.lookup is None:
+            # A save takes as long as many steps: those that compute do not wait for it.
+            if followed.lookup is None and self._is_idle:
                 worker = WORKERS.get(self._engine_id)
                 saved = worker.ending_of(followed.session_name) if worker is not None else None
                 self._wait_shortly(saved or Future())
