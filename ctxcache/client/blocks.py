@@ -8,9 +8,10 @@ socket; otherwise bytes travel by gRPC. Thread-safe. Worst case: one deadline pe
 much is several calls, each of which is done or not.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from itertools import islice, starmap
 from types import TracebackType
@@ -29,7 +30,7 @@ from ctxcache.client.routes import RowRoutes
 from ctxcache.client.streamed_rows import draw_end
 from ctxcache.client.types import BlockChange, BlockNews, BlockSpace, Durability, FoundBlock, LookupState
 from ctxcache.client.wire import Wire, trace_metadata
-from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument, LeaseNotFound
+from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, InvalidArgument, LeaseNotFound
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.v1 import arena_pb2, block_pb2
 from ctxcache.v1.arena_pb2 import AccessResponse, Operation, OperationError, ReleaseReservation
@@ -382,18 +383,38 @@ class BlockCalls:
         loaded: list[list[Array] | None],
         writing: Writing,
     ) -> None:
-        """Read what a lease left on SSD, side by side."""
+        """Read what a lease left on SSD, side by side. Raises DeadlineExceeded."""
         left = leased.left_on_ssd()
+        if not left:
+            return
+        lock, is_over = threading.Lock(), False
+
+        # Nobody can call back a read of a device that hangs: it ends some day, and must not write then.
+        @contextmanager
+        def in_time() -> Iterator[None]:
+            with lock:
+                if is_over:
+                    raise late
+                with writing():
+                    yield
+
         # All sizes are looked at before the first byte is read.
         places = {i: _place(targets[i], block.part_bytes) for i, block in left}
 
         def read(number: int, block: block_pb2.BlockLocation) -> None:
-            is_good = self._files.read(arena.ssd_files(), block, places[number], writing)
+            is_good = self._files.read(arena.ssd_files(), block, places[number], in_time)
             arrays = [array for part in places[number] for array in part.arrays]
             loaded[number] = arrays if is_good else _BAD
 
-        if left:
-            arena.ssd_files().spread([partial(read, *one) for one in left])
+        timeout_s = self._wire.bulk_timeout_s(sum(sum(block.part_bytes) for _, block in left))
+        late = DeadlineExceeded(target="the SSD tier's files", timeout_s=f"{timeout_s:g}")
+        try:
+            is_in_time = arena.ssd_files().spread_within([partial(read, *one) for one in left], timeout_s)
+        finally:
+            with lock:
+                is_over = True
+        if not is_in_time:
+            raise late
 
     def _put_by_stream(
         self,

@@ -97,6 +97,19 @@ class SsdReader:
         for each in begun:
             each.result()
 
+    def spread_within(self, reads: Sequence[Callable[[], None]], timeout_s: float) -> bool:
+        """Carry out reads side by side; whether all have ended in time, or raise the first one's error.
+
+        One that has not may end at any time later: it must not write to what the caller lets go.
+        """
+        begun = [self._threads.submit(read) for read in reads]
+        ended, left = wait(begun, timeout_s)
+        for each in left:
+            each.cancel()
+        for each in ended:
+            each.result()
+        return not left
+
     def check_place(self, path_index: int, offset_bytes: int, size_bytes: int) -> None:
         """Raise TierFailure for a place that no file has."""
         self._at(path_index, offset_bytes, size_bytes)

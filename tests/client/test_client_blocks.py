@@ -19,6 +19,7 @@ from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import BlockChange, FoundBlock, LookupState
 from ctxcache.errors import (
     CapacityExceeded,
+    DeadlineExceeded,
     Draining,
     InvalidArgument,
     LeaseNotFound,
@@ -454,6 +455,34 @@ def test_damage_on_ssd_is_a_miss_also_past_dram(
     assert not into[0].any()
     assert not into[1].any()
     assert into[2].tobytes() == on_ssd[keys[2]].tobytes()
+
+
+def test_a_device_that_hangs_is_not_waited_for(
+    on_ssd: dict[bytes, np.ndarray], live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that ends after its load writes nothing; nothing stays held."""
+    answers, ended = threading.Event(), threading.Semaphore(0)
+    read = SsdReader.read
+
+    def late(self: SsdReader, path_index: int, offset_bytes: int, into: memoryview) -> None:
+        answers.wait(20)
+        read(self, path_index, offset_bytes, into)
+        ended.release()
+
+    monkeypatch.setattr(SsdReader, "read", late)
+    key = key_of(3)
+    into = np.zeros(on_ssd[key].size, np.uint8)
+    with ctxcache.connect(live.target, timeout_s=0.2, access="local") as client:
+        with pytest.raises(DeadlineExceeded):
+            client.blocks.load(WHOLE, [key], [into], past_dram=True)
+        live.until(lambda server: server._cache.leases.lease_count == 0)
+        answers.set()
+        assert ended.acquire(timeout=10)
+        # Behind it in the thread's line: by then it has ended.
+        files = client.ssd_files()
+        assert files is not None
+        assert files.spread_within([lambda: None] * 8, 10)
+        assert not into.any()
 
 
 def test_a_caller_that_takes_its_memory_back_ends_a_read_past_dram(
