@@ -236,7 +236,8 @@ def abandoned_save_shows(_: int) -> None:
     def release_committed(writing: Appends, reservation: Reservation, *, is_abandoned: bool = False) -> None:
         if writing.is_open(reservation.reservation_id) and not reservation.session.is_gone:
             end, now_ns = reservation.end, writing._state.clock.now_ns()
-            writing._attach(reservation, reservation.cuts(reservation.committed, end), end, now_ns)
+            cuts = reservation.cuts(reservation.committed, end)
+            writing._attach(reservation, cuts, end, now_ns, keep_open=False)
         release(writing, reservation, is_abandoned=is_abandoned)
 
     _patch(Appends, "release", release_committed)

@@ -42,10 +42,10 @@ def lease_kept_on_release(_: int) -> None:
 def reads_remembered(_: int) -> None:
     """Each reader is written down for ever, at length."""
     known: dict[int, bytes] = {}
-    begin = Leases._begin
+    begin = Leases._begin_plan
 
     def remembering(reading: Leases, asked: Any) -> Any:
         known[len(known)] = bytes(1) * (256 << 10)
         return begin(reading, asked)
 
-    setattr(Leases, "_begin", remembering)  # noqa: B010
+    setattr(Leases, "_begin_plan", remembering)  # noqa: B010
