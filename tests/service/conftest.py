@@ -36,8 +36,11 @@ def clock() -> FakeClock:
 @pytest.fixture
 async def server(settings: Settings, clock: FakeClock) -> AsyncIterator[Server]:
     """A server whose books are checked at the end."""
+    SocketWay.opened.clear()
     started = await Server.start(settings, clock)
     yield started
+    while SocketWay.opened:
+        SocketWay.opened.pop().die()
     await started.stop()
     await started._cache.drain()  # the books are exact while nothing is being moved
     assert check_integrity(started._cache) == []

@@ -10,7 +10,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import pytest
@@ -278,9 +278,13 @@ class GrpcWay(Access):
 class SocketWay(Access):
     """The control socket, by struct and protobuf alone."""
 
+    opened: ClassVar[list["SocketWay"]] = []
+    """Those that the `server` of a test ends: the collector would, in the middle of another test."""
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         super().__init__()
         self.reader, self.writer = reader, writer
+        self.opened.append(self)
 
     @classmethod
     async def open(cls, path: str) -> "SocketWay":

@@ -5,7 +5,7 @@ connection has nothing that lingers, so what it is answered is what the first on
 """
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
@@ -24,17 +24,9 @@ SECOND_NS = 10**9
 
 
 @pytest.fixture
-async def open_way(server: Server) -> AsyncIterator[Callable[[], Awaitable[SocketWay]]]:
+def open_way(server: Server) -> Callable[[], Awaitable[SocketWay]]:
     """Open connections to the control socket."""
-    opened: list[SocketWay] = []
-
-    async def open_one() -> SocketWay:
-        opened.append(await SocketWay.open(server.control_socket))
-        return opened[-1]
-
-    yield open_one
-    for way in opened:
-        way.die()
+    return lambda: SocketWay.open(server.control_socket)
 
 
 @pytest.fixture
