@@ -104,7 +104,7 @@ class Endpoint:
             async with asyncio.timeout(TIMEOUT_S):
                 if self._tls is not None:
                     # Here and not as it is accepted, so that handshakes are counted and timed too.
-                    await writer.start_tls(self._tls())
+                    await _start_tls(writer, self._tls())
                 head = await reader.readuntil(b"\r\n\r\n")
                 self._silent.pop(task, None)
                 await self._serve(head, writer)
@@ -159,6 +159,19 @@ class Endpoint:
         except Exception:  # an edge of its own: what breaks here must not go unseen
             log.exception("metrics_page_broken path=%s", path)
             return _failure(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+async def _start_tls(writer: asyncio.StreamWriter, context: ssl.SSLContext) -> None:
+    """Shake hands. Raises OSError."""
+    plain = writer.transport
+    try:
+        await writer.start_tls(context)
+    finally:
+        # Ended meanwhile, by whoever made room. The library leaves the writer without a transport then: every
+        # use of it would fail, its collection too.
+        if writer.transport is None:
+            vars(writer)["_transport"] = plain
+            raise ConnectionResetError
 
 
 def _failure(status: HTTPStatus) -> Answer:
