@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -404,3 +405,30 @@ async def test_an_end_flushes_though_its_socket_cannot_be_removed(
     server = await Server.start(settings, clock)
     assert server._cache.sessions.get("default", "a").token_count == 10
     await server.stop()
+
+
+async def test_an_append_to_memory_waits_for_no_sync(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A durable append stands in one: the records of another session's rows are written when those are."""
+    for name in ("a", "b"):
+        await client.create(name)
+    stands, goes_on = threading.Event(), threading.Event()
+    metadata = server.storage.metadata
+    sync = metadata._sync
+
+    def slow() -> None:
+        stands.set()
+        goes_on.wait()
+        sync()
+
+    monkeypatch.setattr(metadata, "_sync", slow)
+    durable = asyncio.ensure_future(client.append("a", 1, 0, 10, is_durable=True))
+    await until(stands.is_set)
+    try:
+        async with asyncio.timeout(10):
+            session = await client.append("b", 2, 0, 10)
+    finally:
+        goes_on.set()
+    assert (session.token_count, durable.done()) == (10, False)
+    assert (await durable).durable_token_count == 10
