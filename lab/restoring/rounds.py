@@ -13,7 +13,7 @@ from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding
 from gpu_worker.planning.planner import Plan, PlanRequest, alternatives, plan
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import ModelShape
-from lab.restoring.bed import Bed, Case, Taken, bounds
+from lab.restoring.bed import Bed, Bounds, Case, Taken, bounds, noise
 from lab.restoring.figures import (
     FIRST,
     HIDDEN_INT8,
@@ -66,6 +66,7 @@ class Rounds:
             for key in order[shift:] + order[:shift]:
                 taken[key].append(bed.run(cases[key]))
         numbers = {key: index for index, key in enumerate(cases)}
+        own = noise(taken[identity(Case(None))])
         for (name, place_name, start), case in named.items():
             key = identity(case)
             row = {
@@ -78,11 +79,11 @@ class Rounds:
             yield (
                 row
                 | {"place": place_name, "start": start, "case": numbers[key]}
-                | self._figures(case, taken[key])
+                | self._figures(case, taken[key], own)
             )
 
-    def _figures(self, case: Case, taken: Sequence[Taken]) -> Row:
-        limits = bounds(self._bed.model.dtype, is_exact=case.is_exact)
+    def _figures(self, case: Case, taken: Sequence[Taken], own: Bounds) -> Row:
+        limits = bounds(case, self._bed.model.dtype, own)
         problem = next((each.problem(limits) for each in taken if each.problem(limits)), "")
         checked = {
             "problem": problem,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import Cache
 
 from gpu_worker.planning.baselines import HIDDEN, KV, RECOMPUTE
-from lab.restoring.bed import Bed, Case, Saved, Taken, bounds
+from lab.restoring.bed import Bed, Case, Saved, Taken, bounds, noise
 from lab.restoring.figures import PLANNED, ratio, spread
 from lab.restoring.rounds import Row, described, identity
 
@@ -133,7 +133,9 @@ class Skewed:
 
     def _figures(self, case: Case, served: Mapping[object, list[list[Served]]]) -> Row:
         key = identity(case)
-        limits = bounds(self._bed.model.dtype, is_exact=case.is_exact)
+        recomputed = served[identity(self._named[RECOMPUTE])]
+        own = noise(each.taken for found in recomputed for each in found)
+        limits = bounds(case, self._bed.model.dtype, own)
         every = [each.taken for found in served[key] for each in found]
         checked = {
             "case": list(self._cases).index(key),
