@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-proof bench-table controls engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,7 @@ demo: setup ## Show what the cache saves on a real small model (ARGS="--help" fo
 demo-proof: setup ## Prove on the demo's real model what tests prove on a tiny one (minutes; after `make demo`)
 	$(BIN)/python -m pytest -q -rs -p no:cacheprovider tests/lab/demo/smollm2_proof.py
 
-test: lint check-proto test-store test-worker ## Check everything: style, types, contract, and every test once
+test: lint check-proto test-store test-worker kernels ## Check everything: style, types, contract, and every test once
 
 lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check .
@@ -72,6 +72,10 @@ test-store: setup-store
 # The worker, what drives store and worker together, and the simulator's pictures.
 test-worker: setup
 	$(BIN)/python -m pytest $(WORKER_TESTS) tests/cli/test_simulate.py tests/cli/test_simulate_blocks.py $(PYTEST_ARGS)
+
+kernels: setup ## Compile the worker's kernels for an H100, as their tests launch them; needs no GPU (a minute)
+	cd tests/gpu_worker/kernels && PYTHONPATH=.:../../.. ../../../$(BIN)/python -m pytest -q -p compile_only -p no:cacheprovider \
+	  -c /dev/null --rootdir . --confcutdir . -o asyncio_default_fixture_loop_scope=function $(PYTEST_ARGS) .
 
 history: setup ## Let many clients change the same sessions under kills and power cuts, and check every answer (an hour; HISTORY_ARGS="--seed 7")
 	$(BIN)/python -m tests.faults.history --acts 300 $(HISTORY_ARGS)

@@ -317,7 +317,7 @@ def test_reads_run_ahead_no_further_than_the_ring() -> None:
     with slowed(is_unified=True) as pipeline:
         compute = _Late(session, may_go_on)
         with start(pipeline, session, target, source=source, compute=compute) as restoration:
-            while len(filled) < SMALL.slot_count:
+            while len(filled) < pipeline.rings.staging.count:
                 threading.Event().wait(0.001)
             ahead = len(filled)
             may_go_on.set()

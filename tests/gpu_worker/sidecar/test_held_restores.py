@@ -37,7 +37,7 @@ def held(store: ServerProcess, tmp_path: Path) -> Iterator[_HeldWorker]:
 
 
 def _is_mapped(worker: WorkerProcess, engine: PagedEngine) -> bool:
-    return engine.cache.name in Path(f"/proc/{worker.process.pid}/maps").read_text()
+    return engine.save_area.name in Path(f"/proc/{worker.process.pid}/maps").read_text()
 
 
 def test_what_is_killed_while_a_restore_is_held_up_is_let_go_of(

@@ -182,7 +182,7 @@ def test_a_worker_that_is_killed_is_an_error_at_once(
             assert case.attached.ended.wait(10)
             with pytest.raises(Unavailable):
                 case.attached.check()
-        assert case.engine.cache.path.exists()
+        assert case.engine.save_area.path.exists()
         worker.start()
         hello = case.engine.hello(write_weights("llama", weights))
         with WorkerClient(worker.path) as again, again.attach(hello) as attached:
@@ -214,7 +214,7 @@ def test_a_worker_that_is_asked_to_end_tells_its_engines(
             case.attached.check()
         assert not worker.path.exists()
         assert not worker.path.with_name("worker.sock.fds").exists()
-        assert case.engine.cache.path.exists()
+        assert case.engine.save_area.path.exists()
 
 
 async def test_a_shortage_of_descriptors_ends_no_accepting(
