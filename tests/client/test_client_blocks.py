@@ -344,8 +344,10 @@ def test_a_look_up_holds_what_it_finds_in_dram(live: LiveServer, client: Client)
         client.blocks.put(WHOLE, {key_of(number): data_of(number)})
     is_held = live.ask(lambda server: server._cache.leases.lease_count) == 1
     assert is_held == bool(holds)
-    kept = client.blocks.look_up(WHOLE, [key_of(1), key_of(2)])
-    assert [one.is_in_dram for one in kept] == [bool(holds), False]
+    kept, *others = client.blocks.look_up(WHOLE, [key_of(1), *map(key_of, range(100, 600))])
+    # Which of the others leave is the policy's choice.
+    assert not all(one.is_in_dram for one in others)
+    assert kept.is_in_dram or not holds
     for hold in holds:
         hold.check()
         hold.release_soon()
