@@ -43,7 +43,9 @@ from tests.server_process import ServerProcess
 
 CALL_TIMEOUT_S = 30.0
 AS_LONG = ("Verify", "Drain", "Backup", "Record")
-AS_SLOW_AS_ASKED = {f"/ctxcache.v1.AdminService/{name}": 0.1 for name in AS_LONG}
+AS_SLOW_AS_ASKED = {f"/ctxcache.v1.AdminService/{name}": 0.1 for name in AS_LONG} | {
+    "/ctxcache.v1.BlockService/SubscribeBlocks": 0.1
+}
 """Rpcs that take as long as a field of theirs says, or others do, and how long we wait, in seconds.
 
 A byte per second is a rate.

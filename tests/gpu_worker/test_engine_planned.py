@@ -20,10 +20,10 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.errors import (
     CacheError,
     CorruptSegment,
-    GenerationMismatch,
     InvalidArgument,
     SessionNotFound,
     Unavailable,
+    WriteOffsetMismatch,
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
@@ -316,7 +316,7 @@ def test_what_another_wrote_under_a_restore_that_fails_is_not_cut(
 
     assert turn.token_ids == _never_dropped("llama")[1]
     assert (turn.miss_reason, turn.reused_token_count) == ("CORRUPT_SEGMENT", 0)
-    assert isinstance(failure, GenerationMismatch)
+    assert isinstance(failure, WriteOffsetMismatch)
     assert held == _history("llama", 2)
 
 

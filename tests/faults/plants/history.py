@@ -48,6 +48,8 @@ def offset_not_compared(_: int) -> None:
 
     async def reserve_anywhere(writing: Appends, tenant: str, session_id: str, **named: Any) -> Any:
         named["write_offset"] = writing._ledger.find(tenant, session_id).token_count
+        # A session that has other tokens has another generation, too.
+        named["generation"] = None
         return await reserve(writing, tenant, session_id, **named)
 
     setattr(Appends, "reserve", reserve_anywhere)  # noqa: B010

@@ -342,22 +342,25 @@ def test_a_store_that_is_killed_meanwhile_is_a_miss(monkeypatch: pytest.MonkeyPa
 
 
 def test_files_that_cannot_be_opened_are_said(
-    client: Client, server: ServerProcess, monkeypatch: pytest.MonkeyPatch, session_id: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session_id: str
 ) -> None:
     """The path is off, with the reason, and the store reads."""
     session, plan = saved()
-    kept = save(client, session, session_id, [StateKind.KV])
-    path = files_of(client)[0]
-    hidden = path.rename(path.with_name("hidden"))
-    try:
-        with ctxcache.connect(server.unix_target) as fresh, slowed(settings=CHUNKS) as pipeline:
-            direct, _ = direct_by(fresh, "posix", monkeypatch)
-            restored(direct, pipeline, session, kept, plan)
-            assert direct.live.path is DirectPath.OFF
-            assert direct.live.reason == f"{path}: No such file or directory"
-            assert direct.read_bytes == 0
-    finally:
-        hidden.rename(path)
+    # A server of its own: clients of one process share what they have opened.
+    with ServerProcess(tmp_path / "data") as server:
+        with ctxcache.connect(server.unix_target) as client:
+            kept = save(client, session, session_id, [StateKind.KV])
+            path = files_of(client)[0]
+        hidden = path.rename(path.with_name("hidden"))
+        try:
+            with ctxcache.connect(server.unix_target) as fresh, slowed(settings=CHUNKS) as pipeline:
+                direct, _ = direct_by(fresh, "posix", monkeypatch)
+                restored(direct, pipeline, session, kept, plan)
+                assert direct.live.path is DirectPath.OFF
+                assert direct.live.reason == f"{path}: No such file or directory"
+                assert direct.read_bytes == 0
+        finally:
+            hidden.rename(path)
 
 
 def test_a_driver_that_cannot_open_the_files_is_given_up(
