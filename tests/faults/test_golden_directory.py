@@ -34,13 +34,16 @@ def golden(tmp_path: Path) -> Path:
     """The directory as it was when its server was killed."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
+    # Arenas are named after the directory, and tests that run beside have it as well.
+    (tmp_path / "shm").mkdir()
     return tmp_path
 
 
 def server(golden: Path, *names: str) -> ServerProcess:
     """A server over it, its SSD directories in this order."""
     ssd = [part for name in names for part in ("--ssd-directories", str(golden / name))]
-    return ServerProcess(golden / "data", *ssd, "--ssd-size-bytes", str(SSD_SIZE_BYTES))
+    own = ("--ssd-size-bytes", str(SSD_SIZE_BYTES), "--arena-directory", str(golden / "shm"))
+    return ServerProcess(golden / "data", *ssd, *own)
 
 
 def wrong_sessions(running: ServerProcess) -> list[str]:
