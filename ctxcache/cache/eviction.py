@@ -43,7 +43,7 @@ class Departures:
         self._under_way: set[asyncio.Task[None]] = set()
         """Moves that give slots back as soon as records are gone."""
         self._forgotten: list[bytes] = []
-        """Sessions whose records are to go, and no caller waits for it."""
+        """Sessions whose records are to go, by whichever commit comes first, and no caller waits for it."""
         self._leaving: set[bytes] = set()
         """Sessions that are gone from memory while the commit that removes their records is still to come."""
 
@@ -79,7 +79,8 @@ class Departures:
     # Not durable: at worst a crash brings back a session without tokens.
     async def _remove_forgotten(self) -> None:
         uids, self._forgotten = self._forgotten, []
-        await self._metadata.commit(Changes(deleted_session_uids=uids), is_durable=False)
+        if uids:
+            await self._metadata.commit(Changes(deleted_session_uids=uids), is_durable=False)
 
     async def write_down(
         self,
@@ -129,17 +130,20 @@ class Departures:
         # session is written as it went. Its removal may fail, and its old record lists dead segments.
         recorded = [s for s in changed if not s.is_gone or s.uid in self._leaving]
         self._leaving.difference_update(session.uid for session in gone)
+        # Their names are free: the record of a new session under one must not come before theirs are gone.
+        forgotten, self._forgotten = self._forgotten, []
         changes = Changes(
             sessions=[record_of(session) for session in recorded],
             # A moved segment may have been unlisted since.
             segments=[segment_record_of(self._ledger, s) for s in moved if s.is_listed and s.durable],
-            deleted_session_uids=[session.uid for session in gone],
+            deleted_session_uids=[*forgotten, *(session.uid for session in gone)],
             deleted_segment_ids=[segment.segment_id for segment in dead],
             quarantined=list(bad),
         )
         try:
             await self._metadata.commit(changes, is_durable=True)
         except TierFailure:
+            self._forgotten += forgotten
             self.strand(dead)
             self._ledger.stranded(left)
             raise

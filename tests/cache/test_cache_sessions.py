@@ -72,6 +72,18 @@ async def test_a_name_can_be_used_again_once_its_session_is_over(rig: MemoryRig,
     assert rig.cache.ledger.session_count == 1
 
 
+async def test_a_name_that_was_given_up_is_its_new_sessions_after_a_crash(rig: MemoryRig) -> None:
+    """The record of a session that was given up goes with the new one's commit: never two under one name."""
+    await rig.create("a")
+    rig.cache.sessions._departures.remove_unrecorded(rig.cache.ledger.find(TENANT, "a"))
+    made = await rig.create("a")
+
+    await rig.crash()
+
+    assert rig.cache.ledger.session_count == 1
+    assert rig.cache.ledger.find(TENANT, "a").view().uid == made.uid
+
+
 async def test_sessions_and_models_are_bounded(rig: MemoryRig) -> None:
     """Creating without end is refused, also by fork."""
     rig.limits = replace(rig.limits, session_count=2, model_count=1)
