@@ -299,7 +299,11 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     connect: Callable[..., Client], server: ServerProcess, hashes: Path
 ) -> None:
     """It is said in the log, by the line's number; the tokens are those that were."""
-    hashes.write_text("rubbish\n")
+    # In one step: a file that is written in place is empty for a moment, which means no tokens.
+    rubbish = hashes.with_name("rubbish")
+    rubbish.write_text("rubbish\n")
+    rubbish.chmod(0o600)
+    rubbish.replace(hashes)
     server.signal(signal.SIGHUP)
     until(lambda: "tokens_refused error=" in server.stderr)
     assert is_known(connect("a"))
