@@ -22,6 +22,13 @@ if [[ -n ${WHEELS:-} ]]; then
   "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit
   export PYTHONPATH=$PWD:$site
 fi
+names="tests sidecar kernels saving restore direct decoding"
+for name in ${ONLY:-}; do
+  if [[ " $names " != *" $name "* ]]; then
+    echo "ONLY: there is no step $name: $names" >&2
+    exit 2
+  fi
+done
 "$python" -m lab.studies.gpu_preflight || exit
 : > "$steps"
 

@@ -609,7 +609,7 @@ class Blocks:
         """Whether a block lies on SSD alone, and was not left there by a reader before."""
         if block.withheld or any(segment.memory for segment in block.segments):
             return False
-        # What is read again belongs into DRAM, whatever cache its reader has.
+        # A block that is read again belongs into DRAM, whatever cache its reader has.
         if self._left.pop(block.uid, False):
             return False
         if len(self._left) >= LEFT_KEPT:

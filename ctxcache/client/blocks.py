@@ -389,7 +389,7 @@ class BlockCalls:
             return
         lock, is_over = threading.Lock(), False
 
-        # Nobody can call back a read of a device that hangs: it ends some day, and must not write then.
+        # A read of a device that hangs cannot be called back. It ends some day, and must not write then.
         @contextmanager
         def in_time() -> Iterator[None]:
             with lock:
@@ -612,7 +612,7 @@ def _asked(stream: AccessStream, request: bytes) -> block_pb2.LookupBlocksRespon
 def _hold(
     stream: AccessStream, sent: ClockPair, lease: block_pb2.BlockLease | block_pb2.LookupBlocksResponse
 ) -> Hold:
-    """What a token holds, by the answer to a request that was sent then."""
+    """The hold of a lease's token; `sent` is when the request for it was."""
     release = Operation(release_blocks=block_pb2.ReleaseBlocksRequest(token=lease.token))
     ended = partial(LeaseNotFound, lease_id=lease.token.hex())
     return Hold(stream, sent.deadline_ns(lease.expire_time), release, ended)

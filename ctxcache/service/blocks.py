@@ -297,7 +297,7 @@ class _Arriving:
 async def look_up(
     cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, client: int | None, pace: Pace
 ) -> block_pb2.LookupBlocksResponse:
-    """See the proto. What is held counts in the share of `client`. Raises InvalidArgument."""
+    """See the proto. Held blocks count in the share of `client`. Raises InvalidArgument."""
     space, keys = _space(request.space), _keys(request.keys)
     ttl_ns = _hold_ns(request)
     response, held = block_pb2.LookupBlocksResponse(), list[Lease | None]()

@@ -462,7 +462,7 @@ class KernelWeights:
 
 
 def _gain(norm: nn.Module) -> Tensor:
-    """What a normed row is multiplied by; float32 where the module rounds once, behind it (see `Norm`)."""
+    """The gain of a norm; float32 where the module rounds once, behind it (see `Norm`)."""
     weight: Tensor = norm.weight  # type: ignore[assignment]  # transformers does not type its norms
     # Gemma stores w of 1 + w. The sum is made in float32: in bfloat16 small gains would be lost beside 1.
     if norm_kind(norm) == _ONE_PLUS_WEIGHT:

@@ -388,8 +388,8 @@ class Cuda(Device):
     """One GPU."""
 
     is_unified = False
-    # A batch costs this process half a millisecond of its threads, whatever its size: buffers are as large as
-    # what is copied in one (lab/notes/pipeline.md). They are also 32 reads of a mebibyte and more.
+    # A batch takes this process's threads about 2 ms, whatever its size (lab/notes/gpu.md): 64 MiB are copied
+    # in 1.2 ms. Such buffers are also 32 reads of a mebibyte and more.
     batch_tokens = 16384
     slot_bytes = 64 << 20
     slot_count = 3

@@ -117,7 +117,7 @@ class Taken:
     kl_nats: float
 
     def problem(self, limits: Bounds) -> str:
-        """What is wrong by these limits; empty if nothing is. NaN is wrong."""
+        """The fault of this restore by these limits; empty without one. NaN is a fault."""
         if self.cache_error <= limits.cache_error and self.kl_nats <= limits.kl_nats:
             return ""
         return f"cache off by {self.cache_error:.2g}, {self.kl_nats:.2g} nats"

@@ -10,7 +10,7 @@ from ctxcache.errors import TierFailure
 
 
 async def test_an_error_that_nobody_foresaw_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody waits for the move. A device's failure is known already, and a cancellation is none."""
+    """A move has no waiter. A device's failure is known already, and a cancellation is no failure."""
 
     async def fail(error: BaseException) -> None:
         raise error

@@ -391,7 +391,7 @@ def test_blocks_are_read_past_dram(on_ssd: dict[bytes, np.ndarray], live: LiveSe
     is_local = client.map_arena()
     assert {one.is_in_dram for one in client.blocks.look_up(WHOLE, list(on_ssd))} == {not is_local}
     made = client.blocks.load(WHOLE, list(on_ssd), past_dram=True)
-    # Who reads it again needs it often.
+    # A second read says that the block is needed often.
     assert all(one.is_in_dram for one in client.blocks.look_up(WHOLE, list(on_ssd)))
     for place, fresh, block in zip(into, made, on_ssd.values(), strict=True):
         assert place.tobytes() == block.tobytes()
@@ -506,7 +506,7 @@ def test_a_caller_that_takes_its_memory_back_ends_a_read_past_dram(
 
 
 def test_nothing_is_brought_to_be_held(live: LiveServer, local: Client) -> None:
-    """What lies on SSD alone is found, and stays there."""
+    """A block on SSD alone is found, and stays there."""
     local.blocks.put(WHOLE, {key_of(1): data_of(1)}, durability=Durability.DISK)
     live.stop()
     live.start()

@@ -197,7 +197,7 @@ class Sides:
         self.until_saved()
 
     def token_ids(self, session: str) -> list[int]:
-        """What the store has of a session."""
+        """Token ids of a session, as the store has them."""
         used = self.worker.link.use()
         assert used is not None
         client, model = used

@@ -89,7 +89,7 @@ class Loading(Bringing):
         super().__init__(item.sessions[0].name)
         self.item = item
         self.opened = opened
-        """What is saved of its request."""
+        """The session that its request is saved into."""
         self.future: Future[bool] = Future()
         """Whether the blocks hold the rows."""
 
@@ -116,7 +116,7 @@ class WorkerSide:
         self._endings: dict[str, Future[CacheError | None]] = {}
         self._not_saved: set[str] = set()
         self._open: dict[str, Opened] = {}
-        """What is saved now, by the sessions' names. Owned by `_lock`."""
+        """Sessions that are being saved, by name. Owned by `_lock`."""
         self._loaders = ThreadPoolExecutor(LOAD_THREADS, "ctxcache-load")
         self._copier = ThreadPoolExecutor(1, "ctxcache-copy")
         self._copying: list[Future[None]] = []

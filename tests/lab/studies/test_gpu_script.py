@@ -46,7 +46,7 @@ sys.exit(int(os.environ.get("FAILS_" + step.split(".")[-1], 0)))
     return path
 
 
-def run(python: Path, out: Path, **environment: int) -> subprocess.CompletedProcess[str]:
+def run(python: Path, out: Path, **environment: int | str) -> subprocess.CompletedProcess[str]:
     """The script with that Python; its environment says which steps fail, and with what."""
     told = {name: str(value) for name, value in environment.items()}
     return subprocess.run(
@@ -75,6 +75,18 @@ def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
     assert "failed with 4" in done.stdout
     assert done.stdout.count("done, ") == 5
     assert "restore, batch 16" in done.stdout
+
+
+def test_steps_are_chosen_by_name(python: Path, tmp_path: Path) -> None:
+    """One that does not exist is refused before anything runs."""
+    done = run(python, tmp_path / "out", ONLY="kernels restore")
+    assert [f"== {step}" in done.stderr for step in STEPS] == [
+        step in ("kernels", "restore") for step in STEPS
+    ]
+    wrong = run(python, tmp_path / "out", ONLY="kernel")
+    assert wrong.returncode == 2
+    assert "there is no step kernel" in wrong.stderr
+    assert "== kernels" not in wrong.stderr
 
 
 def test_nothing_begins_where_something_is_missing(python: Path, tmp_path: Path) -> None:
