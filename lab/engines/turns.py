@@ -5,10 +5,11 @@
     .venv-vllm/bin/python -m lab.engines.turns --model DIR --conversations 4 --turns 4 --json
     .venv-vllm/bin/python -m lab.engines.turns --model DIR --lmcache .venv-lmcache/bin/python --write PAGE
 
-Every way has an engine process of its own, one after the other, with room for about one conversation. Replies
-are compared token for token with those of an engine that computes every prompt. `again` is a new engine
-process on what the one before it left. The turns of conversations alternate, so that each finds its state
-evicted. Prompts are random token ids. Times are vLLM's own, from a request's arrival to its first token.
+Every way has an engine process of its own, with room for about one conversation. The ways take turns, one
+turn of all conversations at a time, so that what else the machine does disturbs all alike. Replies are
+compared token for token with those of an engine that computes every prompt. `again` is a new engine process
+on what the one before it left. The turns of conversations alternate, so that each finds its state evicted.
+Prompts are random token ids. Times are vLLM's own, from a request's arrival to its first token.
 LMCache is measured, as its server beside the engine, where `--lmcache` names a Python that has it.
 """
 
@@ -22,9 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -159,46 +159,74 @@ def lmcache(python: Path, place: Path) -> Iterator[dict[str, Any]]:
             server.wait()
 
 
-def measure(way: str, options: argparse.Namespace, target: str, log: Path, expected: Replies) -> Row:
-    """Hold all conversations in turn. `expected`: what replies must be; filled where it is empty."""
-    draw = random.Random(7)  # noqa: S311  the same questions in every run
-    questions = {
-        (turn, number): [draw.randrange(100, 10_000) for _ in range(options.question)]
-        for turn in range(options.turns)
-        for number in range(options.conversations)
-    }
-    is_first = not expected
-    prompts: dict[int, list[int]] = {number: [] for number in range(options.conversations)}
-    first_ms: list[list[float]] = []
-    prompt_count = reused_count = 0
-    is_equal = True
-    is_named = not way.startswith("by prefix")
-    with engine_for(way, options, target, log) as engine:
+class Conversations:
+    """All conversations as one way holds them. `expected`: what replies must be; filled where it is empty."""
+
+    def __init__(self, way: str, options: argparse.Namespace, expected: Replies) -> None:
+        self._way, self._answer, self._expected = way, options.answer, expected
+        draw = random.Random(7)  # noqa: S311  the same questions in every run
+        self._questions = {
+            (turn, number): [draw.randrange(100, 10_000) for _ in range(options.question)]
+            for turn in range(options.turns)
+            for number in range(options.conversations)
+        }
+        self._prompts: dict[int, list[int]] = {number: [] for number in range(options.conversations)}
+        self._first_ms: list[list[float]] = []
+        self._prompt_count = self._reused_count = 0
+        self._took_s = 0.0
+        self._is_equal = True
+
+    def hold(self, engine: VllmEngine) -> None:
+        """One turn more of all of them."""
+        turn, took_ms = len(self._first_ms), list[float]()
         began_s = time.perf_counter()
+        for number, prompt in self._prompts.items():
+            prompt.extend(self._questions[turn, number])
+            name = None if self._way.startswith("by prefix") else f"conversation-{number}"
+            reply = engine.turn(prompt, name, self._answer)
+            expected = self._expected.setdefault((turn, number), reply.token_ids)
+            self._is_equal = self._is_equal and reply.token_ids == expected
+            took_ms.append(1e3 * reply.took_s)
+            self._prompt_count += len(prompt)
+            self._reused_count += reply.cached_count
+            prompt.extend(expected)
+        self._took_s += time.perf_counter() - began_s
+        self._first_ms.append(took_ms)
+
+    def row(self) -> Row:
+        """What was measured."""
+        return Row(
+            self._way,
+            [round(statistics.median(times), 1) for times in self._first_ms],
+            [round(min(times), 1) for times in self._first_ms],
+            [round(max(times), 1) for times in self._first_ms],
+            round(self._prompt_count / self._took_s, 1),
+            round(self._reused_count / self._prompt_count, 3),
+            self._is_equal,
+        )
+
+
+def measure(ways: Sequence[str], options: argparse.Namespace, place: Path, expected: Replies) -> list[Row]:
+    """Hold all conversations in these ways by turns, each with a store of its own in `place`."""
+    with ExitStack() as open_now:
+        held = []
+        for way in ways:
+            kind, target = way.removesuffix(AGAIN), ""
+            if kind in {"ctxcache", "by prefix", "ctxcache tier"}:
+                # A store of its own: what one way saved, another would find by its prefix.
+                data = place / "data" / kind.replace(" ", "-")
+                store = serving(data, arena_bytes=1 << 30, ssd_bytes=8 << 30)
+                target = open_now.enter_context(store).target("tcp")
+            log = place / f"{way.replace(' ', '-')}.log"
+            engine = open_now.enter_context(engine_for(way, options, target, log))
+            held.append((Conversations(way, options, expected), engine))
         for turn in range(options.turns):
-            took_ms = []
-            for number, prompt in prompts.items():
-                prompt.extend(questions[turn, number])
-                name = f"conversation-{number}" if is_named else None
-                reply = engine.turn(prompt, name, options.answer)
-                if is_first:
-                    expected[turn, number] = reply.token_ids
-                is_equal = is_equal and reply.token_ids == expected[turn, number]
-                took_ms.append(1e3 * reply.took_s)
-                prompt_count += len(prompt)
-                reused_count += reply.cached_count
-                prompt.extend(expected[turn, number])
-            first_ms.append(took_ms)
-        seconds = time.perf_counter() - began_s
-    return Row(
-        way,
-        [round(statistics.median(times), 1) for times in first_ms],
-        [round(min(times), 1) for times in first_ms],
-        [round(max(times), 1) for times in first_ms],
-        round(prompt_count / seconds, 1),
-        round(reused_count / prompt_count, 3),
-        is_equal,
-    )
+            # The first one has no advantage of its place: each is before each other in as many turns.
+            for conversations, engine in held if turn % 2 == 0 else held[::-1]:
+                conversations.hold(engine)
+            sys.stderr.write(f"\r{', '.join(ways)}: turn {turn + 1} of {options.turns}")
+    sys.stderr.write("\n")
+    return [conversations.row() for conversations, _ in held]
 
 
 def table_of(rows: Sequence[Row]) -> list[str]:
@@ -259,17 +287,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ctxcache-turns-") as directory:
         place = Path(directory)
         asked = dict.fromkeys(["nothing", *ways])
-        for kind, alike in groupby(asked, lambda way: way.removesuffix(AGAIN)):
-            # Each has a store of its own: what one saved, another would find by its prefix.
-            data = place / "data" / kind.replace(" ", "-")
-            with serving(data, arena_bytes=1 << 30, ssd_bytes=8 << 30) as server:
-                for way in alike:
-                    log = place / f"{way.replace(' ', '-')}.log"
-                    rows.append(measure(way, options, server.target("tcp"), log, expected))
-                    if options.json:
-                        print(json.dumps(asdict(rows[-1])), flush=True)
-                    else:
-                        sys.stderr.write(f"{way}: done\n")
+        again = [way for way in asked if way.endswith(AGAIN)]
+        for together in ([way for way in asked if way not in again], again):
+            rows += measure(together, options, place, expected)
+    rows.sort(key=lambda row: list(WAYS).index(row.way))
+    if options.json:
+        for row in rows:
+            print(json.dumps(asdict(row)))
     tables = {"turns": table_of(rows), "ratios": ratios_of(rows)}
     if not options.json:
         print("\n\n".join("\n".join(lines) for lines in tables.values()))
