@@ -172,7 +172,7 @@ def _open_metadata(
         # The catalog lies in the first directory alone: a second copy, on another device than the metadata.
         if 0 not in absent:
             path = ssd_directories[0] / "catalog"
-            catalog = Catalog(path, data.instance_id, hang_after_s=hang_after_s)
+            catalog = Catalog(path, data.instance_id, hang_after_s=hang_after_s, beside=store_path)
         store = partial(SlowMetadata, faults=faults) if faults else RocksDbMetadata
         metadata = store(data.metadata_path, witness=witness, catalog=catalog, hang_after_s=hang_after_s)
         opened.pop_all()

@@ -1,18 +1,22 @@
 """The limit of gRPC in Python: a process that keeps contexts and moves them in streams of bytes messages.
 
-    python -m lab.bench.bare_grpc CONTEXTS BYTES
+    python -m lab.bench.bare_grpc CONTEXTS BYTES RECORDS
 
-Prints its address. Both ends have the options of ours; messages are made of shared memory and end in warm
-memory, and nobody checks, parses or stores anything. Killed by whoever started it.
+Prints its address. `RECORDS` is a file to which what Record sends is appended and synced. Both ends
+have the options of ours; messages are made of shared memory and end in warm memory, and nobody checks or
+parses anything. Killed by whoever started it.
 """
 
 import asyncio
 import mmap
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -36,13 +40,18 @@ class FarSide:
     pid: int
     echoes: "tuple[grpc.UnaryUnaryMultiCallable[bytes, bytes], ...]" = ()
     """A call that gives back what it gets, over a connection of its own for each client."""
+    records: "tuple[grpc.UnaryUnaryMultiCallable[bytes, bytes], ...]" = ()
+    """The same, once it is on disk."""
 
 
 @contextmanager
-def far_side(context_count: int, context_bytes: int, *, client_count: int = 0) -> Iterator[FarSide]:
+def far_side(
+    context_count: int, context_bytes: int, *, client_count: int = 0, records: Path = Path(os.devnull)
+) -> Iterator[FarSide]:
     """Such a process, over TCP, and so many clients that echo. Raises NoPeer."""
+    numbers = str(context_count), str(context_bytes)
     process = subprocess.Popen(  # noqa: S603  ourselves
-        [sys.executable, "-m", "lab.bench.bare_grpc", str(context_count), str(context_bytes)],
+        [sys.executable, "-m", "lab.bench.bare_grpc", *numbers, str(records)],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -61,6 +70,7 @@ def far_side(context_count: int, context_bytes: int, *, client_count: int = 0) -
                 channel.stream_unary(f"/{_SERVICE}/Save"),
                 process.pid,
                 tuple(other.unary_unary(f"/{_SERVICE}/Echo") for other in others),
+                tuple(other.unary_unary(f"/{_SERVICE}/Record") for other in others),
             )
     finally:
         process.kill()
@@ -111,9 +121,49 @@ def _put(message: bytes, into: Bytes, at: int) -> int:
     return end
 
 
-async def serve(context_count: int, context_bytes: int) -> None:
+class _Records:
+    """A file of records, in one thread: those that come while it writes and syncs share the next sync."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._thread = ThreadPoolExecutor(1)
+        self._waiting: list[bytes] = []
+        self._done: asyncio.Future[None] | None = None
+        self._is_writing = False
+
+    async def put(self, record: bytes) -> None:
+        """Return when it is on disk."""
+        self._waiting.append(record)
+        if self._done is None:
+            self._done = asyncio.get_running_loop().create_future()
+        done = self._done
+        if not self._is_writing:
+            self._begin()
+        await done
+
+    def _begin(self) -> None:
+        written, done = b"".join(self._waiting), self._done
+        self._waiting, self._done, self._is_writing = [], None, True
+
+        def end(_: object) -> None:
+            self._is_writing = False
+            if done is not None:
+                done.set_result(None)
+            if self._done is not None:
+                self._begin()
+
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self._write, written)
+        work.add_done_callback(end)
+
+    def _write(self, written: bytes) -> None:
+        os.write(self._fd, written)
+        os.fdatasync(self._fd)
+
+
+async def serve(context_count: int, context_bytes: int, records: Path) -> None:
     """Serve until killed."""
     kept = [_shared(context_bytes) for _ in range(context_count)]
+    on_disk = _Records(records)
 
     async def read(request: bytes, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
         for message in _cut(kept[request[0]].data):
@@ -129,11 +179,16 @@ async def serve(context_count: int, context_bytes: int) -> None:
     async def echo(request: bytes, _: "grpc.aio.ServicerContext[bytes, bytes]") -> bytes:
         return request
 
+    async def record(request: bytes, _: "grpc.aio.ServicerContext[bytes, bytes]") -> bytes:
+        await on_disk.put(request)
+        return request
+
     server = grpc.aio.server(options=OPTIONS)
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         "Read": grpc.unary_stream_rpc_method_handler(read),
         "Save": grpc.stream_unary_rpc_method_handler(save),
         "Echo": grpc.unary_unary_rpc_method_handler(echo),
+        "Record": grpc.unary_unary_rpc_method_handler(record),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -152,4 +207,4 @@ def _shared(size_bytes: int) -> Bytes:
 
 if __name__ == "__main__":
     keep_freed_memory()
-    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))

@@ -9,12 +9,14 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hung_device import HungDevice
 from metadata_contract import make_session
 from xxhash import xxh3_64_intdigest
 
+from ctxcache.errors import TierFailure
 from ctxcache.storage.metadata import catalog as catalogs
 from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.catalog import END, Catalog, pack, pack_mark, read_catalog
@@ -132,13 +134,108 @@ def impatient(tmp_path: Path) -> Catalog:
     return made
 
 
-async def test_a_commit_returns_when_the_catalog_has_it(tmp_path: Path) -> None:
-    """Durable or not: what is acknowledged is there after the death of the process."""
-    store = RocksDbMetadata(tmp_path / "metadata", catalog=Catalog(tmp_path / "catalog", INSTANCE_ID))
+@pytest.mark.parametrize("is_beside", [False, True])
+async def test_a_commit_returns_when_the_catalog_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_beside: bool
+) -> None:
+    """Durable or not: what is acknowledged is there after the death of the process.
+
+    Through its first log, and through those that follow on it.
+    """
+    monkeypatch.setattr(catalogs, "LOG_LIMIT_BYTES", 4096)
+    beside = tmp_path if is_beside else None
+    made = Catalog(tmp_path / "catalog", INSTANCE_ID, beside=beside)
+    store = RocksDbMetadata(tmp_path / "metadata", catalog=made)
     for uid in range(1, 100):
         await store.commit(Changes(sessions=[make_session(uid)]), is_durable=uid % 10 == 0)
         assert read_catalog(tmp_path / "catalog", INSTANCE_ID).sequence == store.commit_count
     store.close()
+    contents = read_catalog(tmp_path / "catalog", INSTANCE_ID)
+    assert (contents.sequence, len(contents.records), contents.problems) == (99, 99, [])
+    assert max(catalogs.numbers(tmp_path / "catalog", "log")) > 1
+
+
+async def test_on_the_device_of_the_store_its_thread_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first commit, with which a run begins: two hand-overs fewer."""
+    threads: list[str] = []
+    write_all = catalogs._write_all
+
+    def noted(fd: int, data: bytes) -> None:
+        threads.append(threading.current_thread().name)
+        write_all(fd, data)
+
+    monkeypatch.setattr(catalogs, "_write_all", noted)
+    made = Catalog(tmp_path / "catalog", INSTANCE_ID, beside=tmp_path)
+    store = RocksDbMetadata(tmp_path / "metadata", catalog=made)
+    for uid in range(1, 5):
+        await store.commit(Changes(sessions=[make_session(uid)]), is_durable=uid % 2 == 0)
+    store.close()
+
+    assert threads == ["catalog-0", *["metadata-log-0"] * 3, "catalog-0"]
+
+
+def test_the_threads_keep_the_order_of_commits(catalog: Catalog, tmp_path: Path) -> None:
+    """The thread of the store's log waits for what the catalog's own thread has yet to write."""
+    catalog._is_beside = True
+    may_go_on = threading.Event()
+    own: Any = catalog._writer
+    own.submit(may_go_on.wait)
+    catalog.append([([(b"s/two", b"2")], 2)])
+    beside = catalog.beside([([(b"s/three", b"3")], 3)])
+    assert beside
+    writing = threading.Thread(target=beside.write)
+    writing.start()
+    writing.join(0.05)
+    may_go_on.set()
+    writing.join()
+    catalog.noted(beside, 3)
+    catalog.close(3)
+    contents = read_catalog(tmp_path, INSTANCE_ID)
+
+    assert (contents.sequence, len(contents.records), contents.problems) == (3, 3, [])
+
+
+async def test_the_catalog_lacks_what_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that fails to sync a commit does not write it down a second time."""
+    made = Catalog(tmp_path / "catalog", INSTANCE_ID, beside=tmp_path)
+    store = RocksDbMetadata(tmp_path / "metadata", catalog=made)
+    await store.commit(Changes(sessions=[make_session(1)]), is_durable=True)
+
+    def refuse() -> None:
+        raise OSError(errno.EIO, "IO error: While fdatasync: Input/output error")
+
+    monkeypatch.setattr(store, "_sync", refuse)
+    with pytest.raises(TierFailure):
+        await store.commit(Changes(sessions=[make_session(2)]), is_durable=True)
+    monkeypatch.undo()
+    store.close()
+    contents = read_catalog(tmp_path / "catalog", INSTANCE_ID)
+
+    assert (contents.sequence, len(contents.records), contents.problems) == (1, 1, [])
+
+
+async def test_a_round_that_was_given_up_is_not_written_down_late(tmp_path: Path) -> None:
+    """Behind the end mark the next run would go on with a commit that the store may lack."""
+    loop = asyncio.get_running_loop()
+    made = Catalog(tmp_path / "catalog", INSTANCE_ID, beside=tmp_path)
+    store: Any = RocksDbMetadata(tmp_path / "metadata", catalog=made, hang_after_s=0.05)
+    await store.commit(Changes(sessions=[make_session(1)]), is_durable=True)
+    may_end, sync = threading.Event(), store._sync
+    returned = asyncio.Event()
+    store._sync = lambda: (may_end.wait(), sync())
+    with pytest.raises(TierFailure, match="has not answered for"):
+        await store.commit(Changes(sessions=[make_session(2)]), is_durable=True)
+    store._failure = None
+    may_end.set()
+    # One thread, in order: this is behind what was given up.
+    store._writer.submit(lambda: loop.call_soon_threadsafe(returned.set))
+    await returned.wait()
+    contents = read_catalog(tmp_path / "catalog", INSTANCE_ID)
+    store.close()
+
+    assert (contents.sequence, len(contents.records), contents.problems) == (1, 1, [])
 
 
 async def test_a_write_that_hangs_is_given_up_by_all_who_wait(

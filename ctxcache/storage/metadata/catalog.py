@@ -1,10 +1,11 @@
 """The catalog: a second copy of every record, in plain files that no database is needed to read.
 
-Written behind each commit by a thread of its own, in the order of the commits, and synced within a second by
-another. A commit returns when the catalog has it: after the death of the process the catalog has every
-commit, after a power cut it may lack those of the last second or so. The catalog is read when the metadata is
-gone or cannot be trusted, and then only. Worst case: its device refuses a write, which is logged; commits go
-on without the catalog until the next start. A write that does not come back is waited for no longer than a
+Written behind each commit, in the order of the commits: by the thread that has written the store's log where
+both lie on one device, or else by a thread of its own. Synced within a second by another. A commit returns
+when the catalog has it: after the death of the process the catalog has every commit, after a power cut it may
+lack those of the last second or so. The catalog is read when the metadata is gone or cannot be trusted, and
+then only. Worst case: its device refuses a write, which is logged; commits go on without the catalog until
+the next start. A write that does not come back is waited for no longer than a
 bound. Commits then go on too, until the device has returned what it owes, and the next commit begins the
 catalog anew.
 
@@ -38,6 +39,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -230,15 +232,28 @@ _PAUSE_SHARE = 3
 log = logging.getLogger(__name__)
 
 
+class Beside(NamedTuple):
+    """Commits that the thread of the store's log writes down: their bytes, and the call that does it."""
+
+    packed: bytes
+    write: Callable[[], None]
+
+
 class Catalog:
     """A store's catalog, being written. Owned by the event loop; its files by the threads that write them."""
 
     def __init__(
-        self, directory: str | Path, instance_id: str, *, hang_after_s: float = HANG_AFTER_S
+        self,
+        directory: str | Path,
+        instance_id: str,
+        *,
+        hang_after_s: float = HANG_AFTER_S,
+        beside: str | Path | None = None,
     ) -> None:
         """Open or create `directory`. `hang_after_s` is how long a commit waits.
 
-        Raises DataDirectoryUnusable.
+        `beside`: the store, or None where the catalog counts as on another device. Raises
+        DataDirectoryUnusable.
         """
         self._directory = Path(directory)
         self._instance_id = instance_id
@@ -248,13 +263,17 @@ class Catalog:
             claim_directory(self._directory)
         except OSError as error:
             raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
+        self._is_beside = beside is not None and _device(beside) == _device(self._directory)
+        """Whether the thread of the store's log may write here: a device that hangs has hung it already."""
         # Three threads, so that a base that takes a minute delays neither a commit's write nor a sync:
         #
         #     catalog        the log, in the order of the commits
         #     catalog-base   all records, unhurried, while commits go on
         #     catalog-sync   one fdatasync a second at most
         self._fd = -1
-        """The newest log. The writing thread's, from `begin` on."""
+        """The newest log. From `begin` on it belongs to the thread that has `_writing`."""
+        self._writing = threading.Lock()
+        """Held while the log is written, ended or followed by the next."""
         self._number = 0
         self._log_bytes = self._base_bytes = 0
         self._is_begun = False
@@ -277,7 +296,7 @@ class Catalog:
         self._put_bytes = self._written_bytes = 0
         """Bytes given to the writing thread since the start, and bytes that it has written or failed."""
         self.last_write: Future[None] | None = None
-        """The write of the last commit that was noted, for `wait`. To be looked at, not changed."""
+        """The last work of the writing thread, for `wait`. To be looked at, not changed."""
         self._waited: tuple[Future[None], asyncio.Future[None]] | None = None
         """The write that commits wait for, and the same for the loop."""
         self._closing = threading.Event()
@@ -351,6 +370,24 @@ class Catalog:
         self._put_bytes += len(packed)
         self.last_write = self._writer.submit(partial(self._write, packed, self._hang_count))
         self._is_marked = True
+        self._grow(packed, last)
+
+    def beside(self, commits: Sequence[tuple[Sequence[Entry], int]]) -> "Beside | None":
+        """As `append`, for the thread that writes the store's log; `noted` follows where it has done so.
+
+        None, and nothing is done, where the catalog is on another device, or more than a write is due.
+        """
+        is_usual = self._is_marked and not (self._is_cut_off or self._is_failed or self._is_hung)
+        if not (self._is_beside and is_usual):
+            return None
+        packed = b"".join(self._packed(entries, sequence) for entries, sequence in commits if entries)
+        return Beside(packed, partial(self._write_beside, self.last_write, packed, self._hang_count))
+
+    def noted(self, written: "Beside", last: int) -> None:
+        """The store's thread has written these, up to that commit."""
+        self._grow(written.packed, last)
+
+    def _grow(self, packed: bytes, last: int) -> None:
         self._log_bytes += len(packed)
         # A log as long as its base costs at a start what the base costs.
         if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes) and not self._is_base_due:
@@ -465,7 +502,8 @@ class Catalog:
         self._log_bytes = 0
         # The records of now: the threads would find later ones.
         records = self._snapshot()
-        self._writer.submit(partial(self._begin_log, self._number, sequence, records, self._hang_count))
+        begin = partial(self._begin_log, self._number, sequence, records, self._hang_count)
+        self.last_write = self._writer.submit(begin)
 
     # -- in the writing thread ---------------------------------------------------------------------
 
@@ -474,7 +512,7 @@ class Catalog:
     ) -> None:
         if self._is_failed or hang_count != self._hang_count:
             return
-        with self._noticed():
+        with self._writing, self._noticed():
             fd = open_private(self._path("log", number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             # The old log is synced once more: up to here it is what counts until the new base is whole.
             if self._fd >= 0:
@@ -485,12 +523,16 @@ class Catalog:
             self._base_writer.submit(partial(self._write_base, number, sequence, records))
 
     def _write(self, packed: bytes, hang_count: int) -> None:
-        # A commit behind one that was left out would make a hole in the log.
-        if self._fd >= 0 and hang_count == self._hang_count:
-            with self._noticed():
-                _write_all(self._fd, packed)
-                self._ask_for_sync()
+        self._put_down(packed, hang_count)
         self._written_bytes += len(packed)
+
+    def _put_down(self, packed: bytes, hang_count: int) -> None:
+        # A commit behind one that was left out would make a hole in the log.
+        with self._writing:
+            if self._fd >= 0 and hang_count == self._hang_count:
+                with self._noticed():
+                    _write_all(self._fd, packed)
+                    self._ask_for_sync()
 
     def _ask_for_sync(self) -> None:
         # Without descriptors the next commit asks again.
@@ -502,11 +544,20 @@ class Catalog:
                 self._syncer.submit(partial(self._sync_soon, fd))
 
     def _end(self, sequence: int) -> None:
-        if self._fd >= 0:
-            with self._noticed():
-                _write_all(self._fd, pack_mark(self._seed, sequence, END))
-                os.fdatasync(self._fd)
-                self._let_go()
+        with self._writing:
+            if self._fd >= 0:
+                with self._noticed():
+                    _write_all(self._fd, pack_mark(self._seed, sequence, END))
+                    os.fdatasync(self._fd)
+                    self._let_go()
+
+    # -- in the thread of the store's log ----------------------------------------------------------
+
+    def _write_beside(self, before: "Future[None] | None", packed: bytes, hang_count: int) -> None:
+        # In order: the first commits of a run, and of a log, are the writing thread's.
+        if before is not None and not before.done():
+            wait([before])
+        self._put_down(packed, hang_count)
 
     # -- in the threads beside it ------------------------------------------------------------------
 
@@ -565,6 +616,10 @@ def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def _device(path: str | Path) -> int:
+    return Path(path).stat().st_dev
 
 
 def _nothing() -> None:

@@ -66,7 +66,7 @@ from ctxcache.storage.metadata.base import (
     SegmentRecord,
     SessionRecord,
 )
-from ctxcache.storage.metadata.catalog import HANG_AFTER_S, Catalog, Entry
+from ctxcache.storage.metadata.catalog import HANG_AFTER_S, Beside, Catalog, Entry
 from ctxcache.storage.metadata.records import Commit
 from ctxcache.storage.metadata.witness import PATIENCE_S as WITNESS_PATIENCE_S
 from ctxcache.storage.metadata.witness import Witness
@@ -143,6 +143,8 @@ class _Round:
     is_durable: bool
     commits: list[tuple[Sequence[Entry], Commit]] = field(default_factory=list)
     work: "Future[None] | None" = None
+    noted: Beside | None = None
+    """The catalog's part, where the thread that writes the log does that too."""
 
 
 class RocksDbMetadata:
@@ -433,21 +435,28 @@ class RocksDbMetadata:
             self._waiting = waiting[len(begun.commits) :] + self._waiting
             self._refuse(error)
             return
+        if self._catalog and begun.commits:
+            begun.noted = self._catalog.beside([(entries, last.sequence) for entries, last in begun.commits])
         # Only this thread writes the log, and the database's lock is held meanwhile: the loop must not write
         # beside it.
-        begun.work = self._writer.submit(self._write_and_sync if begun.is_durable else self._write_log)
+        begun.work = self._writer.submit(partial(self._carry_out, begun))
         loop = asyncio.get_running_loop()
         begun.work.add_done_callback(partial(_call_soon, loop, partial(self._end_round, begun)))
         self._start_watch(loop)
 
-    def _write_log(self) -> None:
-        # The writing thread: the only one that does this, and the interpreter is free meanwhile.
-        self._db.flush_wal(sync=False)
-
-    def _write_and_sync(self) -> None:
-        # The same thread: it alone owns the witness, and syncs follow one another.
+    def _carry_out(self, begun: _Round) -> None:
+        # The writing thread: it alone writes the log and owns the witness, and syncs follow one another.
         self._write_log()
-        self._sync()
+        if begun.is_durable:
+            self._sync()
+        # Last: the catalog must never have a commit that the log lacks. One behind its end mark neither: a
+        # round that was given up is nobody's any more.
+        if begun.noted and self._round is begun:
+            begun.noted.write()
+
+    def _write_log(self) -> None:
+        # The interpreter is free meanwhile.
+        self._db.flush_wal(sync=False)
 
     def _end_round(self, ended: _Round) -> None:
         """The log is written: tell the callers, and begin the next round where commits wait."""
@@ -462,7 +471,9 @@ class RocksDbMetadata:
         # In order, and only now: the catalog must never have a commit that the log lacks.
         if ended.commits:
             self._last = ended.commits[-1][1]
-            if self._catalog:
+            if self._catalog and ended.noted:
+                self._catalog.noted(ended.noted, self._last.sequence)
+            elif self._catalog:
                 self._catalog.append([(entries, last.sequence) for entries, last in ended.commits])
         ended.done.set_result(self._catalog.last_write if self._catalog else None)
         if self._waiting_done:
