@@ -71,6 +71,8 @@ class _Planes(ctypes.Structure):
     )
 
 
+MOST_PITCH_BYTES = (1 << 31) - 1
+"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far."""
 _HOST_MEMORY = 1
 _DEVICE_MEMORY = 2
 _POSIX_DESCRIPTOR = 1
@@ -241,6 +243,25 @@ class Libcuda:
             dstMemoryType=_HOST_MEMORY,
             dstHost=target,
             dstPitch=target_pitch,
+            WidthInBytes=plane_bytes,
+            Height=plane_count,
+        )
+        self._call("cuMemcpy2DAsync_v2", ctypes.byref(planes), ctypes.c_void_p(stream))
+
+    def bring_planes(
+        self, target: int, source: int, source_pitch: int, *, plane_bytes: int, plane_count: int, stream: int
+    ) -> None:
+        """Begin to copy planes of the host's memory onto the device, one behind the other; see `copy_planes`.
+
+        Pitches are less than MOST_PITCH_BYTES.
+        """
+        planes = _Planes(
+            srcMemoryType=_HOST_MEMORY,
+            srcHost=source,
+            srcPitch=source_pitch,
+            dstMemoryType=_DEVICE_MEMORY,
+            dstDevice=target,
+            dstPitch=plane_bytes,
             WidthInBytes=plane_bytes,
             Height=plane_count,
         )

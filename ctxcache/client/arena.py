@@ -323,6 +323,16 @@ class Span(NamedTuple):
         """One past the last token."""
         return self.token_begin + self.run_count * (self.row_end - self.row_begin)
 
+    def runs(self) -> Iterator["Span"]:
+        """Each run by itself, in order."""
+        run_tokens = self.row_end - self.row_begin
+        for run in range(self.run_count):
+            yield self._replace(
+                offset_bytes=self.offset_bytes + run * self.stride_bytes,
+                run_count=1,
+                token_begin=self.token_begin + run * run_tokens,
+            )
+
 
 class Block(NamedTuple):
     """A view of consecutive rows, [runs, rows, row_bytes]; the first is token `token_begin`."""
@@ -346,18 +356,22 @@ class SlotRows:
 
     def views(self, stream: Stream) -> list[Bytes]:
         """All rows of a stream, as views [runs, rows, row_bytes] in order."""
-        return [self._view(stream, span) for span in self._spans]
+        return [self.view(stream, span) for span in self._spans]
+
+    def spans(self, begin: int, end: int) -> Iterator[Span]:
+        """Iterate over the rows of tokens `[begin, end)`, in order: where those of any stream lie."""
+        for span in self._spans:
+            low, high = max(begin, span.token_begin), min(end, span.token_end)
+            # Only a range that begins or ends within a span is cut.
+            if low == span.token_begin and high == span.token_end:
+                yield span
+            elif low < high:
+                yield from _cut(span, low, high)
 
     def blocks(self, stream: Stream, begin: int, end: int) -> Iterator[Block]:
         """Iterate over a stream's rows of tokens `[begin, end)`, in order."""
-        for span in self._spans:
-            low, high = max(begin, span.token_begin), min(end, span.token_end)
-            # The common case costs one view; only a range that begins or ends within a span is cut.
-            if low == span.token_begin and high == span.token_end:
-                yield Block(low, self._view(stream, span))
-            elif low < high:
-                for part in _cut(span, low, high):
-                    yield Block(part.token_begin, self._view(stream, part))
+        for span in self.spans(begin, end):
+            yield Block(span.token_begin, self.view(stream, span))
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """The first token of each run, and one past its last, in order."""
@@ -372,7 +386,8 @@ class SlotRows:
         (block,) = self.blocks(stream, begin, end)
         return block.rows.reshape(-1).data
 
-    def _view(self, stream: Stream, span: Span) -> Bytes:
+    def view(self, stream: Stream, span: Span) -> Bytes:
+        """A stream's rows of a span, [runs, rows, row_bytes]."""
         chunk = self.layout.of(span.row_capacity).chunks[stream]
         row_bytes = chunk.row_bytes
         return np.ndarray(
@@ -464,24 +479,24 @@ def _span(first: int, stride: int, count: int, rows: tuple[int, int, int], token
     return Span(first, stride if count > 1 else 0, count, rows[0], rows[1], token_begin, rows[2])
 
 
-class PlacedChunk(NamedTuple):
-    """The whole chunk that rows in the arena are part of, and its writer's checksum."""
+class PlacedSegment(NamedTuple):
+    """A segment all of whose rows belong to the session, and its writer's checksums, one per chunk."""
 
     segment_id: int
     token_begin: int
     token_end: int
-    checksum: int
+    checksums: Sequence[int]
 
 
-class PlacedRows(NamedTuple):
-    """Consecutive rows where they lie in the arena, [n, row_bytes]; the first is token `token_begin`.
+class PlacedSpan(NamedTuple):
+    """Consecutive rows where they lie in the arena, in each stream's chunks alike.
 
-    `chunk`: None where nothing is verified, or only some of a chunk's rows belong to the session.
+    `segments`: the segment that each run is of; None for one of which only some rows belong to the session.
+    Empty where nothing is verified.
     """
 
-    token_begin: int
-    rows: Bytes
-    chunk: PlacedChunk | None
+    span: Span
+    segments: tuple[PlacedSegment | None, ...]
 
 
 class _Placed(NamedTuple):
@@ -567,17 +582,15 @@ class Verifier:
             target = flat[at : at + (row_end - row_begin) * row_bytes]
             self._copy(run.segment, stream, row_begin, row_end, target)
 
-    def placed(self, stream: Stream, begin: int, end: int) -> Iterator[PlacedRows]:
-        """Where rows of tokens [begin, end) lie, not verified: that is the caller's."""
-        chunk = self._layout.chunks[stream]
-        for token, row_begin, row_end, run in self._parts(begin, end):
-            rows = self._rows(run.segment, stream).reshape(-1, chunk.row_bytes)[row_begin:row_end]
-            whole = None
+    def segments(self, begin: int, end: int) -> Iterator[PlacedSegment | None]:
+        """Iterate over the runs of tokens [begin, end), in order: the segment of each, see PlacedSpan."""
+        for _, _, _, run in self._parts(begin, end):
             # Only then can whoever copies compare the copy with the sum: a part of a chunk has none.
             if (run.row_begin, run.row_end) == (0, run.segment.token_count):
                 tokens = run.token_begin, run.token_begin + run.row_end
-                whole = PlacedChunk(run.segment.segment_id, *tokens, run.segment.checksums[chunk.index])
-            yield PlacedRows(token, rows, whole)
+                yield PlacedSegment(run.segment.segment_id, *tokens, run.segment.checksums)
+            else:
+                yield None
 
     def look_again(self, stream: Stream, segment_id: int) -> None:
         """Compare a chunk where it lies: a copy of it differed. Raises as `verify`."""

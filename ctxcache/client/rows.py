@@ -11,7 +11,7 @@ from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple, Protocol, overload
 
 import numpy as np
@@ -19,9 +19,10 @@ import numpy as np
 from ctxcache.client.access import AccessStream, ArenaAttachment, Hold, acquire
 from ctxcache.client.arena import (
     Bytes,
-    PlacedRows,
+    PlacedSpan,
     SlotLayout,
     SlotRows,
+    Span,
     Verifier,
     identity_of,
     spans_of_runs,
@@ -563,23 +564,27 @@ class LeasedRows(SessionRows):
         """The whole arena as it is mapped here, to be read."""
         return self._slots.arena
 
-    def placed(self, stream: Stream, begin: int, end: int) -> list[PlacedRows]:
-        """Where rows of tokens [begin, end) lie in the arena, for a caller that copies and verifies itself.
+    def placed(self, begin: int, end: int) -> list[PlacedSpan]:
+        """Where rows of tokens [begin, end) lie, for a caller that copies and verifies them itself."""
+        spans = list(self._slots.spans(begin, end))
+        if self._verifier is None:
+            return [PlacedSpan(span, ()) for span in spans]
+        segments = self._verifier.segments(begin, end)
+        return [PlacedSpan(span, tuple(islice(segments, span.run_count))) for span in spans]
+
+    def views(self, stream: Stream, spans: Iterable[Span]) -> list[Bytes]:
+        """A stream's rows of each span, [runs, rows, row_bytes], not verified: that is the caller's.
 
         Raises InvalidArgument for a stream that is not read, LeaseNotFound.
         """
         if stream not in self._chunks:
             raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
         self._hold.check_known()
-        if self._verifier is not None:
-            return list(self._verifier.placed(stream, begin, end))
-        found = []
-        for block in self._slots.blocks(stream, begin, end):
-            token = block.token_begin
-            for rows in block.rows:
-                found.append(PlacedRows(token, rows, None))
-                token += len(rows)
-        return found
+        return [self._slots.view(stream, span) for span in spans]
+
+    def chunk_index(self, stream: Stream) -> int:
+        """The place of a stream's checksum among those of a segment. Raises KeyError(stream)."""
+        return self._chunks[stream].index
 
     def look_again(self, stream: Stream, segment_id: int) -> None:
         """Look at a chunk whose copy differed from its checksum: the server mends what is wrong in memory.

@@ -24,7 +24,7 @@ from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.checksums import bound_checksum
 from ctxcache.format.streams import Stream
 from gpu_worker.kernels.chunk_checksum.reference import WORD_BYTES, ChunkPiece
-from gpu_worker.pipeline.sources import BatchLanding, Cuts, Expected, LeasedSource, SumsChunks
+from gpu_worker.pipeline.sources import BatchLanding, Cuts, LeasedSource, SumsChunks
 
 # A restore from files, and what takes over where one fails:
 #
@@ -172,6 +172,13 @@ class DirectSource:
             self._instead.fill(stream, begin, end, into)
 
 
+class Expected(NamedTuple):
+    """A chunk that ends with a batch: whether a checksum is its own, and the error where it is not."""
+
+    is_right: Callable[[int], bool]
+    wrong: Callable[[], CacheError]
+
+
 class _Reading(NamedTuple):
     """A piece of a chunk on its way."""
 
@@ -188,6 +195,12 @@ class FileLanding(BatchLanding):
     instead: Callable[[CacheError], Bytes]
     """The batch's rows through the store, when a read failed."""
     reads: list[_Reading] = field(default_factory=list)
+    expected: list[Expected] = field(default_factory=list)
+
+    @property
+    def is_awaited(self) -> bool:
+        """See Arrival."""
+        return bool(self.reads)
 
     def bring(self) -> None:
         """See Arrival."""
@@ -204,14 +217,20 @@ class FileLanding(BatchLanding):
                 # The rest of the chunk is on the device already, and could not be verified any more.
                 raise failures[0]
             # The whole batch comes through the store, which verifies it: nothing is left to be summed up.
-            for planned in (self.targets, self.sources, self.pieces, self.expected):
-                planned.clear()
-            self.copy(0, rows)
+            self.pieces, self.judge = (), None
+            self.copies = [(0, rows)]
         BatchLanding.bring(self)
 
     def settle(self) -> None:
         """See Arrival."""
         self._ended()
+
+    def first_wrong(self, found: Sequence[int]) -> CacheError | None:
+        """See Judge."""
+        for expected, checksum in zip(self.expected, found, strict=True):
+            if not expected.is_right(checksum):
+                return expected.wrong()
+        return None
 
     def _ended(self) -> list[CacheError]:
         """Wait for all reads; what failed."""
@@ -279,6 +298,7 @@ class LandingSource(DirectSource):
 
     def _begin(self, landing: FileLanding, stream: Stream, tokens: tuple[int, int], cuts: Cuts) -> None:
         row_bytes = landing.into.shape[1]
+        landing.judge = landing.first_wrong
         for run in self._rows.runs(*tokens):
             first, count = run.token_begin - tokens[0], run.row_end - run.row_begin
             if not self._read(landing, stream, run, first * row_bytes, cuts):
@@ -300,7 +320,7 @@ class LandingSource(DirectSource):
         place = landing.into.reshape(-1)[offset : offset + size]
         reading = self._files.begin(chunk.path_index, chunk.offset_bytes + at, place)
         landing.reads.append(_Reading(chunk, size, reading))
-        landing.pieces.append(piece)
+        landing.pieces = [*landing.pieces, piece]
         self._open.add(stream)
         if piece.is_last:
             self._open.discard(stream)

@@ -6,15 +6,16 @@
    lane "compute"   ────▼──[b1]──────►    b1 was submitted with `after=[event of a1]`
 ```
 
-A lane is a thread that issues work; on a GPU it issues into a stream of its own. Events
-alone order the work of different lanes. Every wait has a deadline, a moment that is passed on to each
-wait below. Worst case: work that never ends. A wait for it ends at the deadline, and the lane is not used
-again.
+Where the host is the device, a lane is a thread that does its work. On a GPU it is a stream, and the thread
+that submits work issues it: a hand-over to another thread takes as long as issuing. Work that waits, or takes
+long, and all that comes behind it, is issued by a thread of the lane. Events alone order the work of
+different lanes. Every wait has a deadline, a moment that is passed on to each wait below. Worst case: work
+that never ends. A wait for it ends at the deadline, and the lane is not used again.
 
-No other module speaks to a device in its own terms. On a machine without a GPU lanes are threads, and the
-copying lane has nothing to do. A CUDA event that is not yet recorded holds nothing up. An event is therefore
-two things: the work was issued, for which threads wait, and the work has passed on the device, for which
-streams wait. A kernel may never end: `settle_by` asks until its deadline, and never blocks in the driver.
+No other module speaks to a device in its own terms. A CUDA event that is not yet recorded holds nothing up.
+An event is therefore two things: the work was issued, for which threads wait, and the work has passed on the
+device, for which streams wait. A kernel may never end: `settle_by` asks until its deadline, and never blocks
+in the driver.
 """
 
 import mmap
@@ -24,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -75,6 +76,11 @@ class LaneEvent(ABC):
 
     @property
     @abstractmethod
+    def is_issued(self) -> bool:
+        """Whether nobody has to wait to go on behind the work: it was issued to its device, or has ended."""
+
+    @property
+    @abstractmethod
     def error(self) -> CacheError | None:
         """The error that the work raised; known once the work was issued."""
 
@@ -104,11 +110,13 @@ class Lane(ABC):
         after: Sequence[LaneEvent] = (),
         deadline: Deadline,
         on_error: OnError | None = None,
+        does_wait: bool = False,
     ) -> LaneEvent:
         """Have `work` done behind all that was submitted before, and behind the events `after`.
 
         If one of them failed, `work` is not done and the event fails alike. `on_error` hears of it before
-        anybody who waits does. Never waits itself.
+        anybody who waits does. `does_wait`: `work` waits for something, or takes long. Never waits itself,
+        but may do other work in the calling thread.
         """
 
     @abstractmethod
@@ -125,18 +133,31 @@ class HostEvent(LaneEvent):
     """The end of work that a thread does itself."""
 
     def __init__(self) -> None:
-        self._ended = threading.Event()
+        # A bare lock, held until the work has ended: a threading.Event takes ten times as long to make.
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._has_ended = False
         self._error: CacheError | None = None
         self._busy_s = 0.0
 
     def end(self, error: CacheError | None, busy_s: float) -> None:
         """The work has ended: said once, by the lane."""
         self._error, self._busy_s = error, busy_s
-        self._ended.set()
+        self._has_ended = True
+        self._running.release()
 
     def settle_by(self, deadline: Deadline) -> bool:
         """See LaneEvent."""
-        return self._ended.wait(deadline.left_s)
+        if not self._has_ended and self._running.acquire(timeout=deadline.left_s):
+            # For the next one who waits.
+            self._running.release()
+        # Not by the lock alone: another one who waited may hold it for a moment.
+        return self._has_ended
+
+    @property
+    def is_issued(self) -> bool:
+        """See LaneEvent."""
+        return self._has_ended
 
     @property
     def error(self) -> CacheError | None:
@@ -149,15 +170,14 @@ class HostEvent(LaneEvent):
         return self._busy_s
 
 
-def passed() -> LaneEvent:
-    """An event that has passed already."""
+def passed(error: CacheError | None = None) -> LaneEvent:
+    """An event that has passed already; with an error, one that has failed."""
     event = HostEvent()
-    event.end(None, 0.0)
+    event.end(error, 0.0)
     return event
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     work: Work
     after: Sequence[LaneEvent]
     deadline: Deadline
@@ -181,8 +201,10 @@ class HostLane(Lane):
         after: Sequence[LaneEvent] = (),
         deadline: Deadline,
         on_error: OnError | None = None,
+        does_wait: bool = False,
     ) -> LaneEvent:
         """See Lane."""
+        del does_wait
         job = _Job(work, after, deadline, on_error, HostEvent())
         self._jobs.put(job)
         return job.event
@@ -203,24 +225,36 @@ class HostLane(Lane):
 
 def _do(job: _Job) -> None:
     begin_ns = time.perf_counter_ns()
-    error: CacheError | None = None
-    try:
+
+    def behind_others() -> None:
+        nonlocal begin_ns
         # On the lane's thread, not the submitter's: `submit` never waits.
         for event in job.after:
             event.wait(job.deadline)
         # Anew: waits for other lanes are not the time of this work.
         begin_ns = time.perf_counter_ns()
         job.work()
+
+    error = _attempted(behind_others, job.on_error)
+    # In every case: an event that never ends would hold a ring's buffer until the deadline.
+    job.event.end(error, (time.perf_counter_ns() - begin_ns) / 1e9)
+
+
+def _attempted(work: Work, on_error: OnError | None) -> CacheError | None:
+    """Do it; the error that it raised, of which `on_error` has heard."""
+    try:
+        work()
     except CacheError as raised:
         error = raised
     except Exception as raised:  # noqa: BLE001  # the lane's supervisor: whatever it is, it is a miss
         error = RestoreFailed(problem=f"{type(raised).__name__}: {raised}")
         error.__cause__ = raised
-    if error is not None and job.on_error is not None:
+    else:
+        return None
+    if on_error is not None:
         # Before the event: whoever waits for it must find the restore failed already.
-        job.on_error(error)
-    # In every case: an event that never ends would hold a ring's buffer until the deadline.
-    job.event.end(error, (time.perf_counter_ns() - begin_ns) / 1e9)
+        on_error(error)
+    return error
 
 
 def _nothing() -> None:
@@ -244,12 +278,8 @@ class Device(ABC):
     """Buffers of the host, and as many of the device where it has memory of its own."""
 
     @abstractmethod
-    def lane(self, name: str, behind: Lane | None = None) -> Lane:
-        """A lane whose work runs on the device.
-
-        `behind`: the lane that most work of this one goes on to, which is closed later. One thread issues for
-        both: a hand-over between threads costs more than issuing a copy.
-        """
+    def lane(self, name: str) -> Lane:
+        """A lane whose work runs on the device."""
 
     @abstractmethod
     def host_buffer(self, size_bytes: int) -> Tensor:
@@ -273,9 +303,13 @@ class Device(ABC):
 #     issuing thread   ──[ wait for other issues ][ launch ]──► issued
 #     stream           ─────────────────────────────[ begin ═══ kernels ═══ end ]──► passed
 #
-# A wait for `end` before it is recorded returns at once, and orders nothing: hence `issued` first.
+# A wait for `end` before it is recorded returns at once, and orders nothing: hence `issued` first. Where the
+# submitter issues, `submit` returns with `issued` passed.
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 200e-6
 """A wait begins with short pauses; each pause takes the interpreter from the threads that issue work."""
+
+
+_PASSED = passed()
 
 
 class CudaEvent(LaneEvent):
@@ -285,7 +319,7 @@ class CudaEvent(LaneEvent):
         self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._is_begun = False
-        self.issued: LaneEvent = passed()
+        self.issued: LaneEvent = _PASSED
         """The end of issuing; set by the lane before anybody sees the event."""
 
     def begin(self, stream: torch.cuda.Stream) -> None:
@@ -323,6 +357,11 @@ class CudaEvent(LaneEvent):
         return True
 
     @property
+    def is_issued(self) -> bool:
+        """See LaneEvent."""
+        return self.issued.is_issued
+
+    @property
     def error(self) -> CacheError | None:
         """See LaneEvent."""
         return self.issued.error
@@ -335,15 +374,17 @@ class CudaEvent(LaneEvent):
 
 
 class CudaLane(Lane):
-    """A stream, and the thread that issues into it."""
+    """A stream, and a thread that issues what the submitter must not wait for."""
 
-    def __init__(self, name: str, device: torch.device, issuer: HostLane | None = None) -> None:
-        """`issuer`: another lane's, which is closed behind this one; by default a thread of its own."""
+    def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # A thread issues, and not the caller, whom a wait for another lane would hold up.
-        self.issuer = issuer or HostLane(name)
-        self._is_issuer_own = issuer is None
+        self._issuing = threading.Lock()
+        """Held while work is issued, and what it waits for before."""
+        self._handing = threading.Lock()
+        self._handed: LaneEvent = _PASSED
+        """The issue of the last work that was handed over."""
+        self._issuer: HostLane | None = None
 
     def submit(
         self,
@@ -352,13 +393,39 @@ class CudaLane(Lane):
         after: Sequence[LaneEvent] = (),
         deadline: Deadline,
         on_error: OnError | None = None,
+        does_wait: bool = False,
     ) -> LaneEvent:
         """See Lane."""
         event = CudaEvent()
-        event.issued = self.issuer.submit(
-            lambda: self._issue(work, after, deadline, event), deadline=deadline, on_error=on_error
-        )
+
+        def issue() -> None:
+            self._issue(work, after, deadline, event)
+
+        # By the submitter, unless it had to wait for this work, or for work before it:
+        #
+        #     lane    [a: issued][b: waits ···── handed over ──···][c: behind b, handed over too][d: issued]
+        can_issue = not does_wait and all(before.is_issued for before in after)
+        if can_issue and self._issuing.acquire(blocking=False):
+            try:
+                # Looked at with the lock held: nothing that was handed over before is still to be issued.
+                if self._handed.is_issued:
+                    if error := _attempted(issue, on_error):
+                        event.issued = passed(error)
+                    return event
+            finally:
+                self._issuing.release()
+        self._hand_over(issue, event, deadline, on_error)
         return event
+
+    def fence(self, deadline: Deadline) -> None:
+        """See Lane."""
+        mark = CudaEvent()
+        # Issued first, then on the stream: what is handed over has no place there yet.
+        if self._handed.settle_by(deadline):
+            mark.end(self._stream)
+            if mark.settle_by(deadline):
+                return
+        raise LaneStuck(lane=self.name)
 
     def close(self, deadline: Deadline) -> None:
         """See Lane."""
@@ -366,11 +433,24 @@ class CudaLane(Lane):
             # The stream first: the issuing thread has long returned while a kernel still writes.
             self.fence(deadline)
         finally:
-            if self._is_issuer_own:
-                self.issuer.close(deadline)
+            if self._issuer is not None:
+                self._issuer.close(deadline)
+
+    def _hand_over(self, issue: Work, event: CudaEvent, deadline: Deadline, on_error: OnError | None) -> None:
+        def issue_alone() -> None:
+            with self._issuing:
+                issue()
+
+        # One at a time: `_handed` is the last in the thread's own order.
+        with self._handing:
+            if self._issuer is None:
+                self._issuer = HostLane(self.name)
+            event.issued = self._issuer.submit(issue_alone, deadline=deadline, on_error=on_error)
+            self._handed = event.issued
 
     def _issue(self, work: Work, after: Sequence[LaneEvent], deadline: Deadline, event: CudaEvent) -> None:
-        with torch.cuda.stream(self._stream):
+        # The caller's thread may be an engine's, which keeps its own setting.
+        with torch.cuda.stream(self._stream), torch.no_grad():
             for before in after:
                 if isinstance(before, CudaEvent):
                     before.order(self._stream, deadline)
@@ -388,8 +468,8 @@ class Cuda(Device):
     """One GPU."""
 
     is_unified = False
-    # A batch takes this process's threads about 2 ms, whatever its size (lab/notes/gpu.md): 64 MiB are copied
-    # in 1.2 ms. Such buffers are also 32 reads of a mebibyte and more.
+    # The host's part of a batch does not depend on its size (lab/notes/gpu.md), and 64 MiB are copied in 1.2
+    # ms. Such buffers are also 32 reads of a mebibyte and more.
     batch_tokens = 16384
     slot_bytes = 64 << 20
     slot_count = 3
@@ -397,9 +477,9 @@ class Cuda(Device):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def lane(self, name: str, behind: Lane | None = None) -> Lane:
+    def lane(self, name: str) -> Lane:
         """See Device."""
-        return CudaLane(name, self.device, behind.issuer if isinstance(behind, CudaLane) else None)
+        return CudaLane(name, self.device)
 
     def host_buffer(self, size_bytes: int) -> Tensor:
         """See Device. Pinned: a copy from other memory would wait for the host."""
@@ -433,9 +513,8 @@ class Host(Device):
         self.device = torch.device("cpu")
         self.is_unified = is_unified
 
-    def lane(self, name: str, behind: Lane | None = None) -> Lane:
+    def lane(self, name: str) -> Lane:
         """See Device. Work here is done by the lane's own thread."""
-        del behind
         return HostLane(name)
 
     def host_buffer(self, size_bytes: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The pipeline: lanes and rings of one device, the rows that come in, and the restores that run on them.
 
 ```
-   thread      read               copy              verify    compute                 announce
+   lane        read               copy              verify    compute                 announce
                │ staging ring     │ landing ring    │         │ project, rotate,      │ layer usable,
     store ───► │ [s][s][s][s] ──► │ [d][d][d][d] ──►│ sums ──►│ scatter into target ─►│ engine goes on
                ▲                  ▲                           │
@@ -9,9 +9,10 @@
 ```
 
 The reading lane drives: it takes a buffer, fills it from the restore's source, and hands it to the lanes
-behind. Where the device reads the host's memory there is no landing ring. Back-pressure is that taking a
-buffer waits for its oldest consumer. Each piece of work first looks whether the restore still goes on, so
-that a failure empties all lanes at once.
+behind. On a GPU its thread issues to those itself, recomputation and reads under way apart. Where the device
+reads the host's memory there is no landing ring. Back-pressure is that taking a buffer waits for its oldest
+consumer. Each piece of work first looks whether the restore still goes on, so that a failure empties all
+lanes at once.
 
 ```
    a layer:   INVALID ──fill──► FILLING ──announce──► USABLE
@@ -30,7 +31,7 @@ import enum
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -252,6 +253,8 @@ class Restoration:
         self._source, self._compute, self._token_ids = source, compute, token_ids
         self._lanes, self._rings, self._batch_tokens = lanes, rings, batch_tokens
         self._on_stuck, self._share = on_stuck, share
+        # Once: to ask a protocol takes longer than to land a batch.
+        self._landed = source if isinstance(source, LandingRows) else None
         self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
         # Kept to the end for `observed_s`: a device's times are known when all has passed.
         self._events: list[tuple[Stage, LaneEvent]] = []
@@ -347,7 +350,7 @@ class Restoration:
         # Order of submission, for layers r, r + 1, ... that come from rows (R1, R4, R8):
         #
         #     compute   [behind the engine] [recompute 0..r-1] [finish 0] ... [r: project] [finish r] ...
-        #     read      [begin computing] [r: batch] [r: batch] [r: check lease] [r+1: batch] ...
+        #     read      [begin computing] [r: batch, batch, check lease] [r+1: batch, ...
         #     announce                                        [0 usable] ...             [r usable] ...
         #
         # Lanes keep this order by themselves; events order what is on different lanes.
@@ -356,15 +359,10 @@ class Restoration:
         batches = [[(part, self._batch(part)) for part in parts] for parts in schedule.parts]
         if schedule.chained_layers:
             self._compute.chain(schedule.chained_layers)
-        # Earlier users of the target's memory have ended when the first work writes to it.
-        self._submit(self._lanes.compute, lambda: None, behind)
         # By way of the reading lane: a restore that begins behind this one computes behind it.
-        self._submit(self._lanes.read, self._begin_computing)
+        self._submit(self._lanes.read, partial(self._begin_computing, behind))
         for layer in range(schedule.recomputed_layers, self.target.layer_count):
-            for part, most_tokens in batches[layer]:
-                for begin, end in part.batches(most_tokens):
-                    self._submit(self._lanes.read, partial(self._feed, part, begin, end))
-            self._submit(self._lanes.read, partial(self._end_reading, layer))
+            self._submit(self._lanes.read, partial(self._feed_layer, layer, batches[layer]))
 
     def _batch(self, part: LayerPart) -> int:
         """Tokens that one buffer takes."""
@@ -372,16 +370,21 @@ class Restoration:
         # Both limits: as many rows as keep the device busy, and no more than a buffer has room for.
         tokens = min(self._batch_tokens, self._rings.staging.size_bytes // row_bytes)
         if tokens > SEGMENT_TOKENS:
-            # A chunk that is cut would be read twice.
-            tokens -= tokens % SEGMENT_TOKENS
+            # A chunk that is cut would be read twice, or come in pieces. Chunks have 64 tokens or a power of
+            # two times as many: no more than an eighth of a batch is given up for those that are longer.
+            tokens -= tokens % max(SEGMENT_TOKENS, 1 << (tokens // 8).bit_length() - 1)
         if not tokens:
             problem = f"{self._rings.staging.size_bytes} B hold no row of {row_bytes} B"
             raise InvalidArgument(field="slot_bytes", problem=problem)
         return tokens
 
-    def _submit(self, lane: Lane, work: Work, *after: LaneEvent) -> LaneEvent:
+    def _submit(self, lane: Lane, work: Work, *after: LaneEvent, does_wait: bool = False) -> LaneEvent:
         return lane.submit(
-            partial(self._do, work), after=after, deadline=self.deadline, on_error=self._states.fail
+            partial(self._do, work),
+            after=after,
+            deadline=self.deadline,
+            on_error=self._states.fail,
+            does_wait=does_wait,
         )
 
     def _do(self, work: Work) -> None:
@@ -393,9 +396,12 @@ class Restoration:
         self.deadline.check("the restore")
         work()
 
-    def _begin_computing(self) -> None:
+    def _begin_computing(self, behind: LaneEvent) -> None:
+        # Earlier users of the target's memory have ended when the first work writes to it.
+        self._submit(self._lanes.compute, lambda: None, behind)
         if self.schedule.needs_token_ids:
-            event = self._submit(self._lanes.compute, self._recompute)
+            # A pass through the model in Python: rows are copied meanwhile.
+            event = self._submit(self._lanes.compute, self._recompute, does_wait=True)
             self._events.append((Stage.RECOMPUTE, event))
         # R8. Layer 0 is announced when all of them are computed:
         # the engine's pass would run the same modules.
@@ -409,6 +415,13 @@ class Restoration:
             self._states.fill(layer)
         self._compute.recompute(self.schedule, self._token_ids, self.target)
 
+    def _feed_layer(self, layer: int, batches: Sequence[tuple[LayerPart, int]]) -> None:
+        """Read a layer's parts, in batches of so many tokens, and hand them on. On the reading lane."""
+        for part, most_tokens in batches:
+            for begin, end in part.batches(most_tokens):
+                self._do(partial(self._feed, part, begin, end))
+        self._do(partial(self._end_reading, layer))
+
     def _feed(self, part: LayerPart, begin: int, end: int) -> None:
         """Read rows [begin, end) and hand them on. On the reading lane."""
         self._states.fill(part.layer)
@@ -419,8 +432,8 @@ class Restoration:
         #     rank 0   [ reads   )
         #     rank 1             [ reads   )                      all ranks: room for all tokens of the batch
         first, last = (begin, end) if self._share is None else self._share(begin, end)
-        if self._rings.landing is not None and isinstance(self._source, LandingRows):
-            self._land(self._source, self._rings.landing, part, (begin, end), (first, last))
+        if self._rings.landing is not None and self._landed is not None:
+            self._land(self._landed, self._rings.landing, part, (begin, end), (first, last))
             return
         slot = self._rings.staging.take(self.deadline)
         try:
@@ -470,7 +483,9 @@ class Restoration:
             #     compute                                          └► project ──┬► the buffer is free
             #     announce   (with shares: check before project)                └► check ──► layer usable
             brought = self._submit_behind(self._lanes.copy, arrival)
-            summed = self._submit(self._lanes.verify, arrival.sum_up, brought)
+            summed = brought
+            if arrival.is_verified:
+                summed = self._submit(self._lanes.verify, arrival.sum_up, brought)
             if self._share is not None:
                 # Others use these rows: they are right, and the session's, before they leave.
                 summed = self._submit(self._lanes.announce, partial(self._verify, arrival), summed)
@@ -499,7 +514,9 @@ class Restoration:
                 arrival.settle()
                 raise
 
-        return lane.submit(bring, deadline=self.deadline, on_error=self._states.fail)
+        return lane.submit(
+            bring, deadline=self.deadline, on_error=self._states.fail, does_wait=arrival.is_awaited
+        )
 
     def _verify(self, arrival: Arrival) -> None:
         arrival.check()
@@ -527,7 +544,8 @@ class Restoration:
             room = self.target.room(part.layer, *tokens)
             self._compute.restore(part.layer, part.method, rows, tokens[0], room)
 
-        event = self._submit(self._lanes.compute, work, *after)
+        # Ranks gather one another's rows, and wait for them.
+        event = self._submit(self._lanes.compute, work, *after, does_wait=self._share is not None)
         self._events.append((Stage.of(part.method), event))
         return event
 
@@ -613,12 +631,11 @@ class Pipeline(Closing):
         if not device.is_unified:
             landing = BufferRing([device.device_buffer(size) for size in sizes], is_poisoned=own.is_poisoned)
         self.rings = Rings(staging, landing)
-        verify = device.lane("verify")
         self.lanes = Lanes(
             # Reading and announcing are work of the host on every device.
             read=device.host_lane("read"),
-            copy=device.lane("copy", verify),
-            verify=verify,
+            copy=device.lane("copy"),
+            verify=device.lane("verify"),
             compute=device.lane("compute"),
             announce=device.host_lane("announce"),
         )

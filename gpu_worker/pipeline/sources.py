@@ -9,6 +9,7 @@
 `fill` copies rows into a buffer of the host. `land` says where rows lie and begins reads, on the reading
 lane; `bring` has them come, on the copying lane; `sum_up` begins their checksums, on the verifying lane;
 `check` compares them on the host, before the layer is announced. Nothing waits for the device between these.
+Chunks lie alike in all streams: how a batch comes is worked out once for all layers (`BatchPlan`).
 The lease is the caller's, who keeps it until the restore is drained: no copy is under way then.
 
 A chunk may be longer than a buffer: its pieces are summed up as they come. Chunks that are cut by the
@@ -22,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -30,14 +32,14 @@ import torch
 from torch import Tensor
 
 from ctxcache.client import SessionRows
-from ctxcache.client.arena import Bytes, PlacedRows
+from ctxcache.client.arena import Bytes, PlacedSegment, Span
 from ctxcache.client.rows import LeasedRows
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import Stream
 from gpu_worker.errors import RestoreFailed, ShapeMismatch
 from gpu_worker.kernels.chunk_checksum import reference
 from gpu_worker.kernels.chunk_checksum.reference import ChunkPiece, Sums, is_fit
-from gpu_worker.libcuda import Libcuda
+from gpu_worker.libcuda import MOST_PITCH_BYTES, Libcuda
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +97,16 @@ class Cuts:
 
 class Arrival(Protocol):
     """A batch of rows on its way onto the device."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether `bring` waits for reads that are under way."""
+        ...
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether there is anything to sum up."""
+        ...
 
     def bring(self) -> None:
         """Have all rows come, in the copying lane's order. Raises what reading raises; none come then."""
@@ -198,11 +210,20 @@ def chunk_sums(device: torch.device) -> SumsChunks:
     return fused.ChunkSums(device)
 
 
-class Expected(NamedTuple):
-    """A chunk that ends with a batch: whether a checksum is its own, and the error where it is not."""
+class PlaneBringer(Protocol):
+    """The driver's copy of planes onto a device. Raises OSError with the driver's message."""
 
-    is_right: Callable[[int], bool]
-    wrong: Callable[[], CacheError]
+    def use(self, device: int) -> None:
+        """Calls of this thread are about a device."""
+
+    def bring_planes(
+        self, target: int, source: int, source_pitch: int, *, plane_bytes: int, plane_count: int, stream: int
+    ) -> None:
+        """Begin to copy planes of pinned memory, `source_pitch` bytes apart, onto the device."""
+
+
+Judge = Callable[[Sequence[int]], CacheError | None]
+"""The checksums of the chunks that ended with a batch -> why one of them is not its chunk's."""
 
 
 @dataclass(slots=True)
@@ -212,31 +233,40 @@ class BatchLanding:
     into: Tensor
     """[n, row_bytes] on the device, contiguous."""
     sums: SumsChunks
-    targets: list[Tensor] = field(default_factory=list)
-    sources: list[Tensor] = field(default_factory=list)
-    pieces: list[ChunkPiece] = field(default_factory=list)
-    expected: list[Expected] = field(default_factory=list)
+    copies: list[tuple[int, Bytes]] = field(default_factory=list)
+    """The batch's first row, and rows [n, row_bytes] or [runs, n, row_bytes], to be copied there."""
+    planes: list[tuple[int, Bytes]] = field(default_factory=list)
+    """The same of rows that are pinned: by `bringer`."""
+    bringer: PlaneBringer | None = None
+    pieces: Sequence[ChunkPiece] = ()
+    judge: Judge | None = None
     found: Sums | None = None
 
-    def copy(self, first: int, rows: Bytes) -> None:
-        """Have rows copied to where the batch's row `first` belongs."""
-        # One dimension each: `_foreach_copy_` takes pairs of tensors of one shape.
-        begin = first * self.into.shape[1]
-        self.targets.append(self.into.view(-1)[begin : begin + rows.nbytes])
-        self.sources.append(torch.from_numpy(rows.reshape(-1)))
+    @property
+    def is_awaited(self) -> bool:
+        """See Arrival."""
+        return False
+
+    @property
+    def is_verified(self) -> bool:
+        """See Arrival."""
+        return bool(self.pieces)
 
     def host_room(self, first: int, count: int) -> Bytes:
         """Memory of the host to be filled with rows, which are copied then."""
         # Not from the ring: few rows take this way, and the
-        # copy that follows keeps the memory alive by `sources`.
+        # copy that follows keeps the memory alive by `copies`.
         room = torch.empty(count, self.into.shape[1], dtype=torch.uint8)
         rows: Bytes = room.numpy()
-        self.copy(first, rows)
+        self.copies.append((first, rows))
         return rows
 
     def bring(self) -> None:
         """See Arrival."""
-        _transfer(self.targets, self.sources)
+        if self.planes:
+            self.copies += _bring_planes(self.bringer, self.into, self.planes)
+        if self.copies:
+            _transfer(self.into, self.copies)
 
     def settle(self) -> None:
         """See Arrival. Copies are in the order of the copying lane."""
@@ -247,79 +277,172 @@ class BatchLanding:
 
     def check(self) -> None:
         """See Arrival."""
-        if self.found is None:
+        if self.found is None or self.judge is None:
             return
-        for expected, checksum in zip(self.expected, self.found(), strict=True):
-            if not expected.is_right(checksum):
-                raise expected.wrong()
+        error = self.judge(self.found())
+        if error is not None:
+            raise error
 
 
-def _transfer(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        _copy_all(targets, sources)
+def _transfer(into: Tensor, copies: Sequence[tuple[int, Bytes]]) -> None:
+    _copy_all(into, copies)
 
 
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+def _copy_all(into: Tensor, copies: Sequence[tuple[int, Bytes]]) -> None:
+    targets, found = list[Tensor](), list[Tensor]()
+    flat, row_bytes = into.view(-1), into.shape[1]
+    for first, rows in copies:
+        at = first * row_bytes
+        # A run at a time: rows that do not follow one another
+        # would be gathered in the host's memory before the copy.
+        for run in rows if rows.ndim > 2 else (rows,):
+            targets.append(flat[at : at + run.nbytes])
+            found.append(torch.from_numpy(run.reshape(-1)))
+            at += run.nbytes
     # One call: the interpreter is left once, however many pieces there are.
-    torch._foreach_copy_(targets, sources, non_blocking=True)
+    torch._foreach_copy_(targets, found, non_blocking=True)
+
+
+def _bring_planes(
+    bringer: PlaneBringer | None, into: Tensor, planes: Sequence[tuple[int, Bytes]]
+) -> list[tuple[int, Bytes]]:
+    """Copy runs of rows that lie at equal distances by one call each; returns those that cannot be."""
+    if bringer is None:
+        return list(planes)
+    left, done = list[tuple[int, Bytes]](), 0
+    row_bytes, begin = into.shape[1], into.data_ptr()
+    stream = torch.cuda.current_stream(into.device).cuda_stream
+    try:
+        bringer.use(into.device.index or 0)
+        for first, rows in planes:
+            run_count, run_rows, _ = rows.shape
+            # Of one run the distance to the next one says nothing.
+            pitch = rows.strides[0] if run_count > 1 else run_rows * row_bytes
+            if pitch > MOST_PITCH_BYTES:
+                left.append((first, rows))
+            else:
+                bringer.bring_planes(
+                    begin + first * row_bytes,
+                    rows.__array_interface__["data"][0],
+                    pitch,
+                    plane_bytes=run_rows * row_bytes,
+                    plane_count=run_count,
+                    stream=stream,
+                )
+            done += 1
+    except OSError as error:
+        # The call that failed began nothing; torch says what is wrong with a device that has failed.
+        log.warning("planes_not_brought problem=%r", str(error))
+        left += planes[done:]
+    return left
 
 
 # -- from the arena ----------------------------------------------------------------------------------
 
 
+class BatchPlan(NamedTuple):
+    """How a batch of rows of one length comes, whichever stream's they are."""
+
+    firsts: tuple[int, ...]
+    """The batch's row that each of `spans` begins with."""
+    spans: tuple[Span, ...]
+    """Rows that the device copies."""
+    by_host: tuple[Span, ...]
+    """Rows that the host copies and verifies."""
+    pieces: tuple[ChunkPiece, ...]
+    """Of `spans`, by segments."""
+    are_whole: bool
+    """Whether each piece is a whole chunk, so that nothing of it is kept until a later batch."""
+    ended: tuple[PlacedSegment, ...]
+    """Segments whose chunk ends with the batch."""
+
+
 class ArenaSource(LeasedSource):
     """Rows under a lease, in an arena that the device copies from by itself. See LandingRows."""
 
-    def __init__(self, rows: LeasedRows, sums: SumsChunks) -> None:
+    def __init__(self, rows: LeasedRows, sums: SumsChunks, bringer: PlaneBringer | None = None) -> None:
         """`rows` belong to this source while it restores; their arena is pinned."""
         super().__init__(rows)
-        self._leased, self._sums = rows, sums
+        self._leased, self._sums, self._bringer = rows, sums, bringer
+        # As many as a layer has batches, for each length of rows.
+        self._plans: dict[tuple[int, int, int, Cuts], BatchPlan] = {}
 
     def land(self, stream: Stream, begin: int, end: int, into: Tensor, cuts: Cuts) -> BatchLanding:
         """See LandingRows."""
-        landing = BatchLanding(into, self._sums)
-        for placed in self._leased.placed(stream, begin, end):
-            first = placed.token_begin - begin
-            # How rows of one segment come:
-            #
-            #     nothing to verify                    the device copies
-            #     a whole chunk, in pieces that fit    the device copies and sums up
-            #     a part of one, or other pieces       the host copies and verifies, then the device copies
-            if placed.chunk is None and not self._leased.is_verified:
-                landing.copy(first, placed.rows)
-            elif not self._take(landing, stream, placed, first, cuts):
-                token_end = placed.token_begin + len(placed.rows)
-                room = landing.host_room(first, len(placed.rows))
-                self._leased.copy_verified(stream, placed.token_begin, token_end, room)
+        row_bytes = into.shape[1]
+        plan = self._plans.get((row_bytes, begin, end, cuts))
+        if plan is None:
+            plan = self._plans[row_bytes, begin, end, cuts] = self._plan(row_bytes, begin, end, cuts)
+        landing = BatchLanding(into, self._sums, bringer=self._bringer)
+        views = self._leased.views(stream, plan.spans)
+        landing.planes = list(zip(plan.firsts, views, strict=True))
+        for span in plan.by_host:
+            room = landing.host_room(span.token_begin - begin, span.token_end - span.token_begin)
+            self._leased.copy_verified(stream, span.token_begin, span.token_end, room)
+        landing.pieces = plan.pieces
+        if not plan.are_whole:
+            # Each stream's chunk of a segment goes on by itself. Each source
+            # has sums of its own, so that restores do not mix.
+            landing.pieces = [piece._replace(chunk=(stream, piece.chunk)) for piece in plan.pieces]
+        if plan.ended:
+            index = self._leased.chunk_index(stream)
+            # The sums that the chunks' writer made: the server hands them on,
+            # and makes none from stored bytes.
+            sums = [segment.checksums[index] for segment in plan.ended]
+            landing.judge = partial(self._judge, stream, plan.ended, sums)
         return landing
 
-    def _take(
-        self, landing: BatchLanding, stream: Stream, placed: PlacedRows, first: int, cuts: Cuts
-    ) -> bool:
-        """Have a piece of a chunk copied and summed up; False where the device cannot do that."""
-        chunk, row_bytes = placed.chunk, placed.rows.shape[1]
-        offset = first * row_bytes
+    def _plan(self, row_bytes: int, begin: int, end: int, cuts: Cuts) -> BatchPlan:
+        firsts, spans, by_host, pieces, ended = [], list[Span](), list[Span](), [], []
+        # How rows of one segment come:
+        #
+        #     nothing to verify                    the device copies
+        #     a whole chunk, in pieces that fit    the device copies and sums up
+        #     a part of one, or other pieces       the host copies and verifies, then the device copies
+        for placed in self._leased.placed(begin, end):
+            runs = list(placed.span.runs()) if self._leased.is_verified else []
+            known = [
+                self._piece(segment, run, begin, row_bytes, cuts)
+                for segment, run in zip(placed.segments, runs, strict=True)
+            ]
+            if None in known:
+                # Run by run: some of them may be the host's.
+                whole = [piece is not None for piece in known]
+                by_host += [run for run, is_whole in zip(runs, whole, strict=True) if not is_whole]
+                runs = [run for run, is_whole in zip(runs, whole, strict=True) if is_whole]
+            else:
+                runs = [placed.span]
+            firsts += [run.token_begin - begin for run in runs]
+            spans += runs
+            for segment, piece in zip(placed.segments, known, strict=True):
+                if piece is not None:
+                    pieces.append(piece)
+                    ended += [segment] if segment is not None and piece.is_last else []
+        are_whole = all(piece.begin == 0 and piece.is_last for piece in pieces)
+        return BatchPlan(tuple(firsts), tuple(spans), tuple(by_host), tuple(pieces), are_whole, tuple(ended))
+
+    def _piece(
+        self, segment: PlacedSegment | None, run: Span, begin: int, row_bytes: int, cuts: Cuts
+    ) -> ChunkPiece | None:
+        """A run of rows as a piece of their chunk; None where the device cannot sum that up."""
+        offset = (run.token_begin - begin) * row_bytes
         # The kernel reads words of 8 bytes: a piece that begins between two of them is the host's to verify.
-        if chunk is None or offset % reference.WORD_BYTES:
-            return False
-        if not cuts.pieces(chunk.token_begin, chunk.token_end, row_bytes):
-            return False
-        total = (chunk.token_end - chunk.token_begin) * row_bytes
-        at = (placed.token_begin - chunk.token_begin) * row_bytes
-        # A chunk is one stream's rows of one segment. Each source
-        # has sums of its own, so that restores do not mix.
-        key = stream, chunk.segment_id
-        piece = ChunkPiece(key, offset, placed.rows.nbytes, at, total)
-        landing.copy(first, placed.rows)
-        landing.pieces.append(piece)
-        if piece.is_last:
-            # The sum that the chunk's writer made: the server hands it on, and makes none from stored bytes.
-            landing.expected.append(
-                Expected(
-                    lambda found: found == chunk.checksum, lambda: self._differs(stream, chunk.segment_id)
-                )
-            )
-        return True
+        if segment is None or offset % reference.WORD_BYTES:
+            return None
+        if not cuts.pieces(segment.token_begin, segment.token_end, row_bytes):
+            return None
+        size, at = (run.token_end - run.token_begin) * row_bytes, run.token_begin - segment.token_begin
+        total = (segment.token_end - segment.token_begin) * row_bytes
+        return ChunkPiece(segment.segment_id, offset, size, at * row_bytes, total)
+
+    def _judge(
+        self, stream: Stream, ended: Sequence[PlacedSegment], sums: Sequence[int], found: Sequence[int]
+    ) -> CacheError | None:
+        """See Judge."""
+        for segment, expected, checksum in zip(ended, sums, found, strict=True):
+            if expected != checksum:
+                return self._differs(stream, segment.segment_id)
+        return None
 
     def _differs(self, stream: Stream, segment_id: int) -> CacheError:
         try:
@@ -331,11 +454,8 @@ class ArenaSource(LeasedSource):
         return RestoreFailed(problem=f"{stream} of {segment_id} was mended while it was copied")
 
 
-class HostPins(Protocol):
+class HostPins(PlaneBringer, Protocol):
     """The calls of a driver that pin memory. Each raises OSError with the driver's message."""
-
-    def use(self, device: int) -> None:
-        """Make the device's primary context current in this thread."""
 
     def register_host(self, address: int, size_bytes: int) -> None:
         """Pin memory that is mapped to be read."""
@@ -382,7 +502,8 @@ class ArenaPins:
             yield LeasedSource(rows)
             return
         try:
-            yield ArenaSource(rows, chunk_sums(self._device))
+            bringer = self._driver if self._device.type == "cuda" else None
+            yield ArenaSource(rows, chunk_sums(self._device), bringer)
         finally:
             with self._lock:
                 # The restore is drained here: no copy from the arena is under way.

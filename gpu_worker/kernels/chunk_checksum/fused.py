@@ -15,6 +15,7 @@ beside it.
 """
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -50,6 +51,15 @@ _PRIME_64 = tl.constexpr(0x9E3779B185EBCA87)
 _PRIME_MIX = tl.constexpr(0x165667919E3779F9)
 
 
+class _Table(NamedTuple):
+    """Pieces as kernels read them: `rows` on the device, and what their launch needs."""
+
+    rows: Tensor
+    block_count: int
+    most_blocks: int
+    are_last: list[bool]
+
+
 class ChunkSums:
     """See the reference."""
 
@@ -61,32 +71,44 @@ class ChunkSums:
         self._slots: dict[Hashable, int] = {}
         self._free = list(range(FIRST_STATES))
         self._places = Places()
+        self._tables: dict[tuple[int, tuple[ChunkPiece, ...]], _Table] = {}
 
     def add(self, data: Tensor, pieces: Sequence[ChunkPiece]) -> Sums:
-        """See the reference."""
-        self._places.take(data, pieces)
-        if not pieces:
-            return list
-        rows, first = [], 0
-        for piece in pieces:
-            count = _block_count(piece)
-            rows.append((piece.offset, piece.size, piece.begin, piece.total, first, self._slot(piece)))
-            first += count
-        table = self._on_device(rows)
+        """See the reference. A tuple of whole chunks is looked at once, however often it comes."""
+        table = None
+        if isinstance(pieces, tuple):
+            table = self._tables.get((data.nbytes, pieces))
+        if table is None:
+            self._places.take(data, pieces)
+            if not pieces:
+                return list
+            table = self._table(data, pieces)
         # Signed words of 64 bits, which torch has; kernels take the same bits as unsigned ones.
         words = data[: len(data) // 8 * 8].view(torch.int64)
-        sums = torch.empty(max(first, 1), LANES, dtype=torch.int64, device=self._device)
+        sums = torch.empty(max(table.block_count, 1), LANES, dtype=torch.int64, device=self._device)
         # One grid for all pieces, as wide as the longest; programs beyond a shorter piece's end are masked.
-        most = max(map(_block_count, pieces))
-        if most:
-            _block_sums[triton.cdiv(most, BLOCKS), len(pieces)](
-                words, table, self._words, sums, BLOCKS=BLOCKS
+        if table.most_blocks:
+            _block_sums[triton.cdiv(table.most_blocks, BLOCKS), len(pieces)](
+                words, table.rows, self._words, sums, BLOCKS=BLOCKS
             )
         checksums = torch.empty(len(pieces), dtype=torch.int64, device=self._device)
         _chunk_ends[(len(pieces),)](
-            words, data, table, self._words, sums, self._states, checksums, num_warps=1
+            words, data, table.rows, self._words, sums, self._states, checksums, num_warps=1
         )
-        return self._found(checksums, [piece.is_last for piece in pieces])
+        return self._found(checksums, table.are_last)
+
+    def _table(self, data: Tensor, pieces: Sequence[ChunkPiece]) -> _Table:
+        rows, first = [], 0
+        counts = [_block_count(piece) for piece in pieces]
+        for piece, count in zip(pieces, counts, strict=True):
+            rows.append((piece.offset, piece.size, piece.begin, piece.total, first, self._slot(piece)))
+            first += count
+        table = _Table(self._on_device(rows), first, max(counts), [piece.is_last for piece in pieces])
+        # Whole chunks keep no lanes from batch to batch: the same pieces have the same table, whosever they
+        # are. Layers differ in nothing else.
+        if isinstance(pieces, tuple) and all(piece.begin == 0 and piece.is_last for piece in pieces):
+            self._tables[data.nbytes, pieces] = table
+        return table
 
     def _slot(self, piece: ChunkPiece) -> int:
         """Where a chunk's lanes stay between two pieces; any place where there is one piece alone."""

@@ -6,17 +6,17 @@ Stands in for `torch.cuda` where the pipeline touches it. Tensors are the host's
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from queue import SimpleQueue
 
 import pytest
 import torch
-from slow_pipelines import DELAY_S
+from slow_pipelines import DELAY_S, SlowLane
 from torch import Tensor
 
 from gpu_worker.pipeline import pipeline, sources
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.lane import Cuda, HostLane, Lane
+from gpu_worker.pipeline.lane import Cuda, CudaLane, Deadline, HostLane, Lane, LaneEvent, OnError, Work
 from gpu_worker.pipeline.sources import BatchLanding
 from gpu_worker.pipeline.target import LayerRoom
 from gpu_worker.plan import Method
@@ -26,6 +26,8 @@ _JOIN_S = 30.0
 
 class Stream:
     """Work in order, done by a thread some time after it was issued."""
+
+    cuda_stream = 77
 
     def __init__(self, _device: object = None) -> None:
         self.delay_s = 0.0
@@ -116,6 +118,33 @@ class Driver:
 
         stream.issue(run)
 
+    def settle(self) -> None:
+        """Wait until the calling thread's stream has done what was issued into it."""
+        done = threading.Event()
+        self.current().issue(done.set)
+        assert done.wait(_JOIN_S)
+
+
+class HandedLane(CudaLane):
+    """A lane all of whose work is handed over, to a thread that is late with each piece."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name, device)
+        self._issuer = SlowLane(name)
+
+    def submit(
+        self,
+        work: Work,
+        *,
+        after: Sequence[LaneEvent] = (),
+        deadline: Deadline,
+        on_error: OnError | None = None,
+        does_wait: bool = False,
+    ) -> LaneEvent:
+        """See Lane."""
+        del does_wait
+        return super().submit(work, after=after, deadline=deadline, on_error=on_error, does_wait=True)
+
 
 class FakeGpu(Cuda):
     """The GPU's own lanes and events, on fake streams."""
@@ -124,14 +153,10 @@ class FakeGpu(Cuda):
         super().__init__(torch.device("cpu"))
         self._driver, self._slow, self._slow_issuers = driver, slow, slow_issuers
 
-    def lane(self, name: str, behind: Lane | None = None) -> Lane:
+    def lane(self, name: str) -> Lane:
         """See Device."""
-        lane = super().lane(name, behind)
+        lane = HandedLane(name, self.device) if name in self._slow_issuers else super().lane(name)
         self._driver.streams[-1].delay_s = DELAY_S if name in self._slow else 0.0
-        if name in self._slow_issuers:
-            from slow_pipelines import SlowLane  # noqa: PLC0415
-
-            lane.issuer = SlowLane(name)  # type: ignore[attr-defined]
         return lane
 
     def host_lane(self, name: str) -> Lane:
@@ -161,7 +186,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(
         sources,
         "_transfer",
-        lambda targets, found: driver.launch(lambda: sources._copy_all(targets, found)),
+        lambda into, copies: driver.launch(lambda: sources._copy_all(into, copies)),
     )
     sum_up = BatchLanding.sum_up
     monkeypatch.setattr(BatchLanding, "sum_up", lambda landing: driver.launch(lambda: sum_up(landing)))

@@ -45,6 +45,7 @@ class SlowLane(HostLane):
         after: Sequence[LaneEvent] = (),
         deadline: Deadline,
         on_error: OnError | None = None,
+        does_wait: bool = False,
     ) -> LaneEvent:
         """See Lane."""
 
@@ -52,7 +53,7 @@ class SlowLane(HostLane):
             threading.Event().wait(DELAY_S)
             work()
 
-        return super().submit(held_up, after=after, deadline=deadline, on_error=on_error)
+        return super().submit(held_up, after=after, deadline=deadline, on_error=on_error, does_wait=does_wait)
 
 
 class SlowHost(Host):
@@ -62,9 +63,8 @@ class SlowHost(Host):
         super().__init__(is_unified=is_unified)
         self._slow = slow
 
-    def lane(self, name: str, behind: Lane | None = None) -> Lane:
+    def lane(self, name: str) -> Lane:
         """See Device."""
-        del behind
         return SlowLane(name) if name in self._slow else HostLane(name)
 
     def host_lane(self, name: str) -> Lane:

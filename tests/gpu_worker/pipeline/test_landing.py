@@ -3,12 +3,15 @@
 The driver's calls that pin memory are faked, and CUDA's streams; the store, its arena and leases are real.
 """
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from fake_cuda import Driver, FakeGpu, driver
+from fake_cuda import Stream as FakeStream
 from on_ssd import CPU, direct_by, flip_in_arena, restored, save
 from sessions import contents, saved_session
 from slow_pipelines import SMALL, slowed
@@ -21,6 +24,7 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import RestoreFailed
+from gpu_worker.kernels.chunk_checksum.reference import ChunkSums
 from gpu_worker.pipeline import sources
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.sources import ArenaPins, ArenaSource, BatchLanding, Cuts, LeasedSource
@@ -36,6 +40,7 @@ class FakePins:
 
     def __init__(self, problem: str = "") -> None:
         self.calls: list[tuple[str, int]] = []
+        self.is_broken = False
         self._problem = problem
 
     def use(self, device: int) -> None:
@@ -53,6 +58,17 @@ class FakePins:
         """See HostPins."""
         self.calls.append(("unregister", address))
 
+    def bring_planes(
+        self, target: int, source: int, source_pitch: int, *, plane_bytes: int, plane_count: int, stream: int
+    ) -> None:
+        """See PlaneBringer. At once: the device is the host."""
+        assert stream == FakeStream.cuda_stream
+        self.calls.append(("bring", plane_count))
+        if self.is_broken:
+            raise OSError(1, "invalid argument")
+        for plane in range(plane_count):
+            ctypes.memmove(target + plane * plane_bytes, source + plane * source_pitch, plane_bytes)
+
 
 class Transfers:
     """Copies onto the device, as they are begun and as they end."""
@@ -62,10 +78,11 @@ class Transfers:
         self.addresses: list[tuple[int, int]] = []
         copy = sources._copy_all
 
-        def counted(targets: list[Tensor], found: list[Tensor]) -> None:
-            copy(targets, found)
-            self.ended_bytes += sum(each.nbytes for each in found)
-            self.addresses += [(each.data_ptr(), each.nbytes) for each in found]
+        def counted(into: Tensor, copies: Sequence[tuple[int, Bytes]]) -> None:
+            copy(into, copies)
+            for run in (run for _, rows in copies for run in (rows if rows.ndim == 3 else [rows])):
+                self.ended_bytes += run.nbytes
+                self.addresses.append((run.ctypes.data, run.nbytes))
 
         patch.setattr(sources, "_copy_all", counted)
 
@@ -133,6 +150,62 @@ def test_rows_are_copied_once_and_by_the_device(
     assert pins.calls == [("register", arena.nbytes)]
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_rows_come_by_the_drivers_own_copies(
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: SessionInfo,
+    transfers: Transfers,
+    driver: Driver,
+    *,
+    is_broken: bool,
+) -> None:
+    """What the driver refuses, torch copies."""
+    pins = FakePins()
+    pins.is_broken = is_broken
+    direct, _ = _pinned(client, monkeypatch, pins)
+    monkeypatch.setattr(sources, "ArenaSource", lambda rows, sums, _: ArenaSource(rows, sums, pins))
+    with Pipeline(FakeGpu(driver, ()), SMALL) as pipeline:
+        assert _is_right(restored(direct, pipeline, saved_session("llama"), kept, PLAN))
+
+    row_bytes = saved_session("llama").rows[Stream(0, StateKind.KV)][0].nbytes
+    assert any(name == "bring" for name, _ in pins.calls)
+    # The last segment is no whole chunk of blocks: the host verifies its rows, and torch copies them.
+    assert (transfers.ended_bytes == 3 * kept.token_count * row_bytes) == is_broken
+
+
+def test_slots_at_equal_distances_come_by_one_copy(driver: Driver, transfers: Transfers) -> None:
+    """The second of three calls is refused: torch copies that span, and the one behind it, run by run."""
+    arena = np.arange(4096, dtype=np.uint8)
+    # Rows of 8 bytes, two to a slot; slots of 256 bytes. Of one run, the stride says nothing.
+    views = [
+        np.ndarray((count, 2, 8), np.uint8, arena, begin, (stride, 8, 1))
+        for count, begin, stride in ((3, 16, 256), (1, 2048, 0), (2, 2304, 512))
+    ]
+    into, pins = torch.zeros(12, 8, dtype=torch.uint8), FakePins()
+    landing = BatchLanding(into, ChunkSums(), planes=list(zip((0, 6, 8), views, strict=True)), bringer=pins)
+    landing.bring()
+    expected = np.concatenate([view.reshape(-1, 8) for view in views])
+
+    assert pins.calls == [("bring", 3), ("bring", 1), ("bring", 2)]
+    assert np.array_equal(into.numpy(), expected)
+    assert transfers.ended_bytes == 0
+
+    bring = pins.bring_planes
+
+    def broken(*given: int, **named: int) -> None:
+        pins.is_broken = named["plane_count"] == 1
+        bring(*given, **named)
+
+    pins.bring_planes = broken  # type: ignore[method-assign]
+    again = torch.zeros(12, 8, dtype=torch.uint8)
+    BatchLanding(again, ChunkSums(), planes=list(zip((0, 6, 8), views, strict=True)), bringer=pins).bring()
+    driver.settle()
+
+    assert np.array_equal(again.numpy(), expected)
+    assert transfers.ended_bytes == 3 * 2 * 8
+
+
 def test_a_lease_outlives_the_copies_under_it(
     client: Client,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,12 +230,12 @@ def test_a_lease_outlives_the_copies_under_it(
     done = [0]
     copy = sources._copy_all
 
-    def ended(targets: list[Tensor], found: list[Tensor]) -> None:
-        copy(targets, found)
+    def ended(into: Tensor, copies: Sequence[tuple[int, Bytes]]) -> None:
+        copy(into, copies)
         done[0] += 1
 
     monkeypatch.setattr(sources, "_copy_all", ended)
-    monkeypatch.setattr(sources, "_transfer", lambda targets, found: counted(lambda: ended(targets, found)))
+    monkeypatch.setattr(sources, "_transfer", lambda into, copies: counted(lambda: ended(into, copies)))
     monkeypatch.setattr(LeasedRows, "close", closed)
     with Pipeline(FakeGpu(driver, ["copy"]), SMALL) as pipeline:
         assert _is_right(restored(direct, pipeline, saved_session("llama"), kept, PLAN))

@@ -130,9 +130,9 @@ class _FencedHost(SlowHost):
         super().__init__()
         self._fenced = fenced
 
-    def lane(self, name: str, behind: Lane | None = None) -> Lane:
+    def lane(self, name: str) -> Lane:
         """See Device."""
-        return _FencedLane(name, self._fenced) if name == "compute" else super().lane(name, behind)
+        return _FencedLane(name, self._fenced) if name == "compute" else super().lane(name)
 
 
 class _FencedLane(HostLane):
