@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, within ten minutes: the kernels' tests and figures, an engine beside the sidecar by CUDA IPC,
+# Everything that needs a GPU, within ten minutes: the kernels' tests and figures, a restore's threads, an engine beside the sidecar by CUDA IPC,
 # decoding while it is saved, restores beside recomputation, and from the SSD tier's files. A step that fails or takes too long hides no other; one table at the end; the exit status is that of
 # the first step that failed. Needs this package with torch, triton, transformers, pytest and hypothesis in the Python that runs it.
 #
@@ -22,7 +22,7 @@ if [[ -n ${WHEELS:-} ]]; then
   "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit
   export PYTHONPATH=$PWD:$site
 fi
-names="tests sidecar kernels saving restore direct decoding"
+names="tests sidecar kernels threads saving restore direct decoding"
 for name in ${ONLY:-}; do
   if [[ " $names " != *" $name "* ]]; then
     echo "ONLY: there is no step $name: $names" >&2
@@ -49,6 +49,7 @@ if [[ -n ${TINY:-} ]]; then
   tests=(tests/gpu_worker/kernels/test_quantization.py)
   sidecar=(tests/gpu_worker/sidecar/test_sidecar.py)
   kernels=(--tiny)
+  threads=(--pieces 0)
   saving=(--shape tiny --batch 2 --history 8 --steps 2 --rounds 2 --replayed 3)
   restore=(--shapes tiny,tiny-opt --device cpu --history 96,160 --rounds 2)
   direct=(--shape tiny --tokens 200 --rounds 2)
@@ -57,6 +58,8 @@ else
   tests=(tests/gpu_worker/kernels)
   sidecar=(tests/gpu_worker/sidecar/test_sidecar.py tests/gpu_worker/sidecar/test_direct_sidecar.py)
   kernels=(--tokens 512,2048,16384 --rounds 7)
+  # What each thread of a restore did, and when, as the interpreter hands over by itself and ten times as often.
+  threads=(--device cuda --switch-intervals 0.005,0.0005)
   # Eager steps, then a graph's: what of a step its hundred replays take to be saved, and whether rows are right.
   saving=(--shape llama-2-7b --batch 16 --history 512 --steps 16 --rounds 4 --replayed 100)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
@@ -69,7 +72,8 @@ fi
 pytest=("$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir . -o asyncio_mode=auto)
 step tests 75 "${pytest[@]}" "${tests[@]}"
 step sidecar 60 "${pytest[@]}" "${sidecar[@]}"
-step kernels 75 "$python" -m lab.studies.kernels --json "${kernels[@]}"
+step kernels 45 "$python" -m lab.studies.kernels --json "${kernels[@]}"
+step threads 25 env -u TRITON_INTERPRET "$python" -m lab.studies.pipeline_cost --timeline "${threads[@]}"
 # The store's server runs beside these.
 step saving 80 "$python" -m lab.studies.saving --json "${saving[@]}"
 step restore 140 "$python" -m lab.studies.restore --json "${restore[@]}"

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "lab/gpu.sh"
 
 
-STEPS = ("tests", "sidecar", "kernels", "saving", "restore", "direct", "decoding")
+STEPS = ("tests", "sidecar", "kernels", "threads", "saving", "restore", "direct", "decoding")
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def python(tmp_path: Path) -> Path:
     path.write_text(f"""#!{sys.executable}
 import os, runpy, sys
 told = " ".join(sys.argv[1:3])
-studies = "gpu_preflight", "kernels", "saving", "studies.restore", "studies.direct", "decoding", "gpu_table"
-steps = "pytest", *studies
+studies = "kernels", "pipeline_cost", "saving", "studies.restore", "studies.direct", "decoding", "gpu_table"
+steps = "pytest", "gpu_preflight", *studies
 step = next((key for key in steps if key in told), "")
 if step == "gpu_table":
     sys.argv = sys.argv[2:]
@@ -63,8 +63,8 @@ def test_all_steps_run_and_the_table_has_them(python: Path, tmp_path: Path) -> N
     """Exit status 0."""
     done = run(python, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert [each in done.stdout for each in STEPS] == [True] * 7
-    assert done.stdout.count("done, ") == 7
+    assert [each in done.stdout for each in STEPS] == [True] * 8
+    assert done.stdout.count("done, ") == 8
 
 
 def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "failed with 3" in done.stdout
     assert "failed with 4" in done.stdout
-    assert done.stdout.count("done, ") == 5
+    assert done.stdout.count("done, ") == 6
     assert "restore, batch 16" in done.stdout
 
 
