@@ -69,7 +69,7 @@ def _claims(cache: Cache) -> Iterator[str]:
 
 
 def _uses(cache: Cache) -> Iterator[str]:
-    uses = Counter(lease.view.uid for lease in cache.leases.holding())
+    uses = Counter(uid for lease in cache.leases.holding() for uid in (lease.view.uid, *lease.others))
     uses.update(reservation.session.uid for reservation in cache.appends.reservations())
     if any(session.use_count != uses[session.uid] for session in cache.ledger.listing()):
         yield "sessions in use, as the ledger knows them, are not those that are leased or written"

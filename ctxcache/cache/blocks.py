@@ -15,21 +15,23 @@ and the change that it allows.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 from ctxcache.cache.appends import Appends, Reservation
 from ctxcache.cache.block_news import Subscriptions
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
-from ctxcache.cache.leases import Lease, Leases, ReadRequest, TokenLease
+from ctxcache.cache.leases import Held, Lease, Leases, ReadRequest, TokenLease
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import STEP_BY_STEP, Pace, State
 from ctxcache.core.history import Event
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Expiration, Session, block_id, block_key
 from ctxcache.core.limits import Pinner
 from ctxcache.errors import (
@@ -359,7 +361,7 @@ class Blocks:
         sizes = {s.segment_id: s.size_bytes for s in segments}
         # First: what can never be held at once is not waited for.
         self._leases.pins.has_room(owner, sizes)
-        held: dict[int, Lease] = {}
+        held: dict[int, Held] = {}
         try:
             for begin in range(0, len(keys), BLOCKS_AT_A_TIME):
                 if pace.is_over:
@@ -368,13 +370,15 @@ class Blocks:
                 # Looked at again: there was an await, and what was found may be gone.
                 now_ns = clock.now_ns()
                 some = self._shown(tenant, space, keys[begin : begin + BLOCKS_AT_A_TIME], now_ns)
+                # Most blocks are in DRAM, and a task takes as long as a lease.
+                near = {} if is_rechecked else _at_hand(some)
+                has_room = bool(near) and self._leases.has_room_for_blocks(near, owner)
+                lease = self._leases.acquire_blocks(near, owner, now_ns) if has_room else None
                 for i, block in enumerate(some, begin):
                     if block is None:
                         continue
-                    # Most blocks are in DRAM, and a task takes as long as a lease.
-                    lease = None if is_rechecked else self._leases.acquire_block_at_once(block, owner, now_ns)
-                    if lease is not None:
-                        held[i] = lease
+                    if lease is not None and block in near:
+                        held[i] = Held(lease, near[block])
                         continue
                     request = ReadRequest(
                         block.tenant,
@@ -394,27 +398,43 @@ class Blocks:
                 if asked:
                     _raise_first(await asyncio.gather(*asked, return_exceptions=True))
         except BaseException:
-            self._leases.let_go(held.values())
+            self._leases.let_go(one.lease for one in held.values())
             raise
-        return self._leases.tokens.hold(tenant, list(map(held.get, range(len(keys)))), ttl_ns=ttl_ns)
+        tokens, blocks = self._leases.tokens, list(map(held.get, range(len(keys))))
+        return tokens.hold(tenant, blocks, tokens.ticket(ttl_ns))
 
-    def hold(
+    def to_hold(
         self, tenant: str, space: bytes, keys: Sequence[bytes], client: int | None
-    ) -> list[Lease | None]:
-        """Lease those that are in DRAM, without waiting: the first ones, up to half of what `client` may pin.
+    ) -> "ToHold | None":
+        """Of these, the first ones in DRAM, up to half of what `client` may pin, without waiting.
 
-        The other half is for who brings blocks, or reads them. The caller puts them under a token.
+        The other half is for who brings blocks, or reads them. To be held in this turn; None: nothing is.
         """
-        owner, pins, now_ns = Pinner(tenant, client), self._leases.pins, self._state.clock.now_ns()
-        most_bytes = pins.limit_of(owner) // 2
-        held: list[Lease | None] = [None] * len(keys)
-        for i, block in enumerate(self._shown(tenant, space, keys, now_ns)):
-            if block is None:
-                continue
-            if pins.used_by(owner) + block.layout.size_bytes > most_bytes:
+        owner, now_ns = Pinner(tenant, client), self._state.clock.now_ns()
+        there = self._shown(tenant, space, keys, now_ns)
+        some = self._within(owner, _at_hand(there))
+        # Half of them, where others hold too much for all.
+        while some and not self._leases.has_room_for_blocks(some, owner):
+            some = dict(islice(some.items(), len(some) // 2))
+        return ToHold(owner, there, some, now_ns) if some else None
+
+    def hold(self, chosen: "ToHold") -> list[Held | None]:
+        """Lease what was chosen in this turn, in the order of the keys. The caller puts it under a token."""
+        lease = self._leases.acquire_blocks(chosen.some, chosen.owner, chosen.now_ns)
+        segments = [None if block is None else chosen.some.get(block) for block in chosen.there]
+        return [None if segment is None else Held(lease, segment) for segment in segments]
+
+    def _within(self, owner: Pinner, blocks: Mapping[Session, Segment]) -> dict[Session, Segment]:
+        """The first of them, as many as leave half of what the client may pin."""
+        pins, some = self._leases.pins, dict[Session, Segment]()
+        left_bytes, own = pins.limit_of(owner) // 2 - pins.used_by(owner), pins.pinned_by(owner)
+        for block, segment in blocks.items():
+            # What it pins already takes no room again.
+            left_bytes -= 0 if segment.segment_id in own else segment.layout.size_bytes
+            if left_bytes < 0:
                 break
-            held[i] = self._leases.acquire_block_at_once(block, owner, now_ns)
-        return held
+            some[block] = segment
+        return some
 
     def leased(self, tenant: str, token: bytes) -> TokenLease:
         """The leases behind a token of the tenant, for any of its connections.
@@ -422,16 +442,16 @@ class Blocks:
         Raises LeaseNotFound, InvalidArgument (it holds a prefix).
         """
         found = self._leases.tokens.find(tenant, token)
-        if found.is_prefix:
+        if found.blocks is None:
             raise InvalidArgument(field="token", problem="is that of a prefix: AcquireLease takes it")
         return found
 
-    async def summed(self, lease: Lease, part: int, most_bytes: int) -> list[tuple[memoryview, int]]:
+    async def summed(self, held: Held, part: int, most_bytes: int) -> list[tuple[memoryview, int]]:
         """The bytes of a leased block's part where they lie, in runs of at most so many, and their XXH3-64.
 
         They are those of the writer. Raises CorruptSegment, TierFailure.
         """
-        segment = lease.pieces[0].segment
+        segment = held.segment
         for _ in range(TRIES):
             stream = segment.layout.specs[part].stream
             # Looked up in each try: mending may have moved it.
@@ -617,7 +637,7 @@ class Blocks:
         self._left[block.uid] = True
         return True
 
-    def _hold_at_once(self, request: ReadRequest, held: dict[int, Lease], number: int) -> bool:
+    def _hold_at_once(self, request: ReadRequest, held: dict[int, Held], number: int) -> bool:
         """As `_hold`, without waiting; False, and nothing is done, where it would have to wait."""
         try:
             lease = self._leases.acquire_at_once(request)
@@ -627,7 +647,7 @@ class Blocks:
             self._keep(lease, held, number)
         return lease is not None
 
-    async def _hold(self, request: ReadRequest, held: dict[int, Lease], number: int) -> None:
+    async def _hold(self, request: ReadRequest, held: dict[int, Held], number: int) -> None:
         """Lease a block, and put the lease under that number, unless the block is gone, or bad."""
         try:
             lease = await self._leases.acquire(request, is_tried=True)
@@ -635,12 +655,33 @@ class Blocks:
             return
         self._keep(lease, held, number)
 
-    def _keep(self, lease: Lease, held: dict[int, Lease], number: int) -> None:
+    def _keep(self, lease: Lease, held: dict[int, Held], number: int) -> None:
         if lease.pieces:
-            held[number] = lease
+            held[number] = Held(lease, lease.pieces[0].segment)
         else:
             # It was cut while its bytes were brought.
             self._leases.release(lease.lease_id)
+
+
+class ToHold(NamedTuple):
+    """Blocks that are to be held: `some` of those `there`, in the order of their keys."""
+
+    owner: Pinner
+    there: Sequence[Session | None]
+    some: Mapping[Session, Segment]
+    now_ns: int
+
+
+def _at_hand(blocks: Iterable[Session | None]) -> dict[Session, Segment]:
+    """Those that lie in DRAM, each once, with their sums."""
+    return {
+        block: block.segments[0]
+        for block in blocks
+        if block is not None
+        and not block.withheld
+        and block.segments[0].memory is not None
+        and block.segments[0].is_settled(1)
+    }
 
 
 def _sizes(block: Session) -> tuple[int, ...]:

@@ -191,6 +191,8 @@ class Lease:
     """Slots, by segment id, of what was left on SSD for who reads it there."""
     is_quiet: bool = False
     """Whether its session is not in use by it."""
+    others: tuple[bytes, ...] = ()
+    """Uids of the other blocks of a lease of several; `view` is of the first."""
 
     def is_past(self, segment: Segment) -> bool:
         """Whether it is read past DRAM, where its rows do not stay."""
@@ -261,24 +263,41 @@ def summed(view: memoryview, sums: Sums, piece: Piece, stream: Stream) -> Summed
 
 
 TOKEN_BYTES = 16
+TOKENS_DRAWN = 64
+"""Tokens that are drawn together."""
 TOKEN_TTL_LIMIT_NS = LEASE_LIFETIME_NS
 """How long what a token names lasts at most."""
 
 
+class Ticket(NamedTuple):
+    """A token that names nothing yet, and until when it is going to."""
+
+    token: bytes
+    deadline_ns: int
+    ttl_ns: int
+
+
+class Held(NamedTuple):
+    """A block under a lease, which may be of others as well."""
+
+    lease: Lease
+    segment: Segment
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLease:
-    """The leases behind a token, one for each key that is there and None for the others.
+    """The leases behind a token: of a prefix one; of blocks one for all that were at hand, and others'.
 
-    Or, of a prefix, the one lease of its rows.
+    `blocks`: in the order of the keys, None for those that are not there; None of a prefix.
     """
 
     token: bytes
     tenant: str
-    leases: tuple[Lease | None, ...]
+    leases: tuple[Lease, ...]
+    blocks: tuple[Held | None, ...] | None
     deadline_ns: int
     ttl_ns: int
     """How long they last from when they were named."""
-    is_prefix: bool = False
 
 
 class TokenLeases:
@@ -287,25 +306,40 @@ class TokenLeases:
     def __init__(self, state: State, leases: "Leases") -> None:
         self._state, self._leases = state, leases
         self._held: dict[bytes, TokenLease] = {}
+        self._unused: list[bytes] = []
+        """Tokens that were drawn."""
 
     def __len__(self) -> int:
         """How many tokens are known."""
         return len(self._held)
 
-    def hold(
-        self, tenant: str, leases: Sequence[Lease | None], *, ttl_ns: int, is_prefix: bool = False
-    ) -> TokenLease:
-        """Name leases by a new token for so long; one of no lease is not remembered."""
+    def ticket(self, ttl_ns: int) -> Ticket:
+        """A new token, for so long from now on."""
+        if not self._unused:
+            # Together: each draw lets go of the interpreter, which another thread may keep for a while.
+            drawn = secrets.token_bytes(TOKENS_DRAWN * TOKEN_BYTES)
+            self._unused = [drawn[begin : begin + TOKEN_BYTES] for begin in range(0, len(drawn), TOKEN_BYTES)]
         # Bounded like a lease: a token is no way to hold rows for ever.
         ttl_ns = min(ttl_ns, TOKEN_TTL_LIMIT_NS)
-        deadline_ns = self._state.clock.monotonic_ns() + ttl_ns
+        return Ticket(self._unused.pop(), self._state.clock.monotonic_ns() + ttl_ns, ttl_ns)
+
+    def hold_prefix(self, tenant: str, lease: Lease, *, ttl_ns: int) -> TokenLease:
+        """Name the lease of a prefix by a new token for so long."""
+        return self._hold(tenant, (lease,), None, self.ticket(ttl_ns))
+
+    def hold(self, tenant: str, blocks: Sequence[Held | None], ticket: Ticket) -> TokenLease:
+        """Name what is held by this token; a token of nothing is not remembered."""
+        leases = dict.fromkeys([one.lease for one in blocks if one is not None])
+        return self._hold(tenant, tuple(leases), tuple(blocks), ticket)
+
+    def _hold(
+        self, tenant: str, leases: tuple[Lease, ...], blocks: tuple[Held | None, ...] | None, ticket: Ticket
+    ) -> TokenLease:
         for lease in leases:
-            if lease is not None:
-                lease.deadline_ns = deadline_ns
-        token = secrets.token_bytes(TOKEN_BYTES)
-        found = TokenLease(token, tenant, tuple(leases), deadline_ns, ttl_ns, is_prefix)
+            lease.deadline_ns = ticket.deadline_ns
+        found = TokenLease(ticket.token, tenant, leases, blocks, ticket.deadline_ns, ticket.ttl_ns)
         # A token of nothing would only fill the table.
-        if any(leases):
+        if leases:
             self._held[found.token] = found
         return found
 
@@ -323,9 +357,9 @@ class TokenLeases:
         Raises LeaseNotFound, InvalidArgument (it names blocks), ModelFingerprintMismatch.
         """
         found = self.find(tenant, token)
-        [lease] = found.leases if found.is_prefix else [None]
-        if lease is None:
+        if found.blocks is not None:
             raise InvalidArgument(field="token", problem="is that of blocks: LeaseBlocks takes it")
+        [lease] = found.leases
         if lease.view.model_fingerprint != fingerprint:
             raise ModelFingerprintMismatch(
                 model=f"models/{lease.view.model_id}",
@@ -356,7 +390,7 @@ class TokenLeases:
 
     def _is_held(self, found: TokenLease) -> bool:
         is_in_time = self._state.clock.monotonic_ns() < found.deadline_ns
-        return is_in_time and all(self._leases.is_held(one.lease_id) for one in found.leases if one)
+        return is_in_time and all(self._leases.is_held(one.lease_id) for one in found.leases)
 
 
 class Leases:
@@ -482,10 +516,10 @@ class Leases:
         self._found(lease)
         return lease
 
-    def let_go(self, leases: Iterable[Lease | None]) -> None:
+    def let_go(self, leases: Iterable[Lease]) -> None:
         """End those that have not ended."""
         for lease in leases:
-            if lease is not None and lease.lease_id in self._leases:
+            if lease.lease_id in self._leases:
                 self.release(lease.lease_id)
 
     def acquire_at_once(self, request: ReadRequest) -> Lease | None:
@@ -513,27 +547,31 @@ class Leases:
         self._found(lease)
         return lease
 
-    def acquire_block_at_once(self, block: Session, owner: Pinner, now_ns: int) -> Lease | None:
-        """Lease all of a block that was found at `now_ns` of the store's time, and lies in DRAM.
+    # The blocks of one look-up or load are found together and let go together, so that they have one lease:
+    # what follows from a lease, and not from a block, is a third of the work for sixteen.
+    def has_room_for_blocks(self, blocks: Mapping[Session, Segment], owner: Pinner) -> bool:
+        """Whether `acquire_blocks` may be called now: no wait, and no refusal.
 
-        None, and nothing is done, where that has to wait, or is to be refused.
+        Raises CapacityExceeded: more than may ever be held.
         """
-        if block.withheld or len(block.segments) != 1:
-            return None
-        segment = block.segments[0]
-        if segment.memory is None or not segment.is_settled(block.token_count):
-            return None
-        sizes_bytes = {segment.segment_id: segment.layout.size_bytes}
-        if self._is_full(block.tenant) or not self.pins.has_room(owner, sizes_bytes):
-            return None
+        return not self._is_full(owner.tenant) and self.pins.has_room(owner, _sizes_bytes(blocks))
+
+    def acquire_blocks(self, blocks: Mapping[Session, Segment], owner: Pinner, now_ns: int) -> Lease:
+        """One lease of all of these blocks of the owner's tenant, at hand, and found in this turn.
+
+        At `now_ns` of the store's time. Each counts as an access.
+        """
+        first, *others = blocks
         lease = self._begin(
-            block,
-            (Piece(segment, 0, block.token_count, 0),),
-            sizes_bytes,
+            first,
+            # A block is one token.
+            tuple([Piece(segment, 0, 1, i) for i, segment in enumerate(blocks.values())]),
+            _sizes_bytes(blocks),
             owner,
             now_ns,
-            span=(0, block.token_count),
-            dram_token_count=block.token_count,
+            span=(0, len(blocks)),
+            dram_token_count=len(blocks),
+            others=others,
         )
         lease.deadline_ns = lease.begun_ns + LEASE_LIFETIME_NS
         self._found(lease)
@@ -678,6 +716,8 @@ class Leases:
         if not lease.is_quiet:
             # Its use first, then its rows: the policy ranks the session before its segments may leave.
             self._ledger.read_ended(lease.view.uid, now_ns / SECOND_NS)
+            for uid in lease.others:
+                self._ledger.read_ended(uid, now_ns / SECOND_NS)
         for piece in lease.pieces:
             self._ledger.released(piece.segment, is_past=piece.segment.segment_id not in lease.pinned)
         self.pins.unpin(lease.client, lease.pinned)
@@ -832,11 +872,16 @@ class Leases:
         dram_token_count: int,
         on_ssd: Mapping[int, Slot] = NOTHING,
         is_quiet: bool = False,
+        others: Sequence[Session] = (),
     ) -> Lease:
-        """Hold pieces of a session, tokens `span`; `looked_ns` of the store's time: when they were found."""
+        """Hold pieces of a session, tokens `span`; `looked_ns` of the store's time: when they were found.
+
+        `others`: further blocks, of which some of the pieces are.
+        """
         now_ns = self._state.clock.monotonic_ns()
         if not is_quiet:
-            self._ledger.touched(session, looked_ns)
+            for one in (session, *others):
+                self._ledger.touched(one, looked_ns)
             self._state.counters.read_token_count += span[1] - span[0]
             self._state.counters.dram_hit_token_count += dram_token_count
         self.pins.pin(owner, sizes_bytes)
@@ -854,6 +899,7 @@ class Leases:
             held_ns=now_ns,
             on_ssd=on_ssd,
             is_quiet=is_quiet,
+            others=tuple([one.uid for one in others]),
         )
         # Nothing awaits between the look and these holds: the segments are where they were found.
         for piece in pieces:
@@ -861,6 +907,9 @@ class Leases:
         self._leases[lease.lease_id] = lease
         self._counts[session.tenant] += 1
         if not is_quiet:
+            for one in others:
+                self._ledger.read_began(one, (), now_ns / SECOND_NS)
+            # With the pieces of all: what was promoted ahead of need is read.
             self._ledger.read_began(session, pieces, now_ns / SECOND_NS)
         return lease
 
@@ -879,6 +928,7 @@ class Leases:
             tokens=lease.end - lease.begin,
             dram_tokens=lease.dram_token_count,
             took_us=took_ns // 1000,
+            count=1 + len(lease.others),
         )
 
     async def _promote(self, lease: Lease) -> None:
@@ -994,6 +1044,10 @@ class Bounce:
     def forget(self) -> None:
         """Use other memory from now on."""
         self._view = None
+
+
+def _sizes_bytes(blocks: Mapping[Session, Segment]) -> dict[int, int]:
+    return {segment.segment_id: segment.layout.size_bytes for segment in blocks.values()}
 
 
 def _check_there(piece: Piece) -> Sums:

@@ -199,7 +199,7 @@ class Prefixes:
             lease = await self._leases.acquire(request)
         except (SessionNotFound, GenerationMismatch, CorruptSegment):
             return None
-        return self._leases.tokens.hold(source.tenant, [lease], ttl_ns=ttl_ns, is_prefix=True)
+        return self._leases.tokens.hold_prefix(source.tenant, lease, ttl_ns=ttl_ns)
 
     async def adopt(
         self,

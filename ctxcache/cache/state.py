@@ -408,13 +408,14 @@ class Journal:
         call: Call | None = None,
         *,
         empty: str = EMPTY,
+        count: int = 1,
         **facts: Fact,
     ) -> None:
         """The session was there; `tokens` among the facts: how many of its tokens were found; `empty`.
 
-        Why none.
+        Why none. `count`: of several blocks found together.
         """
-        self.counts[by, HIT if facts["tokens"] else empty] += 1
+        self.counts[by, HIT if facts["tokens"] else empty] += count
         if self.listening is not None:
             self._hear(self.listening, call or _ASKED[by], session, session.token_count, facts)
 

@@ -13,6 +13,7 @@ thread that only looks at views learns it with its next `check`, and everything 
 """
 
 import itertools
+import math
 import os
 import select
 import socket
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
 
@@ -130,13 +132,47 @@ class AccessStream(ABC):
         Callers of many small operations know answers again that they have read before. Raises
         DeadlineExceeded, Unavailable; the operation's own error is in the answer.
         """
-        response = self.exchange([Operation.FromString(operation)])
-        response.request_id = 0
-        return response.SerializeToString()
+        return _unnumbered(self.exchange([Operation.FromString(operation)]))
+
+    @abstractmethod
+    def begin(self, operation: bytes) -> "Begun":
+        """As `ask`, without waiting for the answer. Raises DeadlineExceeded, Unavailable."""
 
     def error_of(self, failed: OperationError) -> CacheError:
         """Rebuild the error that the server raised."""
         return from_parts(failed.code, failed.reason, failed.message, failed.metadata, target=self.target)
+
+
+class Begun:
+    """An operation that was sent. Its answer is waited for, or given up, by one thread at a time."""
+
+    def __init__(
+        self, wait: Callable[[float], bytes], give_up: Callable[[], None], deadline_s: float
+    ) -> None:
+        """`wait` until that time of the monotonic clock raises DeadlineExceeded, and may be called again.
+
+        `give_up`: what the answer holds is given back.
+        """
+        self._wait, self.give_up, self._deadline_s = wait, give_up, deadline_s
+
+    def answer(self, within_s: float = math.inf) -> bytes | None:
+        """The encoded answer; None, and the operation goes on, where it takes longer. Raises as `ask`."""
+        end_s = time.monotonic() + within_s
+        try:
+            return self._wait(min(end_s, self._deadline_s))
+        except DeadlineExceeded:
+            if end_s < self._deadline_s:
+                return None
+            self.give_up()
+            raise
+        except BaseException:
+            self.give_up()
+            raise
+
+
+def _unnumbered(response: AccessResponse) -> bytes:
+    response.request_id = 0
+    return response.SerializeToString()
 
 
 def again(failure: CacheError) -> CacheError:
@@ -317,6 +353,18 @@ class GrpcAccess(AccessStream):
         except BaseException:
             self._abandon(request_id, answer)
             raise
+
+    def begin(self, operation: bytes) -> Begun:
+        """See AccessStream."""
+        request_id, answer = self._submit([Operation.FromString(operation)])
+
+        def wait(deadline_s: float) -> bytes:
+            try:
+                return _unnumbered(answer.result(max(deadline_s - time.monotonic(), 0)))
+            except TimeoutError as error:
+                raise self._too_late() from error
+
+        return Begun(wait, partial(self._abandon, request_id, answer), time.monotonic() + self.timeout_s)
 
     def send(self, operations: Iterable[Operation]) -> None:
         """See AccessStream."""
@@ -505,13 +553,19 @@ class SocketAccess(AccessStream):
 
     def ask(self, operation: bytes) -> bytes:
         """See AccessStream. Neither the request nor the answer is made into a message here."""
-        # The number is of field 1 and is added in front; fields of a protobuf message may come in any order
-        # and in several encoded pieces, so that a trace is appended likewise.
-        request = _ONE_OPERATION + varint(len(operation)) + operation
-        if parent := trace_parent():
-            request += AccessRequest(trace_parent=parent).SerializeToString()
-        answer = self._exchange(request)
+        answer = self._exchange(_one_operation(operation))
         return answer.message[answer.begin :]
+
+    def begin(self, operation: bytes) -> Begun:
+        """See AccessStream."""
+        end_s = time.monotonic() + self.timeout_s
+        request_id = self._submit(_one_operation(operation), end_s, is_awaited=True)
+
+        def wait(deadline_s: float) -> bytes:
+            answer = self._wait(request_id, deadline_s)
+            return answer.message[answer.begin :]
+
+        return Begun(wait, partial(self._abandon, request_id), end_s)
 
     def send(self, operations: Iterable[Operation]) -> None:
         """See AccessStream."""
@@ -782,6 +836,16 @@ class SocketAccess(AccessStream):
 
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(target=self.target, timeout_s=f"{self.timeout_s:g}")
+
+
+def _one_operation(operation: bytes) -> bytes:
+    """The encoded request of one operation, without its number."""
+    # The number is of field 1 and is added in front; fields of a protobuf message may come in any order
+    # and in several encoded pieces, so that a trace is appended likewise.
+    request = _ONE_OPERATION + varint(len(operation)) + operation
+    if parent := trace_parent():
+        request += AccessRequest(trace_parent=parent).SerializeToString()
+    return request
 
 
 class _Answer(NamedTuple):

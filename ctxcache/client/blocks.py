@@ -8,6 +8,7 @@ socket; otherwise bytes travel by gRPC. Thread-safe. Worst case: one deadline pe
 much is several calls, each of which is done or not.
 """
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
-from ctxcache.client.access import AccessStream, ArenaAttachment, ClockPair, Hold, acquire
+from ctxcache.client.access import AccessStream, ArenaAttachment, Begun, ClockPair, Hold, acquire
 from ctxcache.client.arena import Bytes, MappedArena
 from ctxcache.client.block_bytes import Array, BlockData, PartMemory, Writing, check_sizes, parts_of
 from ctxcache.client.block_files import BlockFiles
@@ -116,22 +117,18 @@ class BlockCalls:
         attachment = self._routes.attach()
         if attachment is None:
             return self.look_up(space, keys), []
-        found, holds, stream = list[FoundBlock](), list[Hold](), attachment.stream
-        hold = block_pb2.LookupBlocksRequest(hold=_duration(ttl_s)).SerializeToString()
-        try:
-            for begin in range(0, len(keys), KEYS_PER_CALL):
-                # Encoded messages one behind the other are one message.
-                request = _lookup(space, keys[begin : begin + KEYS_PER_CALL]) + hold
-                sent = ClockPair.now()
-                answer = _asked(stream, request)
-                found += _found(answer)
-                if answer.token:
-                    holds.append(_hold(stream, sent, answer))
-        except BaseException:
-            for one in holds:
-                one.release_soon()
-            raise
-        return found, holds
+        return HoldingLookUp(attachment.stream, space, keys, ttl_s).result()
+
+    def begin_to_look_up_and_hold(
+        self, space: BlockSpace, keys: Sequence[bytes], *, ttl_s: float = 60
+    ) -> "HoldingLookUp | None":
+        """As `look_up_and_hold`, without waiting for the answer.
+
+        None, and nothing is done, where the store is elsewhere or this client is not connected now. Raises
+        InvalidArgument, Unavailable, DeadlineExceeded (the store takes no requests).
+        """
+        attachment = self._routes.attached()
+        return None if attachment is None else HoldingLookUp(attachment.stream, space, keys, ttl_s)
 
     def put(
         self,
@@ -470,6 +467,64 @@ class BlockCalls:
                 draw_end(call)
 
 
+class HoldingLookUp:
+    """A look-up under way, whose first keys were sent. To be waited for, or given up, by one thread."""
+
+    def __init__(self, stream: AccessStream, space: BlockSpace, keys: Sequence[bytes], ttl_s: float) -> None:
+        self._stream, self._space = stream, space
+        self._hold = _hold_field(ttl_s)
+        self._parts = [keys[begin : begin + KEYS_PER_CALL] for begin in range(0, len(keys), KEYS_PER_CALL)]
+        self._found, self._holds = list[FoundBlock](), list[Hold]()
+        self._begun: Begun | None = None
+        self._begin()
+
+    def result(self) -> tuple[list[FoundBlock], list[Hold]]:
+        """See `look_up_and_hold`."""
+        while not self.is_over(math.inf):
+            continue
+        return self._found, self._holds
+
+    def is_over(self, within_s: float) -> bool:
+        """Whether `result` has nothing to wait for, now or after so long. Raises as `look_up_and_hold`."""
+        try:
+            while self._begun is not None:
+                answer = self._begun.answer(within_s)
+                if answer is None:
+                    return False
+                self._take(answer)
+                self._begin()
+        except BaseException:
+            self._begun = None
+            self.give_up()
+            raise
+        return True
+
+    def give_up(self) -> None:
+        """Wait for nothing more, and let go of what is held."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.give_up()
+        for one in self._holds:
+            one.release_soon()
+
+    def _begin(self) -> None:
+        self._begun = None
+        if self._parts:
+            # Encoded messages one behind the other are one message.
+            request = _lookup(self._space, self._parts.pop(0)) + self._hold
+            self._sent = ClockPair.now()
+            self._begun = self._stream.begin(_LOOKUP + varint(len(request)) + request)
+
+    def _take(self, encoded: bytes) -> None:
+        [result] = AccessResponse.FromString(encoded).results
+        if result.HasField("error"):
+            raise self._stream.error_of(result.error)
+        answer = result.found_blocks
+        self._found += _found(answer)
+        if answer.token:
+            self._holds.append(_hold(self._stream, self._sent, answer))
+
+
 class BlockSubscription:
     """The news of a space's blocks. A context manager, iterated by one thread; any may close it."""
 
@@ -599,14 +654,6 @@ def _leased(attachment: ArenaAttachment, request: block_pb2.LeaseBlocksRequest) 
     sent, result = acquire(attachment.stream, Operation(lease_blocks=request))
     lease = result.leased_blocks
     return LeasedBlocks(attachment, lease, _hold(attachment.stream, sent, lease))
-
-
-def _asked(stream: AccessStream, request: bytes) -> block_pb2.LookupBlocksResponse:
-    """The answer to an encoded LookupBlocksRequest. Raises its error."""
-    [result] = AccessResponse.FromString(stream.ask(_LOOKUP + varint(len(request)) + request)).results
-    if result.HasField("error"):
-        raise stream.error_of(result.error)
-    return result.found_blocks
 
 
 def _hold(
@@ -744,6 +791,11 @@ def _duration(seconds: float) -> Duration:
     # Of NaN, of infinity, and of more seconds than a message holds.
     except (ValueError, OverflowError) as error:
         raise InvalidArgument(field="ttl", problem=f"{seconds} s is no duration") from error
+
+
+@lru_cache(SPACES_KEPT)
+def _hold_field(ttl_s: float) -> bytes:
+    return block_pb2.LookupBlocksRequest(hold=_duration(ttl_s)).SerializeToString()
 
 
 def _news(message: block_pb2.BlockNews) -> BlockNews:

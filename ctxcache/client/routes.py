@@ -84,6 +84,11 @@ class LocalAccess:
         finally:
             self._lock.release()
 
+    def attached(self) -> ArenaAttachment | None:
+        """The arena and a way that lives, where both are there already; waits for nothing."""
+        attachment = self._attachment
+        return attachment if attachment is not None and attachment.stream.is_worth_a_try else None
+
     def close(self) -> None:
         """End the way and everything held on it."""
         with self._lock:
@@ -186,6 +191,10 @@ class RowRoutes:
         if attachment is None and self._access == "local":
             raise Unavailable(target=self._wire.target, problem="its arena cannot be opened here")
         return attachment
+
+    def attached(self) -> ArenaAttachment | None:
+        """As `attach`, where that has nothing to wait for; None otherwise."""
+        return None if self._access == "remote" else self._local.attached()
 
     def ssd_files(self) -> SsdReader | None:
         """See Client."""

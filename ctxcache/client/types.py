@@ -970,7 +970,7 @@ class HeldLease:
     tenant: str = ""
     """Tenant of the session and of the reader."""
     session: str = ""
-    """Resource name of the session. It need not exist any more."""
+    """Resource name of the session, or of the first of several blocks. It need not exist any more."""
     token_begin: int = 0
     """First token that it holds."""
     token_end: int = 0

@@ -230,6 +230,10 @@ class Budget:
         """Bytes that the client pins; for the server itself all that are pinned."""
         return self.used_bytes if client.number is None else self._client_bytes[client]
 
+    def pinned_by(self, client: Pinner) -> Collection[int]:
+        """Ids of what the client pins; for the server itself all that are pinned. To be looked at."""
+        return self._pins if client.number is None else self._client_pins.get(client, {})
+
     def fits(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> bool:
         """Whether these may be pinned now, by segment id. Pinned segments need no room."""
         # Segments that anybody pins already take no room again: a hundred readers of one prompt pin it once.

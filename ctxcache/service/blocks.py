@@ -18,8 +18,8 @@ from xxhash import xxh3_64
 
 from ctxcache.cache import Cache
 from ctxcache.cache.block_news import BlockNews
-from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, Wanted, WrittenPart
-from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Lease, TokenLease
+from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, ToHold, Wanted, WrittenPart
+from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Held, Ticket, TokenLease
 from ctxcache.cache.state import Pace
 from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.prefix.keys import (
@@ -214,18 +214,19 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             raise InvalidArgument(field="leave_on_ssd", problem="is for a lease")
         leased = await lease(self._cache, request, tenant, None, LoopSlice(self._turns))
         try:
-            sizes = [block_pb2.BlockSizes(part_bytes=_sizes(one)) for one in leased.leases]
+            held = leased.blocks or ()
+            sizes = [block_pb2.BlockSizes(part_bytes=_sizes(one)) for one in held]
             yield block_pb2.ReadBlocksResponse(header=block_pb2.ReadBlocksHeader(blocks=sizes))
-            for block, one in enumerate(leased.leases):
+            for block, one in enumerate(held):
                 for part in range(len(_sizes(one))):
                     if one is None:
                         break
                     begin_bytes = 0
                     # Before bytes are looked at and before each message: a slow reader's lease may have
                     # ended, and the block may have left memory.
-                    leases.check(one, leased.ttl_ns)
+                    leases.check(one.lease, leased.ttl_ns)
                     for data, checksum in await blocks.summed(one, part, MESSAGE_BYTES):
-                        leases.check(one, leased.ttl_ns)
+                        leases.check(one.lease, leased.ttl_ns)
                         message = block_pb2.BlockBytes(
                             block=block,
                             part=part,
@@ -300,47 +301,71 @@ async def look_up(
     """See the proto. Held blocks count in the share of `client`. Raises InvalidArgument."""
     space, keys = _space(request.space), _keys(request.keys)
     ttl_ns = _hold_ns(request)
-    response, held = block_pb2.LookupBlocksResponse(), list[Lease | None]()
+    response, held = block_pb2.LookupBlocksResponse(), list[Held | None]()
     try:
         for begin in range(0, len(keys), KEYS_PER_LOOK):
             if begin and pace.is_over:
                 await pace.rest()
             some = keys[begin : begin + KEYS_PER_LOOK]
             _tell(cache.blocks.look_up(tenant, space.fingerprint, some), response)
-            if ttl_ns:
-                held += cache.blocks.hold(tenant, space.fingerprint, some, client)
+            chosen = cache.blocks.to_hold(tenant, space.fingerprint, some, client) if ttl_ns else None
+            held += [None] * len(some) if chosen is None else cache.blocks.hold(chosen)
     except BaseException:
-        cache.leases.let_go(held)
+        cache.leases.let_go(one.lease for one in held if one)
         raise
-    _tell_held(cache, tenant, held, ttl_ns, response)
+    if any(held):
+        ticket = cache.leases.tokens.ticket(ttl_ns)
+        cache.leases.tokens.hold(tenant, held, ticket)
+        _tell_ticket(cache, ticket, response)
     return response
 
 
-def hold_at_once(
+class Answered(NamedTuple):
+    """An encoded answer, and what is to be held by a token that it tells, in this turn."""
+
+    encoded: bytes
+    ticket: Ticket | None = None
+    chosen: ToHold | None = None
+
+
+# Whoever looks up waits for the answer, and holding takes longer than looking. So the answer goes out first:
+#
+#     one turn of the loop   looked up, chosen ──► answer sent ──► held
+#
+# Nothing else runs in between that could let go of a block, and what the caller asks next is read afterwards.
+def look_up_at_once(
     cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, client: int
-) -> block_pb2.LookupBlocksResponse | None:
-    """As `look_up`; None, and nothing is done, for more keys than take a moment. Raises InvalidArgument."""
-    if len(request.keys) > KEYS_HELD_AT_ONCE:
-        return None
-    space, keys, ttl_ns = _space(request.space), _keys(request.keys), _hold_ns(request)
-    response = block_pb2.LookupBlocksResponse()
-    _tell(cache.blocks.look_up(tenant, space.fingerprint, keys), response)
-    _tell_held(cache, tenant, cache.blocks.hold(tenant, space.fingerprint, keys, client), ttl_ns, response)
-    return response
-
-
-def look_up_at_once(cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str) -> bytes | None:
-    """As `look_up` of a request that holds nothing, the answer encoded.
+) -> Answered | None:
+    """As `look_up`, but that `hold` is to be called behind it.
 
     None, and nothing is done, for more keys than take a moment. Raises InvalidArgument.
     """
-    if len(request.keys) > KEYS_PER_LOOK:
+    ttl_ns = _hold_ns(request)
+    if len(request.keys) > (KEYS_HELD_AT_ONCE if ttl_ns else KEYS_PER_LOOK):
         return None
     space, keys = _space(request.space), list(request.keys)
     found = cache.blocks.look_up(tenant, space.fingerprint, keys)
     if ABSENT in found or not found:
         # A key of another length is none of a block: it is among those that are not there.
         _keys(keys)
+    chosen = cache.blocks.to_hold(tenant, space.fingerprint, keys, client) if ttl_ns else None
+    if chosen is None:
+        return Answered(_encoded(found))
+    ticket, response = cache.leases.tokens.ticket(ttl_ns), block_pb2.LookupBlocksResponse()
+    _tell_ticket(cache, ticket, response)
+    # Encoded messages one behind the other are one message.
+    return Answered(_encoded(found) + response.SerializeToString(), ticket, chosen)
+
+
+def hold(cache: Cache, tenant: str, answered: Answered) -> bytes:
+    """Hold what an answer of this turn says is held; returns its token, empty where nothing is."""
+    if answered.chosen is None or answered.ticket is None:
+        return b""
+    return cache.leases.tokens.hold(tenant, cache.blocks.hold(answered.chosen), answered.ticket).token
+
+
+def _encoded(found: Sequence[FoundBlock]) -> bytes:
+    """The encoded answer that says what was found."""
     if found.count(found[0]) == len(found):
         # Mostly one answer, and one object, for all: no key is looked at again.
         return _alike(found[0], len(found))
@@ -366,23 +391,15 @@ def _tell(found: Sequence[FoundBlock], response: block_pb2.LookupBlocksResponse)
     response.are_in_dram.extend([one.is_in_memory for one in found])
 
 
-def _tell_held(
-    cache: Cache,
-    tenant: str,
-    held: Sequence[Lease | None],
-    ttl_ns: int,
-    response: block_pb2.LookupBlocksResponse,
-) -> None:
-    if any(held):
-        leased = cache.leases.tokens.hold(tenant, held, ttl_ns=ttl_ns)
-        response.token = leased.token
-        response.expire_time.FromNanoseconds(_expire_ns(cache, leased))
+def _tell_ticket(cache: Cache, ticket: Ticket, response: block_pb2.LookupBlocksResponse) -> None:
+    response.token = ticket.token
+    response.expire_time.FromNanoseconds(_expire_ns(cache, ticket.deadline_ns))
 
 
-def _expire_ns(cache: Cache, leased: TokenLease) -> int:
+def _expire_ns(cache: Cache, deadline_ns: int) -> int:
     """When a lease ends by itself, on the wall clock."""
     clock = cache.state.clock
-    return clock.wall_ns() + leased.deadline_ns - clock.monotonic_ns()
+    return clock.wall_ns() + deadline_ns - clock.monotonic_ns()
 
 
 async def reserve(
@@ -461,10 +478,10 @@ async def lease(
 
 def lease_message(cache: Cache, leased: TokenLease) -> block_pb2.BlockLease:
     """A lease as its holder sees it."""
-    message = block_pb2.BlockLease(blocks=map(_location, leased.leases))
-    if any(leased.leases):
+    message = block_pb2.BlockLease(blocks=map(_location, leased.blocks or ()))
+    if leased.leases:
         message.token = leased.token
-        message.expire_time.FromNanoseconds(_expire_ns(cache, leased))
+        message.expire_time.FromNanoseconds(_expire_ns(cache, leased.deadline_ns))
     return message
 
 
@@ -485,11 +502,11 @@ async def delete(
 # -- messages -------------------------------------------------------------------------------------------
 
 
-def _location(one: Lease | None) -> block_pb2.BlockLocation:
+def _location(one: Held | None) -> block_pb2.BlockLocation:
     if one is None:
         return block_pb2.BlockLocation()
-    segment = one.pieces[0].segment
-    on_ssd = one.on_ssd.get(segment.segment_id)
+    segment = one.segment
+    on_ssd = one.lease.on_ssd.get(segment.segment_id)
     if on_ssd is not None:
         return block_pb2.BlockLocation(
             offset_bytes=[on_ssd.offset_bytes + offset for offset in segment.layout.offsets],
@@ -525,9 +542,9 @@ def _told(cache: Cache, news: BlockNews) -> block_pb2.BlockNews:
     )
 
 
-def _sizes(one: Lease | None) -> tuple[int, ...]:
+def _sizes(one: Held | None) -> tuple[int, ...]:
     """Sizes of the parts of a leased block, in bytes."""
-    return () if one is None else tuple([spec.row_bytes for spec in one.view.layout.specs])
+    return () if one is None else tuple([spec.row_bytes for spec in one.segment.layout.specs])
 
 
 def _state(block: Session) -> BlockState:

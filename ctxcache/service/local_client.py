@@ -156,6 +156,8 @@ class LocalClient:
         # A lease that exists before its answer: if the answer is never made, `end` finds it among `_leases`.
         self._begun: Lease | None = None
         """The lease of the request under way, where only its answer is still to be made."""
+        self._answered: blocks.Answered | None = None
+        """The look-up that was answered just now, and whose blocks are still to be held."""
         self._repeatable: dict[int, Repeatable] = {}
         """Leases that may be asked for again, by number."""
         self._lingering: dict[bytes, Repeatable] = {}
@@ -165,7 +167,7 @@ class LocalClient:
         """Answer an encoded request of one operation that needs not wait.
 
         The request, and nothing is done, where it may have to: that is for `carry_out`, whose answers and
-        errors are the same. Raises InvalidArgument.
+        errors are the same. Call `settle` once the answer went out. Raises InvalidArgument.
         """
         # No look at the message where nothing could be found.
         if self._lingering or self._repeatable:
@@ -182,14 +184,12 @@ class LocalClient:
             return request
         # The connection's trace parent belongs to an earlier request.
         TRACE_PARENT.set(request.trace_parent)
-        if kind == "lookup_blocks" and not operation.lookup_blocks.HasField("hold"):
+        if kind == "lookup_blocks":
             return self._look_up_at_once(request, message)
         response = arena_pb2.AccessResponse(request_id=request.request_id)
         result, end = response.results.add(), OK
         try:
-            if kind == "lookup_blocks":
-                is_done = self._hold_at_once(operation.lookup_blocks, result)
-            elif kind == "acquire_lease":
+            if kind == "acquire_lease":
                 is_done = self._acquire_at_once(operation.acquire_lease, result, message)
             else:
                 is_done = self._do_at_once(kind, operation, result)
@@ -209,28 +209,26 @@ class LocalClient:
         end = _number_end(message)
         if request.request_id and not end:
             return request
+        asked = request.operations[0].lookup_blocks
+        # Looks go on in a drain; what is to be held does not begin.
+        if self._admission.is_draining and asked.HasField("hold"):
+            return request
         try:
-            found = blocks.look_up_at_once(self._cache, request.operations[0].lookup_blocks, self._tenant)
+            answered = blocks.look_up_at_once(self._cache, asked, self._tenant, self.client)
         except CacheError:
             # The long way says so.
             return request
-        if found is None:
+        if answered is None:
             return request
+        self._answered = answered
         self._cache.state.seen.operations["lookup_blocks", OK] += 1
-        return message[:end] + convert.entry(_RESULTS, convert.entry(_FOUND_BLOCKS, found))
+        return message[:end] + convert.entry(_RESULTS, convert.entry(_FOUND_BLOCKS, answered.encoded))
 
-    def _hold_at_once(
-        self, request: block_pb2.LookupBlocksRequest, result: arena_pb2.OperationResult
-    ) -> bool:
-        """Look blocks up and hold them; False, and nothing is done, where that takes long."""
-        if self._admission.is_draining:
-            raise Draining
-        found = blocks.hold_at_once(self._cache, request, self._tenant, self.client)
-        if found is None:
-            return False
-        self._own_token(found.token)
-        result.found_blocks.CopyFrom(found)
-        return True
+    def settle(self) -> None:
+        """Hold what the answer of `answer_at_once` says is held: to be called in the same turn."""
+        answered, self._answered = self._answered, None
+        if answered is not None:
+            self._own_token(blocks.hold(self._cache, self._tenant, answered))
 
     def _own_token(self, token: bytes) -> None:
         """What it names ends with this client; empty: nothing."""

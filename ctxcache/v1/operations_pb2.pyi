@@ -98,7 +98,7 @@ class HeldLease(_message.Message):
     tenant: _builtins.str
     """Tenant of the session and of the reader."""
     session: _builtins.str
-    """Resource name of the session. It need not exist any more."""
+    """Resource name of the session, or of the first of several blocks. It need not exist any more."""
     token_begin: _builtins.int
     """First token that it holds."""
     token_end: _builtins.int

@@ -128,10 +128,12 @@ class StoreLink(Generic[Subject]):
     def call(self, work: Callable[[Client, Subject], Result], otherwise: Result) -> Result:
         """The result of `work`; `otherwise` where the store cannot be used, or a call fails."""
         used = self.use()
-        if used is None:
-            return otherwise
+        return otherwise if used is None else self.tried(lambda: work(*used), otherwise)
+
+    def tried(self, work: Callable[[], Result], otherwise: Result) -> Result:
+        """As `call`, of what a call has begun, whatever has become of the link meanwhile."""
         try:
-            return work(*used)
+            return work()
         except CacheError as error:
             self.failed(error)
             return otherwise

@@ -72,15 +72,16 @@ async def load(rig: Rig, *numbers: int, space: bytes = SPACE) -> list[bytes | No
     blocks = rig.cache.blocks
     found = await blocks.lease(rig.tenant, space, list(map(key_of, numbers)), None, ttl_ns=SECOND_NS)
     loaded: list[bytes | None] = []
-    for lease in found.leases:
-        if lease is None:
+    for held in found.blocks or ():
+        if held is None:
             loaded.append(None)
             continue
-        [piece] = lease.pieces
-        assert piece.segment.memory is not None
-        view, layout = rig.arena.view(piece.segment.memory), piece.segment.layout
+        segment = held.segment
+        assert segment.memory is not None
+        assert segment in [piece.segment for piece in held.lease.pieces]
+        view, layout = rig.arena.view(segment.memory), segment.layout
         parts = [bytes(view[layout.rows(spec.stream, 0, 1)]) for spec in layout.specs]
-        assert [rows_checksum(part) for part in parts] == list(piece.segment.settled.values)
+        assert [rows_checksum(part) for part in parts] == list(segment.settled.values)
         loaded.append(b"".join(parts))
     if any(found.leases):
         rig.cache.leases.tokens.release(rig.tenant, found.token)

@@ -402,7 +402,7 @@ async def test_a_block_is_left_on_ssd_once(disk_rig: DiskRig) -> None:
     async def leased() -> list[bool | None]:
         found = await blocks.lease(TENANT, SPACE, keys, WRITER, ttl_ns=SECOND_NS, leaves_on_ssd=True)
         held.append(found)
-        return [None if one is None else bool(one.on_ssd) for one in found.leases]
+        return [None if one is None else bool(one.lease.on_ssd) for one in found.blocks or ()]
 
     held: list[TokenLease] = []
     assert await leased() == [True, True, None]
@@ -430,7 +430,69 @@ async def test_what_readers_left_on_ssd_is_known_of_so_many_blocks(
         found = await disk_rig.cache.blocks.lease(
             TENANT, SPACE, [key_of(number)], WRITER, ttl_ns=SECOND_NS, leaves_on_ssd=True
         )
-        left.append([bool(one and one.on_ssd) for one in found.leases])
+        left.append([bool(one and one.lease.on_ssd) for one in found.blocks or ()])
         disk_rig.cache.leases.tokens.let_go(found)
     assert left == [[True], [True], [True], [True], [False]]
     await disk_rig.check()
+
+
+async def test_blocks_that_are_held_together_have_one_lease(rig: MemoryRig) -> None:
+    """Each stays while it lasts, whatever becomes of the block, and is asked for by its key."""
+    await put(rig, 1, 2, 3)
+    leases, blocks = rig.cache.leases, rig.cache.blocks
+    read_count = rig.cache.state.journal.counts["read", "hit"]
+    chosen = blocks.to_hold(TENANT, SPACE, list(map(key_of, (2, 9, 1, 2))), WRITER)
+    assert chosen is not None
+    assert not leases.lease_count
+    found = leases.tokens.hold(TENANT, blocks.hold(chosen), leases.tokens.ticket(SECOND_NS))
+    assert leases.lease_count == len(found.leases) == 1
+    assert rig.cache.state.journal.counts["read", "hit"] == read_count + 2
+    assert await blocks.delete(TENANT, SPACE, [key_of(1), key_of(2)]) == 2
+    for number in range(10, 30):
+        await put(rig, number, is_durable=True)
+    for held, number in zip(found.blocks or (), (2, 9, 1, 2), strict=True):
+        assert (held is None) == (number == 9)
+        if held is not None:
+            slot, layout = held.segment.memory, held.segment.layout
+            assert slot is not None
+            view = rig.arena.view(slot)
+            assert bytes(view[layout.rows(layout.specs[0].stream, 0, 1)]) == data_of(number)
+    await rig.check()
+    rig.clock.advance(seconds=1)
+    leases.expire_due()
+    assert not leases.lease_count
+    assert not leases.pins.used_bytes
+    assert not len(leases.tokens)
+    await rig.check()
+
+
+async def test_of_blocks_that_are_to_be_held_the_first_ones_are_that_fit(rig: MemoryRig) -> None:
+    """Within half of what their client may pin, where what it pins takes no room again, and beside others."""
+    leases, blocks = rig.cache.leases, rig.cache.blocks
+    limit_bytes = leases.pins.limit_of(Pinner(TENANT, WRITER))
+    most_count = limit_bytes // 2 // SLOT_BYTES
+    numbers = list(range(2 * most_count))
+    for number in numbers:
+        await put(rig, number, is_durable=True)
+
+    def held(*some: int, client: int = WRITER) -> int:
+        chosen = blocks.to_hold(TENANT, SPACE, list(map(key_of, some)), client)
+        if chosen is None:
+            return 0
+        found = blocks.hold(chosen)
+        leases.tokens.hold(TENANT, found, leases.tokens.ticket(SECOND_NS))
+        count = sum(one is not None for one in found)
+        assert None not in found[:count]
+        return count
+
+    assert held(*numbers) == most_count
+    assert held(*numbers) == most_count
+    assert held(numbers[-1]) == 0
+    assert leases.pins.used_by(Pinner(TENANT, WRITER)) == most_count * SLOT_BYTES <= limit_bytes // 2
+    assert held(*reversed(numbers), client=SECOND_WRITER) > 0
+    assert leases.pins.used_bytes <= leases.pins.limit_bytes
+    await rig.check()
+    rig.clock.advance(seconds=1)
+    leases.expire_due()
+    assert not leases.pins.used_bytes
+    await rig.check()

@@ -356,6 +356,40 @@ def test_a_look_up_holds_what_it_finds_in_dram(live: LiveServer, client: Client)
     live.until(lambda server: server._cache.leases.lease_count == 0)
 
 
+def test_a_look_up_that_holds_is_waited_for_as_long_as_its_caller_likes(
+    live: LiveServer, client: Client
+) -> None:
+    """Meanwhile it goes on; given up, it holds nothing."""
+    client.blocks.put(WHOLE, {key_of(1): data_of(1)})
+    expected, holds = client.blocks.look_up_and_hold(WHOLE, [key_of(1), key_of(2)])
+    looking = client.blocks.begin_to_look_up_and_hold(WHOLE, [key_of(1), key_of(2)])
+    if not holds:
+        assert looking is None
+        return
+    assert looking is not None
+    found, more = looking.result()
+    assert found == expected
+    for hold in (*holds, *more):
+        hold.release_soon()
+    thawed = threading.Event()
+    live._loop.call_soon_threadsafe(thawed.wait, 10)
+    kept, dropped = (client.blocks.begin_to_look_up_and_hold(WHOLE, [key_of(1)]) for _ in range(2))
+    assert kept is not None
+    assert dropped is not None
+    assert not kept.is_over(0)
+    dropped.give_up()
+    thawed.set()
+    found, [hold] = kept.result()
+    assert found == expected[:1]
+    live.until(lambda server: server._cache.leases.lease_count == 1)
+    hold.release_soon()
+    live.until(lambda server: server._cache.leases.lease_count == 0)
+    refused = client.blocks.begin_to_look_up_and_hold(WHOLE, [b"short"])
+    assert refused is not None
+    with pytest.raises(InvalidArgument, match=r"keys\[0\]"):
+        refused.result()
+
+
 def test_what_look_ups_hold_leaves_room_for_loads(live: LiveServer, local: Client) -> None:
     """However often they look; and it ends with its client."""
     keys = [key_of(number) for number in range(5)]

@@ -221,7 +221,7 @@ def test_an_engine_that_is_killed_leaves_no_lock(adapter: CtxcacheL2, store: Ser
     try:
         assert engine.stdout is not None
         assert any(line == "locked\n" for line in engine.stdout)
-        assert lease_count(store) == 8
+        assert lease_count(store) == 1
     finally:
         engine.kill()
         engine.wait()
@@ -302,6 +302,30 @@ def test_a_store_that_hangs_is_a_miss(adapter: CtxcacheL2, store: ServerProcess)
     while loaded(adapter, [key_of(1)]) != [bytes(data_of(1))]:
         assert time.monotonic() < deadline_s
         time.sleep(0.2)
+
+
+def test_a_look_up_that_is_not_answered_at_once_is_over_later(store: ServerProcess) -> None:
+    """LMCache's loop goes on meanwhile, and submits more."""
+    adapter = CtxcacheL2({"target": store.target, "timeout_s": TASK_S})
+    assert adapter.wait_until_linked(LINK_S)
+    assert stored(adapter, {key_of(1): data_of(1)})
+    layout = {0: MemoryLayoutDesc([torch.Size([CHUNK_BYTES])], [torch.uint8])}
+    store.signal(signal.SIGSTOP)
+    try:
+        tasks = [adapter.submit_lookup_and_lock_task([key_of(1), key_of(i)], layout) for i in (2, 3)]
+        assert [adapter.query_lookup_and_lock_result(task) for task in tasks] == [None, None]
+    finally:
+        store.signal(signal.SIGCONT)
+    found = {}
+    while len(found) < len(tasks):
+        wait_for(adapter.get_lookup_and_lock_event_fd())
+        found |= {i: one for i in tasks if (one := adapter.query_lookup_and_lock_result(i)) is not None}
+    assert [(found[i].test(0), found[i].test(1)) for i in tasks] == [(True, False)] * 2
+    assert lease_count(store) == 2
+    for _ in tasks:
+        adapter.submit_unlock([key_of(1)])
+    until_no_lease(store)
+    adapter.close()
 
 
 def test_other_weights_find_nothing(store: ServerProcess, tmp_path: Path) -> None:

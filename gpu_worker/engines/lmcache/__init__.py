@@ -8,6 +8,7 @@ of them are.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,6 +28,8 @@ THREADS = 2
 """For each of storing and loading."""
 MOST_STORES = 64
 """Tasks of storing that may wait; more are not done, which is a miss later."""
+SPACES_KEPT = 64
+"""Spaces that are not made anew each time: one for each model and salt."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -58,6 +61,7 @@ class ChunkSettings(StoreSettings):
         return b"" if self.model_directory is None else digest_checkpoint(Path(self.model_directory)).encode()
 
 
+@lru_cache(SPACES_KEPT)
 def space_of(model_name: str, weights: bytes, *, tag: str, salt: str = "") -> BlockSpace:
     """Where chunks of a model are looked for."""
     return BlockSpace(
@@ -73,12 +77,22 @@ def space_of(model_name: str, weights: bytes, *, tag: str, salt: str = "") -> Bl
 #     keys    H(facts, 3, 0, hash)   H(facts, 3, 1, hash)   H(facts, 3, 2, hash)
 #
 # The count is in every key: a chunk of another size under the same hash finds none of these.
-def block_keys(facts: str, chunk_hash: bytes, size_bytes: int) -> list[bytes]:
-    """The keys of a chunk's blocks: other ones where it has another number of them."""
-    count = max(-(-size_bytes // MOST_BLOCK_BYTES), 1)
-    return [
-        hashlib.sha256(f"{facts} {count} {number} ".encode() + chunk_hash).digest() for number in range(count)
-    ]
+class BlockKeys:
+    """Makes the keys of the blocks of chunks that have these facts, and this size."""
+
+    def __init__(self, facts: str, size_bytes: int) -> None:
+        count = max(-(-size_bytes // MOST_BLOCK_BYTES), 1)
+        # All but the hash, added up once for many chunks.
+        self._begun = [hashlib.sha256(f"{facts} {count} {number} ".encode()) for number in range(count)]
+
+    def of(self, chunk_hash: bytes) -> list[bytes]:
+        """The keys of a chunk's blocks."""
+        keys = []
+        for begun in self._begun:
+            hasher = begun.copy()
+            hasher.update(chunk_hash)
+            keys.append(hasher.digest())
+        return keys
 
 
 def cut(keys: list[bytes], data: Bytes) -> dict[bytes, Bytes]:

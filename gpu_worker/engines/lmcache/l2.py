@@ -2,9 +2,10 @@
 
     engine ──► LMCache's host memory (L1) ◄──CtxcacheL2──► store
 
-Threads carry out what LMCache submits, and say so on its event descriptors. Chunks that a look-up finds in
-the store's memory are leased until LMCache unlocks them. Where the store does not answer, nothing is found
-and nothing is stored, and nobody waits for longer than one call may take.
+Threads carry out what LMCache submits, and say so on its event descriptors; a look-up that is answered
+within a moment is over when it was submitted. Chunks that it finds in the store's memory are leased
+until LMCache unlocks them. Where the store does not answer, nothing is found and nothing is stored, and
+nobody waits for longer than one call may take.
 """
 
 import itertools
@@ -14,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from lmcache.lmcache_native import Bitmap
@@ -21,14 +23,15 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from ctxcache.client import BlockSpace, Client
-from ctxcache.client.types import LookupState
+from ctxcache.client.blocks import HoldingLookUp
+from ctxcache.client.types import FoundBlock, LookupState
 from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.lmcache import (
     MOST_STORES,
     THREADS,
+    BlockKeys,
     Bytes,
     ChunkSettings,
-    block_keys,
     bytes_of,
     cut,
     space_of,
@@ -51,6 +54,8 @@ MOST_LOCKS = 256
 """Look-ups whose chunks are held; beyond, the oldest one's are let go."""
 MOST_GROUPS = 4096
 """Groups of chunks, by model and rank, whose layouts are known."""
+SOON_S = 0.001
+"""How long LMCache's loop itself waits for the answer to a look-up: most take less than two threads do."""
 TAG = "lmcache chunk"
 Result = TypeVar("Result")
 
@@ -92,6 +97,13 @@ class _Tasks(Generic[Result]):
         future.add_done_callback(lambda done: self._end(number, done, otherwise))
         return number
 
+    def ended(self, result: Result) -> int:
+        """The number of a task that is over already."""
+        number = next(self._numbers)
+        with self._lock:
+            self._tell(number, result)
+        return number
+
     def take(self, number: int) -> Result | None:
         """The result of a task, once; None while it goes on."""
         with self._lock:
@@ -119,13 +131,16 @@ class _Tasks(Generic[Result]):
             log.error("a task of the context store", exc_info=error)
         with self._lock:
             self._waiting_count -= 1
-            self._ended[number] = done.result() if is_result else otherwise
-            if not self._is_closed:
-                os.eventfd_write(self.descriptor, 1)
+            self._tell(number, done.result() if is_result else otherwise)
+
+    def _tell(self, number: int, result: Result) -> None:
+        self._ended[number] = result
+        if not self._is_closed:
+            os.eventfd_write(self.descriptor, 1)
 
 
 class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
-    """The adapter. Thread-safe; nothing but the start and `close` waits."""
+    """The adapter. Thread-safe; nothing but the start, `close` and, for SOON_S, a look-up waits."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         """`params`: the fields of ChunkSettings. Raises Refused."""
@@ -172,8 +187,22 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         self, keys: "list[ObjectKey]", group_layout_descs: "dict[int, MemoryLayoutDesc]"
     ) -> int:
         """Look chunks up, and hold those in the store's memory until they are unlocked."""
-        names = [self._layouts.names(key, group_layout_descs.get(key.object_group_id)) for key in keys]
-        return self._lookups.submit(lambda: _bitmap(self._look_up(keys, names)), Bitmap(len(keys)))
+        names, nothing = self._layouts.names(keys, group_layout_descs), Bitmap(len(keys))
+        begun = self._link.call(partial(self._begin_to_look_up, keys, names), None)
+        if begun is None:
+            return self._lookups.submit(lambda: _bitmap(self._look_up(keys, names)), nothing)
+
+        def looked() -> Bitmap:
+            return _bitmap(self._found(keys, names, *begun.result()))
+
+        def looked_soon() -> Bitmap | None:
+            return looked() if begun.is_over(SOON_S) else None
+
+        # Where others wait the store is slow.
+        soon = None if self._lookups.waiting_count else self._link.tried(looked_soon, nothing)
+        if soon is not None:
+            return self._lookups.ended(soon)
+        return self._lookups.submit(lambda: self._link.tried(looked, nothing), nothing)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """A look-up's result, once."""
@@ -196,7 +225,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
 
         Of others the layout is not known; the store lets go of them as of what nobody asks for.
         """
-        names = [self._layouts.names(key, None) for key in keys]
+        names = self._layouts.names(keys, {})
 
         def delete(client: Client, weights: bytes) -> None:
             for space, places in _by_space(keys, weights).items():
@@ -243,25 +272,46 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         data = bytes_of(chunk)
         layout = _Layout.of_chunk(chunk, data.nbytes)
         self._layouts.seen(key, layout)
-        return cut(layout.names(key), data)
+        return cut(self._layouts.names_of(key, layout), data)
+
+    def _begin_to_look_up(
+        self, keys: "Sequence[ObjectKey]", names: Sequence[list[bytes]], client: Client, weights: bytes
+    ) -> HoldingLookUp | None:
+        """A look-up of chunks of one space; None where they are of several, or it would have to wait."""
+        spaces, wanted = _by_space(keys, weights), [name for one in names for name in one]
+        if len(spaces) != 1 or not wanted:
+            return None
+        [space] = spaces
+        return client.blocks.begin_to_look_up_and_hold(space, wanted, ttl_s=LOCK_S)
 
     def _look_up(self, keys: "Sequence[ObjectKey]", names: Sequence[list[bytes]]) -> list[bool]:
         def look_up(client: Client, weights: bytes) -> list[bool]:
             found = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
-                wanted = [name for i in places for name in names[i]]
+                some, own = [keys[i] for i in places], [names[i] for i in places]
+                wanted = [name for one in own for name in one]
                 # Chunks of no known layout are not there.
-                if not wanted:
-                    continue
-                answered, holds = client.blocks.look_up_and_hold(space, wanted, ttl_s=LOCK_S)
-                answers = dict(zip(wanted, answered, strict=True))
-                there = {key for key, one in answers.items() if one.state is LookupState.HIT}
-                for i in places:
-                    found[i] = bool(names[i]) and there.issuperset(names[i])
-                self._locks.hold(holds, [keys[i] for i in places if found[i]])
+                if wanted:
+                    answered = client.blocks.look_up_and_hold(space, wanted, ttl_s=LOCK_S)
+                    for i, is_found in zip(places, self._found(some, own, *answered), strict=True):
+                        found[i] = is_found
             return found
 
         return self._link.call(look_up, [False] * len(keys))
+
+    def _found(
+        self,
+        keys: "Sequence[ObjectKey]",
+        names: Sequence[list[bytes]],
+        answered: Sequence[FoundBlock],
+        holds: "list[Hold]",
+    ) -> list[bool]:
+        """Which chunks are there, whose blocks were looked up in this order; what holds them is kept."""
+        blocks = iter([one.state is LookupState.HIT for one in answered])
+        # All blocks of each chunk are taken, also behind the first that is not there.
+        found = [bool(own) and False not in [next(blocks) for _ in own] for own in names]
+        self._locks.hold(holds, [key for key, is_found in zip(keys, found, strict=True) if is_found])
+        return found
 
     def _load(self, keys: "Sequence[ObjectKey]", objects: "Sequence[MemoryObj]") -> list[bool]:
         def load(client: Client, weights: bytes) -> list[bool]:
@@ -317,11 +367,6 @@ class _Layout(NamedTuple):
         plain = _is_plain(desc.shapes, desc.dtypes)
         return cls(_facts(desc.shapes, desc.dtypes), sum(sizes), plain)
 
-    def names(self, key: "ObjectKey") -> list[bytes]:
-        """The keys of a chunk's blocks."""
-        facts = f"{key.kv_rank} {key.object_group_id} {self.facts}"
-        return block_keys(facts, key.chunk_hash, self.size_bytes)
-
 
 def _facts(shapes: "Sequence[torch.Size]", types: "Sequence[torch.dtype | None]") -> str:
     return str([(str(dtype), *shape) for shape, dtype in zip(shapes, types, strict=True)])
@@ -338,6 +383,8 @@ class _Layouts:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int, int], _Layout] = {}
+        self._names: dict[tuple[int, int, _Layout], BlockKeys] = {}
+        """By rank and group."""
 
     def seen(self, key: "ObjectKey", layout: _Layout) -> None:
         """A chunk of this key lies so."""
@@ -345,13 +392,28 @@ class _Layouts:
             self._seen.clear()
         self._seen[_group(key)] = layout
 
-    def names(self, key: "ObjectKey", desc: "MemoryLayoutDesc | None") -> list[bytes]:
-        """The keys of a chunk's blocks; none where nothing is known of its group."""
-        seen, told = self._seen.get(_group(key)), None
-        if desc is not None and desc.shapes:
-            told = _Layout.of_group(desc)
-        layout = seen if told is None or (seen is not None and seen.is_plain > told.is_plain) else told
-        return [] if layout is None else layout.names(key)
+    def names(
+        self, keys: "Sequence[ObjectKey]", descs: "Mapping[int, MemoryLayoutDesc]"
+    ) -> list[list[bytes]]:
+        """The keys of each chunk's blocks; none where nothing is known of its group."""
+        told_of = {group: _Layout.of_group(desc) for group, desc in descs.items() if desc.shapes}
+        found = []
+        for key in keys:
+            seen, told = self._seen.get(_group(key)), told_of.get(key.object_group_id)
+            layout = seen if told is None or (seen is not None and seen.is_plain > told.is_plain) else told
+            found.append([] if layout is None else self.names_of(key, layout))
+        return found
+
+    def names_of(self, key: "ObjectKey", layout: _Layout) -> list[bytes]:
+        """The keys of the blocks of a chunk that lies so."""
+        kind = key.kv_rank, key.object_group_id, layout
+        names = self._names.get(kind)
+        if names is None:
+            if len(self._names) >= MOST_GROUPS:
+                self._names.clear()
+            facts = f"{key.kv_rank} {key.object_group_id} {layout.facts}"
+            names = self._names[kind] = BlockKeys(facts, layout.size_bytes)
+        return names.of(key.chunk_hash)
 
 
 def _group(key: "ObjectKey") -> tuple[str, int, int]:

@@ -26,9 +26,9 @@ from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.lmcache import (
     MOST_STORES,
     THREADS,
+    BlockKeys,
     Bytes,
     ChunkSettings,
-    block_keys,
     bytes_of,
     cut,
     space_of,
@@ -262,9 +262,9 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
 
 
 def _head(key: "CacheEngineKey") -> bytes:
-    (head,) = block_keys(key.to_string(), HEAD, 1)
+    (head,) = BlockKeys(key.to_string(), 1).of(HEAD)
     return head
 
 
 def _block_keys(key: "CacheEngineKey", size_bytes: int) -> list[bytes]:
-    return block_keys(key.to_string(), b"", size_bytes)
+    return BlockKeys(key.to_string(), size_bytes).of(b"")
