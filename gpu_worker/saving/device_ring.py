@@ -69,6 +69,8 @@ class DeviceRing:
         self._wait_s = wait_s
         self._ring = RowRing(self.row_count)
         self._runs: deque[RingRun] = deque()
+        self._open: RingRun | None = None
+        """The pass's under way; of one that no `leave` ended, a signal has."""
         self._groups: list[_Group] = []
         self._places: dict[Stream, tuple[_Group, int]] = {}
         self._kept_bytes = 0
@@ -92,6 +94,7 @@ class DeviceRing:
         Waits for copies out of the ring, for a bounded time; None where there is no room then, or never is.
         Raises DeviceFailed.
         """
+        self._recover()
         rows = self._take(count)
         deadline_s = time.monotonic() + self._wait_s
         while rows is None and self._is_emptying and time.monotonic() < deadline_s:
@@ -99,7 +102,7 @@ class DeviceRing:
             rows = self._take(count)
         if rows is None:
             return None
-        run = RingRun(rows)
+        run = self._open = RingRun(rows)
         self._runs.append(run)
         self._point_to(rows)
         return run
@@ -140,6 +143,7 @@ class DeviceRing:
 
         Raises InvalidArgument as `write` does.
         """
+        self._open = None
         try:
             self.write(len(run.rows))
         finally:
@@ -179,10 +183,20 @@ class DeviceRing:
         # A kernel that is told the numbers: no copy to the device, whose source would have to stay.
         torch.arange(rows.begin, rows.end, out=self._index[: len(rows)])
 
+    def _recover(self) -> None:
+        """Take back what a signal has left of the pass before: rows of no copy, and kept ones."""
+        # What wrote to them was issued before what this pass writes, and nobody copies them.
+        if self._runs and self._runs[-1] is self._open and self._open.mark is None:
+            self._runs.pop()
+        self._ring.recover(self._runs[-1].rows if self._runs else None)
+        self._kept_bytes = 0
+        for group in self._groups:
+            group.kept = {}
+
     def _take(self, count: int) -> RowRun | None:
         while self._runs and (mark := self._runs[0].mark) is not None and mark.is_done():
+            self._ring.free(self._runs[0].rows)
             self._runs.popleft()
-            self._ring.free_oldest()
         return self._ring.take(count)
 
 

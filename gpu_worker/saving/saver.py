@@ -52,6 +52,7 @@ from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
     DeadlineExceeded,
+    IncompleteAppend,
     InvalidArgument,
     ReservationNotFound,
     TooManyRequests,
@@ -188,6 +189,8 @@ def scratch_for(staging: StagingBuffers) -> Bytes:
 
 Part = tuple[StagedPass, RowRun]
 """A session's rows of one pass."""
+Takers = list[tuple["Progress", RowRun]]
+"""Sessions that take rows of a pass, and which."""
 
 
 class Progress:
@@ -209,7 +212,6 @@ class Progress:
         """No more rows come."""
         self.is_closed = False
         """Finished, and all that was to be done for it is done."""
-        self.is_due = False
         self.is_busy = False
         self.is_hurried = False
         """Rows in staging go next, also if they fill no segment."""
@@ -301,7 +303,9 @@ class Board:
     """State that the engine's thread and the save threads share."""
 
     def __init__(self, staging: StagingBuffers) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        """Over all that follows. Taken by itself, and not by `changed`, whose own `with` a signal may cut."""
+        self.changed = threading.Condition(self.lock)
         self.sessions: dict[str, Progress] = {}
         self.shed: Counter[str] = Counter()
         """Tokens, by reason."""
@@ -315,9 +319,10 @@ class Board:
     def take_frame(self, token_ids: npt.NDArray[np.int32]) -> StagedPass | None:
         """Room for a pass; None where there is none now."""
         # Only from the oldest on: the ring takes rows back in the order in which it handed them out.
+        self._staging.recover(self._frames[-1] if self._frames else None)
         while self._frames and self._frames[0].is_free:
+            self._staging.ring.free(self._frames[0].rows)
             self._frames.popleft()
-            self._staging.ring.free_oldest()
         frame = self._staging.take(token_ids)
         if frame is not None:
             self._frames.append(frame)
@@ -331,6 +336,14 @@ class Board:
             return
         progress.add(frame, run)
         self.look_at(progress)
+
+    def take_back(self, takers: Takers, frame: StagedPass, failure: CacheError) -> None:
+        """A pass was not added to the end: none of its sessions has it. Under the lock since it was begun."""
+        frame.holder_count = 0
+        for progress, run in takers:
+            progress.parts = [part for part in progress.parts if part[0] is not frame]
+            self.stop(progress, len(run), failure)
+        self.changed.notify_all()
 
     def stop(self, progress: Progress, lost_count: int, failure: CacheError) -> None:
         """A session loses rows of a pass, and takes no more."""
@@ -346,9 +359,10 @@ class Board:
 
     def make_due(self, progress: Progress) -> None:
         """A session goes next that has something to do."""
-        if progress.has_work and not progress.is_due and not progress.is_busy:
-            progress.is_due = True
-            self._due.append(progress)
+        if progress.has_work and not progress.is_busy:
+            if progress not in self._due:
+                self._due.append(progress)
+            # Also of one that is due already: a signal may have come before its threads were told.
             self.changed.notify_all()
 
     def relieve(self) -> None:
@@ -370,19 +384,19 @@ class Board:
 
     def next(self) -> SaveJob | None:
         """Wait for a session that is due, without the lock held before; None at the end."""
-        with self.changed:
+        with self.lock:
             self.changed.wait_for(lambda: self._due or self.is_ended)
             if self.is_ended:
                 return None
             progress = self._due.popleft()
-            progress.is_due, progress.is_busy = False, True
+            progress.is_busy = True
             # `is_finished` is taken with the rows: rows that come later make the session due again.
             return SaveJob(progress, progress.take(), progress.is_finished)
 
     def settle(self, job: SaveJob, saved_count: int, failure: CacheError | None) -> None:
         """Settle a job, called without the lock. Rows behind a failure are lost with it."""
         progress = job.progress
-        with self.changed:
+        with self.lock:
             progress.is_busy = False
             lost_count = progress.let_go(job.parts) - saved_count
             self.saved_token_count += saved_count
@@ -552,7 +566,7 @@ class Saver(Closing):
     @property
     def shed_token_counts(self) -> Mapping[str, int]:
         """Tokens that were not saved, by the reason of what stopped them or some before them."""
-        with self._board.changed:
+        with self._board.lock:
             return dict(self._board.shed)
 
     # -- sessions ------------------------------------------------------------------------------------
@@ -565,7 +579,7 @@ class Saver(Closing):
 
         Raises InvalidArgument while it is open from before: `wait` first.
         """
-        with self._board.changed:
+        with self._board.lock:
             if session.name in self._board.sessions:
                 raise InvalidArgument(field="session", problem=f"{session.name} is being saved")
             lane = SessionAppender(self._client, self._model, session)
@@ -574,11 +588,12 @@ class Saver(Closing):
 
     def finish(self, session_name: str, *, durability: Durability = Durability.MEMORY) -> None:
         """No more rows come for a session: what it has is committed, as safe as is asked for. Never waits."""
-        with self._board.changed:
+        with self._board.lock:
             progress = self._board.sessions.get(session_name)
-            if progress is not None and not progress.is_finished:
-                progress.durability = durability
-                progress.is_finished = True
+            if progress is not None and not progress.is_closed:
+                if not progress.is_finished:
+                    progress.durability = durability
+                    progress.is_finished = True
                 self._board.look_at(progress)
 
     def flush(self, session_name: str, *, timeout_s: float = SAVE_TIMEOUT_S) -> CacheError | None:
@@ -586,7 +601,7 @@ class Saver(Closing):
 
         Raises DeadlineExceeded.
         """
-        with self._board.changed:
+        with self._board.lock:
             progress = self._board.sessions.get(session_name)
             if progress is None:
                 return None
@@ -603,7 +618,7 @@ class Saver(Closing):
         Raises DeadlineExceeded.
         """
         self.finish(session_name)
-        with self._board.changed:
+        with self._board.lock:
             progress = self._board.sessions.get(session_name)
             if progress is None:
                 return None
@@ -619,7 +634,7 @@ class Saver(Closing):
         self._is_closing = True
         for name in list(board.sessions):
             self.finish(name)
-        with board.changed:
+        with board.lock:
             board.changed.wait_for(lambda: all(p.is_closed for p in board.sessions.values()), timeout_s)
             for progress in board.sessions.values():
                 board.drop(progress, DeadlineExceeded(target=progress.name, timeout_s=str(timeout_s)))
@@ -649,10 +664,15 @@ class Saver(Closing):
             problem = f"the pass that was captured has {replayed.row_count} rows, this one {len(ids)}"
             raise InvalidArgument(field="token_ids", problem=problem)
         takers = self._begin(slices, ids, is_replayed=replayed is not None)
+        frame = self._frame
         try:
             yield
-        finally:
-            self._end(takers)
+        except BaseException:
+            # A replay that did not come to be has the rows of an older one.
+            self._failure = self._failure or _unended(len(ids))
+            self._end(takers, frame)
+            raise
+        self._end(takers, frame)
 
     @property
     def is_taking(self) -> bool:
@@ -695,11 +715,11 @@ class Saver(Closing):
         except RuntimeError as error:
             self._failure = DeviceFailed(problem=str(error))
 
-    def _begin(self, slices: Sequence[Slice], ids: npt.NDArray[np.int32], *, is_replayed: bool) -> "_Takers":
-        takers: _Takers = []
+    def _begin(self, slices: Sequence[Slice], ids: npt.NDArray[np.int32], *, is_replayed: bool) -> Takers:
+        takers: Takers = []
         row = 0
         self._failure = None
-        with self._board.changed:
+        with self._board.lock:
             for part in slices:
                 progress = self._board.sessions.get(part.session_name)
                 end = row + part.count
@@ -748,25 +768,31 @@ class Saver(Closing):
             self._board.stop(progress, part.count, failure)
         return failure is None
 
-    def _stop(self, takers: "_Takers", failure: CacheError) -> None:
+    def _stop(self, takers: Takers, failure: CacheError) -> None:
         for progress, run in takers:
             self._board.stop(progress, len(run), failure)
 
-    def _end(self, takers: "_Takers") -> None:
-        frame, self._frame = self._frame, None
-        if frame is None:
+    def _end(self, takers: Takers, frame: StagedPass | None) -> None:
+        # One that a signal left in the middle may end when its traceback does, within a later pass.
+        if frame is None or frame is not self._frame:
             return
+        self._frame = None
         # Always: a frame that is not sealed is never free.
         sealing = self._seal(frame)
         failure = self._failure or sealing
-        with self._board.changed:
-            if failure is not None:
-                self._stop(takers, failure)
-                return
-            for progress, run in takers:
-                begin = frame.rows.begin + run.begin
-                self._board.add(progress, frame, RowRun(begin, begin + len(run)))
-            self._board.relieve()
+        with self._board.lock:
+            try:
+                if failure is not None:
+                    self._stop(takers, failure)
+                    return
+                for progress, run in takers:
+                    begin = frame.rows.begin + run.begin
+                    self._board.add(progress, frame, RowRun(begin, begin + len(run)))
+                self._board.relieve()
+            except BaseException:
+                # A signal's: half of it may be noted.
+                self._board.take_back(takers, frame, _unended(len(frame.rows)))
+                raise
 
     def _seal(self, frame: StagedPass) -> CacheError | None:
         try:
@@ -778,5 +804,5 @@ class Saver(Closing):
         return None
 
 
-_Takers = list[tuple[Progress, RowRun]]
-"""Sessions that take rows of a pass, and which."""
+def _unended(token_count: int) -> IncompleteAppend:
+    return IncompleteAppend(stream="a pass that did not end", row_count=0, token_count=token_count)

@@ -25,7 +25,7 @@ full, which `take` says at once; or the device fails, and no mark behind that is
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -256,9 +256,15 @@ class RowRing:
         self._runs.append(run)
         return run
 
-    def free_oldest(self) -> None:
-        """The oldest run is not used any more."""
-        self._runs.popleft()
+    def free(self, run: RowRun) -> None:
+        """The oldest run is not used any more. Said twice, it is the same."""
+        if self._runs and self._runs[0] is run:
+            self._runs.popleft()
+
+    def recover(self, newest: RowRun | None) -> None:
+        """No run behind this one is used: a signal came before its taker had it."""
+        while self._runs and self._runs[-1] is not newest:
+            self._runs.pop()
 
     def _place(self, count: int) -> int | None:
         if not self._runs:
@@ -409,6 +415,14 @@ class StagingBuffers:
             targets.update(zip(streams, tensor[:, rows.begin : rows.end].unbind(), strict=True))
         return StagedPass(rows, targets)
 
+    def recover(self, newest: StagedPass | None) -> None:
+        """Between passes: what a signal has left, the newest pass unsealed, or rows that are no pass's."""
+        self.ring.recover(None if newest is None else newest.rows)
+        if newest is not None and newest.mark is None:
+            # A device that has failed leaves it as it is.
+            with suppress(RuntimeError):
+                self._let_go(newest)
+
     @contextmanager
     def capturing(self, row_count: int) -> Iterator[StagedPass]:
         """A pass whose rows go to those of each replay's. See Saver.
@@ -483,11 +497,16 @@ class StagingBuffers:
                 for (_, tensor), rows in zip(self._groups, found, strict=True):
                     self._copies.copy(tensor[:, run], rows)
         finally:
-            frame.mark = self._copies.mark()
-            if frame.in_ring is not None:
-                frame.in_ring.mark = frame.mark
+            self._let_go(frame)
         if frame.targets:
             raise _missing(frame)
+
+    def _let_go(self, frame: StagedPass) -> None:
+        """Mark the end of a pass's copies. Raises RuntimeError."""
+        mark = self._copies.mark()
+        if frame.in_ring is not None:
+            frame.in_ring.mark = mark
+        frame.mark = mark
 
     def view(self, stream: Stream, rows: Rows, scratch: Bytes) -> Bytes:
         """Rows of one stream, [n, row_bytes]: where they lie, or put together in `scratch`."""

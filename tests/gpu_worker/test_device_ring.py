@@ -120,8 +120,8 @@ def test_one_copy_a_pass_is_what_layers_by_themselves_were(layout: str) -> None:
         assert (frames[1].in_ring is not None) == (count <= ring_rows)
         for stream in (TOKENS, *(spec.stream for spec in specs)):
             assert _staged(plain, frames[0], stream) == _staged(ringed, frames[1], stream)
-        for each in (plain, ringed):
-            each.ring.free_oldest()
+        for each, frame in zip((plain, ringed), frames, strict=True):
+            each.ring.free(frame.rows)
 
 
 def test_rows_are_copied_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,9 @@ def test_a_run_is_not_written_to_before_its_copy_has_ended() -> None:
     assert ring.take(1) is None
     assert all(torch.equal(rows, then) for rows, then in kept)
     steps.done_count = 1
-    assert ring.take(2) is not None
+    run = ring.take(2)
+    assert run is not None
+    ring.leave(run)
     assert ring.take(1) is None
 
 
@@ -202,8 +204,31 @@ def test_a_full_ring_is_waited_for() -> None:
 def test_a_pass_whose_end_is_not_known_is_not_waited_for() -> None:
     """The device failed at its mark: nothing will free its rows."""
     ring = DeviceRing([LAYOUTS["kv-fp32"]], CPU, size_bytes=1 << 12, wait_s=600.0)
-    assert ring.take(ring.row_count) is not None
+    run = ring.take(ring.row_count)
+    assert run is not None
+    ring.leave(run)
     assert ring.take(1) is None
+
+
+def test_a_replay_that_raises_saves_nothing(client: Client, model: Any, session_id: str) -> None:
+    """The ring has rows of an older pass there, and every stream has its rows as far as anybody counts."""
+    kept = _Kept(client, model, session_id, staging_bytes=1 << 20, ring_bytes=1 << 18)
+    before, session = kept.session("before"), kept.session("raises")
+    with kept.saver.capturing(PADDED) as captured, kept.capture():
+        _forward(model, torch.tensor([_ids(0, PADDED)]))
+    with kept.saver.passing([Slice(before.name, 0, 2)], _ids(1, 2), replayed=captured):
+        pass
+    with (
+        pytest.raises(ZeroDivisionError),
+        kept.saver.passing([Slice(session.name, 0, 2)], _ids(2, 2), replayed=captured),
+    ):
+        _ = 1 // kept.saver.saved_token_count
+    failure = kept.saver.wait(session.name)
+    kept.saver.close()
+
+    assert failure is not None
+    assert failure.reason == "INCOMPLETE_APPEND"
+    assert client.sessions.get(session.name).token_count == 0
 
 
 # -- sessions -----------------------------------------------------------------------------------------

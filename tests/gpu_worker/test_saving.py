@@ -5,6 +5,7 @@ A batch's rows come to their sessions, bounded, never behind a gap, and nobody w
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -338,6 +339,70 @@ def test_a_pass_that_raises_is_a_gap(client: Client, session: SessionInfo) -> No
     assert failure.reason == "INCOMPLETE_APPEND"
     assert saver.shed_token_counts == {"INCOMPLETE_APPEND": 2}
     _assert_holds(client, session, range(4))
+
+
+class _Interrupted(BaseException):
+    pass
+
+
+def _is_interrupted(run: Callable[[], object], at: int) -> bool:
+    """Interrupt `run` at the so many-th moment of it; whether there is one."""
+    count = 0
+
+    def look(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event in {"call", "c_return"}
+        if count == at:
+            sys.setprofile(None)
+            raise _Interrupted
+
+    try:
+        sys.setprofile(look)
+        run()
+    except _Interrupted:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("ring_bytes", [None, 16 * (_TOKEN_BYTES - 4)])
+def test_an_engine_that_is_interrupted_anywhere_saves_on(
+    client: Client, create: Create, ring_bytes: int | None
+) -> None:
+    """A signal's handler may raise at each call of Python and behind each one of C.
+
+    What the pass had is saved whole or not at all; the next pass has room, and no thread waits for a lock.
+    """
+    left = range(1, 1500)
+    with Saver(client, _OWN, _LAYOUT, staging_bytes=16 * _TOKEN_BYTES, ring_bytes=ring_bytes) as saver:
+        for at in left:
+            first, second, after = (create(f"{name}-{at}") for name in ("first", "second", "after"))
+            for session in (first, second):
+                saver.open(session)
+
+            def run(first: SessionInfo = first, second: SessionInfo = second) -> None:
+                _pass(saver, (first, 0, 2), (second, 0, 1))
+                saver.finish(first.name)
+
+            is_over = not _is_interrupted(run, at)
+            for session, count in ((first, 2), (second, 1)):
+                failure = saver.wait(session.name, timeout_s=10)
+                saved_count = client.sessions.get(session.name).token_count
+                assert saved_count in (0, count)
+                assert saved_count == count or failure is not None or not is_over
+                if saved_count:
+                    ids = range(2) if session is first else [1000]
+                    _assert_holds(client, session, ids)
+            saver.open(after)
+            _pass(saver, (after, 0, 14))
+            assert saver.wait(after.name, timeout_s=10) is None
+            _assert_holds(client, after, range(14))
+            for session in (first, second, after):
+                client.sessions.delete(session.name)
+            if is_over:
+                break
+    assert 100 < at < left[-1]
 
 
 def test_rows_of_another_shape_are_a_gap(client: Client, create: Create) -> None:
