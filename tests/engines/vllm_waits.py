@@ -315,6 +315,28 @@ def test_a_conversations_next_request_waits_once_for_a_store_that_stops(sides: S
     assert waited_s == 0
 
 
+def test_two_requests_of_a_conversation_at_once_both_go_on(sides: Sides) -> None:
+    """Both have looked it up before the first has its blocks: the second one is computed, and not saved."""
+    sides.save(request_of("first", "alice"))
+    one, two = request_of("one", "alice"), request_of("two", "alice")
+    for request in (one, two):
+        sides.scheduler.arrived(request)
+    lookups = [followed.lookup for followed in sides.scheduler._followed.values()]
+    assert all(lookup is not None and lookup.result(READY_S) for lookup in lookups)
+    count = sides.scheduler.matched(one, 0)
+    assert count
+    sides.scheduler.allocated(one, sides.blocks(4), count)
+    # What vLLM is told to wait for has to come.
+    assert sides.scheduler.matched(two, 0) == 0
+    sides.scheduler.allocated(two, sides.blocks(4), 0)
+    while "one" not in sides.step()[0]:
+        pass
+    sides.scheduler.finished(two)
+    sides.scheduler.finished(one)
+    sides.until_saved()
+    assert sides.token_ids("alice") == prompt_of(0)[: 3 * BLOCK_TOKENS]
+
+
 def test_many_requests_wait_together_for_a_store_that_stops(sides: Sides) -> None:
     """A step of the scheduler waits as long for two hundred look-ups as for one."""
     sides.stop()

@@ -173,7 +173,9 @@ class SchedulerSide:
             followed.load_begin = computed_count
             return 0
         found = lookup.result() if lookup is not None and lookup.done() else None
-        if found is None:
+        # Where another request of the conversation came first, the worker would hear of no load, and vLLM would
+        # wait for one for ever.
+        if found is None or self._is_anothers(found.name, request.request_id):
             self._leave(request.request_id)
             return 0
         # At least one token is computed: its output is the answer's first.
@@ -325,14 +327,19 @@ class SchedulerSide:
         if found is None or followed.is_open:
             return found
         followed.session_name = found.name
-        if self._saving.setdefault(found.name, request_id) != request_id:
+        if self._is_anothers(found.name, request_id):
             self._leave(request_id)
             return None
+        self._saving[found.name] = request_id
         followed.is_open = True
         followed.saved_end = found.token_count
         self._queue.started(request_id)
         plan.opened.append(found)
         return found
+
+    def _is_anothers(self, session_name: str, request_id: str) -> bool:
+        """Whether another request saves this session."""
+        return self._saving.get(session_name, request_id) != request_id
 
     def _is_awaited(self, followed: Followed) -> bool:
         """Whether a request may wait longer for its look-up."""
