@@ -10,11 +10,14 @@ import fcntl
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cached_property
-from typing import IO
+from queue import SimpleQueue
+from typing import IO, TypeAlias
+from weakref import finalize
 
 import numpy as np
 
@@ -115,8 +118,8 @@ class SsdReader:
         self._at(path_index, offset_bytes, size_bytes)
 
     @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(THREADS_PER_PATH * len(self._files), "ctxcache-ssd")
+    def _threads(self) -> "_ReadThreads":
+        return _ReadThreads(THREADS_PER_PATH * len(self._files))
 
     def _at(self, path_index: int, offset_bytes: int, size_bytes: int) -> _File:
         if not 0 <= path_index < len(self._files):
@@ -141,6 +144,47 @@ class SsdReader:
             fcntl.fcntl(raw.fileno(), fcntl.F_SETFL, flags)
             self.is_direct = False
         return raw
+
+
+class _ReadThreads:
+    """Threads that read. They end with this object, and the end of the process waits for no device."""
+
+    def __init__(self, count: int) -> None:
+        self._queue: _Reads = SimpleQueue()
+        # Not executors: those have the end of the process wait until each of their threads has ended.
+        for number in range(count):
+            name = f"ctxcache-ssd_{number}"
+            threading.Thread(target=_read_on, args=(self._queue,), name=name, daemon=True).start()
+        finalize(self, _end_threads, self._queue, count).atexit = False
+
+    def submit(self, read: Callable[[], None]) -> Future[None]:
+        """Have a thread carry it out."""
+        future: Future[None] = Future()
+        self._queue.put((future, read))
+        return future
+
+
+_Reads: TypeAlias = "SimpleQueue[tuple[Future[None], Callable[[], None]] | None]"
+
+
+def _read_on(queue: _Reads) -> None:
+    while (item := queue.get()) is not None:
+        future, read = item
+        del item
+        if future.set_running_or_notify_cancel():
+            try:
+                read()
+            except BaseException as error:  # noqa: BLE001  # whatever it is, it is the future's
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+        # Or the last one's memory would live until the next comes.
+        del future, read
+
+
+def _end_threads(queue: _Reads, count: int) -> None:
+    for _ in range(count):
+        queue.put(None)
 
 
 def aligned(size_bytes: int) -> memoryview:

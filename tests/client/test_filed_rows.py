@@ -1,6 +1,8 @@
 """Reading beside the server: rows out of the files of a real server's SSD tier, under its lease."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -424,3 +426,17 @@ def test_elsewhere_there_are_no_files(live: LiveServer, client: Client) -> None:
         ctxcache.connect(f"unix:{live.settings.unix_socket}.not", timeout_s=0.5) as nobody,
     ):
         nobody.ssd_files()
+
+
+READS_FOR_EVER = """
+import sys, threading
+from ctxcache.client.ssd_files import SsdReader
+assert not SsdReader([(sys.argv[1], 4096)]).spread_within([threading.Event().wait], 0.01)
+"""
+
+
+def test_the_end_of_a_process_waits_for_no_device(tmp_path: Path) -> None:
+    """A read that is never answered has a thread, which an engine that ends leaves behind."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    subprocess.run([sys.executable, "-c", READS_FOR_EVER, str(path)], check=True, timeout=60)
