@@ -20,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+from _thread import start_new_thread
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -248,6 +249,8 @@ class Hold:
     deadline_ns: int
     release_operation: Operation
     ended: Callable[[], CacheError]
+    is_own: bool = True
+    """Whether it ends when nobody refers to it any more; not so where its token may be others'."""
     is_released: bool = False
 
     def check(self) -> None:
@@ -268,19 +271,61 @@ class Hold:
         if not self.is_released:
             # Set before it is sent: views taken from now on are refused, though the server has not acted yet.
             self.is_released = True
-            self.stream.send([self.release_operation])
+            try:
+                self.stream.send([self.release_operation])
+            except BaseException:
+                # A signal's: it may not be on its way, and nobody sends it again.
+                self.stream.close()
+                raise
 
     def release(self) -> None:
         """Give it back and wait until it is. Raises LeaseNotFound, ReservationNotFound, Unavailable."""
         # First: from here on the room may be another session's.
         self.is_released = True
-        self.stream.carry_out(self.release_operation)
+        try:
+            self.stream.carry_out(self.release_operation)
+        except CacheError:
+            raise
+        except BaseException:
+            self.stream.close()
+            raise
+
+    def __del__(self) -> None:
+        # A signal may come between the hold's making and the `with` that would end it.
+        if self.is_own and not self.is_released:
+            give_back(self.stream, [self.release_operation])
 
 
-def acquire(stream: AccessStream, operation: Operation) -> tuple[ClockPair, OperationResult]:
-    """Carry out an acquiring operation, and say when it was sent. Raises the operation's error."""
-    sent = ClockPair.now()
-    return sent, stream.carry_out(operation)
+def give_back(stream: AccessStream, operations: list[Operation]) -> None:
+    """Have a thread carry out what a finalizer has left to do, which runs in the middle of anything."""
+    try:
+        # One that takes no lock to start.
+        start_new_thread(stream.send, (operations,))
+    except RuntimeError:
+        # The process ends, and its connection with it; or there is no room for a thread: a deadline remains.
+        return
+
+
+# From the request to a hold, where a handler of a signal may raise:
+#
+#     request ── answer ── result ── Hold        the way is ended, and with it what nobody knows of
+#     Hold ── rows ── `with` ── its end          the hold ends itself
+def acquire(
+    stream: AccessStream, operation: Operation, hold_of: Callable[[ClockPair, OperationResult], Hold]
+) -> tuple[OperationResult, Hold]:
+    """Carry out an acquiring operation; its result, and the hold that `hold_of` makes of when it was sent.
+
+    Raises the operation's error.
+    """
+    try:
+        sent = ClockPair.now()
+        result = stream.carry_out(operation)
+        return result, hold_of(sent, result)
+    except CacheError:
+        raise
+    except BaseException:
+        stream.close()
+        raise
 
 
 _JOIN_TIMEOUT_S = 5.0
@@ -603,8 +648,12 @@ class SocketAccess(AccessStream):
         request_id = self._submit(request, deadline_s, is_awaited=True)
         try:
             return self._wait(request_id, deadline_s)
-        except BaseException:
+        except CacheError:
             self._abandon(request_id)
+            raise
+        except BaseException as error:
+            # A signal's: an answer may be lost that was taken, ours or one that another thread waits for.
+            self._break(self._gone(error))
             raise
 
     def _send(self, batch: list[Operation]) -> None:

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from itertools import islice, starmap
 from types import TracebackType
@@ -34,7 +34,13 @@ from ctxcache.client.wire import Wire, trace_metadata
 from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, InvalidArgument, LeaseNotFound
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.v1 import arena_pb2, block_pb2
-from ctxcache.v1.arena_pb2 import AccessResponse, Operation, OperationError, ReleaseReservation
+from ctxcache.v1.arena_pb2 import (
+    AccessResponse,
+    Operation,
+    OperationError,
+    OperationResult,
+    ReleaseReservation,
+)
 from ctxcache.wire.frames import LENGTH_DELIMITED, varint
 
 # Bounds of a call: the server's own on keys and parts, and on bytes so much that one call holds no more than
@@ -117,7 +123,14 @@ class BlockCalls:
         attachment = self._routes.attach()
         if attachment is None:
             return self.look_up(space, keys), []
-        return HoldingLookUp(attachment.stream, space, keys, ttl_s).result()
+        try:
+            return HoldingLookUp(attachment.stream, space, keys, ttl_s).result()
+        except CacheError:
+            raise
+        except BaseException:
+            # A signal's: what is held may be in an answer that nobody has.
+            attachment.stream.close()
+            raise
 
     def begin_to_look_up_and_hold(
         self, space: BlockSpace, keys: Sequence[bytes], *, ttl_s: float = 60
@@ -520,9 +533,9 @@ class HoldingLookUp:
         if result.HasField("error"):
             raise self._stream.error_of(result.error)
         answer = result.found_blocks
-        self._found += _found(answer)
         if answer.token:
             self._holds.append(_hold(self._stream, self._sent, answer))
+        self._found += _found(answer)
 
 
 class BlockSubscription:
@@ -651,18 +664,28 @@ def _place(into: list[PartMemory] | None, sizes: Sequence[int]) -> list[PartMemo
 
 
 def _leased(attachment: ArenaAttachment, request: block_pb2.LeaseBlocksRequest) -> LeasedBlocks:
-    sent, result = acquire(attachment.stream, Operation(lease_blocks=request))
-    lease = result.leased_blocks
-    return LeasedBlocks(attachment, lease, _hold(attachment.stream, sent, lease))
+    # One that another client may hold too, by its token, is ended by `release` alone.
+    is_own = not (request.token or request.outlives_connection)
+
+    def hold_of(sent: ClockPair, result: OperationResult) -> Hold:
+        return _hold(attachment.stream, sent, result.leased_blocks, is_own=is_own)
+
+    result, hold = acquire(attachment.stream, Operation(lease_blocks=request), hold_of)
+    return LeasedBlocks(attachment, result.leased_blocks, hold)
 
 
 def _hold(
-    stream: AccessStream, sent: ClockPair, lease: block_pb2.BlockLease | block_pb2.LookupBlocksResponse
+    stream: AccessStream,
+    sent: ClockPair,
+    lease: block_pb2.BlockLease | block_pb2.LookupBlocksResponse,
+    *,
+    is_own: bool = True,
 ) -> Hold:
     """The hold of a lease's token; `sent` is when the request for it was."""
     release = Operation(release_blocks=block_pb2.ReleaseBlocksRequest(token=lease.token))
     ended = partial(LeaseNotFound, lease_id=lease.token.hex())
-    return Hold(stream, sent.deadline_ns(lease.expire_time), release, ended)
+    deadline_ns = sent.deadline_ns(lease.expire_time)
+    return Hold(stream, deadline_ns, release, ended, is_own=is_own and bool(lease.token))
 
 
 def _put_in_place(
@@ -679,10 +702,11 @@ def _put_in_place(
     #                     │ any error
     #                     ▼
     #                  released without waiting, so that another client can put the same block at once
-    rooms = stream.carry_out(Operation(reserve_blocks=request)).reserved_blocks.rooms
+    rooms: Iterable[block_pb2.BlockRoom] = ()
     commit = block_pb2.CommitBlocks(durability=durability_to_wire(durability))
     numbers = request.parts
     try:
+        rooms = stream.carry_out(Operation(reserve_blocks=request)).reserved_blocks.rooms
         for one, room in zip(new, rooms, strict=True):
             if not room.reservation_id:
                 continue
@@ -693,14 +717,17 @@ def _put_in_place(
                 commit.checksums.append(checksum)
         if commit.parts:
             stream.carry_out(Operation(commit_blocks=commit))
-    except BaseException:
+    except Exception:
         # Committed parts are no reservations any more: there is nothing to release.
-        with suppress(CacheError):
-            stream.send(
-                Operation(release_reservation=ReleaseReservation(reservation_id=room.reservation_id))
-                for room in rooms
-                if room.reservation_id
-            )
+        stream.send(
+            Operation(release_reservation=ReleaseReservation(reservation_id=room.reservation_id))
+            for room in rooms
+            if room.reservation_id
+        )
+        raise
+    except BaseException:
+        # A signal's: the rooms may be in an answer that nobody has.
+        stream.close()
         raise
     return sum(room.reservation_id != 0 for room in rooms)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client.access import ArenaAttachment, ClockPair
+from ctxcache.client.access import ArenaAttachment, ClockPair, give_back
 from ctxcache.client.arena import Bytes, SlotLayout
 from ctxcache.client.convert import durability_to_wire
 from ctxcache.client.types import CallerModel, Durability, SessionInfo
@@ -97,7 +97,6 @@ class DecodeBatch(Closing):
         self._layouts = attachment.layouts
         self._alike: list[_Alike] = []
         self._sessions, self._room_tokens = sessions, room_tokens
-        self._lanes: Numbers = np.arange(count)
         self._reservation_ids: Numbers = np.zeros(count, np.int64)
         self._slots: Numbers = np.zeros(count, np.int64)
         self._rows: Numbers = np.zeros(count, np.int64)
@@ -115,12 +114,19 @@ class DecodeBatch(Closing):
         for stream, spec in self._specs.items():
             self._columns[stream] = slice(begin, begin + spec.row_bytes)
             begin += spec.row_bytes
+        # Behind the rest: the finalizer looks at it.
+        self._lanes: Numbers = np.arange(count)
         sent = ClockPair.now()
         first = self._reserves()
         for session, operation in zip(sessions, first, strict=True):
             # One that was made anew may have as many tokens.
             operation.reserve.if_generation_match = session.generation
-        self._take_reservations(self._stream.call(first), sent)
+        try:
+            self._take_reservations(self._stream.call(first), sent)
+        except BaseException as error:
+            self._end_if_interrupted(error)
+            self._lanes = self._lanes[:0]
+            raise
 
     @property
     def session_count(self) -> int:
@@ -171,30 +177,50 @@ class DecodeBatch(Closing):
                 [Operation(commit_many=commit), *(self._reserves() if is_last else ())]
             )
             self._take_commits(first)
-        except BaseException:
+            self._written.clear()
+            done = self._without_failed()
+            if is_last:
+                self._take_reservations(others, sent)
+            else:
+                self._lanes = done
+                self._advance()
+        except BaseException as error:
+            self._end_if_interrupted(error)
             # The answer is lost: no row has a known place any more.
             self.close()
             raise
-        self._written.clear()
-        done = self._without_failed()
-        if is_last:
-            self._take_reservations(others, sent)
-        else:
-            self._lanes = done
-            self._advance()
         return done
 
     def close(self) -> None:
         """Give back the room that was not used, without waiting."""
         lanes, self._lanes = self._lanes.tolist(), self._lanes[:0]
-        self._release(lanes)
+        try:
+            self._release(lanes)
+        except BaseException as error:
+            self._end_if_interrupted(error)
+            raise
+
+    def __del__(self) -> None:
+        # A signal may come before the `with` that would end it.
+        # One whose constructor failed early has no lanes.
+        lanes = getattr(self, "_lanes", None)
+        if lanes is not None and len(lanes):
+            give_back(self._stream, self._releases(lanes.tolist()))
+
+    def _end_if_interrupted(self, error: BaseException) -> None:
+        """End the way after a signal: reservations may be in an answer that nobody has."""
+        if not isinstance(error, Exception):
+            self._stream.close()
 
     def _release(self, lanes: Sequence[int]) -> None:
         """Give lanes' reservations back, without waiting; those that have ended are nobody's loss."""
-        self._stream.send(
+        self._stream.send(self._releases(lanes))
+
+    def _releases(self, lanes: Sequence[int]) -> list[Operation]:
+        return [
             Operation(release_reservation=ReleaseReservation(reservation_id=int(self._reservation_ids[lane])))
             for lane in lanes
-        )
+        ]
 
     # -- rows ----------------------------------------------------------------------------------
 

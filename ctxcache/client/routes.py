@@ -7,6 +7,7 @@ raises Unavailable after its deadline.
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from ctxcache.client.access import (
@@ -60,7 +61,11 @@ class LocalAccess:
     def __init__(self, wire: Wire, way: Transport) -> None:
         self._wire = wire
         self._way = way
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Over all that follows, never while one connects."""
+        self._changed = threading.Condition(self._lock)
+        self._is_connecting = False
+        """Laid down by a plain store, which no signal interrupts: nobody waits for a thread that is gone."""
         self._attachment: ArenaAttachment | None = None
         self._is_remote = False
 
@@ -69,20 +74,25 @@ class LocalAccess:
 
         Raises Unavailable, DeadlineExceeded, TooManyRequests, Draining.
         """
-        timeout_s = self._wire.timeout_s
-        # One thread connects, the others wait for it no longer than a call may take.
-        if not self._lock.acquire(timeout=timeout_s):
-            raise DeadlineExceeded(target=self._wire.target, timeout_s=f"{timeout_s:g}")
+        is_ours = False
         try:
-            if self._is_remote:
-                # For good: a client is made for one target, and that target's host does not change.
-                return None
-            if self._attachment is None or not self._attachment.stream.is_worth_a_try:
-                self._attachment = self._connect()
-                self._is_remote = self._attachment is None
+            with self._lock:
+                if self._is_connecting:
+                    self._wait_connected()
+                if self._is_remote:
+                    # For good: a client is made for one target, and that target's host does not change.
+                    return None
+                if self._attachment is not None and self._attachment.stream.is_worth_a_try:
+                    return self._attachment
+                is_ours = self._is_connecting = True
+            self._attachment = self._connect()
+            self._is_remote = self._attachment is None
             return self._attachment
         finally:
-            self._lock.release()
+            if is_ours:
+                self._is_connecting = False
+                with self._lock:
+                    self._changed.notify_all()
 
     def attached(self) -> ArenaAttachment | None:
         """The arena and a way that lives, where both are there already; waits for nothing."""
@@ -91,10 +101,18 @@ class LocalAccess:
 
     def close(self) -> None:
         """End the way and everything held on it."""
+        with self._lock, suppress(DeadlineExceeded):
+            self._wait_connected()
         with self._lock:
             if self._attachment is not None:
                 self._attachment.stream.close()
                 self._attachment = None
+
+    def _wait_connected(self) -> None:
+        """Wait, under the lock, while a thread connects. Raises DeadlineExceeded."""
+        timeout_s = self._wire.timeout_s
+        if not self._changed.wait_for(lambda: not self._is_connecting, timeout_s):
+            raise DeadlineExceeded(target=self._wire.target, timeout_s=f"{timeout_s:g}")
 
     def _connect(self) -> ArenaAttachment | None:
         for _ in range(_ATTEMPTS):

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
-from ctxcache.client.access import AccessStream, ArenaAttachment, Hold, acquire
+from ctxcache.client.access import AccessStream, ArenaAttachment, ClockPair, Hold, acquire
 from ctxcache.client.arena import (
     Bytes,
     PlacedSpan,
@@ -46,7 +46,15 @@ from ctxcache.format.layout import (
 )
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1 import session_pb2
-from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, RecheckLease, ReleaseLease, SegmentLocation
+from ctxcache.v1.arena_pb2 import (
+    AcquireLease,
+    Lease,
+    Operation,
+    OperationResult,
+    RecheckLease,
+    ReleaseLease,
+    SegmentLocation,
+)
 from ctxcache.v1.session_pb2 import AppendHeader, ReadHeader, ReadSessionRequest
 
 
@@ -644,21 +652,16 @@ def lease_rows(
     """
     # A brief answer has runs of rows alone; checksums and places on SSD come only with whole segments.
     request.is_brief = not (is_verified or request.leave_on_ssd)
-    sent, result = acquire(attachment.stream, Operation(acquire_lease=request))
-    lease = result.lease
-    hold = Hold(
-        stream=attachment.stream,
-        deadline_ns=sent.deadline_ns(lease.expire_time),
-        release_operation=Operation(release_lease=ReleaseLease(lease_id=lease.lease_id)),
-        ended=partial(LeaseNotFound, lease_id=lease.lease_id),
-    )
+    stream = attachment.stream
+    result, hold = acquire(stream, Operation(acquire_lease=request), partial(_hold, stream))
     try:
+        lease = result.lease
         arena, begin, end = attachment.arena.readable, lease.range.begin, lease.range.end
         # The layout of a session never changes, so a layout once read serves every later lease.
         layout = attachment.layouts.get_or_make(lease.session.uid, lambda: SlotLayout(lease.layout))
         verifier = None
         if is_verified:
-            recheck = partial(_recheck, attachment.stream, lease.lease_id)
+            recheck = partial(_recheck, stream, lease.lease_id)
             verifier = Verifier(arena, layout, lease.segments, hold.check, recheck)
         # One class for leases that are wholly in the arena, whose long runs are few views, another for mixed
         # ones.
@@ -674,6 +677,15 @@ def lease_rows(
         # Not waited for: the error that is on its way says more.
         hold.release_soon()
         raise
+
+
+def _hold(stream: AccessStream, sent: ClockPair, result: OperationResult) -> Hold:
+    return Hold(
+        stream,
+        sent.deadline_ns(result.lease.expire_time),
+        Operation(release_lease=ReleaseLease(lease_id=result.lease.lease_id)),
+        partial(LeaseNotFound, lease_id=result.lease.lease_id),
+    )
 
 
 def _recheck(stream: AccessStream, lease_id: int) -> None:

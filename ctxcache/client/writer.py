@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client.access import ArenaAttachment, Hold, acquire
+from ctxcache.client.access import AccessStream, ArenaAttachment, ClockPair, Hold, acquire
 from ctxcache.client.arena import Bytes, SlotLayout, SlotRows, copied, spans_of_runs
 from ctxcache.client.convert import durability_to_wire, session_from_wire
 from ctxcache.client.types import Durability, SessionInfo
@@ -22,7 +22,14 @@ from ctxcache.client.wire import Closing
 from ctxcache.errors import CacheError, IncompleteAppend, InvalidArgument, ReservationNotFound
 from ctxcache.format.checksums import Tally
 from ctxcache.format.streams import DType, Stream, StreamSpec
-from ctxcache.v1.arena_pb2 import CommitReservation, MarkWritten, Operation, ReleaseReservation, Reserve
+from ctxcache.v1.arena_pb2 import (
+    CommitReservation,
+    MarkWritten,
+    Operation,
+    OperationResult,
+    ReleaseReservation,
+    Reserve,
+)
 
 _ELEMENTS = {
     DType.INT32: "int32",
@@ -273,6 +280,8 @@ class ReservedWriter(SessionWriter):
         )
         # A lost answer does not say whether the rows are visible; the session's token count does.
         session = session_from_wire(self._hold.stream.carry_out(Operation(commit=commit)).committed)
+        # Room that is full is nobody's any more, and there is nothing to give back.
+        self._hold.is_released = not keep_open
         # Committed rows are written no more, and their sums are the server's now.
         self._tally.forget(end)
         return session
@@ -299,16 +308,10 @@ def reserve(
     Raises what an append raises before its first row.
     """
     request.is_brief = True
-    sent, result = acquire(attachment.stream, Operation(reserve=request))
-    reservation = result.reservation
-    release = ReleaseReservation(reservation_id=reservation.reservation_id)
-    hold = Hold(
-        stream=attachment.stream,
-        deadline_ns=sent.deadline_ns(reservation.expire_time),
-        release_operation=Operation(release_reservation=release),
-        ended=partial(ReservationNotFound, reservation_id=reservation.reservation_id),
-    )
+    stream = attachment.stream
+    result, hold = acquire(stream, Operation(reserve=request), partial(_hold, stream))
     try:
+        reservation = result.reservation
         layout = attachment.layouts.get_or_make(
             reservation.session_uid, lambda: SlotLayout(reservation.layout)
         )
@@ -326,3 +329,13 @@ def reserve(
         # Not waited for: the error that is on its way says more.
         hold.release_soon()
         raise
+
+
+def _hold(stream: AccessStream, sent: ClockPair, result: OperationResult) -> Hold:
+    reservation_id = result.reservation.reservation_id
+    return Hold(
+        stream,
+        sent.deadline_ns(result.reservation.expire_time),
+        Operation(release_reservation=ReleaseReservation(reservation_id=reservation_id)),
+        partial(ReservationNotFound, reservation_id=reservation_id),
+    )

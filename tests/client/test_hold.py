@@ -29,6 +29,9 @@ class Gone:
         """Ask the system."""
         return False
 
+    def send(self, operations: object) -> None:
+        """Nobody is there."""
+
 
 def test_a_lease_of_a_server_that_is_gone_protects_nothing() -> None:
     """The end of the server is not noticed yet: the check after a copy asks."""
