@@ -82,8 +82,7 @@ def frozen_clients(bench: Bench) -> None:
 
 def thawed_clients(bench: Bench) -> None:
     """A client that is frozen until it is given up, and goes on over others' rows, believes none of them."""
-    # A client that believes its lease may hear of its end before it looks, above all where others compute.
-    for _ in range(3 * THAWS if bench.options.control else THAWS):
+    for _ in range(THAWS):
         with child(
             "copier", "copies", bench.server.target, bench.names[0], bench.options.control or ""
         ) as copier:

@@ -173,8 +173,8 @@ class SchedulerSide:
             followed.load_begin = computed_count
             return 0
         found = lookup.result() if lookup is not None and lookup.done() else None
-        # Where another request of the conversation came first, the worker would hear of no load, and vLLM would
-        # wait for one for ever.
+        # Where another request of the conversation came first, the worker would hear of no load, and vLLM
+        # would wait for one for ever.
         if found is None or self._is_anothers(found.name, request.request_id):
             self._leave(request.request_id)
             return 0
