@@ -180,6 +180,47 @@ def test_another_element_type_of_the_same_size_is_a_miss(store: ServerProcess) -
         assert after == ([True], [bytes([number + 1]) * size_bytes])
 
 
+def test_compressed_chunks_are_found_by_a_fresh_process(store: ServerProcess) -> None:
+    """What LMCache compresses is bytes of whatever size; element types still tell engines apart."""
+    shapes = [torch.Size([2, 4, 256, 64])]
+    half, brain = ({0: MemoryLayoutDesc(shapes, [dtype])} for dtype in (torch.float16, torch.bfloat16))
+
+    def fresh() -> CtxcacheL2:
+        made = CtxcacheL2({"target": store.target})
+        assert made.wait_until_linked(LINK_S)
+        return made
+
+    first = fresh()
+    assert looked_up(first, [key_of(1), key_of(2)], half) == [False, False]
+    assert stored(first, {key_of(1): data_of(1), key_of(2): data_of(2, 20 << 20)})
+    assert looked_up(first, [key_of(1)], half) == [True]
+    first.close()
+
+    second = fresh()
+    assert looked_up(second, [key_of(2), key_of(1), key_of(3)], half) == [True, True, False]
+    assert loaded(second, [key_of(1)]) == [bytes(data_of(1))]
+    assert loaded(second, [key_of(2)], 20 << 20) == [bytes(data_of(2, 20 << 20))]
+    # Compressed to another size it is another chunk, and the others are there.
+    memory = [chunk_of(bytearray(size_bytes)) for size_bytes in (2 * CHUNK_BYTES, 20 << 20)]
+    assert got(second, [key_of(1), key_of(2)], memory) == [None, bytes(data_of(2, 20 << 20))]
+    second.close()
+
+    other = fresh()
+    assert looked_up(other, [key_of(1)], brain) == [False]
+    assert loaded(other, [key_of(1)]) == [None]
+    assert stored(other, {key_of(1): data_of(7)})
+    assert looked_up(other, [key_of(1)], brain) == [True]
+    assert loaded(other, [key_of(1)]) == [bytes(data_of(7))]
+    other.close()
+
+    last = fresh()
+    assert looked_up(last, [key_of(1)], half) == [True]
+    assert loaded(last, [key_of(1)]) == [bytes(data_of(1))]
+    last.delete([key_of(1)])
+    assert looked_up(last, [key_of(1)], half) == [False]
+    last.close()
+
+
 def test_locks_leave_room_for_loads(tmp_path: Path) -> None:
     """An engine looks up more than the store could hold for it, and loads what it did not look up."""
     sizes = ("--arena-size-bytes", str(64 << 20), "--ssd-size-bytes", str(256 << 20))

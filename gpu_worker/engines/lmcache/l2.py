@@ -25,8 +25,10 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from ctxcache.client import BlockSpace, Client
 from ctxcache.client.blocks import HoldingLookUp
 from ctxcache.client.types import FoundBlock, LookupState
+from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.lmcache import (
+    MOST_BLOCK_BYTES,
     MOST_STORES,
     THREADS,
     BlockKeys,
@@ -57,6 +59,8 @@ MOST_GROUPS = 4096
 SOON_S = 0.001
 """How long LMCache's loop itself waits for the answer to a look-up: most take less than two threads do."""
 TAG = "lmcache chunk"
+Ways = list[list[bytes]]
+"""The keys of a chunk's blocks, in each way in which it may be there."""
 Result = TypeVar("Result")
 
 
@@ -229,7 +233,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
 
         def delete(client: Client, weights: bytes) -> None:
             for space, places in _by_space(keys, weights).items():
-                client.blocks.delete(space, [name for i in places for name in names[i]])
+                client.blocks.delete(space, _names_in([names[i] for i in places]))
 
         self._link.call(delete, None)
 
@@ -270,26 +274,25 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
     def _blocks(self, key: "ObjectKey", chunk: "MemoryObj") -> dict[bytes, Bytes]:
         """A chunk's blocks, sharing its memory."""
         data = bytes_of(chunk)
-        layout = _Layout.of_chunk(chunk, data.nbytes)
-        self._layouts.seen(key, layout)
+        layout = self._layouts.of_chunk(key, _Layout.of_chunk(chunk, data.nbytes))
         return cut(self._layouts.names_of(key, layout), data)
 
     def _begin_to_look_up(
-        self, keys: "Sequence[ObjectKey]", names: Sequence[list[bytes]], client: Client, weights: bytes
+        self, keys: "Sequence[ObjectKey]", names: Sequence[Ways], client: Client, weights: bytes
     ) -> HoldingLookUp | None:
         """A look-up of chunks of one space; None where they are of several, or it would have to wait."""
-        spaces, wanted = _by_space(keys, weights), [name for one in names for name in one]
+        spaces, wanted = _by_space(keys, weights), _names_in(names)
         if len(spaces) != 1 or not wanted:
             return None
         [space] = spaces
         return client.blocks.begin_to_look_up_and_hold(space, wanted, ttl_s=LOCK_S)
 
-    def _look_up(self, keys: "Sequence[ObjectKey]", names: Sequence[list[bytes]]) -> list[bool]:
+    def _look_up(self, keys: "Sequence[ObjectKey]", names: Sequence[Ways]) -> list[bool]:
         def look_up(client: Client, weights: bytes) -> list[bool]:
             found = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
                 some, own = [keys[i] for i in places], [names[i] for i in places]
-                wanted = [name for one in own for name in one]
+                wanted = _names_in(own)
                 # Chunks of no known layout are not there.
                 if wanted:
                     answered = client.blocks.look_up_and_hold(space, wanted, ttl_s=LOCK_S)
@@ -302,14 +305,14 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
     def _found(
         self,
         keys: "Sequence[ObjectKey]",
-        names: Sequence[list[bytes]],
+        names: Sequence[Ways],
         answered: Sequence[FoundBlock],
         holds: "list[Hold]",
     ) -> list[bool]:
         """Which chunks are there, whose blocks were looked up in this order; what holds them is kept."""
         blocks = iter([one.state is LookupState.HIT for one in answered])
         # All blocks of each chunk are taken, also behind the first that is not there.
-        found = [bool(own) and False not in [next(blocks) for _ in own] for own in names]
+        found = [True in [False not in [next(blocks) for _ in way] for way in ways] for ways in names]
         self._locks.hold(holds, [key for key, is_found in zip(keys, found, strict=True) if is_found])
         return found
 
@@ -323,7 +326,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
                     for i in places
                     for key, block in self._blocks(keys[i], objects[i]).items()
                 ]
-                loaded = client.blocks.load(space, [key for _, key, _ in own], [block for _, _, block in own])
+                loaded = _loaded(client, space, [(key, block) for _, key, block in own])
                 lacking = {i for (i, _, _), one in zip(own, loaded, strict=True) if one is None}
                 for i in places:
                     found[i] = i not in lacking
@@ -338,8 +341,11 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
 # have the same keys for chunks of the same size. So a chunk's shapes and types are part of its blocks' keys:
 #
 #     store, load    those of LMCache's memory for the chunk
-#     look-up        what LMCache says of the group; but where it compresses chunks, or says nothing, those of
-#                    the memory of the group that it stored or loaded last
+#     look-up        what LMCache says of the group; where it says nothing, those of the memory of the group
+#                    that it stored or loaded last
+#
+# What LMCache compresses is bytes in memory, of a size that no look-up says. Its blocks' keys have the shapes
+# and types of what was compressed, which look-ups say, and its count of blocks: look-ups ask for any.
 class _Layout(NamedTuple):
     """How a chunk lies in LMCache's memory."""
 
@@ -347,6 +353,8 @@ class _Layout(NamedTuple):
     size_bytes: int
     is_plain: bool
     """Whether it is bytes and no more, as what LMCache has compressed."""
+    is_compressed: bool = False
+    """Whether `facts` are of what was compressed."""
 
     @classmethod
     def of_chunk(cls, chunk: "MemoryObj", size_bytes: int) -> Self:
@@ -367,6 +375,12 @@ class _Layout(NamedTuple):
         plain = _is_plain(desc.shapes, desc.dtypes)
         return cls(_facts(desc.shapes, desc.dtypes), sum(sizes), plain)
 
+    def compressed(self, size_bytes: int) -> "_Layout":
+        """Of a chunk of this layout that was compressed to so many bytes."""
+        # Of as many blocks all are alike, whatever their sizes.
+        count = max(-(-size_bytes // MOST_BLOCK_BYTES), 1)
+        return _Layout(self.facts, count * MOST_BLOCK_BYTES, is_plain=True, is_compressed=True)
+
 
 def _facts(shapes: "Sequence[torch.Size]", types: "Sequence[torch.dtype | None]") -> str:
     return str([(str(dtype), *shape) for shape, dtype in zip(shapes, types, strict=True)])
@@ -379,30 +393,42 @@ def _is_plain(shapes: "Sequence[torch.Size]", types: "Sequence[torch.dtype | Non
 
 
 class _Layouts:
-    """The layout of the last chunk of each group that was stored or loaded. Thread-safe."""
+    """The layout of each group's chunks: as look-ups say, and of the last in memory. Thread-safe."""
 
     def __init__(self) -> None:
+        self._told: dict[tuple[str, int, int], _Layout] = {}
+        """Of groups that are more than bytes."""
         self._seen: dict[tuple[str, int, int], _Layout] = {}
         self._names: dict[tuple[int, int, _Layout], BlockKeys] = {}
         """By rank and group."""
 
-    def seen(self, key: "ObjectKey", layout: _Layout) -> None:
-        """A chunk of this key lies so."""
-        if len(self._seen) >= MOST_GROUPS:
-            self._seen.clear()
-        self._seen[_group(key)] = layout
+    def of_chunk(self, key: "ObjectKey", layout: _Layout) -> _Layout:
+        """The layout of a chunk that lies so in memory: compressed, where its group is more than bytes."""
+        told = self._told.get(_group(key))
+        if told is not None and layout.is_plain:
+            layout = told.compressed(layout.size_bytes)
+        _remember(self._seen, key, layout)
+        return layout
 
-    def names(
-        self, keys: "Sequence[ObjectKey]", descs: "Mapping[int, MemoryLayoutDesc]"
-    ) -> list[list[bytes]]:
-        """The keys of each chunk's blocks; none where nothing is known of its group."""
-        told_of = {group: _Layout.of_group(desc) for group, desc in descs.items() if desc.shapes}
-        found = []
-        for key in keys:
-            seen, told = self._seen.get(_group(key)), told_of.get(key.object_group_id)
-            layout = seen if told is None or (seen is not None and seen.is_plain > told.is_plain) else told
-            found.append([] if layout is None else self.names_of(key, layout))
-        return found
+    def names(self, keys: "Sequence[ObjectKey]", descs: "Mapping[int, MemoryLayoutDesc]") -> list[Ways]:
+        """The keys of each chunk's blocks; no way where nothing is known of its group."""
+        given_of = {group: _Layout.of_group(desc) for group, desc in descs.items() if desc.shapes}
+        return [self._ways(key, given_of.get(key.object_group_id)) for key in keys]
+
+    def _ways(self, key: "ObjectKey", given: _Layout | None) -> Ways:
+        if given is not None and given.is_plain:
+            return [self.names_of(key, given)]
+        if given is not None:
+            _remember(self._told, key, given)
+        told, seen = self._told.get(_group(key)), self._seen.get(_group(key))
+        if told is None or (seen is not None and not seen.is_plain):
+            layout = given or seen
+            return [] if layout is None else [self.names_of(key, layout)]
+        # Compressed, a chunk has at most one block more than it had before.
+        sizes = range(MOST_BLOCK_BYTES, told.size_bytes + 2 * MOST_BLOCK_BYTES, MOST_BLOCK_BYTES)
+        layouts = [told.compressed(size_bytes) for size_bytes in sizes]
+        is_known = seen is not None and seen.is_compressed
+        return [self.names_of(key, layout) for layout in (layouts if is_known else [told, *layouts])]
 
     def names_of(self, key: "ObjectKey", layout: _Layout) -> list[bytes]:
         """The keys of the blocks of a chunk that lies so."""
@@ -411,9 +437,16 @@ class _Layouts:
         if names is None:
             if len(self._names) >= MOST_GROUPS:
                 self._names.clear()
-            facts = f"{key.kv_rank} {key.object_group_id} {layout.facts}"
+            compressed = "compressed " if layout.is_compressed else ""
+            facts = f"{key.kv_rank} {key.object_group_id} {compressed}{layout.facts}"
             names = self._names[kind] = BlockKeys(facts, layout.size_bytes)
         return names.of(key.chunk_hash)
+
+
+def _remember(layouts: dict[tuple[str, int, int], _Layout], key: "ObjectKey", layout: _Layout) -> None:
+    if len(layouts) >= MOST_GROUPS:
+        layouts.clear()
+    layouts[_group(key)] = layout
 
 
 def _group(key: "ObjectKey") -> tuple[str, int, int]:
@@ -475,6 +508,26 @@ def _by_space(keys: "Sequence[ObjectKey]", weights: bytes) -> dict[BlockSpace, l
     for i, key in enumerate(keys):
         spaces.setdefault((key.model_name, key.cache_salt), []).append(i)
     return {space_of(name, weights, tag=TAG, salt=salt): places for (name, salt), places in spaces.items()}
+
+
+def _names_in(names: Sequence[Ways]) -> list[bytes]:
+    return [name for ways in names for way in ways for name in way]
+
+
+def _loaded(client: Client, space: BlockSpace, blocks: "Sequence[tuple[bytes, Bytes]]") -> list[Any]:
+    """Load blocks; None for each that is not there, or not of its size."""
+    keys, memory = [key for key, _ in blocks], [block for _, block in blocks]
+    try:
+        return list(client.blocks.load(space, keys, memory))
+    except InvalidArgument:
+        # One of them was compressed to another size: the others are there.
+        found = client.blocks.look_up(space, keys)
+    fitting = [i for i, one in enumerate(found) if one.size_bytes == memory[i].nbytes]
+    loaded: list[Any] = [None] * len(keys)
+    some = client.blocks.load(space, [keys[i] for i in fitting], [memory[i] for i in fitting])
+    for i, one in zip(fitting, some, strict=True):
+        loaded[i] = one
+    return loaded
 
 
 def _merged(several: Iterable[Mapping[bytes, Bytes]]) -> dict[bytes, Bytes]:
