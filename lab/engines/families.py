@@ -43,7 +43,7 @@ SHAPE: Mapping[str, Any] = {
     # Wide, so that replies differ from token to token and a wrong row shows.
     "initializer_range": 0.2,
 }
-WINDOWS = ("gemma2", "gemma3_text", "gpt_oss")
+WINDOWS = ("gemma2", "gemma3_text", "gpt_oss", "cohere2")
 """Model types whose layers differ: some keep a window of tokens, some keep all."""
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None}
@@ -62,6 +62,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": EXPERTS | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
     "glm4": {"pad_token_id": 0},
     "cohere": {},
+    "cohere2": {},
     "smollm3": {"pad_token_id": 0},
     "starcoder2": {},
     "stablelm": {},
@@ -94,9 +95,10 @@ def build(family: str, directory: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def options_of(family: str) -> dict[str, Any]:
+def options_of(family: str, state: str) -> dict[str, Any]:
     """The options that a user of this family adds to vLLM's command line."""
-    return {"disable_hybrid_kv_cache_manager": True} if family in WINDOWS else {}
+    is_one_group = family in WINDOWS and state != "blocks"
+    return {"disable_hybrid_kv_cache_manager": True} if is_one_group else {}
 
 
 def question(turn: int) -> list[int]:
@@ -113,10 +115,9 @@ def last_words(error: Exception) -> str:
 
 def hold(model: Path, family: str, states: Sequence[str], place: Path) -> dict[str, Outcome]:
     """The outcome of a conversation, for each kind of state."""
-    options = options_of(family)
     outcomes = {}
     try:
-        with VllmEngine(model, None, place / "plain.log", **options) as plain:
+        with VllmEngine(model, None, place / "plain.log") as plain:
             prompts: list[list[int]] = []
             replies: list[tuple[int, ...]] = []
             prompt: list[int] = []
@@ -134,7 +135,13 @@ def hold(model: Path, family: str, states: Sequence[str], place: Path) -> dict[s
         with serving(place / state, arena_bytes=1 << 28, ssd_bytes=1 << 30) as server:
             try:
                 outcomes[state] = compared(
-                    model, state, server.target("tcp"), prompts, replies, place, options
+                    model,
+                    state,
+                    server.target("tcp"),
+                    prompts,
+                    replies,
+                    place,
+                    options_of(family, state),
                 )
             except RuntimeError as error:
                 outcomes[state] = Outcome(is_equal=False, restored=0, words=last_words(error))

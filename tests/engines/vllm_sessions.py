@@ -25,6 +25,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 import ctxcache
@@ -195,8 +196,10 @@ def scheduler_side(model: Path, store: ServerProcess, rank_count: int = 1) -> sc
         block_size=BLOCK_TOKENS,
         kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
     ).create_engine_config()
-    side = scheduler.SchedulerSide(config, ConnectorSettings(target=store.target, timeout_s=600))
-    layout = BlockLayout(BLOCK_TOKENS, (1 << 14,) * 3, "none")
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(64, [], [KVCacheGroupSpec(["layers.0", "layers.1", "layers.2"], spec)])
+    side = scheduler.SchedulerSide(config, caches, ConnectorSettings(target=store.target, timeout_s=600))
+    layout = BlockLayout((1 << 9,) * 3, "none")
     side.layouts.set_result(dict.fromkeys(range(rank_count), layout))
     return side
 
@@ -432,6 +435,7 @@ def test_a_prompt_that_is_nowhere_is_computed_while_its_session_is_made(
         while (count := side.matched(request, 0)) is None:
             pass
         assert count == 0
+        side.blocks_of = lambda _: blocks_of(4, 5, 6, 7)
         side.allocated(request, blocks_of(4, 5, 6, 7), 0)
         plan = side.step(scheduled(request, 97, 4, 5, 6, 7))
         assert (plan.opened, plan.saves) == ([], [])
@@ -443,7 +447,7 @@ def test_a_prompt_that_is_nowhere_is_computed_while_its_session_is_made(
                 break
         (opened,), (saved,) = plan.opened, plan.saves
         assert (opened.name, opened.token_count) == ("sessions/alice", 0)
-        assert (saved.begin, saved.block_ids) == (0, (4, 5, 6))
+        assert (saved.begin, saved.block_ids) == (0, ((4, 5, 6),))
         assert saved.token_ids == tuple(opening(16)[: 3 * BLOCK_TOKENS])
     finally:
         may_be_made.set()
@@ -722,6 +726,7 @@ def test_a_request_whose_input_gets_pictures_is_saved_no_further(model: Path, st
         side.arrived(request)
         while side.matched(request, 0) is None:
             time.sleep(0.01)
+        side.blocks_of = lambda _: blocks_of(1, 2, 3, 4, 5, 6)
         side.allocated(request, blocks_of(1, 2, 3, 4, 5, 6), 0)
         assert [one.begin for one in side.step(scheduled(request, 64)).saves] == [0]
 

@@ -100,11 +100,10 @@ class Sides:
         settings = ConnectorSettings(
             target=store.target, timeout_s=TIMEOUT_S, restore_timeout_s=5 * TIMEOUT_S, durability="memory"
         )
-        self.worker = worker.WorkerSide(
-            config, KVCacheConfig(BLOCK_COUNT, [], [KVCacheGroupSpec(names, spec)]), settings
-        )
+        kv_cache_config = KVCacheConfig(BLOCK_COUNT, [], [KVCacheGroupSpec(names, spec)])
+        self.worker = worker.WorkerSide(config, kv_cache_config, settings)
         self.worker.attach(caches)
-        self.scheduler = scheduler.SchedulerSide(config, settings)
+        self.scheduler = scheduler.SchedulerSide(config, kv_cache_config, settings)
         self.scheduler.layouts.set_result(self.worker.layouts.result())
         self.links = waits.links = [self.scheduler.link, self.worker.link]
         for one in self.links:
@@ -175,14 +174,15 @@ class Sides:
     def compute(self, request: Request) -> None:
         """Compute a request's prompt, which fills its blocks."""
         followed = self.scheduler._followed[request.request_id]
-        block_ids = self.blocks(-(-len(followed.prompt) // BLOCK_TOKENS)).get_block_ids()
+        blocks = self.blocks(-(-len(followed.prompt) // BLOCK_TOKENS))
+        self.scheduler.blocks_of = {request.request_id: blocks}.__getitem__
         is_computed = False
         # A session that is made beside the first step is there in a later one.
         while not is_computed or not followed.is_open:
             output = SchedulerOutput.make_empty()
             cached = output.scheduled_cached_reqs
             cached.req_ids.append(request.request_id)
-            cached.new_block_ids.append(None if is_computed else block_ids)
+            cached.new_block_ids.append(None if is_computed else blocks.get_block_ids())
             cached.num_computed_tokens.append(0)
             output.num_scheduled_tokens[request.request_id] = len(followed.prompt)
             self.step(output)

@@ -22,7 +22,7 @@ from gpu_worker.engines.vllm.worker import WorkerSide
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -53,7 +53,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._saved = settings.saved
         self._side: SchedulerSide | WorkerSide = (
-            SchedulerSide(vllm_config, settings)
+            SchedulerSide(vllm_config, kv_cache_config, settings)
             if role is KVConnectorRole.SCHEDULER
             else WorkerSide(vllm_config, kv_cache_config, settings)
         )
@@ -83,6 +83,11 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler().layouts.set_result(layouts)
 
     # -- scheduler ----------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """The engine's blocks, by request."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler().blocks_of = kv_cache_manager.get_blocks
 
     def on_new_request(self, request: "Request") -> None:
         """See SchedulerSide.arrived."""

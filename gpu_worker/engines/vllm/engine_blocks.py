@@ -1,10 +1,13 @@
-"""The engine's own blocks of K/V, whole: copied as they lie in its memory, for any model that it serves.
+"""The engine's own blocks of K/V, whole: copied as they lie in its memory, for any model of attention.
 
 A block's bytes have no meaning here. Cut into as many rows as the block has tokens, they are rows like
-others: kept, verified, found by their prefix, and cut by sessions, in whole blocks.
+others: kept, verified, found by their prefix, and cut by sessions, in whole blocks. Layers with a window are
+saved as all others, so that a session may be cut anywhere, and restored as far as the window reaches.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import vllm
@@ -13,9 +16,10 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, group_kernel_blocks
 
 from ctxcache.client import SessionRows
+from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Writing
-from gpu_worker.engines.vllm.settings import layer_specs
+from gpu_worker.engines.vllm.plan import ABSENT, BlockLayout, BlockLoad, BlockSave, Writing, first_kept
+from gpu_worker.engines.vllm.settings import layer_caches
 from gpu_worker.saving import Saver, Slice
 
 
@@ -26,34 +30,48 @@ from gpu_worker.saving import Saver, Slice
 #
 # Rows are of use in whole blocks only, for the same backend,
 # processor and version: all are in the model's description.
+class _Layer(NamedTuple):
+    """A layer's cache."""
+
+    pages: Tensor
+    """[blocks, bytes of a block]."""
+    group: int
+    block_tokens: int
+
+    def blocks_of(self, block_ids: Sequence[Sequence[int]], begin: int, end: int) -> Sequence[int]:
+        """The blocks that a request has here for tokens `[begin, end)`. `block_ids`: all of it, by group."""
+        return block_ids[self.group][begin // self.block_tokens : end // self.block_tokens]
+
+
 class EngineBlocks:
-    """The blocks of an engine with one group of caches."""
+    """The blocks of an engine."""
 
     def __init__(
         self, caches: Mapping[str, Tensor], kv_cache_config: KVCacheConfig, modules: Mapping[str, object]
     ) -> None:
         """`modules`: the engine's layers by name."""
-        specs = layer_specs(kv_cache_config)
-        self._pages = [
-            _pages(caches[name], kv_cache_config.num_blocks, spec.page_size_bytes)
-            for name, spec in specs.items()
+        found = layer_caches(kv_cache_config)
+        count = kv_cache_config.num_blocks
+        self._layers = [
+            _Layer(_pages(caches[name], count, one.spec.page_size_bytes), one.group, one.spec.block_size)
+            for name, one in found.items()
         ]
-        """[blocks, bytes of a block], by layer."""
-        self._block_tokens: int = next(iter(specs.values())).block_size
         self._saver: Saver | None = None
         self._sessions: set[str] = set()
         self.layout = BlockLayout(
-            block_tokens=self._block_tokens,
-            page_bytes=tuple(pages.shape[1] for pages in self._pages),
+            row_bytes=tuple(layer.pages.shape[1] // layer.block_tokens for layer in self._layers),
             description="; ".join(
-                (describe_platform(), *describe_layers(caches, kv_cache_config.num_blocks, modules))
+                (
+                    describe_platform(),
+                    *describe_layers({name: caches[name] for name in found}, count, modules),
+                )
             ),
         )
 
     @property
     def device(self) -> torch.device:
         """Where the caches are."""
-        return self._pages[0].device
+        return self._layers[0].pages.device
 
     def follow(self, saver: Saver) -> None:
         """See EngineState."""
@@ -74,11 +92,28 @@ class EngineBlocks:
         """See EngineState."""
         self._sessions.discard(name)
 
-    def load(self, rows: SessionRows, streams: Sequence[Stream], item: BlockLoad, writing: Writing) -> None:
+    def parts(self, item: BlockLoad) -> Mapping[int, Sequence[int]]:
+        """See EngineState."""
+        parts = defaultdict[int, list[int]](list)
+        for number, layer in enumerate(self._layers):
+            first = first_kept(layer.blocks_of(item.block_ids, item.begin, item.end))
+            if first is not None:
+                parts[item.begin + first * layer.block_tokens].append(number)
+        return parts
+
+    def load(
+        self,
+        rows: SessionRows,
+        streams: Mapping[int, Stream],
+        item: BlockLoad,
+        writing: Writing,
+    ) -> None:
         """Put whole blocks where the request has its own."""
-        begin, end = item.begin // self._block_tokens, item.end // self._block_tokens
-        ids = item.block_ids[begin:end]
-        for pages, stream in zip(self._pages, streams, strict=True):
+        for number, stream in streams.items():
+            layer = self._layers[number]
+            ids, pages = layer.blocks_of(item.block_ids, rows.begin, item.end), layer.pages
+            if ABSENT in ids:
+                raise InvalidArgument(field="block_ids", problem=f"layer {number}: {ids} have a gap")
             blocks = rows.array(stream).reshape(len(ids), -1)
             with writing():
                 if self.device.type == "cpu":
@@ -97,13 +132,14 @@ class EngineBlocks:
                 continue
             count = len(item.token_ids)
             with self._saver.passing([Slice(item.session_name, item.begin, count)], item.token_ids):
-                for layer, pages in enumerate(self._pages if self._saver.is_taking else ()):
+                for number, (pages, group, _) in enumerate(self._layers if self._saver.is_taking else ()):
+                    ids = item.block_ids[group]
                     if self.device.type == "cpu":
-                        blocks = torch.from_numpy(pages.numpy()[_chosen(item.block_ids)])
+                        blocks = torch.from_numpy(pages.numpy()[_chosen(ids)])
                     else:
                         # Copied: a copy of the saver's may end behind the engine's next write to them.
-                        blocks = pages.index_select(0, torch.tensor(item.block_ids, device=self.device))
-                    self._saver.put(layer, StateKind.ENGINE_BLOCK, blocks.reshape(count, -1))
+                        blocks = pages.index_select(0, torch.tensor(ids, device=self.device))
+                    self._saver.put(number, StateKind.ENGINE_BLOCK, blocks.reshape(count, -1))
 
 
 def _chosen(block_ids: Sequence[int]) -> slice | list[int]:
@@ -149,4 +185,4 @@ def describe_layers(
         backend = getattr(modules[name], "attn_backend", None)
         kind = backend.get_name() if backend is not None else type(modules[name]).__name__
         shape, strides = tuple(blocks.shape[1:]), tuple(blocks.stride()[1:])
-        yield f"{kind} {cache.dtype} {shape} {strides}"
+        yield f"{name} {kind} {cache.dtype} {shape} {strides}"

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 from ctxcache.client import SessionRows
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.link import Refused
-from gpu_worker.engines.vllm.plan import BlockLoad, BlockSave, Writing
+from gpu_worker.engines.vllm.plan import BlockLoad, BlockSave, Writing, first_kept
 from gpu_worker.saving import Saver, Slice
 
 if TYPE_CHECKING:
@@ -139,13 +139,23 @@ class PassRows(ABC):
         self.disown(name)
         self._ends.pop(name, None)
 
-    def load(self, rows: SessionRows, streams: Sequence[Stream], item: BlockLoad, writing: Writing) -> None:
+    def parts(self, item: BlockLoad) -> Mapping[int, Sequence[int]]:
+        """See EngineState."""
+        (block_ids,) = item.block_ids
+        first = first_kept(block_ids[item.begin // self._block_tokens :])
+        begin = item.end if first is None else item.begin + first * self._block_tokens
+        return {begin: range(len(self._layers))} if begin < item.end else {}
+
+    def load(
+        self, rows: SessionRows, streams: Mapping[int, Stream], item: BlockLoad, writing: Writing
+    ) -> None:
         """Put rows of each layer into the request's blocks, as K and V with their positions."""
-        positions = torch.arange(item.begin, item.end)
-        blocks = torch.tensor(item.block_ids)[positions // self._block_tokens]
+        positions = torch.arange(rows.begin, item.end)
+        (block_ids,) = item.block_ids
+        blocks = torch.tensor(block_ids)[positions // self._block_tokens]
         slots = blocks * self._block_tokens + positions % self._block_tokens
-        for layer, stream in zip(self._layers, streams, strict=True):
-            self._place(layer, torch.from_numpy(rows.array(stream)), positions, slots, writing)
+        for number, stream in streams.items():
+            self._place(self._layers[number], torch.from_numpy(rows.array(stream)), positions, slots, writing)
 
     def save(self, saves: Iterable[BlockSave]) -> None:
         """Nothing: the rows of the pass are in staging."""

@@ -5,7 +5,7 @@ the session of the first rank, and list all of them where a worker opens or read
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +27,24 @@ Writing = Callable[[], AbstractContextManager[None]]
 #     sessions/alice          rank 0: saved, restored by worker 0        the name in all messages
 #     sessions/alice.rank1    rank 1: saved, restored by worker 1
 #                             (of an id near 128 characters: its beginning, and a digest of it)
+#
+# Layers that keep different tokens, some a window and some all, are in different groups, and a request has
+# blocks in each group:
+#
+#     tokens      0 .. 31   32 .. 63   64 .. 95   96 .. 127
+#     group 0     7         8          9          12          full attention
+#     group 1     ABSENT    ABSENT     10         13          a window of 40 tokens
+BlockIds = tuple[tuple[int, ...], ...]
+"""By group, in the order of the tokens that they hold."""
+ABSENT = -1
+"""In the place of a block that the engine does not keep: its tokens are out of the window."""
+
+
+def first_kept(block_ids: Sequence[int]) -> int | None:
+    """Which is the first block that is there: windows keep the last ones. None where all are ABSENT."""
+    return next((i for i, block in enumerate(block_ids) if block != ABSENT), None)
+
+
 class BlockLoad(NamedTuple):
     """Restore tokens `[begin, end)` of a session, into the request's blocks, all of which are listed."""
 
@@ -35,7 +53,7 @@ class BlockLoad(NamedTuple):
     """One for each rank."""
     begin: int
     end: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
     answer_s: float
     """How long the store may take to say that it is there, while the request waits for it."""
 
@@ -45,7 +63,7 @@ class BlockSave(NamedTuple):
 
     session_name: str
     begin: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
     token_ids: tuple[int, ...]
 
 
@@ -106,8 +124,7 @@ class StepReport(KVConnectorWorkerMetadata):
 class BlockLayout(KVConnectorHandshakeMetadata):
     """How an engine's blocks lie in memory: another layout is another model to the store."""
 
-    block_tokens: int
-    page_bytes: tuple[int, ...]
-    """Bytes of one block, by layer."""
+    row_bytes: tuple[int, ...]
+    """Bytes of one block over its tokens, by layer."""
     description: str
     """Everything else that gives these bytes their meaning."""

@@ -7,7 +7,7 @@ not answer, for which a request waits `timeout_s` in all: what its look-up took,
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ctxcache.client import CallerModel, Client, QueuedJob
 from ctxcache.client.types import HintAction, SessionInfo
@@ -29,6 +30,8 @@ from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.engines.link import LOOKUP_PART
 from gpu_worker.engines.vllm.hints import HintTeller, WaitingQueue, hints_of
 from gpu_worker.engines.vllm.plan import (
+    ABSENT,
+    BlockIds,
     BlockLayout,
     BlockLoad,
     BlockSave,
@@ -37,13 +40,21 @@ from gpu_worker.engines.vllm.plan import (
     StepPlan,
     StepReport,
 )
-from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
+from gpu_worker.engines.vllm.settings import (
+    ConnectorSettings,
+    SavedState,
+    layer_caches,
+    link_for,
+    streams_of,
+    unit_tokens,
+)
 from gpu_worker.engines.vllm.worker import WORKERS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -101,8 +112,6 @@ class Followed:
     """Whether the worker was told to save it."""
     load_begin: int = 0
     """The first token that is not in the engine's own cache."""
-    block_ids: list[int] = field(default_factory=list)
-    """Its blocks, in order."""
     saved_end: int = 0
     """Tokens of the prompt that the session has, and tokens that the worker was told to save."""
 
@@ -110,12 +119,22 @@ class Followed:
 class SchedulerSide:
     """Looks sessions up, and says step by step what to restore and what to save."""
 
-    def __init__(self, config: "VllmConfig", settings: ConnectorSettings) -> None:
+    def __init__(
+        self, config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: ConnectorSettings
+    ) -> None:
         self._settings = settings
         self._ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
-        self._block_tokens: int = config.cache_config.block_size
+        self._group_tokens = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        """Tokens of a block, by group."""
+        self._block_tokens = unit_tokens(kv_cache_config)
+        """Tokens that are whole blocks in each group."""
         self._unit_tokens = self._block_tokens if settings.saved is SavedState.BLOCKS else 1
         """Sessions are cut after a multiple of so many tokens."""
+        self._has_windows = any(
+            not isinstance(spec, FullAttentionSpec) for spec, _ in layer_caches(kv_cache_config).values()
+        )
+        self.blocks_of: Callable[[str], KVCacheBlocks] = _no_blocks
+        """A request's blocks as the engine has them now; set once it has a manager of them."""
         self.layouts: Future[Mapping[int, BlockLayout]] = Future()
         """How each rank's blocks lie in memory, where they are what is saved."""
         self._models: list[CallerModel] = []
@@ -193,7 +212,6 @@ class SchedulerSide:
         found = self._opened(followed, self._plan) if followed is not None else None
         if followed is None or found is None:
             return
-        (block_ids,) = blocks.get_block_ids()
         if external_count:
             begin = followed.load_begin
             load = BlockLoad(
@@ -201,7 +219,7 @@ class SchedulerSide:
                 found.sessions,
                 begin,
                 begin + external_count,
-                tuple(block_ids),
+                self._block_ids(blocks, 0, begin + external_count),
                 answer_s=self._settings.answer_after_s(followed.waited_s),
             )
             self._plan.loads.append(load)
@@ -216,14 +234,13 @@ class SchedulerSide:
             if followed is not None and followed.is_open:
                 plan.lost_blocks.append(followed.session_name)
         for new in output.scheduled_new_reqs:
-            self._scheduled(plan, output, new.req_id, new.num_computed_tokens, new.block_ids, is_anew=True)
+            self._scheduled(plan, output, new.req_id, new.num_computed_tokens, new.block_ids)
         cached = output.scheduled_cached_reqs
         for request_id, computed_count, block_ids in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
-            is_anew = request_id in cached.resumed_req_ids
             self._await_session(request_id)
-            self._scheduled(plan, output, request_id, computed_count, block_ids, is_anew=is_anew)
+            self._scheduled(plan, output, request_id, computed_count, block_ids)
         return plan
 
     def finished(self, request: "Request") -> None:
@@ -277,36 +294,49 @@ class SchedulerSide:
         output: "SchedulerOutput",
         request_id: str,
         computed_count: int,
-        block_ids: tuple[list[int], ...] | None,
-        *,
-        is_anew: bool,
+        added_ids: tuple[list[int], ...] | None,
     ) -> None:
-        """Tokens of a request are computed in this step. `is_anew`: it has these blocks and no other."""
+        """Tokens of a request are computed in this step, for which it has these blocks more."""
         followed = self._followed.get(request_id)
         if followed is None:
             return
         if not is_plain(followed.request):
             # A later part of its input has pictures: what is computed from here on is not of its tokens.
-            self._leave(request_id)
-            if followed.is_open:
-                plan.finished.append(Finished(followed.session_name))
+            self._end_saving(plan, followed)
             return
-        added = block_ids[0] if block_ids is not None else []
-        followed.block_ids = [*added] if is_anew else [*followed.block_ids, *added]
         if self._opened(followed, plan) is None:
             return
         if self._settings.saved.is_portable:
-            plan.blocks.append((followed.session_name, tuple(added)))
+            plan.blocks.append((followed.session_name, tuple(added_ids[0]) if added_ids is not None else ()))
             return
         # The ids of tokens that the step before this one draws may not be known yet.
         filled_count = computed_count + output.num_scheduled_tokens[request_id]
         end = min(filled_count, followed.request.num_tokens) // self._block_tokens
         begin = followed.saved_end // self._block_tokens
         if begin < end:
-            ids = followed.request.all_token_ids[begin * self._block_tokens : end * self._block_tokens]
-            blocks = tuple(followed.block_ids[begin:end])
-            plan.saves.append(BlockSave(followed.session_name, followed.saved_end, blocks, tuple(ids)))
-            followed.saved_end = end * self._block_tokens
+            begin, end = begin * self._block_tokens, end * self._block_tokens
+            block_ids = self._block_ids(self.blocks_of(request_id), begin, end)
+            counts = [(end - begin) // tokens for tokens in self._group_tokens]
+            if any(ABSENT in ids for ids in block_ids) or [*map(len, block_ids)] != counts:
+                # The engine's own cache had these tokens, and of a window the last ones alone.
+                self._end_saving(plan, followed)
+                return
+            ids = followed.request.all_token_ids[begin:end]
+            plan.saves.append(BlockSave(followed.session_name, begin, block_ids, tuple(ids)))
+            followed.saved_end = end
+
+    def _end_saving(self, plan: StepPlan, followed: Followed) -> None:
+        """Save no more of a request than was saved."""
+        self._leave(followed.request.request_id)
+        if followed.is_open:
+            plan.finished.append(Finished(followed.session_name))
+
+    def _block_ids(self, blocks: "KVCacheBlocks", begin: int, end: int) -> BlockIds:
+        """The ids of the blocks of tokens `[begin, end)`, by group."""
+        return tuple(
+            tuple(ABSENT if one.is_null else one.block_id for one in group[begin // tokens : end // tokens])
+            for group, tokens in zip(blocks.blocks, self._group_tokens, strict=True)
+        )
 
     def _await_session(self, request_id: str) -> None:
         """Wait a moment for a session that is being made: its request may end before it is there."""
@@ -450,10 +480,15 @@ class SchedulerSide:
     def _can_wait(self, request: "Request") -> bool:
         """Whether what a request computes can be saved by a later step than the one that computes it.
 
-        Blocks stay the request's until it ends. Rows are captured in the pass, and have to have a session by
-        then.
+        Blocks stay the request's until it ends, but for those that a window leaves behind. Rows are captured
+        in the pass, and have to have a session by then.
         """
-        return not self._settings.saved.is_portable and request.max_tokens >= LATE_ANSWER_TOKENS
+        is_kept = not self._settings.saved.is_portable and not self._has_windows
+        return is_kept and request.max_tokens >= LATE_ANSWER_TOKENS
+
+
+def _no_blocks(request_id: str) -> "KVCacheBlocks":
+    raise RuntimeError(f"asked for blocks of {request_id} before the engine has any")
 
 
 def is_plain(request: "Request") -> bool:

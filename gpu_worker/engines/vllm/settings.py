@@ -4,15 +4,23 @@ import enum
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.format.model import ModelSpec
@@ -84,7 +92,7 @@ class ConnectorSettings(StoreSettings):
 
 # Engines that are served, by connector:
 #
-#     CtxcacheConnector            blocks: tensor parallelism; one group of full attention
+#     CtxcacheConnector            blocks: tensor parallelism; attention, full or with windows
 #                                  kv, hidden: one rank, eager mode, one position a token
 #     CtxcacheOffloadingConnector  whatever vLLM's own offloading serves
 def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", saved: SavedState) -> None:
@@ -98,10 +106,10 @@ def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", saved: 
         )
     if config.speculative_config is not None:
         raise Refused("speculative decoding is not supported: rows of refused drafts would be saved")
-    if len(kv_cache_config.kv_cache_groups) > 1:
-        problem = "models with several groups of K/V caches are not supported"
-        raise Refused(f"{problem}; of attention alone: try --disable-hybrid-kv-cache-manager")
     if saved.is_portable:
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            problem = f"state={saved.value}: layers keep different tokens"
+            raise Refused(f"{problem}: add --disable-hybrid-kv-cache-manager, or save state=blocks")
         _check_passes(config, saved)
     else:
         _check_blocks(config, kv_cache_config)
@@ -118,19 +126,35 @@ def _check_passes(config: "VllmConfig", saved: SavedState) -> None:
 def _check_blocks(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Refused("scales that vLLM computes at its start are not saved: leave --calculate-kv-scales out")
-    for name, spec in layer_specs(kv_cache_config).items():
-        if not isinstance(spec, FullAttentionSpec):
-            raise Refused(f"layer {name} keeps no K/V of every token: {type(spec).__name__}")
+    for name, (spec, _) in layer_caches(kv_cache_config).items():
+        if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
+            problem = f"layer {name} keeps no K/V of its tokens: {type(spec).__name__}"
+            raise Refused(f'{problem}; "kv_connector":"CtxcacheOffloadingConnector" saves what vLLM offloads')
         if spec.page_size_bytes % spec.block_size:
             raise Refused(f"layer {name}: {spec.page_size_bytes} bytes of a block are no rows of its tokens")
 
 
-def layer_specs(kv_cache_config: "KVCacheConfig") -> dict[str, KVCacheSpec]:
-    """The specification of each layer's cache, in the engine's order, of an engine with one group."""
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
-    by_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
-    return {name: by_layer.get(name, spec) for name in group.layer_names}
+class LayerCache(NamedTuple):
+    """The specification of a layer's cache, and the number of the group of caches that it is in."""
+
+    spec: KVCacheSpec
+    group: int
+
+
+def layer_caches(kv_cache_config: "KVCacheConfig") -> dict[str, LayerCache]:
+    """Each layer's cache, in the same order whatever groups the engine has made of them."""
+    found = {}
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        by_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+        for name in group.layer_names:
+            found[name] = LayerCache(by_layer.get(name, spec), number)
+    return dict(sorted(found.items(), key=lambda item: (extract_layer_index(item[0]), item[0])))
+
+
+def unit_tokens(kv_cache_config: "KVCacheConfig") -> int:
+    """The least run of tokens that is whole blocks in each group."""
+    return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
 
 
 @functools.lru_cache(maxsize=1)
@@ -228,7 +252,7 @@ def _block_spec(
         weights_digest=weights_digest(directory),
         tokenizer_digest="",
         dtype=row_dtype(model.dtype),
-        layer_count=len(layout.page_bytes),
+        layer_count=len(layout.row_bytes),
         hidden_size=model.get_hidden_size(),
         kv_head_count=model.get_num_kv_heads(config.parallel_config),
         head_size=model.get_head_size(),
@@ -236,8 +260,8 @@ def _block_spec(
         norm="",
         is_relocatable=False,
         streams=tuple(
-            StreamSpec(Stream(layer, StateKind.ENGINE_BLOCK), page_bytes // layout.block_tokens, DType.PACKED)
-            for layer, page_bytes in enumerate(layout.page_bytes)
+            StreamSpec(Stream(layer, StateKind.ENGINE_BLOCK), row_bytes, DType.PACKED)
+            for layer, row_bytes in enumerate(layout.row_bytes)
         ),
         settings=f"vllm blocks {tag}",
     )

@@ -30,7 +30,7 @@ from gpu_worker.engines.vllm.hidden_rows import HiddenRows
 from gpu_worker.engines.vllm.hints import HintTeller
 from gpu_worker.engines.vllm.pass_rows import KvRows
 from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan, Writing
-from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of
+from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of, unit_tokens
 from gpu_worker.saving import Saver
 
 if TYPE_CHECKING:
@@ -75,8 +75,13 @@ class EngineState(Protocol):
     def closed(self, name: str) -> None:
         """Save nothing of a session from now on."""
 
-    def load(self, rows: SessionRows, streams: Sequence[Stream], item: BlockLoad, writing: Writing) -> None:
-        """Put the rows of these streams where the request has its blocks, within `writing` alone."""
+    def parts(self, item: BlockLoad) -> Mapping[int, Sequence[int]]:
+        """Layers by the token from which on their rows are needed: windows need the last ones alone."""
+
+    def load(
+        self, rows: SessionRows, streams: Mapping[int, Stream], item: BlockLoad, writing: Writing
+    ) -> None:
+        """Put the rows of these layers where the request has its blocks, within `writing` alone."""
 
     def save(self, saves: Iterable[BlockSave]) -> None:
         """A step was computed that filled these blocks."""
@@ -291,13 +296,16 @@ class WorkerSide:
             raise SessionNotFound(session=session.name)
         client, model = use
         streams = streams_of(model, self._settings.saved)
-        with client.sessions.open(session, model).read(
-            streams=streams,
-            begin=item.begin,
-            end=item.end,
-            if_generation_match=session.generation,
-        ) as rows:
-            self._state.load(rows, streams, item, loading.writing)
+        handle = client.sessions.open(session, model)
+        for begin, layers in self._state.parts(item).items():
+            needed = {layer: streams[layer] for layer in layers}
+            with handle.read(
+                streams=[*needed.values()],
+                begin=begin,
+                end=item.end,
+                if_generation_match=session.generation,
+            ) as rows:
+                self._state.load(rows, needed, item, loading.writing)
 
     def _written_so_far(self) -> torch.cuda.Event | None:
         """A mark behind what the engine has begun: requests that are gone may still write to their blocks."""
@@ -326,8 +334,8 @@ class WorkerSide:
             if saver is None:
                 raise SessionNotFound(session=session.name)
             is_portable = self._settings.saved.is_portable
-            unit_tokens = 1 if is_portable else self._config.cache_config.block_size
-            saver.open(session, ahead=opened.ahead[self._rank], unit_tokens=unit_tokens)
+            unit = 1 if is_portable else unit_tokens(self._kv_cache_config)
+            saver.open(session, ahead=opened.ahead[self._rank], unit_tokens=unit)
         except CacheError as error:
             logger.warning("%s is not saved: %s", session.name, error)
             self._not_saved.add(opened.name)
