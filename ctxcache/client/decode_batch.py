@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.access import ArenaAttachment, ClockPair, give_back
-from ctxcache.client.arena import Bytes, SlotLayout
+from ctxcache.client.arena import Bytes, SlotLayout, slot_layout
 from ctxcache.client.convert import durability_to_wire
 from ctxcache.client.types import CallerModel, Durability, SessionInfo
 from ctxcache.client.wire import Closing
@@ -344,7 +344,7 @@ class DecodeBatch(Closing):
                 self._stream.send([Operation(release_reservation=release)])
                 continue
             # Lanes are of one layout, but each session's is checked: it may have been deleted and made anew.
-            layout = self._layouts.get_or_make(made.session_uid, partial(SlotLayout, made.layout))
+            layout = self._layouts.get_or_make(made.session_uid, partial(slot_layout, made.layout))
             layout.check(self._sessions[lane].name, self._specs)
             self._alike = self._alike or self._alike_of(layout)
             self._reservation_ids[lane] = made.reservation_id

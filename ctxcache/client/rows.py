@@ -25,6 +25,7 @@ from ctxcache.client.arena import (
     Span,
     Verifier,
     identity_of,
+    slot_layout,
     spans_of_runs,
     spans_of_segments,
 )
@@ -658,7 +659,7 @@ def lease_rows(
         lease = result.lease
         arena, begin, end = attachment.arena.readable, lease.range.begin, lease.range.end
         # The layout of a session never changes, so a layout once read serves every later lease.
-        layout = attachment.layouts.get_or_make(lease.session.uid, lambda: SlotLayout(lease.layout))
+        layout = attachment.layouts.get_or_make(lease.session.uid, lambda: slot_layout(lease.layout))
         verifier = None
         if is_verified:
             recheck = partial(_recheck, stream, lease.lease_id)

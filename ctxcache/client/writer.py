@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.access import AccessStream, ArenaAttachment, ClockPair, Hold, acquire
-from ctxcache.client.arena import Bytes, SlotLayout, SlotRows, copied, spans_of_runs
+from ctxcache.client.arena import Bytes, SlotRows, copied, slot_layout, spans_of_runs
 from ctxcache.client.convert import durability_to_wire, session_from_wire
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Closing
@@ -313,7 +313,7 @@ def reserve(
     try:
         reservation = result.reservation
         layout = attachment.layouts.get_or_make(
-            reservation.session_uid, lambda: SlotLayout(reservation.layout)
+            reservation.session_uid, lambda: slot_layout(reservation.layout)
         )
         end = request.write_offset + request.token_count
         slots = SlotRows(arena, layout, spans_of_runs(reservation.runs, request.write_offset, end))

@@ -5,8 +5,9 @@ Handing over by the control socket stands beside an exchange of its messages' by
 verifying to its caller; verified, beside one pass of the checksum.
 """
 
+import itertools
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -33,23 +34,35 @@ def copying(c: Contexts) -> Side:
     return lambda _: c.walk(step)
 
 
-def copying_summed(c: Contexts) -> Side:
-    """One thread copies every context into the same warm memory, and adds it up in the same pass."""
-    return _copying_summed(c, c.data)
-
-
 def reading_summed(c: Contexts) -> Side:
-    """As `copying_summed`, out of shared memory, whose pages are as small as the arena's."""
-    return _copying_summed(c, _shared(c))
+    """As `copying`, added up in the same pass, out of shared memory in pages as small as the arena's."""
+    shared = _shared(c)
 
-
-def _copying_summed(c: Contexts, sources: Sequence[Bytes]) -> Side:
     def step(index: int) -> float:
-        taken = seconds(lambda: _copy_summed(c.whole, sources[index]))
+        taken = seconds(lambda: _copy_summed(c.whole, shared[index]))
         c.verify(index, "copy")
         return taken
 
     return lambda _: c.walk(step)
+
+
+def saving_summed(c: Contexts) -> Side:
+    """As `reading_summed`, into shared memory: each context into another one's place, as each save is."""
+    shared = _shared(c)
+    count = itertools.count(1)
+
+    def walk() -> float:
+        shift = next(count)
+
+        def step(index: int) -> float:
+            place = shared[(index + shift) % len(shared)]
+            taken = seconds(lambda: _copy_summed(place, c.data[index]))
+            check(place, c.data[index], "copy")
+            return taken
+
+        return c.walk(step)
+
+    return lambda _: walk()
 
 
 def _copy_summed(target: Bytes, source: Bytes) -> None:
@@ -210,13 +223,13 @@ ROWS = (
         "local save; gRPC lease stream",
         _COPY_SUMMED,
         at_least(0.75),
-        opened(GRPC, saving, copying_summed),
+        opened(GRPC, saving, saving_summed),
     ),
     Row(
         "local-save-socket",
         "local save; control socket",
         _COPY_SUMMED,
         at_least(0.85),
-        opened(SOCKET, saving, copying_summed),
+        opened(SOCKET, saving, saving_summed),
     ),
 )
