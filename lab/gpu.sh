@@ -73,7 +73,7 @@ pytest=("$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdi
 step tests 75 "${pytest[@]}" "${tests[@]}"
 step sidecar 60 "${pytest[@]}" "${sidecar[@]}"
 step kernels 45 "$python" -m lab.studies.kernels --json "${kernels[@]}"
-step threads 25 env -u TRITON_INTERPRET "$python" -m lab.studies.pipeline_cost --timeline "${threads[@]}"
+step threads 45 env -u TRITON_INTERPRET "$python" -m lab.studies.pipeline_cost --timeline "${threads[@]}"
 # The store's server runs beside these.
 step saving 80 "$python" -m lab.studies.saving --json "${saving[@]}"
 step restore 140 "$python" -m lab.studies.restore --json "${restore[@]}"

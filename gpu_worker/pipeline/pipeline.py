@@ -253,7 +253,7 @@ class Restoration:
         self._source, self._compute, self._token_ids = source, compute, token_ids
         self._lanes, self._rings, self._batch_tokens = lanes, rings, batch_tokens
         self._on_stuck, self._share = on_stuck, share
-        # Once: to ask a protocol takes longer than to land a batch.
+        # Once: to ask a protocol takes as long as to land a batch.
         self._landed = source if isinstance(source, LandingRows) else None
         self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
         # Kept to the end for `observed_s`: a device's times are known when all has passed.

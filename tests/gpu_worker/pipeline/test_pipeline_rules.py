@@ -14,6 +14,7 @@ from slow_pipelines import DEADLINE_S, SMALL, RowsSource, SlowHost, poisoned_tar
 from torch import Tensor
 
 from ctxcache.errors import CacheError, LeaseNotFound
+from gpu_worker.pipeline import pipeline as pipeline_module
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline, Device, HostLane, Lane
 from gpu_worker.pipeline.pipeline import Pipeline
@@ -215,6 +216,44 @@ def test_any_stream_may_be_slow(driver: Driver, slow: str) -> None:
 def test_any_issuer_may_be_slow(driver: Driver, slow: str) -> None:
     """The same where work is issued late: nobody waits for an event that was not recorded."""
     assert _is_equal_on_streams(driver, [], [slow])
+
+
+class _Recomputing(Modules):
+    """Recomputes only once a copy behind it was issued."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.adapter, session.positions)
+        self.copied, self.was_copied = threading.Event(), False
+
+    def recompute(self, *given: Any) -> None:
+        """See Compute."""
+        self.was_copied = self.copied.wait(DEADLINE_S)
+        super().recompute(*given)
+
+
+def test_recomputation_holds_up_no_copy(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread is another one; what is computed behind it comes behind it."""
+    session = _session()
+    # Behind the session, which is proven by restores on the real device.
+    driver: Driver = request.getfixturevalue("driver")
+    target, compute = poisoned_target(session), _Recomputing(session)
+    copy = pipeline_module._copy
+
+    def copied(rows: Tensor, landed: Tensor) -> None:
+        compute.copied.set()
+        copy(rows, landed)
+
+    monkeypatch.setattr(pipeline_module, "_copy", copied)
+    with (
+        Pipeline(FakeGpu(driver, ()), SMALL) as pipeline,
+        start(pipeline, session, target, "tokens:0,saved:1-2", compute=compute) as restoration,
+    ):
+        restoration.wait_all()
+
+    assert compute.was_copied
+    assert session.continue_on(target.cache) == session.expected_ids
 
 
 @pytest.mark.parametrize("name", PLANTS)
