@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -406,6 +407,9 @@ class BulkConnection:
                 for message in _messages(self._parts(transfer, stream)):
                     data = [part.data for part in message.parts]
                     self._framed.send(SocketFrameKind.CHUNK, message.encode(stream), data)
+                    # The kernel lets a thread that computes go on for milliseconds. A reader that wakes up
+                    # on this host would contend with the next frame for the lock of the socket.
+                    os.sched_yield()
                     if time.monotonic() - renewed > RENEW_INTERVAL_S:
                         self._await(transfer.renew())
                         renewed = time.monotonic()

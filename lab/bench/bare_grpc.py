@@ -35,6 +35,7 @@ _SERVICE = "lab.bench.Bare"
 class FarSide:
     """The calls of such a process. A context's index is one byte; saving sends it as the first message."""
 
+    target: str
     read: "grpc.UnaryStreamMultiCallable[bytes, bytes]"
     save: "grpc.StreamUnaryMultiCallable[bytes, bytes]"
     pid: int
@@ -59,24 +60,32 @@ def far_side(
         line = process.stdout.readline().strip() if process.stdout else ""
         if not line:
             raise NoPeer("the bare gRPC server's process did not start")
-        with grpc.insecure_channel(line, options=CHANNEL_OPTIONS) as channel, ExitStack() as stack:
-            # Each with an option of its own, so that no two share a connection.
-            others = [
-                stack.enter_context(grpc.insecure_channel(line, options=[*CHANNEL_OPTIONS, ("client", i)]))
-                for i in range(client_count)
-            ]
-            yield FarSide(
-                channel.unary_stream(f"/{_SERVICE}/Read"),
-                channel.stream_unary(f"/{_SERVICE}/Save"),
-                process.pid,
-                tuple(other.unary_unary(f"/{_SERVICE}/Echo") for other in others),
-                tuple(other.unary_unary(f"/{_SERVICE}/Record") for other in others),
-            )
+        with connected(line, process.pid, client_count) as far:
+            yield far
     finally:
         process.kill()
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+@contextmanager
+def connected(target: str, pid: int, client_count: int = 0) -> Iterator[FarSide]:
+    """Calls of a process that is there, and so many clients that echo."""
+    with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel, ExitStack() as stack:
+        # Each with an option of its own, so that no two share a connection.
+        others = [
+            stack.enter_context(grpc.insecure_channel(target, options=[*CHANNEL_OPTIONS, ("client", i)]))
+            for i in range(client_count)
+        ]
+        yield FarSide(
+            target,
+            channel.unary_stream(f"/{_SERVICE}/Read"),
+            channel.stream_unary(f"/{_SERVICE}/Save"),
+            pid,
+            tuple(other.unary_unary(f"/{_SERVICE}/Echo") for other in others),
+            tuple(other.unary_unary(f"/{_SERVICE}/Record") for other in others),
+        )
 
 
 def ask_read(far: FarSide, index: int, into: Bytes) -> None:

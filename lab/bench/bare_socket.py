@@ -105,14 +105,15 @@ def serve(context_count: int, context_bytes: int) -> None:
     while True:
         try:
             receive(connection, request)
-        except EOFError:
+            kind, index = _REQUEST.unpack(request.tobytes())
+            if kind == b"r":
+                connection.sendall(kept[index].data)
+            else:
+                receive(connection, kept[index])
+                connection.sendall(b"k")
+        except (EOFError, OSError):
+            # It ended, or was killed in the middle.
             return
-        kind, index = _REQUEST.unpack(request.tobytes())
-        if kind == b"r":
-            connection.sendall(kept[index].data)
-        else:
-            receive(connection, kept[index])
-            connection.sendall(b"k")
 
 
 def _tune(connection: socket.socket) -> None:

@@ -4,21 +4,25 @@
 
 Prints `ready`, then obeys a line at a time: `go` is one walk over all contexts, answered with `done`
 or, when a byte was another, with `wrong ...`. KIND `read` goes through the store, `copy` copies memory.
+`bare-socket` reads from a bare socket's process of its own, `bare-grpc` from the one at TARGET.
 """
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 import ctxcache
-from ctxcache.client import CallerModel, Client
+from ctxcache.client import CallerModel
 from ctxcache.runtime.memory import keep_freed_memory
-from lab.bench.contexts import by_stream, check, content, copy_out, model_of, warm
+from lab.bench import bare_grpc, bare_socket
+from lab.bench.contexts import Bytes, by_stream, check, content, copy_out, model_of, warm
 from lab.bench.row import Scale, WrongBytes
 from lab.routes import route_options
+
+BARE_SOCKET, BARE_GRPC = "bare-socket", "bare-grpc"
 
 
 class Child:
@@ -63,19 +67,44 @@ def child(kind: str, target: str, way: str, scale: Scale) -> Iterator[Child]:
                 pipe.close()
 
 
-def _walk(client: Client, kind: str, scale: Scale) -> Callable[[], None]:
+def _mover(
+    stack: ExitStack,
+    kind: str,
+    target: str,
+    way: str,
+    scale: Scale,
+    data: Sequence[Bytes],
+    outs: Sequence[Bytes],
+) -> Callable[[int], object]:
+    """What brings a context's bytes to `outs`, until the stack is closed."""
+    if kind == "copy":
+        return lambda index: np.copyto(outs[index], data[index])
+    if kind == BARE_SOCKET:
+        connection, _ = stack.enter_context(bare_socket.far_side(len(data), scale.context_bytes))
+        for index, flat in enumerate(data):
+            bare_socket.ask_save(connection, index, flat)
+        return lambda index: bare_socket.ask_read(connection, index, outs[index])
+    if kind == BARE_GRPC:
+        far = stack.enter_context(bare_grpc.connected(target, 0))
+        for index, flat in enumerate(data):
+            bare_grpc.ask_save(far, index, flat)
+        return lambda index: bare_grpc.ask_read(far, index, outs[index])
+    # The command line is our own, made by `child` of an Access.
+    client = stack.enter_context(ctxcache.connect(target, **route_options(way)))
+    streams, model = [by_stream(scale, out) for out in outs], CallerModel(model_of(scale))
+
+    def read(index: int) -> None:
+        with client.sessions.open(f"sessions/context{index}", model).read() as rows:
+            copy_out(rows, streams[index])
+
+    return read
+
+
+def _walk(stack: ExitStack, kind: str, target: str, way: str, scale: Scale) -> Callable[[], None]:
     """One walk; what it moved last is checked after it, and every context over the walks."""
     data = [content(owner, scale.context_bytes) for owner in range(scale.context_count)]
     outs = [warm(scale.context_bytes) for _ in data]
-    streams = [by_stream(scale, out) for out in outs]
-    model = CallerModel(model_of(scale))
-
-    def move(index: int) -> None:
-        if kind == "copy":
-            np.copyto(outs[index], data[index])
-            return
-        with client.sessions.open(f"sessions/context{index}", model).read() as rows:
-            copy_out(rows, streams[index])
+    move = _mover(stack, kind, target, way, scale, data, outs)
 
     def walk() -> None:
         for index in range(len(data)):
@@ -98,9 +127,8 @@ def main() -> int:
     kind, target, way, *numbers = sys.argv[1:]
     scale = Scale(*(int(number) for number in (*numbers, "0", "0")))
     keep_freed_memory()
-    # The command line is our own, made by `child` of an Access.
-    with ctxcache.connect(target, **route_options(way)) as client:
-        walk = _walk(client, kind, scale)
+    with ExitStack() as stack:
+        walk = _walk(stack, kind, target, way, scale)
         _say("ready")
         for _ in sys.stdin:
             try:

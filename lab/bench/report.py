@@ -99,7 +99,7 @@ def section(run: Run, result: str) -> str:
     warning = " Sizes are tiny: these figures mean nothing." if run.is_quick else ""
     # The result file has every fact of every row; a document has those that put a figure in doubt, or say how
     # much of a goal can be had.
-    told = ("NOISY", "a bare socket")
+    told = ("NOISY", "a bare socket", "a bare echo")
     doubts = "".join(f"* {line}\n" for line in remarks(run.rows) if any(each in line for each in told))
     return f"\n{taken}{warning}\n\n{markdown(run.rows)}\n{doubts}"
 

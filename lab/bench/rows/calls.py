@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from ctxcache.client.decode_batch import DecodeBatch
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import Stream
-from lab.bench.children import Child, child
+from lab.bench import bare_grpc
+from lab.bench.children import BARE_GRPC, BARE_SOCKET, Child, child
 from lab.bench.contexts import (
     Bytes,
     Contexts,
@@ -71,21 +73,28 @@ class _Traffic:
             self.failure = error if isinstance(error, WrongBytes) else None
 
 
-def beside_bulk(ways: tuple[str, ...], percent: float) -> Callable[[Place], AbstractContextManager[Sides]]:
-    """A row's setup: GetSession while another process reads by this access, and while it is stopped."""
+def beside_bulk(
+    kind: str, ways: tuple[str, ...], percent: float
+) -> Callable[[Place], AbstractContextManager[Sides]]:
+    """A row's setup: GetSession while another process reads by this access, and while it is stopped.
+
+    A bare pair of that `kind` is noted beside it, but for local reads, which no transport moves.
+    """
 
     @contextmanager
     def setup(place: Place) -> Iterator[Sides]:
         way = access(*ways)
         with contexts(place, access("remote")) as c:
             target = c.server.target(place.transport)
-            with child("read", target, way, place.scale) as mover:
-                traffic = _Traffic(mover)
-                yield Sides(
-                    _asking(c, traffic, signal.SIGCONT, percent, place.scale.call_count),
-                    _asking(c, traffic, signal.SIGSTOP, percent, place.scale.call_count),
-                    {"traffic": way, "calls a round": place.scale.call_count},
-                )
+            with ExitStack() as stack:
+                mover = stack.enter_context(child("read", target, way, place.scale))
+                traffic, count = _Traffic(mover), place.scale.call_count
+                notes: dict[str, object] = {"traffic": way, "calls a round": count}
+                idle = _asking(c, traffic, signal.SIGSTOP, percent, count)
+                if kind != "local":
+                    pair = stack.enter_context(_bare_pair(kind, place.scale))
+                    idle = _with_bare(idle, pair, percent, count, notes)
+                yield Sides(_asking(c, traffic, signal.SIGCONT, percent, count), idle, notes)
                 os.kill(mover.process.pid, signal.SIGCONT)
 
     return setup
@@ -112,6 +121,45 @@ def _asking(c: Contexts, traffic: _Traffic, number: int, percent: float, call_co
         raise WrongBytes("nothing moved beside the calls")
 
     return side
+
+
+BARE_NOTE = "a bare echo beside a bare mover"
+_BarePair = tuple[Callable[[], object], _Traffic]
+"""A call, and the traffic beside it."""
+
+
+@contextmanager
+def _bare_pair(kind: str, scale: Scale) -> Iterator[_BarePair]:
+    """An echo by bare grpc.aio, and another process that reads by the transport of that kind alone."""
+    # By gRPC the echo's own process moves the bytes, as a store does; a bare socket has one of its own.
+    counts = (scale.context_count, scale.context_bytes) if kind == "grpc" else (1, 8)
+    name = BARE_GRPC if kind == "grpc" else BARE_SOCKET
+    with bare_grpc.far_side(*counts, client_count=1) as far, child(name, far.target, "-", scale) as mover:
+        traffic = _Traffic(mover)
+        try:
+            yield partial(far.echoes[0], bytes(64)), traffic
+        finally:
+            os.kill(mover.process.pid, signal.SIGCONT)
+
+
+def _with_bare(
+    side: Side, pair: _BarePair, percent: float, call_count: int, notes: dict[str, object]
+) -> Side:
+    """The idle side, after which the bare pair makes as many calls: what waiting for a core alone costs."""
+    ratios: list[float] = []
+    call, traffic = pair
+    traffic.let(signal.SIGSTOP)
+
+    def beside(number: int) -> float:
+        taken = side(number)
+        traffic.let(signal.SIGCONT)
+        busy = timed_calls(call, call_count, percent)
+        traffic.let(signal.SIGSTOP)
+        ratios.append(busy / timed_calls(call, call_count, percent))
+        notes[BARE_NOTE] = f"{percentile(ratios, 50):.2f} times its idle"
+        return taken
+
+    return beside
 
 
 @contextmanager
@@ -219,7 +267,7 @@ def _beside_bulk_rows() -> Iterator[Row]:
                 f"GetSession p{percent} while {title} move",
                 "the same, idle server",
                 at_most(bound),
-                beside_bulk(ways, percent),
+                beside_bulk(kind, ways, percent),
                 is_moving=False,
             )
 

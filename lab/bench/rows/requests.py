@@ -1,7 +1,8 @@
 """Requests: what each call costs the server, with one client and with many, and at a million tokens.
 
 A figure is CPU seconds of the server for one request, by the kernel's clock of its process: what the clients
-take is not in it. Beside gRPC's calls stands a bare grpc.aio server that echoes a message of the same kind.
+take is not in it. Beside gRPC's calls stands a bare grpc.aio server that echoes a message of the same kind;
+beside one that makes a durable record it writes and syncs the message first.
 """
 
 import os
@@ -126,8 +127,13 @@ def spent(pid: int, calls: Sequence[Callable[[], object]], count: int, notes: di
     return (process_seconds(pid) - before) / made
 
 
-def called(call: Call, ways: tuple[str, ...], client_count: int, *, is_beside_echo: bool) -> Setup:
-    """A row's setup: so many clients make a call over and over."""
+ECHO_BYTES, RECORD_BYTES = 64, 512
+"""What a bare server echoes, and what it writes: a session's record and a commit's, as they are kept."""
+BESIDE = {"": "-", "Echo": "an echo by bare grpc.aio", "Record": "a record synced by bare grpc.aio"}
+
+
+def called(call: Call, ways: tuple[str, ...], client_count: int, *, beside: str) -> Setup:
+    """A row's setup: so many clients make a call over and over, `beside` one of BESIDE."""
 
     @contextmanager
     def setup(place: Place) -> Iterator[Sides]:
@@ -143,15 +149,20 @@ def called(call: Call, ways: tuple[str, ...], client_count: int, *, is_beside_ec
             calls = [call(client, c) for client in clients]
             notes: dict[str, object] = {"access": way, "clients": client_count}
             repeat(calls, 3)
-            if not is_beside_echo:
+            if not beside:
                 yield Sides(lambda _: spent(c.server.pid, calls, count, notes), None, notes)
                 return
-            far = stack.enter_context(far_side(1, 8, client_count=client_count))
-            echoes = [partial(echo, bytes(64)) for echo in far.echoes]
-            repeat(echoes, 3)
+            far = stack.enter_context(
+                far_side(1, 8, client_count=client_count, records=place.directory / "records")
+            )
+            if beside == "Record":
+                theirs = [partial(record, bytes(RECORD_BYTES)) for record in far.records]
+            else:
+                theirs = [partial(echo, bytes(ECHO_BYTES)) for echo in far.echoes]
+            repeat(theirs, 3)
             yield Sides(
                 lambda _: spent(c.server.pid, calls, count, notes),
-                lambda _: spent(far.pid, echoes, count, {}),
+                lambda _: spent(far.pid, theirs, count, {}),
                 notes,
             )
 
@@ -159,13 +170,13 @@ def called(call: Call, ways: tuple[str, ...], client_count: int, *, is_beside_ec
 
 
 LOCAL, GRPC = ("local-socket", "local"), ("grpc", "remote")
-_CALLS: tuple[tuple[str, str, Call, tuple[str, ...], float, bool], ...] = (
-    ("lease", "lease and release, control socket", _lease, LOCAL, 50 * US, False),
-    ("append", "append of one token, control socket", _append, LOCAL, 200 * US, False),
-    ("append-writer", "a token by an open writer, control socket", _append_by_writer, LOCAL, 85 * US, False),
-    ("create", "CreateSession", _create, GRPC, 1.3, True),
-    ("get", "GetSession", _get, GRPC, 1.6, True),
-    ("look-up", "LookupSessions, one key", _look_up, GRPC, 1.7, True),
+_CALLS: tuple[tuple[str, str, Call, tuple[str, ...], float, str], ...] = (
+    ("lease", "lease and release, control socket", _lease, LOCAL, 50 * US, ""),
+    ("append", "append of one token, control socket", _append, LOCAL, 200 * US, ""),
+    ("append-writer", "a token by an open writer, control socket", _append_by_writer, LOCAL, 85 * US, ""),
+    ("create", "CreateSession", _create, GRPC, 2, "Record"),
+    ("get", "GetSession", _get, GRPC, 1.6, "Echo"),
+    ("look-up", "LookupSessions, one key", _look_up, GRPC, 1.7, "Echo"),
 )
 
 
@@ -318,13 +329,13 @@ ROWS = (
         Row(
             f"request-{name}-{client_count}",
             f"{title}; clients: {client_count}",
-            "an echo by bare grpc.aio" if is_beside_echo else "-",
+            BESIDE[beside],
             at_most(bound),
-            called(call, ways, client_count, is_beside_echo=is_beside_echo),
+            called(call, ways, client_count, beside=beside),
             unit="CPU s",
             is_moving=False,
         )
-        for name, title, call, ways, bound, is_beside_echo in _CALLS
+        for name, title, call, ways, bound, beside in _CALLS
         for client_count in CLIENT_COUNTS
     ),
     Row(
