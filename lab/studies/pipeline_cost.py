@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import mmap
 import statistics
 import sys
 import threading
@@ -268,7 +269,9 @@ class Bed:
         self.layout = SlotLayout(layout)
         slot = align(self.layout.of(size.chunk_tokens).end_bytes(size.chunk_tokens))
         count = size.token_count // size.chunk_tokens
-        self.arena: Bytes = np.zeros(count * slot, np.uint8)
+        # On a page, as a mapped arena is, and written to: unwritten pages would all be one page.
+        self.arena: Bytes = np.frombuffer(mmap.mmap(-1, count * slot), np.uint8)
+        self.arena[:] = 0
         self.segments: Any = [_Segment(number, slot, size.chunk_tokens, checksums) for number in range(count)]
         self.lease: Any = SimpleNamespace(
             session=None, range=SimpleNamespace(begin=0, end=size.token_count), segments=self.segments
