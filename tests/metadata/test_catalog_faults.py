@@ -18,6 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import TierFailure
 from ctxcache.storage.metadata import catalog as catalogs
+from ctxcache.storage.metadata import rocksdb
 from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.catalog import END, Catalog, pack, pack_mark, read_catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
@@ -236,6 +237,33 @@ async def test_a_round_that_was_given_up_is_not_written_down_late(tmp_path: Path
     store.close()
 
     assert (contents.sequence, len(contents.records), contents.problems) == (1, 1, [])
+
+
+async def test_on_the_device_of_the_store_a_write_that_hangs_is_the_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commit is refused in time; when the device has answered, both have all of it."""
+    monkeypatch.setattr(rocksdb, "REOPEN_PAUSE_S", 0)
+    made = Catalog(tmp_path / "catalog", INSTANCE_ID, beside=tmp_path)
+    store = RocksDbMetadata(tmp_path / "metadata", catalog=made, hang_after_s=0.05)
+    for uid in (1, 2):
+        await store.commit(Changes(sessions=[make_session(uid)]), is_durable=True)
+    device = HungDevice(str(tmp_path / "catalog" / "00000001.log"), ("write",))
+    with device.hung(monkeypatch):
+        with pytest.raises(TierFailure, match="has not answered for"):
+            await store.commit(Changes(sessions=[make_session(3)]), is_durable=True)
+        assert not await store.reopen()
+        device.answer()
+        # Patient from here on: a slow machine is no hang.
+        store._patience_s = made._hang_after_s = 600.0
+        while not await store.reopen():  # noqa: ASYNC110  # nothing tells that the device has answered
+            await asyncio.sleep(0.01)
+    await store.commit(Changes(sessions=[make_session(4)]), is_durable=True)
+    records = dict(store.raw())
+    store.close()
+    contents = read_catalog(tmp_path / "catalog", INSTANCE_ID)
+
+    assert (len(records), contents.records, contents.problems) == (4, records, [])
 
 
 async def test_a_write_that_hangs_is_given_up_by_all_who_wait(

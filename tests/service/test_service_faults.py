@@ -19,6 +19,7 @@ from service_rig import Client, GrpcWay, all_rows, refused
 from ctxcache.errors import TierFailure
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
+from ctxcache.storage.metadata import catalog
 from ctxcache.storage.metadata.catalog import read_catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import SsdFiles
@@ -185,10 +186,11 @@ async def test_a_device_that_hangs_is_lost_and_its_callers_are_answered(settings
 async def test_a_catalog_that_hangs_stops_nobody_else(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first SSD directory answers nothing.
+    """The first SSD directory, which is a device of its own, answers nothing.
 
     A commit waits, for a bounded while, and all else is answered.
     """
+    monkeypatch.setattr(catalog, "_device", str)
     server = await Server.start(settings.model_copy(update={"ssd_hang_after_s": 1.0}))
     directory = settings.ssd_directories[0] / "catalog"
     device = HungDevice(str(directory / "00000001.log"), ("write",))

@@ -5,9 +5,9 @@ both lie on one device, or else by a thread of its own. Synced within a second b
 when the catalog has it: after the death of the process the catalog has every commit, after a power cut it may
 lack those of the last second or so. The catalog is read when the metadata is gone or cannot be trusted, and
 then only. Worst case: its device refuses a write, which is logged; commits go on without the catalog until
-the next start. A write that does not come back is waited for no longer than a
-bound. Commits then go on too, until the device has returned what it owes, and the next commit begins the
-catalog anew.
+the next start. A write that does not come back is waited for no longer than a bound. Commits then go on too,
+until the device has returned what it owes, and the next commit begins the catalog anew. On the store's own
+device such a write is one of the store's log, and the store rests until it has come back.
 
     NNNNNNNN.base   every record when log N was begun, then an end mark
     NNNNNNNN.log    the changes since, in the order of the commits, with marks where a run began and ended
