@@ -267,6 +267,17 @@ def test_conversations_side_by_side_keep_apart(
             prompts[number] += [*reply.token_ids, *asked(turn)]
 
 
+def test_a_conversation_in_several_requests_at_once_is_answered_in_each(
+    shared_engine: VllmEngine, plain: VllmEngine, name: str
+) -> None:
+    """All are looked up before the first has its blocks: that one is restored and saved, others computed."""
+    prompt = converse(shared_engine, plain, name, opening(23), [0])
+    replies = shared_engine.ask(*[{"prompt": prompt, "session": name, "count": COUNT}] * 3)
+    for reply in replies:
+        compare(reply, prompt, plain)
+    converse_until_restored(shared_engine, plain, name, prompt)
+
+
 def test_a_conversation_without_a_name_is_found_by_its_tokens(
     shared_engine: VllmEngine, plain: VllmEngine
 ) -> None:
