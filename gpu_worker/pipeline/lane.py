@@ -170,10 +170,10 @@ class HostEvent(LaneEvent):
         return self._busy_s
 
 
-def passed(error: CacheError | None = None) -> LaneEvent:
-    """An event that has passed already; with an error, one that has failed."""
+def passed() -> LaneEvent:
+    """An event that has passed already."""
     event = HostEvent()
-    event.end(error, 0.0)
+    event.end(None, 0.0)
     return event
 
 
@@ -225,36 +225,24 @@ class HostLane(Lane):
 
 def _do(job: _Job) -> None:
     begin_ns = time.perf_counter_ns()
-
-    def behind_others() -> None:
-        nonlocal begin_ns
+    error: CacheError | None = None
+    try:
         # On the lane's thread, not the submitter's: `submit` never waits.
         for event in job.after:
             event.wait(job.deadline)
         # Anew: waits for other lanes are not the time of this work.
         begin_ns = time.perf_counter_ns()
         job.work()
-
-    error = _attempted(behind_others, job.on_error)
-    # In every case: an event that never ends would hold a ring's buffer until the deadline.
-    job.event.end(error, (time.perf_counter_ns() - begin_ns) / 1e9)
-
-
-def _attempted(work: Work, on_error: OnError | None) -> CacheError | None:
-    """Do it; the error that it raised, of which `on_error` has heard."""
-    try:
-        work()
     except CacheError as raised:
         error = raised
     except Exception as raised:  # noqa: BLE001  # the lane's supervisor: whatever it is, it is a miss
         error = RestoreFailed(problem=f"{type(raised).__name__}: {raised}")
         error.__cause__ = raised
-    else:
-        return None
-    if on_error is not None:
+    if error is not None and job.on_error is not None:
         # Before the event: whoever waits for it must find the restore failed already.
-        on_error(error)
-    return error
+        job.on_error(error)
+    # In every case: an event that never ends would hold a ring's buffer until the deadline.
+    job.event.end(error, (time.perf_counter_ns() - begin_ns) / 1e9)
 
 
 def _nothing() -> None:
@@ -409,8 +397,9 @@ class CudaLane(Lane):
             try:
                 # Looked at with the lock held: nothing that was handed over before is still to be issued.
                 if self._handed.is_issued:
-                    if error := _attempted(issue, on_error):
-                        event.issued = passed(error)
+                    job = _Job(issue, (), deadline, on_error, HostEvent())
+                    _do(job)
+                    event.issued = job.event
                     return event
             finally:
                 self._issuing.release()
