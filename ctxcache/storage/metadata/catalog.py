@@ -381,7 +381,11 @@ class Catalog:
         if not (self._is_beside and is_usual):
             return None
         packed = b"".join(self._packed(entries, sequence) for entries, sequence in commits if entries)
-        return Beside(packed, partial(self._write_beside, self.last_write, packed, self._hang_count))
+        write = partial(self._put_down, packed, self._hang_count)
+        before = self.last_write
+        # In order: the first commits of a run, and of a log, are the writing thread's.
+        is_next = before is None or before.done()
+        return Beside(packed, write if is_next else partial(_write_behind, before, write))
 
     def noted(self, written: "Beside", last: int) -> None:
         """The store's thread has written these, up to that commit."""
@@ -551,14 +555,6 @@ class Catalog:
                     os.fdatasync(self._fd)
                     self._let_go()
 
-    # -- in the thread of the store's log ----------------------------------------------------------
-
-    def _write_beside(self, before: "Future[None] | None", packed: bytes, hang_count: int) -> None:
-        # In order: the first commits of a run, and of a log, are the writing thread's.
-        if before is not None and not before.done():
-            wait([before])
-        self._put_down(packed, hang_count)
-
     # -- in the threads beside it ------------------------------------------------------------------
 
     def _sync_soon(self, fd: int) -> None:
@@ -616,6 +612,13 @@ def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def _write_behind(before: "Future[None] | None", write: Callable[[], None]) -> None:
+    """In the thread of the store's log, behind what the writing thread has yet to do."""
+    if before is not None:
+        wait([before])
+    write()
 
 
 def _device(path: str | Path) -> int:

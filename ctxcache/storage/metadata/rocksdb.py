@@ -389,7 +389,7 @@ class RocksDbMetadata:
         """Wait until changes are where they must be, and the catalog has them."""
         # Shielded: one caller's cancellation must not cancel what others wait for.
         noted = await asyncio.shield(done)
-        if self._catalog:
+        if self._catalog and noted:
             await self._catalog.wait(noted)
 
     # -- into the log ------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ class RocksDbMetadata:
                 self._catalog.noted(ended.noted, self._last.sequence)
             elif self._catalog:
                 self._catalog.append([(entries, last.sequence) for entries, last in ended.commits])
-        ended.done.set_result(self._catalog.last_write if self._catalog else None)
+        ended.done.set_result(self._catalog.last_write if self._catalog and not ended.noted else None)
         if self._waiting_done:
             self._begin_round()
 
