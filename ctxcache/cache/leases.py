@@ -899,7 +899,7 @@ class Leases:
             held_ns=now_ns,
             on_ssd=on_ssd,
             is_quiet=is_quiet,
-            others=tuple([one.uid for one in others]),
+            others=tuple([one.uid for one in others]) if others else (),
         )
         # Nothing awaits between the look and these holds: the segments are where they were found.
         for piece in pieces:

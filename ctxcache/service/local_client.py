@@ -156,8 +156,8 @@ class LocalClient:
         # A lease that exists before its answer: if the answer is never made, `end` finds it among `_leases`.
         self._begun: Lease | None = None
         """The lease of the request under way, where only its answer is still to be made."""
-        self._answered: blocks.Answered | None = None
-        """The look-up that was answered just now, and whose blocks are still to be held."""
+        self.answered: blocks.Answered | None = None
+        """The look-up that was answered just now, and whose blocks are still to be held: for `settle`."""
         self._repeatable: dict[int, Repeatable] = {}
         """Leases that may be asked for again, by number."""
         self._lingering: dict[bytes, Repeatable] = {}
@@ -220,13 +220,13 @@ class LocalClient:
             return request
         if answered is None:
             return request
-        self._answered = answered
+        self.answered = answered
         self._cache.state.seen.operations["lookup_blocks", OK] += 1
         return message[:end] + convert.entry(_RESULTS, convert.entry(_FOUND_BLOCKS, answered.encoded))
 
     def settle(self) -> None:
         """Hold what the answer of `answer_at_once` says is held: to be called in the same turn."""
-        answered, self._answered = self._answered, None
+        answered, self.answered = self.answered, None
         if answered is not None:
             self._own_token(blocks.hold(self._cache, self._tenant, answered))
 
