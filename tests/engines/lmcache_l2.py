@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.config import L1MemoryManagerConfig
 from lmcache.v1.distributed.memory_manager.l1_memory_manager import L1MemoryManager
@@ -357,7 +358,7 @@ def test_a_look_up_that_is_not_answered_at_once_is_over_later(store: ServerProce
         assert [adapter.query_lookup_and_lock_result(task) for task in tasks] == [None, None]
     finally:
         store.signal(signal.SIGCONT)
-    found = {}
+    found: dict[int, Bitmap] = {}
     while len(found) < len(tasks):
         wait_for(adapter.get_lookup_and_lock_event_fd())
         found |= {i: one for i in tasks if (one := adapter.query_lookup_and_lock_result(i)) is not None}

@@ -39,7 +39,7 @@ FAR = 305
 Where as few tokens as can be are computed behind what is restored, a row that lacks shows most.
 """
 KINDS = ["sliding_attention", "full_attention"] * 2
-MIXED: dict[str, Any] = SHAPE | {"num_hidden_layers": 4, "layer_types": KINDS, "sliding_window": WINDOW}
+MIXED: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "layer_types": KINDS, "sliding_window": WINDOW}
 GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 32,
     "tie_word_embeddings": True,
@@ -53,7 +53,7 @@ MODELS: dict[str, Any] = {
     "gpt-oss": (GptOssConfig, GptOssForCausalLM, MIXED | EXPERTS),
     "cohere2": (Cohere2Config, Cohere2ForCausalLM, MIXED),
     # All layers have the window: one group, of which no layer keeps every token.
-    "mistral": (MistralConfig, MistralForCausalLM, SHAPE | {"sliding_window": WINDOW}),
+    "mistral": (MistralConfig, MistralForCausalLM, {**SHAPE, "sliding_window": WINDOW}),
 }
 
 
@@ -62,7 +62,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A small model with random weights, in files."""
     torch.manual_seed(0)
     config, build, shape = MODELS[request.param]
-    directory = tmp_path_factory.mktemp("models") / request.param
+    directory: Path = tmp_path_factory.mktemp("models") / request.param
     build(config(**shape)).save_pretrained(directory)
     return directory
 
