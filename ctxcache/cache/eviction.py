@@ -60,6 +60,11 @@ class Departures:
         dead = [segment for s in gone for segment in self._ledger.ended(s, is_evicted=is_evicted)]
         await self.write_down(gone=gone, dead=dead)
 
+    async def begun(self) -> None:
+        """Wait until removals that were asked for have their place among commits: a turn of the loop."""
+        while self._leaving:  # noqa: ASYNC110  it lasts a turn, in which their tasks begin
+            await asyncio.sleep(0)
+
     # Nothing on disk has to be undone: that is why it may be done at once, inside a search for room.
     def remove_unrecorded(self, session: Session) -> int:
         """Evict a session of which no record names a byte; returns how many segments were freed, at once.
@@ -98,8 +103,9 @@ class Departures:
         `left` are slots that they had. Durable when it returns; only then are the slots of dead segments and
         those that were left given back. Raises TierFailure.
         """
-        # Nothing follows the commit, and that goes on by itself where its caller goes.
-        if not (gone or dead or bad or moved or left):
+        # Nothing follows the commit, and that goes on by itself where its caller goes. But a new session may
+        # have the name of one that is leaving, whose removal comes first: moves begin in the order of calls.
+        if not (gone or dead or bad or moved or left or self._leaving):
             await self._write_down(changed, gone, dead, bad, moved, left)
             return
         # Before the move begins: another one may be written in between, and must know of them.

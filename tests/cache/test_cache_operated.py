@@ -120,8 +120,10 @@ class OperatedStorm(Storm):
         if self.dice.random() < 0.3:
             await asyncio.sleep(0)
             task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        # `wait` raises nothing of the task's, and what cancels this one still does.
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
 
     async def end_lease(self) -> None:
         """A reader's, in the middle of it."""

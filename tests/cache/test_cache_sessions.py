@@ -21,6 +21,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.streams import TOKENS
 from ctxcache.server.upkeep import Upkeep
+from ctxcache.storage.metadata.base import Changes
 
 
 @pytest.fixture
@@ -82,6 +83,31 @@ async def test_a_name_that_was_given_up_is_its_new_sessions_after_a_crash(rig: M
 
     assert rig.cache.ledger.session_count == 1
     assert rig.cache.ledger.find(TENANT, "a").view().uid == made.uid
+
+
+async def test_a_name_that_is_deleted_and_used_again_in_one_turn_has_one_record(
+    rig: MemoryRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever commits a crash leaves of those in order, no two sessions have the name."""
+    old = await rig.create("a")
+    commit, commits = rig.metadata.commit, list[Changes]()
+
+    async def noting(changes: Changes, *, is_durable: bool) -> None:
+        commits.append(changes)
+        await commit(changes, is_durable=is_durable)
+
+    monkeypatch.setattr(rig.metadata, "commit", noting)
+    sessions = rig.cache.sessions
+    _, made, _ = await asyncio.gather(
+        sessions.delete(TENANT, "a", None), rig.create("a"), sessions.save_access_times()
+    )
+
+    there = {old.uid}
+    for changes in commits:
+        there |= {record.uid for record in changes.sessions}
+        there -= {*changes.deleted_session_uids}
+        assert len(there) <= 1
+    assert there == {made.uid}
 
 
 async def test_sessions_and_models_are_bounded(rig: MemoryRig) -> None:
