@@ -328,7 +328,7 @@ class Answered(NamedTuple):
     chosen: ToHold | None = None
 
 
-# Whoever looks up waits for the answer, and holding takes longer than looking. So the answer goes out first:
+# A caller waits for the answer, and holding blocks takes longer than finding them. The answer goes first:
 #
 #     one turn of the loop   looked up, chosen ──► answer sent ──► held
 #

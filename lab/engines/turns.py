@@ -194,7 +194,7 @@ class Conversations:
         self._first_ms.append(took_ms)
 
     def row(self) -> Row:
-        """What was measured."""
+        """The way's row of the table, of all turns that were held."""
         return Row(
             self._way,
             [round(statistics.median(times), 1) for times in self._first_ms],

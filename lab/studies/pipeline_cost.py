@@ -151,7 +151,7 @@ class NoDriver:
         return GPUTarget("cuda", _CAPABILITY, 32)
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """What is called in the place of a launch. Any: Triton has no types for these."""
+        """The stand-in for the driver's launch. Any: Triton has no types for these."""
         del metadata
         if source.fn.__name__ != "_chunk_ends":
             return lambda *_, **__: None
@@ -363,7 +363,7 @@ def restore(
 
 
 def case_checksum(bed: Bed, case: Case) -> int:
-    """What a kernel would find, as a word with a sign."""
+    """The checksum that a kernel would find, as a word with a sign."""
     found = bed.checksum(case.method)
     return found - (1 << 64) if found >> 63 else found
 
@@ -395,7 +395,7 @@ def measured(bed: Bed, pipeline: Pipeline, pins: ArenaPins, case: Case, restores
 
 
 class Piece(NamedTuple):
-    """What a thread did, in nanoseconds since the begin: by the clock, and of its processor."""
+    """A piece of a thread's work, in nanoseconds since the begin: by the clock, and of its processor."""
 
     thread: str
     what: str

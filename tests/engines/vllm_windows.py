@@ -144,7 +144,7 @@ def test_a_conversation_goes_back(
 def test_another_conversation_begins_alike(
     model: Path, plain: VllmEngine, store: ServerProcess, tmp_path: Path
 ) -> None:
-    """What is found by its prefix is restored from the first token that a window needs."""
+    """A prefix that the store finds is restored from the first token that a window needs."""
     with VllmEngine(model, store.target, tmp_path / "log") as engine:
         compare(engine, plain, opening(1), None)
         for number in range(2, 6):
@@ -165,7 +165,7 @@ def test_beside_the_engines_own_cache(
                 for _ in range(1 + (number + turn) % 2):
                     _, prompt = compare(engine, plain, conversations[name], name)
                 conversations[name] = [*prompt, *opening(turn + number, 7 + number)]
-        # What no session names, and the engine has the beginning of.
+        # Prompts without a session, of which the engine has the beginning.
         for number in range(5):
             compare(engine, plain, [*opening(number, 150), *opening(9, 40)], None)
     with VllmEngine(model, store.target, tmp_path / "log2") as engine:

@@ -128,7 +128,7 @@ def spent(pid: int, calls: Sequence[Callable[[], object]], count: int, notes: di
 
 
 ECHO_BYTES, RECORD_BYTES = 64, 512
-"""What a bare server echoes, and what it writes: a session's record and a commit's, as they are kept."""
+"""Bytes that a bare server echoes and writes: a session's record and a commit's, as they are kept."""
 BESIDE = {"": "-", "Echo": "an echo by bare grpc.aio", "Record": "a record synced by bare grpc.aio"}
 
 

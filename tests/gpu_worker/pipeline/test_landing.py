@@ -160,7 +160,7 @@ def test_rows_come_by_the_drivers_own_copies(
     *,
     is_broken: bool,
 ) -> None:
-    """What the driver refuses, torch copies."""
+    """Torch copies the rows that the driver refuses."""
     pins = FakePins()
     pins.is_broken = is_broken
     direct, _ = _pinned(client, monkeypatch, pins)
