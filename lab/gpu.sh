@@ -14,13 +14,13 @@ python=${PYTHON:-python3}
 begin=$out/$(date +%F)
 steps=$begin-steps.jsonl
 first_failure=0
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$out"
 if [[ -n ${WHEELS:-} ]]; then
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
   "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit
-  export PYTHONPATH=$PWD:$site
+  export PYTHONPATH=$PYTHONPATH:$site
 fi
 names="tests sidecar kernels threads saving restore direct decoding"
 for name in ${ONLY:-}; do

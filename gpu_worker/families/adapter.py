@@ -763,7 +763,7 @@ def norm_kind(norm: nn.Module) -> str:
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not is_unpatched(norm):
         return "own"
     # Mean 0.5 and not 0: an RMS norm and a layer norm must differ on it.
-    x = torch.linspace(-1.0, 2.0, len(weight)).unsqueeze(0)
+    x = torch.linspace(-1.0, 2.0, len(weight), device="cpu").unsqueeze(0)
     probe = copy.deepcopy(norm).to_empty(device="cpu").float()
     with torch.no_grad():
         for parameter in probe.parameters():
@@ -785,7 +785,7 @@ def rounds_before_gain(norm: nn.Module) -> bool:
     A copy of the module says so, as in `norm_kind`.
     """
     size = len(norm.weight)  # type: ignore[arg-type]  # a norm that `norm_kind` knows has a weight [D]
-    x = torch.linspace(-1.0, 2.0, size).unsqueeze(0).bfloat16()
+    x = torch.linspace(-1.0, 2.0, size, device="cpu").unsqueeze(0).bfloat16()
     probe = copy.deepcopy(norm).to_empty(device="cpu").bfloat16()
     with torch.no_grad():
         for parameter in probe.parameters():
@@ -794,7 +794,7 @@ def rounds_before_gain(norm: nn.Module) -> bool:
         out = probe.forward(x)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean() + norm_epsilon(norm))
-    gain = torch.tensor(0.7).bfloat16()
+    gain = torch.tensor(0.7, device="cpu").bfloat16()
     twice, once = normed.bfloat16() * gain, (normed * gain.float()).bfloat16()
     return int((out != twice).sum()) < int((out != once).sum())
 

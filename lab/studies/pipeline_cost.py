@@ -220,7 +220,7 @@ class Bed:
         )
         with torch.no_grad(), device:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-            self.adapter = adapt(model.eval())
+        self.adapter = adapt(model.eval())
         self.weights = KernelWeights(self.adapter)
         # Rotary tables are the session's, not the batch's.
         with torch.no_grad():
