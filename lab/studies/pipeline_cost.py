@@ -186,8 +186,6 @@ def no_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(sources, "ArenaSource", arena))
         # A product on the host is no launch, but computing.
         stack.enter_context(mock.patch.object(torch, "mm", lambda *_, out: out))
-        # As many of them to a batch as 64 MiB of Llama-2-7B's inputs are.
-        stack.enter_context(mock.patch.object(projection, "PIECE_TOKENS", 1024))
         yield
 
 

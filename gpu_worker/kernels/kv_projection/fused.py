@@ -3,7 +3,7 @@
     hidden [T, D] ──► norm ──► rows [T, D] ──► cuBLAS ──► [T, H * C + H_v * C_v] ──► rope_scatter ──► pages
 
 Each step rounds where an engine's own does, so that K and V differ from the engine's by the order of a
-product's sums alone. Pieces of PIECE_TOKENS bound the product's memory. Worst case: few tokens, whose four
+product's sums alone. Pieces of PIECE_BYTES bound the product's memory. Worst case: few tokens, whose four
 kernels take longer to launch than to run.
 """
 
@@ -25,8 +25,9 @@ from gpu_worker.kernels.operands import (
 )
 from gpu_worker.kernels.rope_scatter.fused import parts_of, rope_scatter
 
-PIECE_TOKENS = 4096
-"""Llama-2-7B's product of so many is 64 MiB in 16 bits. Shorter pieces are no faster."""
+PIECE_BYTES = 128 << 20
+"""Of the product: a batch of 64 MiB of rows in one piece, where all heads have K and V. Shorter pieces are no
+faster on the device, and each takes a processor half a millisecond to issue (lab/notes/gpu.md)."""
 _MANY_COLUMNS = 2048
 
 
@@ -35,10 +36,11 @@ def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, 
     check(hidden, layer, rotation, pages)
     weight = layer.key.weight
     key_size, size = len(weight), len(weight) + len(layer.value.weight)
+    tokens = min(max(1, PIECE_BYTES // (size * weight.element_size())), len(hidden))
     # One buffer for all pieces. Kernels of one stream run in order, so no piece writes over one that is read.
-    product = torch.empty(min(PIECE_TOKENS, len(hidden)), size, dtype=weight.dtype, device=weight.device)
-    for begin in range(0, len(hidden), PIECE_TOKENS):
-        end = min(begin + PIECE_TOKENS, len(hidden))
+    product = torch.empty(tokens, size, dtype=weight.dtype, device=weight.device)
+    for begin in range(0, len(hidden), max(1, tokens)):
+        end = min(begin + tokens, len(hidden))
         rows, out = _normed(_part(hidden, begin, end), layer.norm, weight.dtype), product[: end - begin]
         _multiply(rows, layer.key, out[:, :key_size])
         _multiply(rows, layer.value, out[:, key_size:])
