@@ -541,6 +541,8 @@ class Kernels:
         """`is_fused`: by Triton; by default where the model is on a GPU. `standing`: see Restorer."""
         adapter = self._adapter = weights.adapter
         self._weights, self._modules = weights, Modules(adapter, positions, standing=standing)
+        # Once: a model looks for it among its parameters.
+        self._dtype = adapter.model.dtype
         self._rotations = {key: _rotation(rope) for key, rope in adapter.ropes(positions).items()}
         wants_fused = adapter.layers[0].device.type == "cuda" if is_fused is None else is_fused
         self._project, self._scatter = _fused() if wants_fused else _reference()
@@ -582,10 +584,10 @@ class Kernels:
         adapter, restorer = self._adapter, self._modules.restorer
         # Deltas are added before the kernels: they need the layer below as float32, which no kernel keeps.
         if method.is_delta or restorer.is_chained(layer):
-            stored = data.view(adapter.model.dtype) if method.is_exact else data
+            stored = data.view(self._dtype) if method.is_exact else data
             return restorer.wide(layer, method, stored, begin)
         if method.is_exact:
-            return data.view(adapter.model.dtype)
+            return data.view(self._dtype)
         size = adapter.element_count(method.kind, layer) or 0
         # Views of the packed bytes. Kernels make them wide: in registers, or once in memory (long runs).
         return quantized(data, method.kind, size)

@@ -63,6 +63,14 @@ class Deadline:
         return self if other is None or self.at_ns <= other.at_ns else other
 
 
+class _Thread(threading.local):
+    """This thread."""
+
+    is_lanes = False
+    """Whether nobody but lanes works in it."""
+
+
+_thread = _Thread()
 Work = Callable[[], None]
 OnError = Callable[[CacheError], object]
 
@@ -218,6 +226,7 @@ class HostLane(Lane):
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # a thread's own setting
+        _thread.is_lanes = True
         while (job := self._jobs.get()) is not None:
             _do(job)
             del job  # what the work holds must not outlive it here until the next one comes
@@ -438,19 +447,29 @@ class CudaLane(Lane):
             self._handed = event.issued
 
     def _issue(self, work: Work, after: Sequence[LaneEvent], deadline: Deadline, event: CudaEvent) -> None:
-        # The caller's thread may be an engine's, which keeps its own setting.
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            for before in after:
-                if isinstance(before, CudaEvent):
-                    before.order(self._stream, deadline)
-                else:
-                    before.wait(deadline)
-            event.begin(self._stream)
-            try:
-                work()
-            finally:
-                # Also behind work that broke: what it issued before that still uses its buffers.
-                event.end(self._stream)
+        if _thread.is_lanes:
+            # Whoever works here next sets a stream too: to put the former one back takes as long as a launch.
+            torch.cuda.set_stream(self._stream)
+            self._issue_here(work, after, deadline, event)
+        else:
+            # The caller's thread may be an engine's, which keeps its own settings.
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                self._issue_here(work, after, deadline, event)
+
+    def _issue_here(
+        self, work: Work, after: Sequence[LaneEvent], deadline: Deadline, event: CudaEvent
+    ) -> None:
+        for before in after:
+            if isinstance(before, CudaEvent):
+                before.order(self._stream, deadline)
+            else:
+                before.wait(deadline)
+        event.begin(self._stream)
+        try:
+            work()
+        finally:
+            # Also behind work that broke: what it issued before that still uses its buffers.
+            event.end(self._stream)
 
 
 class Cuda(Device):

@@ -77,6 +77,9 @@ class Cuts:
         # Some bytes of such a chunk never come to the device: the part does not have all of it.
         if not self.begin <= first < last <= self.end:
             return False
+        total = (last - first) * row_bytes
+        if (first - self.begin) // self.step == (last - 1 - self.begin) // self.step:
+            return is_fit(0, total, total)
         # Batches of 100 tokens from `begin`, and a chunk of 64 that lies across the border between two:
         #
         #     batches   begin         begin + 100        begin + 200
@@ -88,7 +91,6 @@ class Cuts:
         to_next = self.step - (first - self.begin) % self.step
         ends = [*range(first + to_next, last, self.step), last]
         begins = [first, *ends[:-1]]
-        total = (last - first) * row_bytes
         return all(
             is_fit((begin - first) * row_bytes, (end - begin) * row_bytes, total)
             for begin, end in zip(begins, ends, strict=True)

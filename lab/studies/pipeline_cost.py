@@ -43,7 +43,6 @@ from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import align
 from ctxcache.format.streams import Stream
 from gpu_worker.kernels.chunk_checksum import fused as sums
-from gpu_worker.kernels.kv_projection import fused as projection
 from gpu_worker.libcuda import Libcuda
 from gpu_worker.pipeline import pipeline as pipeline_module
 from gpu_worker.pipeline import sources
@@ -170,6 +169,7 @@ def no_gpu() -> Iterator[None]:
             ("Stream", _NoStream),
             ("Event", _NoEvent),
             ("stream", lambda _stream: contextlib.nullcontext()),
+            ("set_stream", lambda _stream: None),
             ("current_stream", lambda _device=None: _NO_STREAM),
         ):
             stack.enter_context(mock.patch.object(torch.cuda, name, found))

@@ -17,6 +17,7 @@ beside it.
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -52,12 +53,18 @@ _PRIME_MIX = tl.constexpr(0x165667919E3779F9)
 
 
 class _Table(NamedTuple):
-    """Pieces as kernels read them: `rows` on the device, and what their launch needs."""
+    """Pieces as kernels read them, `rows` on the device, and what their launch needs.
 
+    `sums` and `checksums` are written to anew by each launch: launches of one stream run in order.
+    """
+
+    pieces: Sequence[ChunkPiece]
+    data_bytes: int
     rows: Tensor
-    block_count: int
     most_blocks: int
     are_last: list[bool]
+    sums: Tensor
+    checksums: Tensor
 
 
 class ChunkSums:
@@ -71,31 +78,28 @@ class ChunkSums:
         self._slots: dict[Hashable, int] = {}
         self._free = list(range(FIRST_STATES))
         self._places = Places()
-        self._tables: dict[tuple[int, tuple[ChunkPiece, ...]], _Table] = {}
+        # By the identity of the pieces, which the table keeps: to hash them takes as long as to launch.
+        self._tables: dict[int, _Table] = {}
 
     def add(self, data: Tensor, pieces: Sequence[ChunkPiece]) -> Sums:
         """See the reference. A tuple of whole chunks is looked at once, however often it comes."""
-        table = None
-        if isinstance(pieces, tuple):
-            table = self._tables.get((data.nbytes, pieces))
-        if table is None:
+        table = self._tables.get(id(pieces))
+        if table is None or table.data_bytes != data.nbytes:
             self._places.take(data, pieces)
             if not pieces:
                 return list
             table = self._table(data, pieces)
         # Signed words of 64 bits, which torch has; kernels take the same bits as unsigned ones.
-        words = data[: len(data) // 8 * 8].view(torch.int64)
-        sums = torch.empty(max(table.block_count, 1), LANES, dtype=torch.int64, device=self._device)
+        words = data[: data.nbytes // 8 * 8].view(torch.int64)
         # One grid for all pieces, as wide as the longest; programs beyond a shorter piece's end are masked.
         if table.most_blocks:
             _block_sums[triton.cdiv(table.most_blocks, BLOCKS), len(pieces)](
-                words, table.rows, self._words, sums, BLOCKS=BLOCKS
+                words, table.rows, self._words, table.sums, BLOCKS=BLOCKS
             )
-        checksums = torch.empty(len(pieces), dtype=torch.int64, device=self._device)
         _chunk_ends[(len(pieces),)](
-            words, data, table.rows, self._words, sums, self._states, checksums, num_warps=1
+            words, data, table.rows, self._words, table.sums, self._states, table.checksums, num_warps=1
         )
-        return self._found(checksums, table.are_last)
+        return self._found(table.checksums, table.are_last)
 
     def _table(self, data: Tensor, pieces: Sequence[ChunkPiece]) -> _Table:
         rows, first = [], 0
@@ -103,11 +107,19 @@ class ChunkSums:
         for piece, count in zip(pieces, counts, strict=True):
             rows.append((piece.offset, piece.size, piece.begin, piece.total, first, self._slot(piece)))
             first += count
-        table = _Table(self._on_device(rows), first, max(counts), [piece.is_last for piece in pieces])
+        table = _Table(
+            pieces,
+            data.nbytes,
+            self._on_device(rows),
+            max(counts),
+            [piece.is_last for piece in pieces],
+            sums=torch.empty(max(first, 1), LANES, dtype=torch.int64, device=self._device),
+            checksums=torch.empty(len(pieces), dtype=torch.int64, device=self._device),
+        )
         # Whole chunks keep no lanes from batch to batch: the same pieces have the same table, whosever they
         # are. Layers differ in nothing else.
         if isinstance(pieces, tuple) and all(piece.begin == 0 and piece.is_last for piece in pieces):
-            self._tables[data.nbytes, pieces] = table
+            self._tables[id(pieces)] = table
         return table
 
     def _slot(self, piece: ChunkPiece) -> int:
@@ -137,10 +149,13 @@ class ChunkSums:
         found = torch.empty(checksums.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         # The caller's event says when this has passed: nobody waits here.
         found.copy_(checksums, non_blocking=True)
-        # Digests are unsigned in XXH3, and in the store's tables.
-        return lambda: [
-            number % (1 << 64) for number, ends in zip(found.tolist(), is_last, strict=True) if ends
-        ]
+
+        def read() -> list[int]:
+            # Digests are unsigned in XXH3, and in the store's tables.
+            numbers = found.numpy().view(np.uint64).tolist()
+            return [number for number, ends in zip(numbers, is_last, strict=True) if ends]
+
+        return read
 
 
 def _block_count(piece: ChunkPiece) -> int:

@@ -35,12 +35,13 @@ def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, 
     """See the reference. Hidden states and weights have contiguous columns."""
     check(hidden, layer, rotation, pages)
     weight = layer.key.weight
-    key_size, size = len(weight), len(weight) + len(layer.value.weight)
-    tokens = min(max(1, PIECE_BYTES // (size * weight.element_size())), len(hidden))
+    key_size = weight.shape[0]
+    size, count = key_size + layer.value.weight.shape[0], len(hidden)
+    tokens = min(max(1, PIECE_BYTES // (size * weight.element_size())), count)
     # One buffer for all pieces. Kernels of one stream run in order, so no piece writes over one that is read.
     product = torch.empty(tokens, size, dtype=weight.dtype, device=weight.device)
-    for begin in range(0, len(hidden), max(1, tokens)):
-        end = min(begin + tokens, len(hidden))
+    for begin in range(0, count, max(1, tokens)):
+        end = min(begin + tokens, count)
         rows, out = _normed(_part(hidden, begin, end), layer.norm, weight.dtype), product[: end - begin]
         _multiply(rows, layer.key, out[:, :key_size])
         _multiply(rows, layer.value, out[:, key_size:])
@@ -80,10 +81,11 @@ def _normed(rows: Rows, norm: Norm, dtype: torch.dtype) -> Tensor:
         return rows.to(dtype)
     values, scales, zeros, outliers, places, bits, group, outlier_count = parts_of(rows)
     size = rows.row_size if isinstance(rows, Quantized) else rows.shape[1]
-    normed = torch.empty(len(rows), size, dtype=dtype, device=values.device)
+    count = values.shape[0]
+    normed = torch.empty(count, size, dtype=dtype, device=values.device)
     # A program has a whole row in its registers. Tiles are powers of two; columns beyond D are masked.
     block = triton.next_power_of_2(size)
-    _norm_rows[(len(rows),)](
+    _norm_rows[(count,)](
         values,
         scales,
         zeros,

@@ -35,11 +35,12 @@ def rope_scatter(
     values, scales, zeros, outliers, places, bits, group, outlier_count = parts_of(rows)
     (_, _, key_heads, key_size), (_, _, value_heads, value_size) = pages.keys.shape, pages.values.shape
     cos, sin, pairs, pairing = tables_of(rotation, values)
-    if not len(rows):
+    token_count = values.shape[0]
+    if not token_count:
         return
     # One program serves key heads and value heads, whichever are wider.
     widest = max(key_size, value_size)
-    _rope_scatter[triton.cdiv(len(rows), BLOCK_TOKENS), key_heads + value_heads](
+    _rope_scatter[triton.cdiv(token_count, BLOCK_TOKENS), key_heads + value_heads](
         values,
         scales,
         zeros,
@@ -53,7 +54,7 @@ def rope_scatter(
         # Pointers that a flag keeps from being read have to point somewhere all the same.
         head_norm.weight if head_norm else values,
         head_norm.epsilon if head_norm else 0.0,
-        len(rows),
+        token_count,
         values.stride(0),
         scales.stride(0),
         outliers.stride(0),

@@ -33,8 +33,9 @@ def check(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
 
 def check_tokens(token_count: int, rotation: Rotation | None, pages: Pages) -> None:
     """Raise ValueError unless each token has one slot and one position, and a head has what rotates."""
-    if len(pages.slots) != token_count or (rotation and len(rotation.cos) != token_count):
-        raise ValueError(f"{token_count} rows, {len(pages.slots)} slots")
+    slot_count = pages.slots.shape[0]
+    if slot_count != token_count or (rotation and rotation.cos.shape[0] != token_count):
+        raise ValueError(f"{token_count} rows, {slot_count} slots")
     if rotation and 2 * rotation.pair_count > pages.keys.shape[3]:
         raise ValueError(f"{2 * rotation.pair_count} of {pages.keys.shape[3]} dimensions rotate")
 

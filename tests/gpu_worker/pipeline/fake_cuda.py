@@ -98,6 +98,10 @@ class Driver:
         found: Stream = getattr(self._current, "stream", self.default)
         return found
 
+    def set(self, stream: Stream) -> None:
+        """The calling thread issues into `stream` from here on."""
+        self._current.stream = stream
+
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         """The calling thread issues into `stream`."""
@@ -179,6 +183,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch.cuda, "Stream", driver.make)
     monkeypatch.setattr(torch.cuda, "Event", StreamEvent)
     monkeypatch.setattr(torch.cuda, "stream", driver.use)
+    monkeypatch.setattr(torch.cuda, "set_stream", driver.set)
     monkeypatch.setattr(torch.cuda, "current_stream", driver.current)
     copy, restore = pipeline._copy, Modules.restore
     monkeypatch.setattr(pipeline, "_copy", lambda rows, landed: driver.launch(lambda: copy(rows, landed)))
