@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, within ten minutes: the kernels' tests and figures, a restore's threads, an engine beside the sidecar by CUDA IPC,
+# Everything that needs a GPU, within ten minutes: the kernels' tests and figures, a restore without a store, an engine beside the sidecar by CUDA IPC,
 # decoding while it is saved, restores beside recomputation, and from the SSD tier's files. A step that fails or takes too long hides no other; one table at the end; the exit status is that of
 # the first step that failed. Needs this package with torch, triton, transformers, pytest and hypothesis in the Python that runs it.
 #
@@ -22,7 +22,7 @@ if [[ -n ${WHEELS:-} ]]; then
   "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit
   export PYTHONPATH=$PYTHONPATH:$site
 fi
-names="tests sidecar kernels threads saving restore direct decoding"
+names="tests sidecar kernels pipeline saving restore direct decoding"
 for name in ${ONLY:-}; do
   if [[ " $names " != *" $name "* ]]; then
     echo "ONLY: there is no step $name: $names" >&2
@@ -49,7 +49,7 @@ if [[ -n ${TINY:-} ]]; then
   tests=(tests/gpu_worker/kernels/test_quantization.py)
   sidecar=(tests/gpu_worker/sidecar/test_sidecar.py)
   kernels=(--tiny)
-  threads=(--pieces 0)
+  pipeline=(--rounds 2 --restores 1)
   saving=(--shape tiny --batch 2 --history 8 --steps 2 --rounds 2 --replayed 3)
   restore=(--shapes tiny,tiny-opt --device cpu --history 96,160 --rounds 2)
   direct=(--shape tiny --tokens 200 --rounds 2)
@@ -58,13 +58,12 @@ else
   tests=(tests/gpu_worker/kernels)
   sidecar=(tests/gpu_worker/sidecar/test_sidecar.py tests/gpu_worker/sidecar/test_direct_sidecar.py)
   kernels=(--tokens 512,2048,16384 --rounds 7)
-  # What each thread of a restore did, and when, as the interpreter hands over by itself and ten times as often.
-  threads=(--device cuda --switch-intervals 0.005,0.0005)
+  pipeline=(--device cuda --ways arena --rounds 5 --restores 4)
   # Eager steps, then a graph's: what of a step its hundred replays take to be saved, and whether rows are right.
   saving=(--shape llama-2-7b --batch 16 --history 512 --steps 16 --rounds 4 --replayed 100)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
   restore=(--shapes llama-2-7b,opt-30b,llama-3-8b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
-    --history 2048,8192,16384 --ssd-tokens 2048 --rounds 3 --budget-s 85)
+    --history 2048,8192,16384,32768 --ssd-tokens 2048 --rounds 3 --budget-s 140)
   direct=(--shape llama-2-7b --layers 8 --tokens 2048 --device cuda --rounds 3)
   decoding=(--shapes llama-2-7b --layers 8 --device cuda --history 2048 --steps 8 --rounds 3)
 fi
@@ -73,14 +72,14 @@ pytest=("$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdi
 step tests 75 "${pytest[@]}" "${tests[@]}"
 step sidecar 60 "${pytest[@]}" "${sidecar[@]}"
 step kernels 45 "$python" -m lab.studies.kernels --json "${kernels[@]}"
-step threads 45 env -u TRITON_INTERPRET "$python" -m lab.studies.pipeline_cost --timeline "${threads[@]}"
+step pipeline 45 env -u TRITON_INTERPRET "$python" -m lab.studies.pipeline_cost "${pipeline[@]}"
 # The store's server runs beside these.
 step saving 80 "$python" -m lab.studies.saving --json "${saving[@]}"
-step restore 140 "$python" -m lab.studies.restore --json "${restore[@]}"
+step restore 190 "$python" -m lab.studies.restore --json "${restore[@]}"
 step direct 55 "$python" -m lab.studies.direct --json "${direct[@]}"
 step decoding 40 "$python" -m lab.studies.decoding --json "${decoding[@]}"
 for name in tests sidecar; do
   if [[ -e $begin-$name.jsonl ]]; then mv "$begin-$name.jsonl" "$begin-$name.txt"; fi
 done
-timeout 20 "$python" -m lab.studies.gpu_table "$steps" "$begin"-{kernels,saving,restore,direct,decoding}.jsonl || first_failure=${first_failure/#0/$?}
+timeout 20 "$python" -m lab.studies.gpu_table "$steps" "$begin"-{kernels,pipeline,saving,restore,direct,decoding}.jsonl || first_failure=${first_failure/#0/$?}
 exit "$first_failure"

@@ -26,6 +26,7 @@ _TIMED_OUT = (124, 137)
 _MOST_SHARE = 1.1
 """A figure that is this much faster than its limit is no result: the limit was not one."""
 _MOST_VERIFYING = 0.05
+_COPY_GOALS = {"kv": 0.9, "hidden": 0.85}
 _MOST_SAVING = 0.01
 
 
@@ -70,12 +71,29 @@ def lines(rows: Sequence[Row]) -> Iterator[Line]:
                 row["step"], "the step", f"{said}, {row['seconds']} s", f"<= {row['limit_s']} s", not status
             )
     yield from _kernels([row for row in rows if "way" in row and "median_s" in row])
+    yield from _pipeline([row for row in rows if "share_of_copy" in row])
     for row in rows:
         if row.get("way") in ("two-stage", "direct", "replayed"):
             yield _saving(row)
     yield from _restores(rows)
     yield from _direct(rows)
     yield from _decoding([row for row in rows if "over_copied" in row])
+
+
+def _pipeline(rows: Sequence[Row]) -> Iterator[Line]:
+    plain: dict[str, float] = {}
+    for row in rows:
+        rows_of, share, took = row["rows"], row["share_of_copy"], row["wall_us"]
+        if not row["is_verified"]:
+            plain[rows_of] = took
+            goal = _COPY_GOALS[rows_of]
+            figure = f"{rows_of} out of the arena, a batch of 64 MiB"
+            yield Line(
+                "pipeline", figure, f"{took:.0f} us, {share:.2f} of the copy", f">= {goal}", share >= goal
+            )
+        elif rows_of in plain:
+            over = took / plain[rows_of]
+            yield Line("pipeline", f"{rows_of}, verified again", f"{over:.2f}x", "goal 1.05", over <= 1.05)
 
 
 def _saving(row: Row) -> Line:

@@ -3,13 +3,13 @@
 
     python -m lab.studies.pipeline_cost                     # batches of 128 KiB on a device that is none
     python -m lab.studies.pipeline_cost --timeline          # what each thread did, and when, in one restore
-    python -m lab.studies.pipeline_cost --device cuda       # batches of 64 MiB of Llama-2-7B's rows on a GPU
+    python -m lab.studies.pipeline_cost --device cuda --ways arena   # 64 MiB of Llama-2-7B's rows on a GPU
 
 The device that is none has CUDA's lanes: their streams and events are stand-ins that have passed at once,
 and Triton's launches go as far as the driver's. Copying and computing are nothing there, so that what is
 left is this project's Python, Triton's, and torch's calls on the CPU. Torch's own calls of CUDA are missing
 from it. Rows lie in chunks, 32 to a batch, as 64 MiB of a GPU's batch do. Each case has the cost of the
-pipeline alone: the lease is made here, without a store.
+pipeline alone: the lease is made here, without a store. On a GPU each has its share of a copy of its bytes.
 """
 
 import argparse
@@ -59,6 +59,7 @@ LAYERS = 8
 PAGE_TOKENS = 16
 CHUNKS_OF_A_BATCH = 32
 _CAPABILITY = 90
+_COPIES = 20
 
 
 class Size(NamedTuple):
@@ -307,10 +308,14 @@ class Case(NamedTuple):
     is_verified: bool
 
     @property
+    def way(self) -> str:
+        """By its name."""
+        return "arena" if self.is_pinned else "staging"
+
+    @property
     def facts(self) -> dict[str, object]:
         """As a row of results has them."""
-        way = "arena" if self.is_pinned else "staging"
-        return {"rows": self.method.value, "way": way, "is_verified": self.is_verified}
+        return {"rows": self.method.value, "way": self.way, "is_verified": self.is_verified}
 
 
 CASES = [
@@ -484,6 +489,7 @@ def main() -> None:
     arguments.add_argument("--device", choices=("none", "cuda"), default="none")
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--restores", type=int, default=5, help="of each case in a round")
+    arguments.add_argument("--ways", default="arena,staging", help="by commas")
     arguments.add_argument("--timeline", action="store_true", help="one restore, piece by piece")
     arguments.add_argument("--pieces", type=int, default=40, help="of a time line, how many are printed")
     arguments.add_argument(
@@ -508,24 +514,47 @@ def main() -> None:
         pipeline = stack.enter_context(Pipeline(device, settings))
         own = sys.getswitchinterval()
         stack.callback(sys.setswitchinterval, own)
+        cases = [case for case in CASES if case.way in given.ways.split(",")]
         for interval in [float(part) for part in given.switch_intervals.split(",") if part] or [own]:
             sys.setswitchinterval(interval)
             facts = {"device": given.device, "switch_interval_s": interval}
             if given.timeline:
-                for case in CASES:
+                for case in cases:
                     for row in timeline(bed, pipeline, pins, case, given.pieces):
                         print(json.dumps({**facts, **_rounded(row)}), flush=True)
             else:
-                _compare(bed, pipeline, pins, given, facts)
+                _compare(bed, pipeline, pins, cases, given, facts)
 
 
-def _compare(bed: Bed, pipeline: Pipeline, pins: ArenaPins, given: Any, facts: dict[str, Any]) -> None:
-    taken: dict[Case, list[dict[str, float]]] = {case: [] for case in CASES}
+def _compare(
+    bed: Bed, pipeline: Pipeline, pins: ArenaPins, cases: Sequence[Case], given: Any, facts: dict[str, Any]
+) -> None:
+    taken: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
     for _ in range(given.rounds):
-        for case in CASES:
-            taken[case].append(measured(bed, pipeline, pins, case, given.restores))
+        # In each round: it is the same bus, at the same time.
+        for case in cases:
+            found = measured(bed, pipeline, pins, case, given.restores)
+            if bed.device.type == "cuda":
+                size_bytes = LAYERS * bed.size.token_count * bed.row_bytes(case.method)
+                copied_us = size_bytes / copy_bytes_per_s(bed) * 1e6
+                found["share_of_copy"] = copied_us / batch_count(bed, pipeline, case) / found["wall_us"]
+            taken[case].append(found)
     for case, rounds in taken.items():
-        print(json.dumps({**facts, **case.facts, **_rounded(_medians(rounds))}), flush=True)
+        row = {"what": "pipeline", **facts, **case.facts, **_rounded(_medians(rounds))}
+        print(json.dumps(row), flush=True)
+
+
+def copy_bytes_per_s(bed: Bed) -> float:
+    """Bytes a second that the device copies out of the arena, which a restore has pinned before."""
+    source = torch.from_numpy(bed.arena[: 64 << 20])
+    target = torch.empty(len(source), dtype=torch.uint8, device=bed.device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()  # type: ignore[no-untyped-call]
+    for _ in range(_COPIES):
+        target.copy_(source, non_blocking=True)
+    end.record()  # type: ignore[no-untyped-call]
+    end.synchronize()  # type: ignore[no-untyped-call]
+    return _COPIES * len(source) / (begin.elapsed_time(end) / 1e3)
 
 
 def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "lab/gpu.sh"
 
 
-STEPS = ("tests", "sidecar", "kernels", "threads", "saving", "restore", "direct", "decoding")
+STEPS = ("tests", "sidecar", "kernels", "pipeline", "saving", "restore", "direct", "decoding")
 
 
 @pytest.fixture
