@@ -15,6 +15,7 @@ product is summed up.
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -209,10 +210,14 @@ class Restorer:
         `standing`: at which token the state of a layer stands in the cache already.
         """
         self._adapter = adapter
-        self._token_count = len(positions)
-        self._ropes = adapter.ropes(positions)
+        self._positions, self._token_count = positions, len(positions)
         self._chain: Chain | None = None
         self._advanced = dict(standing or {})
+
+    @cached_property
+    def ropes(self) -> Mapping[str, Rope]:
+        """Position tables, by `rope_key`. Made where they are first used: rows come meanwhile."""
+        return self._adapter.ropes(self._positions)
 
     def chain(self, layers: frozenset[int]) -> None:
         """See Compute: these layers come in order, each whole before the one above it."""
@@ -237,7 +242,7 @@ class Restorer:
             if self._adapter.rotary is None:
                 return self._adapter.embed(halves, None)
             # No table: a layer that positions do not enter, beside others that they do.
-            table = self._ropes.get(decoder.rope_key)
+            table = self.ropes.get(decoder.rope_key)
             rope = None if table is None else table.at(begin, begin + len(rows)).to(decoder.device)
             return self._adapter.embed(halves, rope)
 
@@ -543,9 +548,12 @@ class Kernels:
         self._weights, self._modules = weights, Modules(adapter, positions, standing=standing)
         # Once: a model looks for it among its parameters.
         self._dtype = adapter.model.dtype
-        self._rotations = {key: _rotation(rope) for key, rope in adapter.ropes(positions).items()}
         wants_fused = adapter.layers[0].device.type == "cuda" if is_fused is None else is_fused
         self._project, self._scatter = _fused() if wants_fused else _reference()
+
+    @cached_property
+    def _rotations(self) -> Mapping[str, Rotation]:
+        return {key: _rotation(rope) for key, rope in self._modules.restorer.ropes.items()}
 
     def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
         """See Compute."""
