@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ neighbour: setup ## Attack a server as one tenant and time another one's small c
 
 controls: setup ## Plant every bug that a fault harness must find, and see that it does (half an hour; ARGS="--harness crash")
 	@$(BIN)/python -m tests.faults.controls $(ARGS)
+
+storms: setup ## Let all that a store does go on at once, with power cuts and faults, 300 seeds of each kind (ten minutes; SEEDS=1000)
+	CTXCACHE_STORM_SEEDS=$(or $(SEEDS),300) $(BIN)/python -m pytest -q -n auto -p no:cacheprovider tests/cache/test_cache_storm.py tests/cache/test_cache_operated.py $(PYTEST_ARGS)
 
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)

@@ -19,7 +19,9 @@ from ctxcache.storage.metadata.base import (
     KeptSessions,
     KeyedSegment,
     Kind,
+    MetadataStore,
     ModelRecord,
+    PendingCommit,
     SegmentRecord,
     SessionRecord,
 )
@@ -50,7 +52,7 @@ class _State:
         self.quarantined -= set(changes.released)
 
 
-class MemoryMetadata:
+class MemoryMetadata(MetadataStore):
     """See MetadataStore. Owned by the event loop."""
 
     def __init__(self) -> None:
@@ -129,7 +131,7 @@ class MemoryMetadata:
         """See MetadataStore."""
         return iter(sorted(self._current.quarantined))
 
-    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+    def put(self, changes: Changes, *, is_durable: bool) -> PendingCommit:
         """See MetadataStore."""
         self.check(is_growing=False)
         kept = _copy(changes)
@@ -137,6 +139,7 @@ class MemoryMetadata:
         self._unsynced.append(kept)
         if is_durable:
             self._sync()
+        return PendingCommit(_there)
 
     def fail(self, problem: str) -> None:
         """From now on every commit raises TierFailure, as after a device has refused one."""
@@ -166,6 +169,10 @@ class MemoryMetadata:
         for changes in self._unsynced:
             self._durable.apply(changes)
         self._unsynced.clear()
+
+
+async def _there() -> None:
+    """Nothing to wait for."""
 
 
 def _looked_at(records: list[SessionRecord]) -> KeptSessions:

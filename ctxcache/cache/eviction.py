@@ -12,6 +12,8 @@ Worst case: no session may go, and the caller is refused.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
 
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import Background, State
@@ -27,6 +29,7 @@ from ctxcache.storage.metadata.base import (
     BlockRecord,
     Changes,
     MetadataStore,
+    PendingCommit,
     SegmentRecord,
     SessionRecord,
 )
@@ -42,10 +45,6 @@ class Departures:
         self._ledger, self._metadata, self._background = state.ledger, metadata, background
         self._under_way: set[asyncio.Task[None]] = set()
         """Moves that give slots back as soon as records are gone."""
-        self._forgotten: list[bytes] = []
-        """Sessions whose records are to go, by whichever commit comes first, and no caller waits for it."""
-        self._leaving: set[bytes] = set()
-        """Sessions that are gone from memory while the commit that removes their records is still to come."""
 
     async def wait_for_one(self) -> bool:
         """Wait until a move that gives slots back has ended; False when there is none."""
@@ -57,36 +56,27 @@ class Departures:
     async def remove(self, sessions: Iterable[Session], *, is_evicted: bool = False) -> None:
         """Make sessions unreachable at once, and give their bytes back when their records are gone."""
         gone = [session for session in sessions if not session.is_gone]
-        dead = [segment for s in gone for segment in self._ledger.ended(s, is_evicted=is_evicted)]
+        dead = [*chain.from_iterable(self._ledger.ended(s, is_evicted=is_evicted) for s in gone)]
         await self.write_down(gone=gone, dead=dead)
-
-    async def begun(self) -> None:
-        """Wait until removals that were asked for have their place among commits: a turn of the loop."""
-        while self._leaving:  # noqa: ASYNC110  it lasts a turn, in which their tasks begin
-            await asyncio.sleep(0)
 
     # Nothing on disk has to be undone: that is why it may be done at once, inside a search for room.
     def remove_unrecorded(self, session: Session) -> int:
         """Evict a session of which no record names a byte; returns how many segments were freed, at once.
 
-        Its own record goes later: after a crash the session may be there again, empty.
+        Nobody waits for its own record to go: after a crash the session may be there again, empty.
         """
         dead = self._ledger.ended(session, is_evicted=True)
+        # Where no changes are taken now, the end of the rest removes it.
+        with suppress(TierFailure):
+            self._metadata.put(Changes(deleted_session_uids=[session.uid]), is_durable=False)
         # No record names the segments, so that nothing has to be waited for.
         for segment in dead:
             self._ledger.forgotten(segment)
-        # One commit for all that go before it begins.
-        if not self._forgotten:
-            self._background.start(self._remove_forgotten())
-        self._forgotten.append(session.uid)
         return len(dead)
 
-    # Not durable: at worst a crash brings back a session without tokens.
-    async def _remove_forgotten(self) -> None:
-        uids, self._forgotten = self._forgotten, []
-        if uids:
-            await self._metadata.commit(Changes(deleted_session_uids=uids), is_durable=False)
-
+    # Records have their place among all others before anything is awaited. So what the ledger says and what
+    # is written are in one order: a session that is gone is removed by then, and never recorded again; a new
+    # one under its name comes behind.
     async def write_down(
         self,
         changed: Sequence[Session] = (),
@@ -103,19 +93,24 @@ class Departures:
         `left` are slots that they had. Durable when it returns; only then are the slots of dead segments and
         those that were left given back. Raises TierFailure.
         """
-        # Nothing follows the commit, and that goes on by itself where its caller goes. But a new session may
-        # have the name of one that is leaving, whose removal comes first: moves begin in the order of calls.
-        if not (gone or dead or bad or moved or left or self._leaving):
-            await self._write_down(changed, gone, dead, bad, moved, left)
+        changes = Changes(
+            sessions=[record_of(session) for session in changed if not session.is_gone],
+            # A moved segment may have been unlisted since.
+            segments=[segment_record_of(self._ledger, s) for s in moved if s.is_listed and s.durable],
+            deleted_session_uids=[session.uid for session in gone],
+            deleted_segment_ids=[segment.segment_id for segment in dead],
+            quarantined=list(bad),
+        )
+        try:
+            written = self._metadata.put(changes, is_durable=True)
+        except TierFailure:
+            self._strand(dead, left)
+            raise
+        if not (dead or left):
+            # Nothing follows, and the changes go on by themselves where their caller goes.
+            await written
             return
-        # Before the move begins: another one may be written in between, and must know of them.
-        # Three kinds of a session that is not in memory any more:
-        #
-        #     gone, not in `_leaving`     its record is removed, or was given up: never write it again
-        #     gone, in `_leaving`         its removal is under way: others may still record it as it went
-        #     expired                     still in memory; upkeep removes it
-        self._leaving.update(session.uid for session in gone)
-        move = self._background.start(self._write_down(changed, gone, dead, bad, moved, left))
+        move = self._background.start(self._give_back(written, dead, left))
         # Only moves that free slots are worth waiting for.
         if dead:
             self._under_way.add(move)
@@ -123,35 +118,14 @@ class Departures:
         # Shielded: the session is unreachable already. Half a departure would lose its slots until a restart.
         await asyncio.shield(move)
 
-    async def _write_down(
-        self,
-        changed: Sequence[Session],
-        gone: Sequence[Session],
-        dead: Sequence[Segment],
-        bad: Sequence[Slot],
-        moved: Sequence[Segment],
-        left: Collection[Slot],
+    async def _give_back(
+        self, written: PendingCommit, dead: Sequence[Segment], left: Collection[Slot]
     ) -> None:
-        # Records are made when they are written: those of an earlier moment could undo another's. A leaving
-        # session is written as it went. Its removal may fail, and its old record lists dead segments.
-        recorded = [s for s in changed if not s.is_gone or s.uid in self._leaving]
-        self._leaving.difference_update(session.uid for session in gone)
-        # Their names are free: the record of a new session under one must not come before theirs are gone.
-        forgotten, self._forgotten = self._forgotten, []
-        changes = Changes(
-            sessions=[record_of(session) for session in recorded],
-            # A moved segment may have been unlisted since.
-            segments=[segment_record_of(self._ledger, s) for s in moved if s.is_listed and s.durable],
-            deleted_session_uids=[*forgotten, *(session.uid for session in gone)],
-            deleted_segment_ids=[segment.segment_id for segment in dead],
-            quarantined=list(bad),
-        )
+        """Give slots back when no record names them any more. Raises TierFailure."""
         try:
-            await self._metadata.commit(changes, is_durable=True)
+            await written
         except TierFailure:
-            self._forgotten += forgotten
-            self.strand(dead)
-            self._ledger.stranded(left)
+            self._strand(dead, left)
             raise
         for slot in left:
             self._ledger.below.give(slot)
@@ -172,6 +146,10 @@ class Departures:
         # The set of before the wait: slots that are stranded meanwhile are for the next time.
         stranded = set(self._ledger.below.stranded)
         self._ledger.unstranded(stranded - await self._metadata.recorded_slots())
+
+    def _strand(self, dead: Sequence[Segment], left: Collection[Slot]) -> None:
+        self.strand(dead)
+        self._ledger.stranded(left)
 
     def strand(self, dead: Sequence[Segment]) -> None:
         """Give back what segments have in memory; their records may still be there and name their slots."""

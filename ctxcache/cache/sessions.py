@@ -496,7 +496,6 @@ class Sessions:
         # Those of now, once each: sessions that are used all the while would keep this call for ever, and
         # the deadlines that are looked after behind it.
         left_count = self._ledger.unsaved_access_count
-        await self._departures.begun()
         while some := self._ledger.unsaved_accesses(
             limit=min(left_count, SESSIONS_PER_COMMIT), part_limit=PARTS_PER_COMMIT
         ):
@@ -511,8 +510,6 @@ class Sessions:
                 self._ledger.unsaved(some)
                 raise
             await asyncio.sleep(0)
-            # The record of a new session comes behind the removal of one that had its name.
-            await self._departures.begun()
 
     async def let_sleep(self) -> None:
         """Let sessions be dormant that nobody has used for long, a few at a time, so many a call."""
@@ -651,8 +648,7 @@ class Sessions:
                 self._departures.strand(self._ledger.ended(session))
                 # Its record may be there, or be owed: it goes when changes are taken again.
                 with suppress(TierFailure):
-                    changes = Changes(deleted_session_uids=[session.uid])
-                    await self._metadata.commit(changes, is_durable=False)
+                    self._metadata.put(Changes(deleted_session_uids=[session.uid]), is_durable=False)
             raise
         return session.view()
 

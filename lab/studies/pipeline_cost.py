@@ -549,12 +549,13 @@ def copy_bytes_per_s(bed: Bed) -> float:
     source = torch.from_numpy(bed.arena[: 64 << 20])
     target = torch.empty(len(source), dtype=torch.uint8, device=bed.device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()  # type: ignore[no-untyped-call]
+    begin.record()
     for _ in range(_COPIES):
         target.copy_(source, non_blocking=True)
-    end.record()  # type: ignore[no-untyped-call]
-    end.synchronize()  # type: ignore[no-untyped-call]
-    return _COPIES * len(source) / (begin.elapsed_time(end) / 1e3)
+    end.record()
+    end.synchronize()
+    took_s: float = begin.elapsed_time(end) / 1e3
+    return _COPIES * len(source) / took_s
 
 
 def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:

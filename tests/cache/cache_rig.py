@@ -6,6 +6,7 @@ foreign byte is recognised.
 
 import asyncio
 import gc
+import os
 import struct
 import sys
 import threading
@@ -35,7 +36,7 @@ from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, Content, DType, StateKind, Stream, StreamSpec, ranges_of
-from ctxcache.storage.metadata.base import Changes, MetadataStore
+from ctxcache.storage.metadata.base import Changes, MetadataStore, PendingCommit
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.base import DeviceTier
 from ctxcache.storage.tiers.dram import DramArena
@@ -325,6 +326,11 @@ def expected(tokens: Iterable[Token]) -> dict[Stream, bytes]:
     return {stream: rows_of(listed, stream) for stream in STREAMS}
 
 
+def seeds(count: int) -> range:
+    """Those of a test of chance: so many, or what CTXCACHE_STORM_SEEDS says, as `make storms` does."""
+    return range(int(os.environ.get("CTXCACHE_STORM_SEEDS", count)))
+
+
 @contextmanager
 def counted_lines() -> Iterator[list[int]]:
     """Lines of Python that run meanwhile, in this thread."""
@@ -347,9 +353,12 @@ class SlowMetadata(MemoryMetadata):
 
     gate: asyncio.Event | None = None
 
-    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+    def put(self, changes: Changes, *, is_durable: bool) -> PendingCommit:
         """See MetadataStore."""
-        await super().commit(changes, is_durable=is_durable)
+        super().put(changes, is_durable=is_durable)
+        return PendingCommit(self._answer)
+
+    async def _answer(self) -> None:
         if self.gate:
             await self.gate.wait()
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cache_rig import SLOT_BYTES, TENANT, MemoryRig
+from cache_rig import SLOT_BYTES, TENANT, MemoryRig, seeds
 from test_cache_storm import CUTS, Dice, SlowMetadata, SlowTier, Storm
 
 from ctxcache.core.limits import Watermarks
@@ -137,7 +137,7 @@ class OperatedStorm(Storm):
 
 
 @pytest.mark.parametrize("is_faulty", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2))
 async def test_whatever_an_operator_does_nothing_is_wrong(
     tmp_path: Path, seed: int, *, is_faulty: bool
 ) -> None:

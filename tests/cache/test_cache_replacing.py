@@ -33,7 +33,7 @@ from ctxcache.errors import (
     WriteInProgress,
 )
 from ctxcache.format.streams import TOKENS, Content, Stream, ranges_of
-from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.base import Changes, PendingCommit
 
 COUNT = 2 * SEGMENT_TOKENS + 9
 SMALL = (TOKENS, KV)
@@ -207,16 +207,20 @@ async def test_rows_that_are_held_outlive_the_form(rig: MemoryRig, tokens: list[
 @contextmanager
 def failing(rig: MemoryRig, *, is_written: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The next commit that takes a record away fails, written or not."""
-    commit = MemoryMetadata.commit
+    put = MemoryMetadata.put
 
-    async def fail(self: MemoryMetadata, changes: Changes, *, is_durable: bool) -> None:
-        if is_written or not changes.deleted_session_uids:
-            await commit(self, changes, is_durable=is_durable)
-        if changes.deleted_session_uids:
-            raise TierFailure(path="metadata", problem="the process is killed here")
+    async def end() -> None:
+        raise TierFailure(path="metadata", problem="the process is killed here")
+
+    def fail(self: MemoryMetadata, changes: Changes, *, is_durable: bool) -> PendingCommit:
+        if not changes.deleted_session_uids:
+            return put(self, changes, is_durable=is_durable)
+        if is_written:
+            put(self, changes, is_durable=is_durable)
+        return PendingCommit(end)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(rig.metadata), "commit", fail)
+        patch.setattr(type(rig.metadata), "put", fail)
         yield
 
 

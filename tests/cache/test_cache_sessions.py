@@ -21,7 +21,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.streams import TOKENS
 from ctxcache.server.upkeep import Upkeep
-from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.base import Changes, PendingCommit
 
 
 @pytest.fixture
@@ -90,13 +90,13 @@ async def test_a_name_that_is_deleted_and_used_again_in_one_turn_has_one_record(
 ) -> None:
     """Whichever commits a crash leaves of those in order, no two sessions have the name."""
     old = await rig.create("a")
-    commit, commits = rig.metadata.commit, list[Changes]()
+    put, commits = rig.metadata.put, list[Changes]()
 
-    async def noting(changes: Changes, *, is_durable: bool) -> None:
+    def noting(changes: Changes, *, is_durable: bool) -> PendingCommit:
         commits.append(changes)
-        await commit(changes, is_durable=is_durable)
+        return put(changes, is_durable=is_durable)
 
-    monkeypatch.setattr(rig.metadata, "commit", noting)
+    monkeypatch.setattr(rig.metadata, "put", noting)
     sessions = rig.cache.sessions
     _, made, _ = await asyncio.gather(
         sessions.delete(TENANT, "a", None), rig.create("a"), sessions.save_access_times()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from cache_rig import SLOT_BYTES, TENANT, MemoryRig, Token, Writer, expected
+from cache_rig import SLOT_BYTES, TENANT, MemoryRig, Token, Writer, expected, seeds
 from fakes import FakeClock, MemoryTier, Operation
 from integrity import check_integrity
 from memory_metadata import MemoryMetadata
@@ -29,7 +29,7 @@ from ctxcache.errors import CacheError, CapacityExceeded, CorruptSegment, Sessio
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.upkeep import Upkeep
-from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.base import Changes, PendingCommit
 from ctxcache.storage.tiers.base import Range
 
 STEPS = 80
@@ -112,12 +112,14 @@ class SlowMetadata(MemoryMetadata):
         super().__init__()
         self._dice = dice
 
-    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+    def put(self, changes: Changes, *, is_durable: bool) -> PendingCommit:
         """See MetadataStore."""
-        await super().commit(changes, is_durable=False)
-        if is_durable:
-            await pause(self._dice, 20)
-            self._sync()
+        written = super().put(changes, is_durable=False)
+        return PendingCommit(self._sync_later) if is_durable else written
+
+    async def _sync_later(self) -> None:
+        await pause(self._dice, 20)
+        self._sync()
 
     def cut(self) -> MemoryMetadata:
         """The state that a power cut leaves.
@@ -415,7 +417,7 @@ def tokens_of(found: dict[Stream, bytes]) -> list[Token]:
 
 
 @pytest.mark.parametrize("is_faulty", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 async def test_a_storm_leaves_nothing_wrong_and_nothing_behind(
     tmp_path: Path, seed: int, *, is_faulty: bool
 ) -> None:
@@ -449,7 +451,7 @@ SHARES = Shares({TENANT: Share(0.4, 0.7), "other": Share(0.2)})
 
 
 @pytest.mark.parametrize("is_faulty", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 async def test_whatever_is_foretold_a_storm_leaves_nothing_behind(
     tmp_path: Path, seed: int, *, is_faulty: bool
 ) -> None:

@@ -687,7 +687,6 @@ class Ledger:
         # Last: the segments are unlisted while the session is known as gone, so that no index adds them
         # again.
         dead = self._unlist(session, session.segments)
-        # The session itself keeps what it withheld: its record may be written once more.
         self._withheld.pop(uid, None)
         self._resident.forget_session(session)
         return dead
@@ -1470,14 +1469,14 @@ class Ledger:
 
     def _unlist(self, session: Session, segments: Iterable[Segment]) -> list[Segment]:
         """The session lists these no more; returns those that no session lists."""
-        dead = []
+        dead, is_gone = [], session.is_gone
         for segment in segments:
             segment.unlist()
             if segment.reference_count:
                 # It was made durable before it was shared, and goes on to be counted with the others.
                 continue
             # A session that is gone has left `_unwritten` as a whole already.
-            if not session.is_gone:
+            if not is_gone:
                 self._unwritten.unlisted(session, segment)
             self._segments.pop(segment.segment_id, None)
             self.keyed.gone(segment)

@@ -62,7 +62,9 @@ from ctxcache.storage.metadata.base import (
     KeptSegments,
     KeptSessions,
     Kind,
+    MetadataStore,
     ModelRecord,
+    PendingCommit,
     SegmentRecord,
     SessionRecord,
 )
@@ -147,7 +149,7 @@ class _Round:
     """The catalog's part, where the thread that writes the log does that too."""
 
 
-class RocksDbMetadata:
+class RocksDbMetadata(MetadataStore):
     """See MetadataStore. One process at a time; owned by the event loop, but for its threads."""
 
     def __init__(
@@ -372,10 +374,10 @@ class RocksDbMetadata:
         while batch := list(islice(remaining, ENTRIES_PER_BATCH)):
             self._write_now(batch)
 
-    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+    def put(self, changes: Changes, *, is_durable: bool) -> PendingCommit:
         """See MetadataStore. On the loop it costs tens of microseconds.
 
-        The log's write and the catalog's go to the page cache in threads, and every commit waits for them,
+        The log's write and the catalog's go to the page cache in threads, and whoever waits waits for them,
         and for the sync where there is one.
         """
         entries = records.entries(changes)
@@ -383,7 +385,7 @@ class RocksDbMetadata:
             # The cache goes on from what it wanted recorded: the end of the rest writes this first.
             self._owed.update(entries)
         self._check()
-        await self._settle(self._put(entries, is_durable=is_durable))
+        return PendingCommit(partial(self._settle, self._put(entries, is_durable=is_durable)))
 
     async def _settle(self, done: "asyncio.Future[Future[None] | None]") -> None:
         """Wait until changes are where they must be, and the catalog has them."""

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ctxcache.cache import Cache, eviction, flushing, joining, sessions
@@ -23,7 +24,7 @@ from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Watermarks
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.server.upkeep import Upkeep
-from ctxcache.storage.metadata.base import Changes, SessionRecord
+from ctxcache.storage.metadata.base import Changes, PendingCommit, SessionRecord
 from ctxcache.storage.metadata.records import encode_session
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import SsdFiles
@@ -129,15 +130,18 @@ def _turn_often() -> None:
 @plant
 def acknowledged_before_record(_: int) -> None:
     """A flush returns while its record is still to be written."""
-    commit = RocksDbMetadata.commit
+    put = RocksDbMetadata.put
 
-    async def commit_late(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> None:
-        if changes.segments:
-            _later(commit(store, changes, is_durable=is_durable))
-        else:
-            await commit(store, changes, is_durable=is_durable)
+    async def commit(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> None:
+        await put(store, changes, is_durable=is_durable)
 
-    _patch(RocksDbMetadata, "commit", commit_late)
+    def put_late(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> PendingCommit:
+        if not changes.segments:
+            return put(store, changes, is_durable=is_durable)
+        _later(commit(store, changes, is_durable=is_durable))
+        return PendingCommit(partial(asyncio.sleep, 0))
+
+    _patch(RocksDbMetadata, "put", put_late)
 
 
 @plant
@@ -174,13 +178,13 @@ def record_before_bytes(_: int) -> None:
 @plant
 def deleted_record_stays(_: int) -> None:
     """The record of a deleted session is forgotten, not removed."""
-    commit = RocksDbMetadata.commit
+    put = RocksDbMetadata.put
 
-    async def commit_some(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> None:
+    def put_some(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> PendingCommit:
         changes.deleted_session_uids = []
-        await commit(store, changes, is_durable=is_durable)
+        return put(store, changes, is_durable=is_durable)
 
-    _patch(RocksDbMetadata, "commit", commit_some)
+    _patch(RocksDbMetadata, "put", put_some)
 
 
 @plant
