@@ -4,9 +4,10 @@ Knows no bytes: records are kept as they are. Worst case: it is gone with the pr
 what a power cut would leave of a store that syncs like this one is asked to.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,7 @@ from ctxcache.storage.metadata.base import (
     KeptSessions,
     KeyedSegment,
     Kind,
-    MetadataStore,
     ModelRecord,
-    PendingCommit,
     SegmentRecord,
     SessionRecord,
 )
@@ -52,7 +51,7 @@ class _State:
         self.quarantined -= set(changes.released)
 
 
-class MemoryMetadata(MetadataStore):
+class MemoryMetadata:
     """See MetadataStore. Owned by the event loop."""
 
     def __init__(self) -> None:
@@ -131,7 +130,7 @@ class MemoryMetadata(MetadataStore):
         """See MetadataStore."""
         return iter(sorted(self._current.quarantined))
 
-    def put(self, changes: Changes, *, is_durable: bool) -> PendingCommit:
+    def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """See MetadataStore."""
         self.check(is_growing=False)
         kept = _copy(changes)
@@ -139,7 +138,7 @@ class MemoryMetadata(MetadataStore):
         self._unsynced.append(kept)
         if is_durable:
             self._sync()
-        return PendingCommit(_there)
+        return _there()
 
     def fail(self, problem: str) -> None:
         """From now on every commit raises TierFailure, as after a device has refused one."""

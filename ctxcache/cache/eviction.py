@@ -29,7 +29,6 @@ from ctxcache.storage.metadata.base import (
     BlockRecord,
     Changes,
     MetadataStore,
-    PendingCommit,
     SegmentRecord,
     SessionRecord,
 )
@@ -68,7 +67,7 @@ class Departures:
         dead = self._ledger.ended(session, is_evicted=True)
         # Where no changes are taken now, the end of the rest removes it.
         with suppress(TierFailure):
-            self._metadata.put(Changes(deleted_session_uids=[session.uid]), is_durable=False)
+            self._metadata.commit(Changes(deleted_session_uids=[session.uid]), is_durable=False).close()
         # No record names the segments, so that nothing has to be waited for.
         for segment in dead:
             self._ledger.forgotten(segment)
@@ -102,7 +101,7 @@ class Departures:
             quarantined=list(bad),
         )
         try:
-            written = self._metadata.put(changes, is_durable=True)
+            written = self._metadata.commit(changes, is_durable=True)
         except TierFailure:
             self._strand(dead, left)
             raise
@@ -119,7 +118,7 @@ class Departures:
         await asyncio.shield(move)
 
     async def _give_back(
-        self, written: PendingCommit, dead: Sequence[Segment], left: Collection[Slot]
+        self, written: Awaitable[None], dead: Sequence[Segment], left: Collection[Slot]
     ) -> None:
         """Give slots back when no record names them any more. Raises TierFailure."""
         try:

@@ -648,7 +648,8 @@ class Sessions:
                 self._departures.strand(self._ledger.ended(session))
                 # Its record may be there, or be owed: it goes when changes are taken again.
                 with suppress(TierFailure):
-                    self._metadata.put(Changes(deleted_session_uids=[session.uid]), is_durable=False)
+                    changes = Changes(deleted_session_uids=[session.uid])
+                    await self._metadata.commit(changes, is_durable=False)
             raise
         return session.view()
 

@@ -9,15 +9,15 @@ import asyncio
 import enum
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ctxcache.errors import TierFailure, TooManyRequests
 from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.runtime.clock import Clock
-from ctxcache.storage.metadata.base import Changes, PendingCommit
+from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.catalog import Catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness
@@ -216,14 +216,14 @@ class SlowMetadata(RocksDbMetadata):
         super().__init__(path, witness=witness, catalog=catalog, hang_after_s=hang_after_s)
         self._faults = faults
 
-    def put(self, changes: Changes, *, is_durable: bool) -> PendingCommit:
+    def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """See MetadataStore.
 
         As on a slow device, it is the sync that takes long: changes keep their order.
         """
-        return PendingCommit(partial(self._late, super().put(changes, is_durable=is_durable), is_durable))
+        return self._late(super().commit(changes, is_durable=is_durable), is_durable=is_durable)
 
-    async def _late(self, written: PendingCommit, is_durable: bool) -> None:  # noqa: FBT001  as `partial` has it
+    async def _late(self, written: Coroutine[Any, Any, None], *, is_durable: bool) -> None:
         await written
         # Behind the commit: it is acknowledged late, and keeps its place among the others.
         if is_durable and (fault := self._faults.strike(FaultKind.COMMIT_DELAY)):

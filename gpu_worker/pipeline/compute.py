@@ -291,14 +291,12 @@ class Restorer:
 
     def wide(self, layer: int, method: Method, rows: Tensor, begin: int) -> Tensor:
         """Rows of tokens from `begin` on as the model has them. Raises ShapeMismatch, BaseMismatch."""
-        size = self._adapter.element_count(method.kind, layer)
         if method.is_delta or self.is_chained(layer):
             # A delta without a chain has no base: the empty chain refuses it by name.
             chain = self._chain or Chain(frozenset(), self._token_count, self._adapter.hidden_size)
             return chain.wide(layer, method.kind, rows, begin).to(self._adapter.model.dtype)
-        if method.is_exact or size is None:
-            return rows
-        return widen(rows, method.kind, size, self._adapter.model.dtype)
+        size = None if method.is_exact else self._adapter.element_count(method.kind, layer)
+        return rows if size is None else widen(rows, method.kind, size, self._adapter.model.dtype)
 
     def is_chained(self, layer: int) -> bool:
         """Whether a layer's wide rows are needed by the one above."""

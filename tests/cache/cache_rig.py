@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, Content, DType, StateKind, Stream, StreamSpec, ranges_of
-from ctxcache.storage.metadata.base import Changes, MetadataStore, PendingCommit
+from ctxcache.storage.metadata.base import Changes, MetadataStore
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.base import DeviceTier
 from ctxcache.storage.tiers.dram import DramArena
@@ -353,12 +353,12 @@ class SlowMetadata(MemoryMetadata):
 
     gate: asyncio.Event | None = None
 
-    def put(self, changes: Changes, *, is_durable: bool) -> PendingCommit:
+    def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """See MetadataStore."""
-        super().put(changes, is_durable=is_durable)
-        return PendingCommit(self._answer)
+        return self._answer(super().commit(changes, is_durable=is_durable))
 
-    async def _answer(self) -> None:
+    async def _answer(self, written: Coroutine[Any, Any, None]) -> None:
+        await written
         if self.gate:
             await self.gate.wait()
 

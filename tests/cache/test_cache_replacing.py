@@ -1,6 +1,6 @@
 """A fork takes another session's place in one durable step, and upkeep that reads is no user."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ from ctxcache.errors import (
     WriteInProgress,
 )
 from ctxcache.format.streams import TOKENS, Content, Stream, ranges_of
-from ctxcache.storage.metadata.base import Changes, PendingCommit
+from ctxcache.storage.metadata.base import Changes
 
 COUNT = 2 * SEGMENT_TOKENS + 9
 SMALL = (TOKENS, KV)
@@ -207,20 +207,20 @@ async def test_rows_that_are_held_outlive_the_form(rig: MemoryRig, tokens: list[
 @contextmanager
 def failing(rig: MemoryRig, *, is_written: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The next commit that takes a record away fails, written or not."""
-    put = MemoryMetadata.put
+    commit = MemoryMetadata.commit
 
-    async def end() -> None:
+    async def fail(written: Coroutine[Any, Any, None] | None) -> None:
+        if written is not None:
+            await written
         raise TierFailure(path="metadata", problem="the process is killed here")
 
-    def fail(self: MemoryMetadata, changes: Changes, *, is_durable: bool) -> PendingCommit:
-        if not changes.deleted_session_uids:
-            return put(self, changes, is_durable=is_durable)
-        if is_written:
-            put(self, changes, is_durable=is_durable)
-        return PendingCommit(end)
+    def commit_some(self: MemoryMetadata, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
+        is_last = bool(changes.deleted_session_uids)
+        written = commit(self, changes, is_durable=is_durable) if is_written or not is_last else None
+        return fail(written) if is_last or written is None else written
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(rig.metadata), "put", fail)
+        patch.setattr(type(rig.metadata), "commit", commit_some)
         yield
 
 

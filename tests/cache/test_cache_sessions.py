@@ -1,7 +1,9 @@
 """Sessions: names, times, room for many, and what upkeep does without being asked."""
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
@@ -21,7 +23,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.streams import TOKENS
 from ctxcache.server.upkeep import Upkeep
-from ctxcache.storage.metadata.base import Changes, PendingCommit
+from ctxcache.storage.metadata.base import Changes
 
 
 @pytest.fixture
@@ -90,13 +92,13 @@ async def test_a_name_that_is_deleted_and_used_again_in_one_turn_has_one_record(
 ) -> None:
     """Whichever commits a crash leaves of those in order, no two sessions have the name."""
     old = await rig.create("a")
-    put, commits = rig.metadata.put, list[Changes]()
+    commit, commits = rig.metadata.commit, list[Changes]()
 
-    def noting(changes: Changes, *, is_durable: bool) -> PendingCommit:
+    def noting(changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         commits.append(changes)
-        return put(changes, is_durable=is_durable)
+        return commit(changes, is_durable=is_durable)
 
-    monkeypatch.setattr(rig.metadata, "put", noting)
+    monkeypatch.setattr(rig.metadata, "commit", noting)
     sessions = rig.cache.sessions
     _, made, _ = await asyncio.gather(
         sessions.delete(TENANT, "a", None), rig.create("a"), sessions.save_access_times()

@@ -8,10 +8,11 @@ at it with a cache of its own while the storm goes on.
 import asyncio
 import copy
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_rig import SLOT_BYTES, TENANT, MemoryRig, Token, Writer, expected, seeds
@@ -29,7 +30,7 @@ from ctxcache.errors import CacheError, CapacityExceeded, CorruptSegment, Sessio
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.upkeep import Upkeep
-from ctxcache.storage.metadata.base import Changes, PendingCommit
+from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.tiers.base import Range
 
 STEPS = 80
@@ -112,14 +113,15 @@ class SlowMetadata(MemoryMetadata):
         super().__init__()
         self._dice = dice
 
-    def put(self, changes: Changes, *, is_durable: bool) -> PendingCommit:
+    def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """See MetadataStore."""
-        written = super().put(changes, is_durable=False)
-        return PendingCommit(self._sync_later) if is_durable else written
+        return self._sync_later(super().commit(changes, is_durable=False), is_durable=is_durable)
 
-    async def _sync_later(self) -> None:
-        await pause(self._dice, 20)
-        self._sync()
+    async def _sync_later(self, written: Coroutine[Any, Any, None], *, is_durable: bool) -> None:
+        await written
+        if is_durable:
+            await pause(self._dice, 20)
+            self._sync()
 
     def cut(self) -> MemoryMetadata:
         """The state that a power cut leaves.

@@ -20,7 +20,7 @@ from ctxcache.errors import TierFailure
 from ctxcache.storage.metadata import catalog as catalogs
 from ctxcache.storage.metadata import rocksdb
 from ctxcache.storage.metadata.base import Changes
-from ctxcache.storage.metadata.catalog import END, Catalog, pack, pack_mark, read_catalog
+from ctxcache.storage.metadata.catalog import END, Catalog, CatalogContents, pack, pack_mark, read_catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 INSTANCE_ID = "00" * 16
@@ -135,6 +135,15 @@ def impatient(tmp_path: Path) -> Catalog:
     return made
 
 
+def read_beside(directory: Path) -> CatalogContents:
+    """As it is while a thread removes logs that a base has replaced: what is gone is looked for no more."""
+    while True:
+        try:
+            return read_catalog(directory, INSTANCE_ID)
+        except FileNotFoundError:
+            continue
+
+
 @pytest.mark.parametrize("is_beside", [False, True])
 async def test_a_commit_returns_when_the_catalog_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_beside: bool
@@ -149,7 +158,7 @@ async def test_a_commit_returns_when_the_catalog_has_it(
     store = RocksDbMetadata(tmp_path / "metadata", catalog=made)
     for uid in range(1, 100):
         await store.commit(Changes(sessions=[make_session(uid)]), is_durable=uid % 10 == 0)
-        assert read_catalog(tmp_path / "catalog", INSTANCE_ID).sequence == store.commit_count
+        assert read_beside(tmp_path / "catalog").sequence == store.commit_count
     store.close()
     contents = read_catalog(tmp_path / "catalog", INSTANCE_ID)
     assert (contents.sequence, len(contents.records), contents.problems) == (99, 99, [])

@@ -37,10 +37,18 @@ def open_store(directory: Path) -> RocksDbMetadata:
     )
 
 
+def keep(store: RocksDbMetadata, changes: Changes) -> None:
+    """Commit, durable."""
+
+    async def commit() -> None:
+        await store.commit(changes, is_durable=True)
+
+    asyncio.run(commit())
+
+
 def commit(store: RocksDbMetadata, *uids: int, log_end: int = 0) -> None:
     """Commit sessions, durable."""
-    sessions = [replace(make_session(uid), log_end=log_end) for uid in uids]
-    asyncio.run(store.commit(Changes(sessions=sessions), is_durable=True))
+    keep(store, Changes(sessions=[replace(make_session(uid), log_end=log_end) for uid in uids]))
 
 
 def wait_for_base(directory: Path) -> None:
@@ -53,10 +61,10 @@ def wait_for_base(directory: Path) -> None:
 def stored(tmp_path: Path) -> Iterator[Path]:
     """A directory as a killed process leaves it: copied while the store is open."""
     store = open_store(tmp_path / "live")
-    asyncio.run(store.commit(Changes(models=[make_model()]), is_durable=True))
+    keep(store, Changes(models=[make_model()]))
     commit(store, 1, 2, 3)
     commit(store, 2, log_end=7)
-    asyncio.run(store.commit(Changes(deleted_session_uids=[make_session(3).uid]), is_durable=True))
+    keep(store, Changes(deleted_session_uids=[make_session(3).uid]))
     wait_for_base(tmp_path / "live")
     shutil.copytree(tmp_path / "live", tmp_path / "killed")
     yield tmp_path / "killed"
@@ -177,7 +185,7 @@ def test_the_catalog_goes_on_over_runs_and_rotations(stored: Path, monkeypatch: 
     monkeypatch.setattr(catalogs, "LOG_LIMIT_BYTES", 1)
     store = open_store(stored)
     slot = Slot(0, 4096, 8192)
-    asyncio.run(store.commit(Changes(quarantined=[slot]), is_durable=True))
+    keep(store, Changes(quarantined=[slot]))
     commit(store, *range(5, 25))
     commit(store, 25)
     store.close()

@@ -5,7 +5,7 @@ them. Every implementation passes `MetadataContract` of `tests/metadata_contract
 """
 
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable, Iterator
+from collections.abc import Coroutine, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -213,19 +213,6 @@ class Changes:
     """Quarantined slots that may be used again."""
 
 
-class PendingCommit(Awaitable[None]):
-    """Changes that have their place. To be awaited by whoever must know that they are there."""
-
-    __slots__ = ("_wait",)
-
-    def __init__(self, wait: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`wait` is called where they are awaited."""
-        self._wait = wait
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._wait().__await__()
-
-
 class MetadataStore(Protocol):
     """Keeps records. Owned by the event loop; reads happen once, at start."""
 
@@ -266,19 +253,15 @@ class MetadataStore(Protocol):
     def quarantined(self) -> Iterator[Slot]:
         """Every SSD slot that is kept from use. Raises CorruptMetadata."""
 
-    def put(self, changes: Changes, *, is_durable: bool) -> "PendingCommit":
-        """Give `changes` their place behind those of every call before, at once; atomically applied.
+    def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
+        """Give `changes` their place behind those of every call before, at once; they are applied atomically.
 
-        Who awaits the result knows that they, and every change before them, are there: with `is_durable`
-        synced (many callers share one sync), without surviving the death of the process, not of the machine.
-        They go on also where nobody awaits it. The event loop is never blocked by a sync. Raises
-        TierFailure where no changes are taken now, or where it is awaited: when the device refuses.
+        Whoever awaits the result knows that they, and all before them, are there: with `is_durable` synced
+        (many callers share one sync), without surviving the death of the process, not of the machine. Who
+        need not know closes it; they go on. The event loop is never blocked by a sync. Raises TierFailure:
+        here where no changes are taken, else where it is awaited.
         """
         ...
-
-    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
-        """Put, and wait. Raises TierFailure."""
-        await self.put(changes, is_durable=is_durable)
 
     async def reopen(self) -> bool:
         """Accept changes again after a refusal whose cause is gone; returns whether it did.

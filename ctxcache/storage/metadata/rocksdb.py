@@ -32,14 +32,14 @@ import tempfile
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import islice
 from operator import xor
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rocksdict import (
     BlockBasedOptions,
@@ -62,9 +62,7 @@ from ctxcache.storage.metadata.base import (
     KeptSegments,
     KeptSessions,
     Kind,
-    MetadataStore,
     ModelRecord,
-    PendingCommit,
     SegmentRecord,
     SessionRecord,
 )
@@ -149,7 +147,7 @@ class _Round:
     """The catalog's part, where the thread that writes the log does that too."""
 
 
-class RocksDbMetadata(MetadataStore):
+class RocksDbMetadata:
     """See MetadataStore. One process at a time; owned by the event loop, but for its threads."""
 
     def __init__(
@@ -374,7 +372,7 @@ class RocksDbMetadata(MetadataStore):
         while batch := list(islice(remaining, ENTRIES_PER_BATCH)):
             self._write_now(batch)
 
-    def put(self, changes: Changes, *, is_durable: bool) -> PendingCommit:
+    def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """See MetadataStore. On the loop it costs tens of microseconds.
 
         The log's write and the catalog's go to the page cache in threads, and whoever waits waits for them,
@@ -385,7 +383,7 @@ class RocksDbMetadata(MetadataStore):
             # The cache goes on from what it wanted recorded: the end of the rest writes this first.
             self._owed.update(entries)
         self._check()
-        return PendingCommit(partial(self._settle, self._put(entries, is_durable=is_durable)))
+        return self._settle(self._put(entries, is_durable=is_durable))
 
     async def _settle(self, done: "asyncio.Future[Future[None] | None]") -> None:
         """Wait until changes are where they must be, and the catalog has them."""

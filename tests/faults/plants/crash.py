@@ -3,9 +3,8 @@
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ctxcache.cache import Cache, eviction, flushing, joining, sessions
@@ -24,7 +23,7 @@ from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Watermarks
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.server.upkeep import Upkeep
-from ctxcache.storage.metadata.base import Changes, PendingCommit, SessionRecord
+from ctxcache.storage.metadata.base import Changes, SessionRecord
 from ctxcache.storage.metadata.records import encode_session
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import SsdFiles
@@ -130,18 +129,20 @@ def _turn_often() -> None:
 @plant
 def acknowledged_before_record(_: int) -> None:
     """A flush returns while its record is still to be written."""
-    put = RocksDbMetadata.put
+    commit = RocksDbMetadata.commit
 
-    async def commit(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> None:
-        await put(store, changes, is_durable=is_durable)
+    async def commit_then(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> None:
+        await commit(store, changes, is_durable=is_durable)
 
-    def put_late(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> PendingCommit:
+    def commit_late(
+        store: RocksDbMetadata, changes: Changes, *, is_durable: bool
+    ) -> Coroutine[Any, Any, None]:
         if not changes.segments:
-            return put(store, changes, is_durable=is_durable)
-        _later(commit(store, changes, is_durable=is_durable))
-        return PendingCommit(partial(asyncio.sleep, 0))
+            return commit(store, changes, is_durable=is_durable)
+        _later(commit_then(store, changes, is_durable=is_durable))
+        return asyncio.sleep(0)
 
-    _patch(RocksDbMetadata, "put", put_late)
+    _patch(RocksDbMetadata, "commit", commit_late)
 
 
 @plant
@@ -178,13 +179,15 @@ def record_before_bytes(_: int) -> None:
 @plant
 def deleted_record_stays(_: int) -> None:
     """The record of a deleted session is forgotten, not removed."""
-    put = RocksDbMetadata.put
+    commit = RocksDbMetadata.commit
 
-    def put_some(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> PendingCommit:
+    def commit_some(
+        store: RocksDbMetadata, changes: Changes, *, is_durable: bool
+    ) -> Coroutine[Any, Any, None]:
         changes.deleted_session_uids = []
-        return put(store, changes, is_durable=is_durable)
+        return commit(store, changes, is_durable=is_durable)
 
-    _patch(RocksDbMetadata, "put", put_some)
+    _patch(RocksDbMetadata, "commit", commit_some)
 
 
 @plant
