@@ -76,7 +76,9 @@ def adapt(model: PreTrainedModel) -> Adapter:
     check_whole(model)
     found = anatomy(model)
     if _is_loaded(model):
-        with _resting(model):
+        # An engine may have torch make tensors on its GPU (`torch.set_default_device`); passes and probes
+        # here name a device where they need one, and compare on the host.
+        with _resting(model), torch.device("cpu"):
             return _proven(model, found)
     if any(found.recurrences) or not all(found.has_rows):
         raise refuse(model, "its layers without keys and values are not proven, as it is not loaded")

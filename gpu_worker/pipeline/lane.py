@@ -491,7 +491,7 @@ class Cuda(Device):
 
     def host_buffer(self, size_bytes: int) -> Tensor:
         """See Device. Pinned: a copy from other memory would wait for the host."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def device_buffer(self, size_bytes: int) -> Tensor:
         """See Device.
@@ -527,14 +527,14 @@ class Host(Device):
 
     def host_buffer(self, size_bytes: int) -> Tensor:
         """See Device. On a page, where files can be read into it around the page cache."""
-        memory = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+        memory = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
         # One page more was allocated than is asked for.
         begin = -memory.data_ptr() % mmap.PAGESIZE
         return memory[begin : begin + size_bytes]
 
     def device_buffer(self, size_bytes: int) -> Tensor:
         """See Device."""
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def mark(self) -> LaneEvent:
         """See Device. Calls on a CPU have ended when they return."""

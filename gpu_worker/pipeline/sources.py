@@ -259,8 +259,8 @@ class BatchLanding:
         # Not from the ring: few rows take this way, and the
         # copy that follows keeps the memory alive by `copies`.
         # Pinned: a copy from other memory would hold the thread up that issues all that comes behind it.
-        is_pinned = self.into.is_cuda
-        room = torch.empty(count, self.into.shape[1], dtype=torch.uint8, pin_memory=is_pinned)
+        shape, is_pinned = (count, self.into.shape[1]), self.into.is_cuda
+        room = torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         rows: Bytes = room.numpy()
         self.copies.append((first, rows))
         return rows

@@ -125,7 +125,7 @@ class PagedTarget(Target):
         self.token_count, self.layer_count, self.is_by_layer = len(slots), len(self._layers), is_by_layer
         self._windows = windows or [None] * self.layer_count
         self._page_tokens = self._layers[0][0].shape[1]
-        self._usable = torch.zeros(self.layer_count, dtype=torch.bool)
+        self._usable = torch.zeros(self.layer_count, dtype=torch.bool, device="cpu")
         # The smallest layer bounds all: one list of slots is used for every layer.
         capacity = min(keys.shape[0] * keys.shape[1] for keys, _ in self._layers)
         # Once, here, where waiting for the device costs little: kernels do not look at slots.

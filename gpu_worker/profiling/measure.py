@@ -89,7 +89,7 @@ def copy_bytes_per_s(
 ) -> float:
     """Measure copying from memory onto `device`; from pinned memory where it is a GPU."""
     # Written first: pages that were never touched are one page of zeros, and are copied from the cache.
-    source = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    source = torch.ones(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     target = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
     def copy() -> None:

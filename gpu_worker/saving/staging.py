@@ -388,9 +388,8 @@ class StagingBuffers:
             #
             #     layer 0   │ pass 7 │ pass 8 │  free  │     plane 0
             #     layer 1   │ pass 7 │ pass 8 │  free  │     plane 1, row_count rows behind plane 0
-            tensor = torch.empty(
-                len(alike), row_count, first.row_bytes // dtype.itemsize, dtype=dtype, pin_memory=is_pinned
-            )
+            shape = len(alike), row_count, first.row_bytes // dtype.itemsize
+            tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
             arrays = tensor.view(torch.uint8).numpy()
             self._arrays |= {spec.stream: array for spec, array in zip(alike, arrays, strict=True)}
             self._groups.append(([spec.stream for spec in alike], tensor))

@@ -78,6 +78,20 @@ MODELS: Mapping[str, tuple[Callable[[], PreTrainedConfig], tuple[StateKind, ...]
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_a_model_proves_the_same_wherever_torch_makes_tensors(name: str) -> None:
+    """An engine may have its GPU as torch's default device; here a device that has no bytes at all."""
+    config, kinds = MODELS[name]
+    model = heat(random_model(config()))
+    expected = adapt(model)
+    with torch.device("meta"):
+        found = adapt(model)
+    assert (found.kinds, found.architecture) == (kinds, expected.architecture)
+    assert [found.kinds_of(layer) for layer in range(len(found.layers))] == [
+        expected.kinds_of(layer) for layer in range(len(expected.layers))
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_what_a_model_proves_comes_back(name: str) -> None:
     """Rows of each proven kind, of two passes past every window, give back the cache that was kept."""
     config, kinds = MODELS[name]

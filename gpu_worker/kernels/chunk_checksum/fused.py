@@ -142,11 +142,12 @@ class ChunkSums:
         return slot
 
     def _on_device(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
-        table = torch.tensor(rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
         return table.to(self._device, non_blocking=True)
 
     def _found(self, checksums: Tensor, is_last: Sequence[bool]) -> Sums:
-        found = torch.empty(checksums.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        is_pinned = self._device.type == "cuda"
+        found = torch.empty(checksums.shape, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         # The caller's event says when this has passed: nobody waits here.
         found.copy_(checksums, non_blocking=True)
 

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 import torch
-from fake_cuda import Driver, FakeGpu, driver
+from fake_cuda import Driver, FakeGpu, Stream, driver
 from torch import Tensor
 
 from gpu_worker.errors import LaneStuck, RestoreFailed, RestoreTooLate
-from gpu_worker.pipeline.lane import CudaLane, Deadline, HostEvent, passed
+from gpu_worker.pipeline.lane import CudaLane, Deadline, HostEvent, HostLane, passed
 
 __all__ = ["driver"]
 PATIENCE_S = 20.0
@@ -134,6 +134,28 @@ def test_a_fence_waits_for_what_was_handed_over(driver: Driver) -> None:
     may_go_on.set()
     issued.lane.fence(_soon())
     issued.lane.close(_soon())
+
+
+def test_each_piece_is_issued_into_its_lanes_stream(driver: Driver) -> None:
+    """By turns from a thread of the lanes, whose stream stays as it was left; an engine gets its own back."""
+    lanes = [CudaLane(name, torch.device("cpu")) for name in "ab"]
+    own, host = driver.current(), HostLane("read")
+    found, left = list[Stream](), list[Stream]()
+
+    def work() -> None:
+        for lane in (*lanes, lanes[0]):
+            lane.submit(lambda: found.append(driver.current()), deadline=_soon()).wait(_soon())
+            left.append(driver.current())
+
+    host.submit(work, deadline=_soon()).wait(_soon())
+    first, second = driver.streams[-2:]
+    assert found == left == [first, second, first]
+    work()
+    assert found[3:] == [first, second, first]
+    assert left[3:] == [own, own, own]
+    host.close(_soon())
+    for lane in lanes:
+        lane.close(_soon())
 
 
 def test_an_event_that_passed_is_no_wait() -> None:
