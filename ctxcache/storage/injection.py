@@ -221,10 +221,12 @@ class SlowMetadata(RocksDbMetadata):
 
         As on a slow device, it is the sync that takes long: changes keep their order.
         """
-        return self._late(super().commit(changes, is_durable=is_durable), is_durable=is_durable)
+        written = super().commit(changes, is_durable=is_durable)
+        fault = self._faults.strike(FaultKind.COMMIT_DELAY) if is_durable else None
+        return written if fault is None else _late(written, fault.delay_ns / 10**9)
 
-    async def _late(self, written: Coroutine[Any, Any, None], *, is_durable: bool) -> None:
-        await written
-        # Behind the commit: it is acknowledged late, and keeps its place among the others.
-        if is_durable and (fault := self._faults.strike(FaultKind.COMMIT_DELAY)):
-            await asyncio.sleep(fault.delay_ns / 10**9)
+
+async def _late(written: Coroutine[Any, Any, None], delay_s: float) -> None:
+    """Behind the commit: it is acknowledged late, and keeps its place among the others."""
+    await written
+    await asyncio.sleep(delay_s)

@@ -68,6 +68,8 @@ class _Thread(threading.local):
 
     is_lanes = False
     """Whether nobody but lanes works in it."""
+    issuing: "torch.cuda.Stream | None" = None
+    """Of such a thread: the stream that it issues into, while it does."""
 
 
 _thread = _Thread()
@@ -448,9 +450,16 @@ class CudaLane(Lane):
 
     def _issue(self, work: Work, after: Sequence[LaneEvent], deadline: Deadline, event: CudaEvent) -> None:
         if _thread.is_lanes:
-            # Whoever works here next sets a stream too: to put the former one back takes as long as a launch.
+            # Whoever issues here next sets a stream too: to put this one back takes as long as a launch.
             torch.cuda.set_stream(self._stream)
-            self._issue_here(work, after, deadline, event)
+            outer, _thread.issuing = _thread.issuing, self._stream
+            try:
+                self._issue_here(work, after, deadline, event)
+            finally:
+                _thread.issuing = outer
+                # Work that issued this goes on in its own.
+                if outer is not None:
+                    torch.cuda.set_stream(outer)
         else:
             # The caller's thread may be an engine's, which keeps its own settings.
             with torch.cuda.stream(self._stream), torch.no_grad():

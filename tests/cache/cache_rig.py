@@ -355,10 +355,11 @@ class SlowMetadata(MemoryMetadata):
 
     def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """See MetadataStore."""
-        return self._answer(super().commit(changes, is_durable=is_durable))
+        # It is there already: whoever waits, waits for the answer alone.
+        super().commit(changes, is_durable=is_durable).close()
+        return self._answer()
 
-    async def _answer(self, written: Coroutine[Any, Any, None]) -> None:
-        await written
+    async def _answer(self) -> None:
         if self.gate:
             await self.gate.wait()
 

@@ -115,13 +115,15 @@ class SlowMetadata(MemoryMetadata):
 
     def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """See MetadataStore."""
-        return self._sync_later(super().commit(changes, is_durable=False), is_durable=is_durable)
+        written = super().commit(changes, is_durable=False)
+        if not is_durable:
+            return written
+        written.close()
+        return self._sync_later()
 
-    async def _sync_later(self, written: Coroutine[Any, Any, None], *, is_durable: bool) -> None:
-        await written
-        if is_durable:
-            await pause(self._dice, 20)
-            self._sync()
+    async def _sync_later(self) -> None:
+        await pause(self._dice, 20)
+        self._sync()
 
     def cut(self) -> MemoryMetadata:
         """The state that a power cut leaves.

@@ -153,6 +153,15 @@ def test_each_piece_is_issued_into_its_lanes_stream(driver: Driver) -> None:
     work()
     assert found[3:] == [first, second, first]
     assert left[3:] == [own, own, own]
+
+    def outer() -> None:
+        lanes[1].submit(lambda: found.append(driver.current()), deadline=_soon())
+        found.append(driver.current())
+
+    host.submit(lambda: lanes[0].submit(outer, deadline=_soon()).wait(_soon()), deadline=_soon()).wait(
+        _soon()
+    )
+    assert found[6:] == [second, first]
     host.close(_soon())
     for lane in lanes:
         lane.close(_soon())
