@@ -73,9 +73,9 @@ class Departures:
             self._ledger.forgotten(segment)
         return len(dead)
 
-    # Records have their place among all others before anything is awaited. So what the ledger says and what
-    # is written are in one order: a session that is gone is removed by then, and never recorded again; a new
-    # one under its name comes behind.
+    # Records have their place among all others before anything is awaited, and callers await nothing between
+    # a change and this call. So what the ledger says and what is written are in one order: no session is
+    # recorded again behind its removal, and a new one under its name comes behind that.
     async def write_down(
         self,
         changed: Sequence[Session] = (),
@@ -93,7 +93,7 @@ class Departures:
         those that were left given back. Raises TierFailure.
         """
         changes = Changes(
-            sessions=[record_of(session) for session in changed if not session.is_gone],
+            sessions=[record_of(session) for session in changed],
             # A moved segment may have been unlisted since.
             segments=[segment_record_of(self._ledger, s) for s in moved if s.is_listed and s.durable],
             deleted_session_uids=[session.uid for session in gone],
