@@ -63,7 +63,7 @@ else
   saving=(--shape llama-2-7b --batch 16 --history 512 --steps 16 --rounds 4 --replayed 100)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
   restore=(--shapes llama-2-7b,opt-30b,llama-3-8b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
-    --history 2048,8192,16384,32768 --ssd-tokens 2048 --rounds 3 --budget-s 140)
+    --history 2048,8192,16384,32768 --ssd-tokens 2048 --rounds 3 --budget-s 115)
   direct=(--shape llama-2-7b --layers 8 --tokens 2048 --device cuda --rounds 3)
   decoding=(--shapes llama-2-7b --layers 8 --device cuda --history 2048 --steps 8 --rounds 3)
 fi
@@ -71,13 +71,13 @@ fi
 pytest=("$python" -m pytest -q -n auto -p no:cacheprovider -c /dev/null --rootdir . -o asyncio_mode=auto)
 step tests 75 "${pytest[@]}" "${tests[@]}"
 step sidecar 60 "${pytest[@]}" "${sidecar[@]}"
-step kernels 45 "$python" -m lab.studies.kernels --json "${kernels[@]}"
-step pipeline 45 env -u TRITON_INTERPRET "$python" -m lab.studies.pipeline_cost "${pipeline[@]}"
+step kernels 35 "$python" -m lab.studies.kernels --json "${kernels[@]}"
+step pipeline 35 env -u TRITON_INTERPRET "$python" -m lab.studies.pipeline_cost "${pipeline[@]}"
 # The store's server runs beside these.
 step saving 80 "$python" -m lab.studies.saving --json "${saving[@]}"
-step restore 190 "$python" -m lab.studies.restore --json "${restore[@]}"
-step direct 55 "$python" -m lab.studies.direct --json "${direct[@]}"
-step decoding 40 "$python" -m lab.studies.decoding --json "${decoding[@]}"
+step restore 170 "$python" -m lab.studies.restore --json "${restore[@]}"
+step direct 50 "$python" -m lab.studies.direct --json "${direct[@]}"
+step decoding 35 "$python" -m lab.studies.decoding --json "${decoding[@]}"
 for name in tests sidecar; do
   if [[ -e $begin-$name.jsonl ]]; then mv "$begin-$name.jsonl" "$begin-$name.txt"; fi
 done
