@@ -8,6 +8,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ctxcache.storage.metadata.catalog import END, Catalog, CatalogContents, pac
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 INSTANCE_ID = "00" * 16
+MOST_LOOKS = 100
 
 
 def no_records() -> Iterator[tuple[bytes, bytes]]:
@@ -136,12 +138,13 @@ def impatient(tmp_path: Path) -> Catalog:
 
 
 def read_beside(directory: Path) -> CatalogContents:
-    """As it is while a thread removes logs that a base has replaced: what is gone is looked for no more."""
-    while True:
-        try:
-            return read_catalog(directory, INSTANCE_ID)
-        except FileNotFoundError:
-            continue
+    """As it is while a thread removes logs that a base has replaced: listed again where one was removed."""
+    for _ in range(MOST_LOOKS):
+        with suppress(FileNotFoundError):
+            contents = read_catalog(directory, INSTANCE_ID)
+            if not contents.problems:
+                return contents
+    return read_catalog(directory, INSTANCE_ID)
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
