@@ -357,6 +357,16 @@ async def test_accesses_are_written_down_once_a_call_however_often_they_come(
     assert sorted(written) == ["a", "a", "b"]
 
 
+async def test_a_segment_is_full_with_its_last_row(rig: MemoryRig) -> None:
+    """Marked row by row, each of a reservation's segments is returned once: when all of it is written."""
+    await rig.create("a")
+    reservation = await rig.reserve("a", 3 * SEGMENT_TOKENS)
+    first, second, third = (run.segment for run in reservation.runs)
+    marks = (10, SEGMENT_TOKENS + 10, 2 * SEGMENT_TOKENS - 1, 2 * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS)
+
+    assert [reservation.mark(count) for count in marks] == [[], [first], [], [second], [third]]
+
+
 async def test_rows_are_durable_as_they_are_when_they_are_committed(rig: MemoryRig, writer: Writer) -> None:
     """Bytes in a writer's room beyond a commit or a mark are nowhere on disk."""
     await rig.create("a")
