@@ -58,7 +58,7 @@ else
   tests=(tests/gpu_worker/kernels)
   sidecar=(tests/gpu_worker/sidecar/test_sidecar.py tests/gpu_worker/sidecar/test_direct_sidecar.py)
   kernels=(--tokens 512,2048,16384 --rounds 7)
-  pipeline=(--device cuda --ways arena --rounds 5 --restores 4)
+  pipeline=(--device cuda --way arena --rounds 5 --restores 4)
   # Eager steps, then a graph's: what of a step its hundred replays take to be saved, and whether rows are right.
   saving=(--shape llama-2-7b --batch 16 --history 512 --steps 16 --rounds 4 --replayed 100)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.

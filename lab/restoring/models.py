@@ -24,6 +24,7 @@ from transformers import (
 from lab.demo.machine import this_machine
 
 MOST_TOKENS = 32768 + 1024
+"""Positions of a shape: a history of 32k, and new tokens behind it."""
 
 
 def _llama(

@@ -93,7 +93,13 @@ def _pipeline(rows: Sequence[Row]) -> Iterator[Line]:
             )
         elif rows_of in plain:
             over = took / plain[rows_of]
-            yield Line("pipeline", f"{rows_of}, verified again", f"{over:.2f}x", "goal 1.05", over <= 1.05)
+            yield Line(
+                "pipeline",
+                f"{rows_of}, verified again",
+                f"{over:.2f}x",
+                "goal 1.05",
+                over <= 1 + _MOST_VERIFYING,
+            )
 
 
 def _saving(row: Row) -> Line:

@@ -3,7 +3,7 @@
 
     python -m lab.studies.pipeline_cost                     # batches of 128 KiB on a device that is none
     python -m lab.studies.pipeline_cost --timeline          # what each thread did, and when, in one restore
-    python -m lab.studies.pipeline_cost --device cuda --ways arena   # 64 MiB of Llama-2-7B's rows on a GPU
+    python -m lab.studies.pipeline_cost --device cuda --way arena   # 64 MiB of Llama-2-7B's rows on a GPU
 
 The device that is none has CUDA's lanes: their streams and events are stand-ins that have passed at once,
 and Triton's launches go as far as the driver's. Copying and computing are nothing there, so that what is
@@ -489,7 +489,7 @@ def main() -> None:
     arguments.add_argument("--device", choices=("none", "cuda"), default="none")
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--restores", type=int, default=5, help="of each case in a round")
-    arguments.add_argument("--ways", default="arena,staging", help="by commas")
+    arguments.add_argument("--way", choices=("arena", "staging"), help="by default both")
     arguments.add_argument("--timeline", action="store_true", help="one restore, piece by piece")
     arguments.add_argument("--pieces", type=int, default=40, help="of a time line, how many are printed")
     arguments.add_argument(
@@ -514,7 +514,7 @@ def main() -> None:
         pipeline = stack.enter_context(Pipeline(device, settings))
         own = sys.getswitchinterval()
         stack.callback(sys.setswitchinterval, own)
-        cases = [case for case in CASES if case.way in given.ways.split(",")]
+        cases = [case for case in CASES if given.way in (None, case.way)]
         for interval in [float(part) for part in given.switch_intervals.split(",") if part] or [own]:
             sys.setswitchinterval(interval)
             facts = {"device": given.device, "switch_interval_s": interval}
@@ -536,7 +536,7 @@ def _compare(
             found = measured(bed, pipeline, pins, case, given.restores)
             if bed.device.type == "cuda":
                 size_bytes = LAYERS * bed.size.token_count * bed.row_bytes(case.method)
-                copied_us = size_bytes / copy_bytes_per_s(bed) * 1e6
+                copied_us = size_bytes / arena_bytes_per_s(bed) * 1e6
                 found["share_of_copy"] = copied_us / batch_count(bed, pipeline, case) / found["wall_us"]
             taken[case].append(found)
     for case, rounds in taken.items():
@@ -544,8 +544,11 @@ def _compare(
         print(json.dumps(row), flush=True)
 
 
-def copy_bytes_per_s(bed: Bed) -> float:
-    """Bytes a second that the device copies out of the arena, which a restore has pinned before."""
+def arena_bytes_per_s(bed: Bed) -> float:
+    """Bytes a second that the device copies out of the arena, which a restore has pinned before.
+
+    One copy behind the other, as a restore's are: the profile's rate is of single ones, out of other memory.
+    """
     source = torch.from_numpy(bed.arena[: 64 << 20])
     target = torch.empty(len(source), dtype=torch.uint8, device=bed.device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
