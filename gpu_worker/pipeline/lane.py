@@ -450,7 +450,7 @@ class CudaLane(Lane):
 
     def _issue(self, work: Work, after: Sequence[LaneEvent], deadline: Deadline, event: CudaEvent) -> None:
         if _thread.is_lanes:
-            # The thread's next work sets its own stream. To restore the former stream takes as long as a launch.
+            # The thread's next work sets its own stream. Restoring the former one takes as long as a launch.
             torch.cuda.set_stream(self._stream)
             outer, _thread.issuing = _thread.issuing, self._stream
             try:
