@@ -17,6 +17,7 @@ from ctxcache import errors
 from ctxcache.archive.frames import PAYLOAD_LIMIT_BYTES
 from ctxcache.core import ranges
 from ctxcache.errors import CacheError
+from ctxcache.format.ids import MODEL_ID, SESSION_ID
 from ctxcache.format.model import ModelProbe, ModelSpec, decode_model, decode_probe
 from ctxcache.format.streams import (
     CONTENTS_LIMIT,
@@ -52,8 +53,6 @@ _STREAM = struct.Struct("<ii")
 _RANGE = struct.Struct("<qq")
 _CONTENT = struct.Struct(f"<qq{DIGEST_BYTES}s")
 _PINNED, _HAS_COPIES = 1, 2
-_SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
-_MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
 _TENANT_LIMIT_BYTES = 128
 _LAYER_LIMIT = _STREAM_LIMIT = 1 << 16
 _ROW_LIMIT_BYTES = 2 << 20
@@ -196,7 +195,7 @@ def decode_archived_model(payload: bytes) -> ArchivedModel:
     tenant, model_id, encoded, probe = _split(payload, _MODEL.size, sizes)
     if create_time_ns < 0 or not len(tenant) <= _TENANT_LIMIT_BYTES:
         raise ValueError("its time or its tenant is none of a model")
-    spec = decode_model(_matching(_MODEL_ID, model_id), encoded)
+    spec = decode_model(_matching(MODEL_ID, model_id), encoded)
     if len(spec.streams) > _STREAM_LIMIT:
         raise ValueError(f"it has {len(spec.streams)} streams")
     for stream, row_bytes, _ in spec.streams:
@@ -225,7 +224,7 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
     ]
     name, streams, live, salt, contents = _split(payload, _SESSION.size, sizes)
     found = ArchivedSession(
-        session_id=_matching(_SESSION_ID, name),
+        session_id=_matching(SESSION_ID, name),
         # Models before sessions: a number that is not there yet is no model of this file.
         model=models[model_number],
         layout=tuple(Stream(layer, StateKind(kind)) for layer, kind in _STREAM.iter_unpack(streams)),

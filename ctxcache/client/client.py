@@ -4,6 +4,7 @@ Knows no engine. Thread-safe. Worst case: a server that vanishes costs each call
 call raises a CacheError.
 """
 
+import re
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -23,6 +24,9 @@ from ctxcache.errors import InvalidArgument
 DEFAULT_TARGET = "127.0.0.1:7420"
 DEFAULT_TIMEOUT_S = 30.0
 Verify = Literal["always", "never"]
+GRPC_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")
+"""Beginnings of addresses that gRPC reads by itself."""
+_HOST_PORT = re.compile(r"([^\s/:]+|\[[0-9a-fA-F:.]+(%[^\s/\]]+)?\]):[0-9]{1,5}")
 
 
 class Client(Closing):
@@ -107,6 +111,7 @@ def connect(
     - `token_file`: holds the token that names the tenant; a changed file is read again.
     - `tenant`: for an operator, the tenant that calls without rows are about; `access` is `remote`.
     """
+    check_target(target)
     _check_one_of("access", access, get_args(Access))
     _check_one_of("transport", transport, get_args(Transport))
     _check_one_of("verify", verify, get_args(Verify))
@@ -117,6 +122,18 @@ def connect(
     # The server's sockets know one tenant for each connection: its own.
     access = "remote" if tenant else access
     return Client(wire, RowRoutes(wire, access, transport, is_verified=verify == "always"))
+
+
+def check_target(target: str) -> None:
+    """Raise InvalidArgument for an address that gRPC would look up as a host's name, again and again."""
+    if target.startswith(GRPC_SCHEMES):
+        return
+    _, is_url, rest = target.partition("://")
+    if is_url:
+        problem = f"{target!r} begins with a scheme: say {rest.partition('/')[0] or 'host:port'}"
+        raise InvalidArgument(field="target", problem=problem)
+    if not _HOST_PORT.fullmatch(target):
+        raise InvalidArgument(field="target", problem=f"{target!r} is neither host:port nor unix:/path")
 
 
 def _check_one_of(field: str, value: str, known: tuple[str, ...]) -> None:

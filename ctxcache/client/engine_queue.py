@@ -30,6 +30,7 @@ from ctxcache.errors import (
     TooManyRequests,
     Unavailable,
 )
+from ctxcache.format.ids import SESSION_ID
 from ctxcache.v1 import hints_pb2
 from ctxcache.v1.hints_pb2 import JOB_END_CANCELLED, JOB_END_STARTED, ScheduleRequest
 from ctxcache.wire.status import from_parts, from_rpc_error
@@ -43,7 +44,7 @@ SPAN_LIMIT_S = 30 * 86400
 PRIORITY_LIMIT = 100
 TOKENS_LIMIT = 2**62
 JOB_ID_BYTES = 128
-_SESSION = re.compile(r"sessions/[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
+_SESSION = re.compile(f"sessions/{SESSION_ID.pattern}")
 
 
 @dataclass(frozen=True, slots=True)

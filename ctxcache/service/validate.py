@@ -10,6 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.core.ledger.session import Expiration
 from ctxcache.errors import InvalidArgument
+from ctxcache.format.ids import MODEL_ID, SESSION_ID
 from ctxcache.format.model import FINGERPRINT_BYTES
 from ctxcache.format.streams import (
     CONTENTS_LIMIT,
@@ -33,9 +34,6 @@ STREAMS_LIMIT = 4096
 RANGES_LIMIT = 256
 """Ranges in which a session's layout, or what is read of it, may be given."""
 TTL_LIMIT_S = 3650 * 86400
-_MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
-# No slash: ids of blocks have one, and a client cannot name those.
-_SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 LATEST_NS = 2**63 - 1
 _TIMESTAMP_LIMIT_S = LATEST_NS // 10**9  # the year 2262, where 64 bits of nanoseconds end
@@ -46,12 +44,12 @@ E = TypeVar("E", bound=enum.IntEnum)
 
 def model_id(name: str, field: str = "name") -> str:
     """The id in `models/{model_id}`."""
-    return _id(name, "models/", _MODEL_ID, field)
+    return _id(name, "models/", MODEL_ID, field)
 
 
 def session_id(name: str, field: str = "name") -> str:
     """The id in `sessions/{session_id}`."""
-    return _id(name, "sessions/", _SESSION_ID, field)
+    return _id(name, "sessions/", SESSION_ID, field)
 
 
 def trace_id(value: str, *, besides: str) -> str:
@@ -65,15 +63,15 @@ def trace_id(value: str, *, besides: str) -> str:
 
 def engine(value: str, field: str) -> str:
     """An engine's name."""
-    if not _SESSION_ID.fullmatch(value):
-        raise InvalidArgument(field=field, problem=f"does not match {_SESSION_ID.pattern}")
+    if not SESSION_ID.fullmatch(value):
+        raise InvalidArgument(field=field, problem=f"does not match {SESSION_ID.pattern}")
     return value
 
 
 def new_session_id(value: str) -> str:
     """An id for a new session, or empty."""
-    if value and not _SESSION_ID.fullmatch(value):
-        raise InvalidArgument(field="session_id", problem=f"does not match {_SESSION_ID.pattern}")
+    if value and not SESSION_ID.fullmatch(value):
+        raise InvalidArgument(field="session_id", problem=f"does not match {SESSION_ID.pattern}")
     return value
 
 

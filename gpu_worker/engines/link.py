@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from ctxcache.client import Client, connect
+from ctxcache.client.client import check_target
 from ctxcache.client.types import Durability
 from ctxcache.errors import (
     CacheError,
@@ -34,6 +35,7 @@ from ctxcache.errors import (
     Unauthenticated,
     Unavailable,
 )
+from ctxcache.format.ids import MODEL_ID
 from gpu_worker.errors import UnsupportedArchitecture, UnsupportedDtype, WeightsNotVisible
 
 log = logging.getLogger(__name__)
@@ -301,11 +303,20 @@ class Refused(ValueError):
     """A configuration that cannot be followed; the message says which part of it, and what would do."""
 
 
+def _checked(target: str) -> str:
+    check_target(target)
+    return target
+
+
+Target = Annotated[str, AfterValidator(_checked)]
+ModelId = Annotated[str, Field(pattern=f"^{MODEL_ID.pattern}$")]
+
+
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
     """Where the store is, and how the adapter keeps what it saves. Each adapter adds its own."""
 
-    target: str = "127.0.0.1:7420"
+    target: Target = "127.0.0.1:7420"
     token_file: str | None = None
     durability: Level = "memory"
     ttl_s: Seconds | None = None
@@ -331,6 +342,8 @@ class StoreSettings:
             (first, *_) = error.errors(include_url=False)
             name = ".".join(map(str, first["loc"][:1]))
             raise Refused(f"{where}.{name}: {first['msg']}, not {first['input']!r}") from None
+        except InvalidArgument as error:
+            raise Refused(f"{where}.{error}") from None
 
     @property
     def answer_s(self) -> float:

@@ -48,7 +48,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config, WHERE)
-        check_engine(vllm_config, kv_cache_config, settings.saved)
+        check_engine(vllm_config, kv_cache_config, settings)
         # Tokens that cannot be restored are computed: a store's failure must never be a request's.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._saved = settings.saved

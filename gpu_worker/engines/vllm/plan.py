@@ -26,7 +26,6 @@ Writing = Callable[[], AbstractContextManager[None]]
 #
 #     sessions/alice          rank 0: saved, restored by worker 0        the name in all messages
 #     sessions/alice.rank1    rank 1: saved, restored by worker 1
-#                             (of an id near 128 characters: its beginning, and a digest of it)
 #
 # Layers that keep different tokens, some a window and some all, are in different groups, and a request has
 # blocks in each group:

@@ -28,6 +28,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.engines.link import LOOKUP_PART
+from gpu_worker.engines.names import part_of, session_id
 from gpu_worker.engines.vllm.hints import HintTeller, WaitingQueue, hints_of
 from gpu_worker.engines.vllm.plan import (
     ABSENT,
@@ -79,9 +80,6 @@ KEYED_TOKENS = 64
 """The least prefix that the store finds by its tokens."""
 UNNAMED_TTL = timedelta(hours=1)
 """How long a session without a name is kept after its last access, where no setting says so."""
-ID_CHARACTERS = 128
-"""The most that the store takes of a session's id."""
-DIGEST_CHARACTERS = 32
 PRIORITY_STEP = 1 << 40
 """Places between two of vLLM's priorities: more than requests that arrive while one waits."""
 SAVE_WAIT_S = 5.0
@@ -449,7 +447,8 @@ class SchedulerSide:
             name, ttl = followed.session_name, self._ttl
             if rank:
                 # Kept as long as the first, which may have got its name from the store.
-                name, ttl = part_of(sessions[0].name, rank), sessions[0].ttl
+                first = sessions[0]
+                name, ttl = f"sessions/{part_of(first.name.removeprefix('sessions/'), rank)}", first.ttl
             layout = streams_of(part, self._settings.saved)
             session = _existing(client, part, name, salt)
             is_found = session is not None
@@ -501,18 +500,7 @@ def is_plain(request: "Request") -> bool:
 def session_of(request: "Request") -> str:
     """The name of the session that a request goes on with; empty where it names none."""
     named = request.session_id or (request.kv_transfer_params or {}).get("session_id")
-    return f"sessions/{named}" if named else ""
-
-
-def part_of(name: str, rank: int) -> str:
-    """The name of the session that has a rank's part of this one; of a long one by its digest."""
-    suffix = f".rank{rank}"
-    id_ = name.removeprefix("sessions/")
-    if len(id_) + len(suffix) > ID_CHARACTERS:
-        digest = hashlib.sha256(id_.encode()).hexdigest()[:DIGEST_CHARACTERS]
-        suffix = f".{digest}{suffix}"
-        id_ = id_[: ID_CHARACTERS - len(suffix)]
-    return f"sessions/{id_}{suffix}"
+    return f"sessions/{session_id(named)}" if named else ""
 
 
 def salt_of(request: "Request") -> bytes:

@@ -23,9 +23,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ctxcache.client import CallerModel, Client
+from ctxcache.format.ids import MODEL_ID
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from gpu_worker.engines.link import Level, Refused, Seconds, StoreLink, StoreSettings
+from gpu_worker.engines.link import Level, ModelId, Refused, Seconds, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.plan import BlockLayout
 from gpu_worker.model_spec import DescribedModel, describe_directory, digest_checkpoint
 from gpu_worker.rows import row_dtype
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
 
 
 WHERE = "kv_connector_extra_config"
+"""The field of vLLM's `--kv-transfer-config` that has the settings."""
 POPULATE_S = 2.0
 """How long an engine's first prompts go without the store, at most, while a thread populates its arena."""
-"""The field of vLLM's `--kv-transfer-config` that has the settings."""
+TAG, TAG_DIGITS = ".vllm-{}", 8
+"""The end of the id of a model whose blocks are saved: a digest of what their bytes depend on."""
 
 
 class SavedState(enum.Enum):
@@ -74,7 +77,7 @@ class ConnectorSettings(StoreSettings):
     """The fields of `kv_connector_extra_config`."""
 
     durability: Level = "disk"
-    model_id: str = ""
+    model_id: ModelId | None = None
     state: Literal["blocks", "kv", "hidden"] = "blocks"
     prefixes: bool = True
     """Whether a request may begin with what other sessions have, and one that names no session is saved."""
@@ -95,8 +98,11 @@ class ConnectorSettings(StoreSettings):
 #     CtxcacheConnector            blocks: tensor parallelism; attention, full or with windows
 #                                  kv, hidden: one rank, eager mode, one position a token
 #     CtxcacheOffloadingConnector  whatever vLLM's own offloading serves
-def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", saved: SavedState) -> None:
+def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: ConnectorSettings) -> None:
     """Raise Refused for an engine whose state would not be right, or would not be seen."""
+    saved = settings.saved
+    # By its name alone: of a repository the link says where its files are missing.
+    model_id_of(Path(config.model_config.model), settings)
     parallel = config.parallel_config
     if parallel.world_size > (parallel.tensor_parallel_size if saved is SavedState.BLOCKS else 1):
         problem = f"{parallel.world_size} ranks: one worker has to have all rows of a session"
@@ -186,7 +192,7 @@ def link_for(
         # While the engine starts, and not in the step that first needs it.
         client.map_arena(is_written=parts is None)
         directory = directory_of(config)
-        model_id = settings.model_id or directory.resolve().name
+        model_id = model_id_of(directory, settings)
         if settings.saved is SavedState.BLOCKS:
             specs = [
                 _block_spec(config, directory, model_id, layout, rank)
@@ -208,6 +214,16 @@ def link_for(
 def streams_of(model: CallerModel, saved: SavedState) -> list[Stream]:
     """The streams that this engine saves, in layer order."""
     return [spec.stream for spec in model.spec.streams if spec.stream.kind is saved.kind]
+
+
+def model_id_of(directory: Path, settings: ConnectorSettings) -> str:
+    """The model's id in the store. Raises Refused."""
+    model_id = settings.model_id or directory.resolve().name
+    # With the end that tells configurations of blocks apart.
+    if not MODEL_ID.fullmatch(model_id + TAG.format("0" * TAG_DIGITS)):
+        problem = f"{model_id!r} does not match {MODEL_ID.pattern} with {TAG_DIGITS} digits behind it"
+        raise Refused(f"{WHERE}.model_id: {problem}: say one that does")
+    return model_id
 
 
 def directory_of(config: "VllmConfig") -> Path:
@@ -246,7 +262,7 @@ def _block_spec(
         facts += f" rank {rank} of {config.parallel_config.world_size}"
     tag = hashlib.sha256(facts.encode()).hexdigest()
     return ModelSpec(
-        model_id=f"{model_id}.vllm-{tag[:8]}",
+        model_id=model_id + TAG.format(tag[:TAG_DIGITS]),
         architecture=",".join(model.hf_config.architectures or ()),
         revision="",
         weights_digest=weights_digest(directory),
