@@ -181,9 +181,18 @@ def digest_execution(model: PreTrainedModel) -> str:
     adapters with their weights, packed weights that are no parameters, hooks and methods put in. Raises
     WeightsNotVisible.
     """
+    return look_into(model)[0]
+
+
+def look_into(model: PreTrainedModel) -> tuple[str, list[object]]:
+    """`digest_execution`, and what it was read from.
+
+    That is: modules, configurations, containers, other objects, classes, Python modules whose functions are
+    called, functions that were put in, tensors. Raises WeightsNotVisible.
+    """
     executed = Executed(model)
     looker = _Looker(executed)
-    _check_hooks("torch", *_global_hooks())
+    _check_hooks("torch", *(hook for hooks in _global_hooks() for hook in hooks.values()))
     # Its name does not count: sdpa and eager compute the
     # same rows but for rounding. Code that was put in does.
     implementation = str(getattr(model.config, "_attn_implementation", ""))
@@ -195,7 +204,8 @@ def digest_execution(model: PreTrainedModel) -> str:
         sorted([looker.part(part) for part in executed.parts], key=_text),
         looker.patches({type(part.module).__module__ for part in executed.parts}),
     ]
-    return f"executed:{hashlib.sha256(_text(found).encode()).hexdigest()}"
+    looker.seen += [*_global_hooks(), ALL_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS._global_mapping]  # noqa: SLF001
+    return f"executed:{hashlib.sha256(_text(found).encode()).hexdigest()}", looker.seen
 
 
 def has_merged_adapters(model: PreTrainedModel) -> bool:
@@ -284,6 +294,8 @@ class _Looker:
     """Describes whatever a module holds as lists, texts and numbers, tensors by their digests."""
 
     def __init__(self, executed: Executed | None) -> None:
+        self.seen: list[object] = []
+        """What was read and may change in place."""
         self._names = {} if executed is None else executed.names
         self._configs: dict[int, str] = {}
         self._classes: dict[type, list[object]] = {}
@@ -295,6 +307,7 @@ class _Looker:
     def part(self, part: ExecutedPart) -> list[object]:
         """A module: its class, its settings, its buffers; its parameters where it belongs to an adapter."""
         module, where = part.module, part.name or "the model"
+        self.seen.append(module)
         attributes = []
         for name, value in self._attributes(part, where):
             attributes.append([name, self.value(value, f"{where}.{name}")])
@@ -415,6 +428,7 @@ class _Looker:
 
     def _compound(self, value: Any, where: str) -> object:  # noqa: PLR0911  as above
         # Any: as above.
+        self.seen.append(value)
         match value:
             case Mapping():
                 pairs = [
@@ -460,7 +474,7 @@ class _Looker:
         ]
 
     def _object(self, value: object, where: str) -> object:
-        slots = [name for cls in type(value).__mro__ for name in _names_of(getattr(cls, "__slots__", ()))]
+        slots = slots_of(type(value))
         if not hasattr(value, "__dict__") and not slots:
             raise WeightsNotVisible(
                 module=where, problem=f"holds {type(value).__qualname__}, which hides its contents"
@@ -474,6 +488,7 @@ class _Looker:
     def _config(self, config: PreTrainedConfig) -> str:
         found = self._configs.get(id(config))
         if found is None:
+            self.seen.append(config)
             kept = {
                 name: value
                 for name, value in config.to_dict().items()
@@ -492,6 +507,7 @@ class _Looker:
             self._classes[cls] = [name]
             # All bases but `object`: methods that were replaced on a library's class count as well.
             for base in cls.__mro__[:-1]:
+                self.seen.append(base)
                 for attribute, held in sorted(vars(base).items()):
                     for function in _functions(held):
                         if code := self.foreign(function, f"{where}: {name}.{attribute}"):
@@ -505,6 +521,7 @@ class _Looker:
         """Functions that modules of libraries use by their names, and which no installed package brought."""
         found: list[object] = []
         for name in sorted({*modules, *_USED} & sys.modules.keys()):
+            self.seen.append(sys.modules[name])
             for attribute, held in sorted(vars(sys.modules[name]).items()):
                 if isinstance(held, types.FunctionType) and _is_named(name, _LIBRARIES):
                     # A package that was installed is what its version
@@ -525,10 +542,11 @@ class _Looker:
             return []
         self._called.append(function)
         try:
-            cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+            cells = [cell.cell_contents for cell in filled_cells(function)]
             if self._is_library(function):
                 wrapped = [item for item in cells if isinstance(item, types.FunctionType)]
                 return [found for item in wrapped if (found := self.foreign(item, where))]
+            self.seen.append(function)
             held = [
                 self.value(item, where) for item in (*cells, function.__defaults__, function.__kwdefaults__)
             ]
@@ -559,6 +577,7 @@ class _Looker:
 
     def tensor(self, tensor: Tensor, where: str) -> object:
         """A tensor of any sort: type, shape, bytes; what it consists of, where it is packed."""
+        self.seen.append(tensor)
         if tensor.is_meta or nn.parameter.is_lazy(tensor):
             raise WeightsNotVisible(module=where, problem="is not in memory: offloaded, or never loaded")
         if hasattr(tensor, "device_mesh"):
@@ -628,10 +647,10 @@ def _own(module: nn.Module, *, has_parameters: bool) -> Iterator[tuple[str, Tens
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
-def _global_hooks() -> list[object]:
+def _global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     module = torch.nn.modules.module
-    before, behind = module._global_forward_pre_hooks, module._global_forward_hooks  # noqa: SLF001
-    return [*before.values(), *behind.values()]
+    # Any: hooks that keep their arguments have another type.
+    return module._global_forward_pre_hooks, module._global_forward_hooks  # noqa: SLF001
 
 
 def _is_tuner(module: nn.Module) -> bool:
@@ -639,12 +658,14 @@ def _is_tuner(module: nn.Module) -> bool:
     return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  raises where it is empty
-    except ValueError:
-        return False
-    return True
+def filled_cells(function: types.FunctionType) -> Iterator[types.CellType]:
+    """The variables of a function's surroundings that it uses, those that have a value."""
+    for cell in function.__closure__ or ():
+        try:
+            cell.cell_contents  # noqa: B018  raises where it is empty
+        except ValueError:
+            continue
+        yield cell
 
 
 def _library_directories() -> tuple[str, ...]:
@@ -681,6 +702,11 @@ def _functions(held: object) -> Iterator[object]:
 
 def _keys(held: object) -> Iterable[str]:
     return held.keys() if isinstance(held, (dict, nn.ModuleDict, nn.ParameterDict)) else ()
+
+
+def slots_of(cls: type) -> list[str]:
+    """The names of attributes that objects of a class keep outside of a `__dict__`."""
+    return [name for base in cls.__mro__ for name in _names_of(getattr(base, "__slots__", ()))]
 
 
 def _names_of(slots: str | Iterable[str]) -> Iterable[str]:

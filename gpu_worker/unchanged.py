@@ -1,7 +1,8 @@
 """Whether a model is still what its engine was made with: a flat look each turn, digests if it differs.
 
-A snapshot is taken once, and compared before each turn. The comparison reads lists that the snapshot
-collected, so that its cost is a few loops in C and no call per module.
+A snapshot is taken once, and compared before each turn. It holds whatever the digest of the execution was
+read from (modules' attributes, configurations, containers, code, tensors), and what each of these held, by
+identity. The comparison is a few loops in C over flat lists, and no call per module.
 
 ```
                same
@@ -12,36 +13,41 @@ collected, so that its cost is a few loops in C and no call per module.
                                                         └──── differ ────► ModelChanged
 ```
 
-Knows modules, tensors' version counters and peft's adapters, and nothing of the store. Worst case: all
-weights are read once, because something changed that no pass depends on. A write through `tensor.data` that
-keeps the storage leaves no mark, and a change while a turn runs is found at the next one.
+Knows modules, tensors' version counters and containers, and nothing of the store. Worst case: all weights
+are read once, because something changed that no pass depends on. A write through `tensor.data` that keeps
+the storage leaves no mark, and a change while a turn runs is found at the next one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, call, is_, itemgetter
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
 from ctxcache.format.model import ModelSpec
 from gpu_worker.errors import ModelChanged
-from gpu_worker.executed import TENSORS_SCHEME, digest_execution, digest_weights, has_merged_adapters
+from gpu_worker.executed import (
+    TENSORS_SCHEME,
+    digest_weights,
+    filled_cells,
+    has_merged_adapters,
+    look_into,
+    slots_of,
+)
 
-# Getters of `operator` run in C, and `map` over them makes no frame of Python for each module.
-_FACTS = attrgetter("__dict__")
-_CHILDREN, _TRAINING = itemgetter("_modules"), itemgetter("training")
-_PARAMETERS, _BUFFERS = itemgetter("_parameters"), itemgetter("_buffers")
-_TABLE_NAMES = itemgetter("_non_persistent_buffers_set")
-_HOOKS, _PRE_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
-_METHOD = methodcaller("get", "forward")
-_OFF = methodcaller("get", "_disable_adapters")
-_VALUES = methodcaller("values")
 _VERSION = attrgetter("_version")
+_TABLES = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+"""Torch's own tables of a module that a pass depends on."""
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+_CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
-Facts = Mapping[str, Any]
-"""The attributes of a module, `module.__dict__`. Any: torch and peft keep all sorts in it."""
+Get = Callable[[Any], Iterable[object]]
+"""Reads what a thing holds. Any: models hold all sorts."""
 
 
 class Unchanged:
@@ -51,13 +57,14 @@ class Unchanged:
     """
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec) -> None:
+        """Raises WeightsNotVisible for a model that cannot be described any more."""
         self._model, self._spec = model, spec
         self._snapshot = ModelSnapshot(model)
 
     def check(self) -> None:
         """Raise ModelChanged unless passes compute what they did.
 
-        While nothing has changed, a call costs about a microsecond for each module.
+        While nothing has changed, a call costs one or two microseconds for each module.
         """
         if self._snapshot.is_current():
             return
@@ -68,7 +75,7 @@ class Unchanged:
             self._compare("weights_digest", self._digest_weights())
         # Something differed that no digest shows (a hook that
         # watches, say): it is accepted, and not looked at again.
-        self._compare("settings", digest_execution(self._model))
+        self._compare("settings", now.settings)
         self._snapshot = now
 
     def _digest_weights(self) -> str:
@@ -84,101 +91,169 @@ class Unchanged:
 
 
 class ModelSnapshot:
-    """All modules and tensors of a model, and what was true of them.
+    """Everything of a model that a pass depends on, and what was true of it.
 
     Holds what it compares by identity: an object that is gone could leave its id to another one. A model
     whose weights were replaced therefore keeps the old ones until the new ones are accepted or the engine
     is closed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = tuple(model.modules())
-        facts = [*map(_FACTS, self._modules)]
-        self._table_names = [*map(set, map(_TABLE_NAMES, facts))]
-        # Kept alive: switches are compared by `id`, which a freed function would leave to another one.
-        self._methods = [*map(_METHOD, facts)]
-        self._structure = _structure(facts)
-        self._switches = _switches(facts)
-        self._adapters = _adapters(self._modules, facts)
-        self._tensors = tuple(tensor for tensor in _tensors(facts) if tensor is not None)
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises WeightsNotVisible."""
+        self.settings, seen = look_into(model)
+        """The digest of the execution that the snapshot is of."""
+        # The digest passes over adapters that take no part; their switches count here.
+        reached = _Reached([*model.modules(), *seen])
+        self._sized, self._lengths = reached.sized, [*map(len, reached.sized)]
+        self._getters, self._things = reached.getters, reached.things
+        self._held = [*self._contents()]
+        tensors = reached.tensors
         # A tensor made in inference mode has no version, and packed weights have no storage: identity has
         # to do.
-        self._counted = tuple(tensor for tensor in self._tensors if not tensor.is_inference())
-        self._placed = tuple(tensor for tensor in self._tensors if _place(tensor) is not None)
-        self._unplaced = tuple(tensor for tensor in self._tensors if _place(tensor) is None)
+        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._placed = [tensor for tensor in tensors if _place(tensor) is not None]
+        self._unplaced = [tensor for tensor in tensors if _place(tensor) is None]
         # The changes that each list finds:
         #
-        #     structure   modules and tensors that were replaced, added or taken out
-        #     versions    writes in place: torch counts them for each tensor
-        #     places      `tensor.data = other`, which leaves the version as it is
-        #     switches    train or eval, methods put in, hooks
-        #     adapters    active, merged, disabled, scaled
+        #     lengths    attributes, modules, hooks, entries that were added
+        #     held       whatever was replaced or taken out: numbers, methods, modules, tensors, functions
+        #     versions   writes in place: torch counts them for each tensor
+        #     places     `tensor.data = other`, which leaves the version as it is
         self._versions = [*map(_VERSION, self._counted)]
         self._places = [*map(Tensor.data_ptr, self._placed)]
-        self.weights = [_mark(tensor) for tensor in _stored(facts)]
+        self.weights = [_mark(tensor) for tensor in _stored(model)]
         """Which stored tensors there are, where they lie, and how often each was written to."""
 
     def is_current(self) -> bool:
         """Whether nothing has changed that a pass could depend on, stored weights or other things."""
-        facts = [*map(_FACTS, self._modules)]
         try:
             return (
-                _structure(facts) == self._structure
-                and _switches(facts) == self._switches
-                and [*map(_TABLE_NAMES, facts)] == self._table_names
-                and _adapters(self._modules, facts) == self._adapters
-                # The same tensors as then, by the structure: they need not be looked up again.
+                [*map(len, self._sized)] == self._lengths
+                # By identity, not by value: an equal list in the place of another one may change later.
+                and all(map(is_, self._contents(), self._held))
                 and [*map(_VERSION, self._counted)] == self._versions
                 and [*map(Tensor.data_ptr, self._placed)] == self._places
                 # A packed weight that has a storage now was replaced in place.
                 and not any(map(_place, self._unplaced))
             )
-        except RuntimeError:
-            # A tensor that had a version or a storage has none any more.
+        except (AttributeError, KeyError, RuntimeError, ValueError):
+            # An attribute or an entry is gone; or a tensor that had a version or a storage has none any more.
             return False
 
-
-def _structure(facts: list[Facts]) -> list[int]:
-    """The modules below each module, and the tensors that each has by its names."""
-    held = chain(map(_CHILDREN, facts), map(_PARAMETERS, facts), map(_BUFFERS, facts))
-    return [*map(id, chain.from_iterable(map(_VALUES, held)))]
+    def _contents(self) -> Iterator[object]:
+        return chain.from_iterable(map(call, self._getters, self._things))
 
 
-def _switches(facts: list[Facts]) -> tuple[list[bool], list[int], list[tuple[int, ...]]]:
-    """How modules are switched, and the methods and hooks that were put in."""
-    return (
-        [*map(_TRAINING, facts)],
-        [*map(id, map(_METHOD, facts))],
-        # A hook's key is a number that no other hook has had.
-        [*map(tuple, chain(map(_HOOKS, facts), map(_PRE_HOOKS, facts)))],
-    )
+class _Reached:
+    """The mutable things that some objects lead to, each once, and how each is read."""
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self.sized: list[Any] = []
+        """Things whose number of entries counts."""
+        self.getters: list[Get] = []
+        self.things: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self._known: dict[int, object] = {}
+        self._by_names: dict[tuple[object, ...], Get] = {}
+        waiting = deque(objects)
+        while waiting:
+            thing = waiting.popleft()
+            if id(thing) not in self._known:
+                # Kept: its id is its own as long as it is there.
+                self._known[id(thing)] = thing
+                waiting.extend(self._add(thing))
+
+    def _add(self, thing: Any) -> Iterable[object]:
+        """Read a thing from now on; what it leads to. Any: models hold all sorts."""
+        match thing:
+            case Tensor():
+                self.tensors.append(thing)
+                return ()
+            case nn.Module():
+                return self._module(thing)
+            case dict() | list() | set() | deque():
+                return self._container(thing)
+            case FunctionType():
+                return self._function(thing)
+            case ModuleType() | type():
+                return self._namespace(thing)
+        return self._object(thing)
+
+    def _container(self, held: Any) -> Iterable[object]:
+        # Any: of anything.
+        if isinstance(held, dict):
+            self._names(held, tuple(held))
+            return _containers(held.values())
+        self.sized.append(held)
+        if held:
+            self._read(held, tuple)
+        return _containers(held)
+
+    def _function(self, function: FunctionType) -> Iterable[object]:
+        self._read(function, _CODE)
+        for cell in filled_cells(function):
+            self._read(cell, _in_cell)
+        return () if function.__kwdefaults__ is None else (function.__kwdefaults__,)
+
+    def _namespace(self, of: ModuleType | type) -> Iterable[object]:
+        held = vars(of)
+        if isinstance(of, type):
+            self._names(held, tuple(held))
+        else:
+            # Functions that passes call by name; a name more changes no pass.
+            functions = tuple(name for name, value in held.items() if _is_function(value))
+            self._names(held, functions, is_sized=False)
+        return ()
+
+    def _object(self, thing: object) -> Iterable[object]:
+        slots = [name for name in slots_of(type(thing)) if hasattr(thing, name)]
+        if slots:
+            # The first one twice: as in `_names`.
+            self._read(thing, attrgetter(*slots, slots[0]))
+        return (vars(thing),) if hasattr(thing, "__dict__") else ()
+
+    def _module(self, module: nn.Module) -> Iterable[object]:
+        held = module.__dict__
+        own = tuple(name for name in held if name not in _OF_TORCH)
+        self._names(held, (*own, *_TABLES))
+        tables = [held[name] for name in _TABLES]
+        tensors = [each for table in tables[1:3] for each in table.values() if each is not None]
+        # Which buffers are stored decides what is a weight.
+        return (*tables, held["_non_persistent_buffers_set"], *tensors, *_containers(map(held.get, own)))
+
+    def _names(self, held: Any, names: tuple[object, ...], *, is_sized: bool = True) -> None:
+        if is_sized:
+            self.sized.append(held)
+        if names:
+            # The first one twice: of one name alone, the value comes without a tuple around it.
+            self._read(held, self._by_names.setdefault(names, itemgetter(*names, names[0])))
+
+    def _read(self, thing: Any, get: Get) -> None:
+        self.getters.append(get)
+        self.things.append(thing)
 
 
-def _adapters(modules: Iterable[nn.Module], facts: list[Facts]) -> list[object]:
-    """How the layers with adapters are switched. peft may not be there to name their type."""
-    switched: list[Any] = [
-        module for module, off in zip(modules, map(_OFF, facts), strict=True) if off is not None
-    ]
-    return [
-        (
-            module.disable_adapters,
-            tuple(module.merged_adapters),
-            tuple(module.active_adapters),
-            tuple(sorted(module.scaling.items())) if hasattr(module, "scaling") else (),
-        )
-        for module in switched
-    ]
+def _is_function(held: object) -> bool:
+    # Compiled functions of torch are of other types than Python's.
+    return callable(held) and not isinstance(held, type)
 
 
-def _tensors(facts: list[Facts]) -> Iterator[Tensor | None]:
-    return chain.from_iterable(map(_VALUES, chain(map(_PARAMETERS, facts), map(_BUFFERS, facts))))
+def _containers(values: Iterable[object]) -> Iterator[object]:
+    """Those of some values that may change in place."""
+    return (value for value in values if isinstance(value, (dict, list, set, deque, PreTrainedConfig)))
 
 
-def _stored(facts: list[Facts]) -> Iterator[Tensor]:
+def _in_cell(cell: CellType) -> tuple[object]:
+    # Raises ValueError for one that was emptied.
+    return (cell.cell_contents,)
+
+
+def _stored(model: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers that a checkpoint has, module by module; tables are computed and not stored."""
-    for each in facts:
-        for name, tensor in (*each["_parameters"].items(), *each["_buffers"].items()):
-            if tensor is not None and name not in each["_non_persistent_buffers_set"]:
+    for module in model.modules():
+        held = module.__dict__
+        for name, tensor in (*held["_parameters"].items(), *held["_buffers"].items()):
+            if tensor is not None and name not in held["_non_persistent_buffers_set"]:
                 yield tensor
 
 

@@ -1,5 +1,6 @@
 """The cost of describing a model: seconds and memory of its digests and of a probe, and probes' distances.
 
+The look before each turn is timed beside a pass of one token.
 `python -m lab.studies.fingerprint [DIRECTORY]`: a model of transformers on disk, by default a random one of
 2.1 GB. Peak memory is that of this process above what it had before. Prints a table; asserts nothing.
 """
@@ -7,6 +8,7 @@
 import resource
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -22,6 +24,7 @@ from gpu_worker.model_spec import model_spec
 from gpu_worker.packed import PackedModel, SequenceCache, Work
 from gpu_worker.probe import probe_of
 from gpu_worker.proof import adapt
+from gpu_worker.unchanged import Unchanged
 
 T = TypeVar("T")
 
@@ -35,8 +38,17 @@ def main() -> None:
     _timed("digest of all else", lambda: digest_execution(model))
     spec = model_spec(model, model_id="measured", weights_digest="measured")
     kept = _timed("probe", lambda: _probe(model, spec))
+    _look(model, spec)
     if len(sys.argv) > 1:
         _compare(model, spec, kept)
+
+
+def _look(model: PreTrainedModel, spec: ModelSpec) -> None:
+    unchanged = Unchanged(model, spec)
+    cache = DynamicCache(config=model.config)
+    look = min(timeit.repeat(unchanged.check, number=20, repeat=10)) / 20
+    step = min(timeit.repeat(lambda: prefill(model, cache, [1]), number=1, repeat=10))
+    print(f"{'look before a turn':30} {look * 1e6:.0f} us, {look / step:.4f} of a pass of one token")
 
 
 def _compare(model: PreTrainedModel, spec: ModelSpec, kept: ModelProbe) -> None:
