@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -45,7 +46,6 @@ PARAMETERS = (
     "verbosity=1",
     "warmup=false",
 )
-SLOTS_GLOB = "ctxcache-slots-*"
 
 
 class Reply(NamedTuple):
@@ -92,6 +92,16 @@ class Llama:
         self.process.wait(START_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+    def slot_files(self) -> list[Path]:
+        """Its open files without a name in the directory of slots' files, by descriptors that open them."""
+        files = []
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            # Descriptors come and go.
+            with suppress(OSError):
+                if link.readlink().is_relative_to(self.directory):
+                    files.append(link)
+        return files
 
     def end(self) -> int:
         """Ask it to end (SIGTERM); its exit code."""
@@ -221,7 +231,7 @@ def test_conversations_that_evict_each_other_are_restored(
                     assert reply.restored_count >= before.prompt_count
                     assert reply.cached_count >= before.prompt_count
         assert llama.end() == 0
-    assert not list(llama.directory.glob(SLOTS_GLOB))
+    assert not list(llama.directory.iterdir())
     assert {one.session: texts(one) for one in both} == expected
 
 
@@ -239,7 +249,7 @@ def test_a_new_process_goes_on_with_a_conversation(
             assert llama.end() == 0
     with Llama(model, store.target, tmp_path) as llama:
         llama.wait_for(READY, 2)
-        assert len(list(llama.directory.glob(SLOTS_GLOB))) == 1
+        assert not list(llama.directory.iterdir())
         first = one.replies[-1]
         assert one.go_on(llama).restored_count >= first.prompt_count
         one.go_on(llama)
@@ -259,8 +269,11 @@ def test_a_turn_that_is_asked_again_cuts_nothing(
     with Llama(model, store.target, tmp_path) as llama:
         llama.wait_for(READY, 2)
         for _ in range(3):
-            assert again.go_on(llama).restored_count > one.replies[-1].prompt_count
-    assert texts(again) == texts(one) == expected["alice"][:3]
+            reply = again.go_on(llama)
+            assert reply.restored_count == reply.cached_count >= reply.prompt_count - 1
+        assert one.go_on(llama).cached_count >= one.replies[-2].prompt_count
+    assert texts(again) == expected["alice"][:3]
+    assert texts(one) == expected["alice"]
 
 
 def wait_until_saved(llama: Llama) -> None:
@@ -268,7 +281,7 @@ def wait_until_saved(llama: Llama) -> None:
     # It gets the slot once the request before has written the slot's file.
     assert llama.request("POST", "/completion", {"prompt": "x", "n_predict": 1})[0] == 200
     deadline_s = time.monotonic() + START_S
-    while [path for path in llama.directory.glob(f"{SLOTS_GLOB}/*") if path.name != "lock"]:
+    while llama.slot_files():
         assert time.monotonic() < deadline_s, llama.log
         time.sleep(0.01)
 
@@ -374,9 +387,10 @@ def keeper(store: ServerProcess) -> Iterator[SlotKeeper]:
 def saved(keeper: SlotKeeper, path: Path, content: bytes) -> None:
     """Save a file under the session `alice`."""
     path.write_bytes(content)
-    keeper.save("alice", path, 7)
+    file = FileIO(path, "r+")
+    keeper.save("alice", file, 7)
     assert keeper.drain(START_S)
-    assert not path.exists()
+    assert file.closed
 
 
 @pytest.mark.parametrize("size_bytes", [1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5])
@@ -385,9 +399,10 @@ def test_a_file_comes_back_byte_for_byte(keeper: SlotKeeper, tmp_path: Path, siz
     for seed in range(2):
         content = random.Random(seed).randbytes(size_bytes)
         saved(keeper, tmp_path / "in", content)
-        assert keeper.restore("alice", tmp_path / "out") == 7
+        with FileIO(tmp_path / "out", "w+") as out:
+            assert keeper.restore("alice", out) == 7
+            assert keeper.restore("bob", out) == 0
         assert (tmp_path / "out").read_bytes() == content
-    assert keeper.restore("bob", tmp_path / "out") == 0
 
 
 @pytest.mark.parametrize("fault", ["part gone", "parts swapped", "other digest", "shorter", "no record"])
@@ -413,11 +428,18 @@ def test_what_is_not_whole_is_not_given_out(
             record = "nothing"
         cache.blocks.delete(SPACE, [key])
         cache.blocks.put(SPACE, {key: json.dumps(record).encode()})
-    assert keeper.restore("alice", tmp_path / "out") == 0
+    with FileIO(tmp_path / "out", "w+") as out:
+        assert keeper.restore("alice", out) == 0
+        assert keeper.reasons.counts == {"is not restored, not whole": 1}
+        # The next turn's state takes its place.
+        saved(keeper, tmp_path / "in", b"newer")
+        assert keeper.restore("alice", out) == 7
+    assert (tmp_path / "out").read_bytes() == b"newer"
 
 
 RESTORED_TO = """
 import sys
+from io import FileIO
 from pathlib import Path
 import ctxcache
 from gpu_worker.engines.link import LinkState, StoreLink
@@ -427,7 +449,7 @@ from tests.engines.llamacpp_sessions import SPACE
 link = StoreLink(lambda: ctxcache.connect(sys.argv[1]), lambda _client: SPACE)
 assert link.wait(60) is LinkState.READY
 keeper = SlotKeeper(link, LlamaSettings(Path()))
-print(keeper.restore("alice", Path(sys.argv[2]) / "out"))
+print(keeper.restore("alice", FileIO(sys.argv[2] + "/out", "w+")))
 keeper.close()
 """
 
@@ -477,8 +499,7 @@ HELLO = [{"role": "user", "content": "Hello!"}]
     [
         ({"session_id": 7}, {}, 400, "session_id"),
         ({"session_id": ""}, {}, 400, "session_id"),
-        ({"session_id": "a" * 257}, {}, 400, "session_id"),
-        ({"session_id": "a\nb"}, {}, 400, "session_id"),
+        ({"session_id": ["a"]}, {}, 400, "session_id"),
         ({"session_id": "a"}, {"X-Session-ID": "b"}, 400, "X-Session-ID"),
         ({"id_slot": 0}, {}, 400, "id_slot"),
     ],

@@ -2,8 +2,10 @@
 
 A session has its newest file, in blocks, and a record of which blocks those are. llama.cpp does not look
 whether a file is whole (half a file aborts its process), nor of which model it is. So a file is given out
-whole and equal to the one that was saved, or not at all. Blocks are looked for in a space that the caller
-derives from the model's files. Worst case: a conversation is computed again.
+whole and equal to the one that was saved, or not at all. It has no name, and is read and written and not
+mapped: nobody can cut it before llama.cpp reads it, and a file that is cut is an error and no signal. Blocks
+are looked for in a space that the caller derives from the model's files. Worst case: a conversation is
+computed again.
 """
 
 import hashlib
@@ -13,8 +15,11 @@ import logging
 import os
 import re
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +34,8 @@ from ctxcache.client.types import Durability
 from ctxcache.errors import CacheError, InvalidArgument
 from gpu_worker.engines.link import GONE, LinkState, StoreLink
 from gpu_worker.engines.llamacpp import LlamaSettings
+from gpu_worker.engines.names import session_id
+from gpu_worker.engines.reasons import Reasons
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +45,9 @@ SLOT_HEAD = (0x67677371, 4, -1, 1, 4)
 """In xllamacpp 2026.10: a sequence's mark and version, its tokens' mark and version, words beside tokens."""
 PART_BYTES = 4 << 20
 """Bytes of a slot's file in one block."""
+PARTS_AT_A_TIME = 4
+"""Parts of a file that are in memory at a time."""
+KEY_BYTES = 32
 DRAIN_S = 10.0
 """How long the end of the process waits for what is still to be saved."""
 
@@ -65,10 +75,11 @@ class SlotRecord:
             facts = json.loads(data)
             keys = tuple(map(bytes.fromhex, facts["keys"]))
             record = cls(int(facts["size_bytes"]), str(facts["digest"]), int(facts["token_count"]), keys)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
         # A record whose keys are not those of its size was not written by this code.
-        return record if len(keys) == -(-record.size_bytes // PART_BYTES) > 0 else None
+        is_ours = len(keys) == -(-record.size_bytes // PART_BYTES) > 0
+        return record if is_ours and {len(key) for key in keys} == {KEY_BYTES} else None
 
     def to_bytes(self) -> bytes:
         """The block."""
@@ -76,13 +87,23 @@ class SlotRecord:
         return json.dumps(facts | {"keys": [key.hex() for key in self.keys]}).encode()
 
 
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A slot's file that is still to be saved, and its size when it was handed over."""
+
+    file: FileIO
+    size_bytes: int
+    token_count: int
+
+
 class SlotKeeper:
     """Slots' files in the store, by session. Restores while a request waits; saves in a thread of its own."""
 
     def __init__(self, link: StoreLink[BlockSpace], settings: LlamaSettings) -> None:
         self._link, self._settings = link, settings
-        self._pending: dict[str, tuple[Path, int]] = {}
-        """Owned by `_changed`: the newest file of each session, and its tokens."""
+        self.reasons = Reasons(log)
+        self._pending: dict[str, _Saving] = {}
+        """Owned by `_changed`: the newest file of each session."""
         self._saved: str | None = None
         """Owned by `_changed`: the session that the thread saves."""
         self._is_closed = False
@@ -97,10 +118,10 @@ class SlotKeeper:
 
     @staticmethod
     def record_key(session: str) -> bytes:
-        """The key of a session's record."""
-        return hashlib.sha256(b"session " + session.encode()).digest()
+        """The key of a session's record, by the name that its caller gives it."""
+        return hashlib.sha256(b"session " + session_id(session).encode()).digest()
 
-    def restore(self, session: str, path: Path) -> int:
+    def restore(self, session: str, file: FileIO) -> int:
         """Write a session's file, whole and verified; its tokens, or 0 where the store has none.
 
         Waits a moment for what is still to be saved of this session.
@@ -114,28 +135,44 @@ class SlotKeeper:
         used = self._link.use()
         if used is None:
             return 0
-        try:
-            return _load(*used, session, path)
-        except CacheError as error:
-            self._link.failed(error)
-        except OSError as error:
-            log.warning("a conversation is not restored: %s", error)
+        with self._told(session, "is not restored"):
+            return _load(*used, session, file)
         return 0
 
-    def save(self, session: str, path: Path, token_count: int) -> None:
-        """Save a file and remove it, later. The newest file of a session is the one that is saved."""
+    def save(self, session: str, file: FileIO, token_count: int) -> None:
+        """Save a file and close it, later. The newest file of a session is the one that is saved."""
+        saving = _Saving(file, os.fstat(file.fileno()).st_size, token_count)
         with self._changed:
             older = self._pending.get(session)
             # Each file is a whole state on disk: more of them than the directory has room for must not wait.
-            if older is None and len(self._pending) >= 2 * self._settings.slot_count:
-                log.warning("a conversation is not saved: %d others wait for it", len(self._pending))
-                older = (path, token_count)
+            is_full = older is None and len(self._pending) >= 2 * self._settings.slot_count
+            if is_full:
+                older = saving
             else:
-                self._pending[session] = (path, token_count)
+                self._pending[session] = saving
                 self._changed.notify_all()
+        if is_full:
+            self.reasons.tell(session, "is not saved, too many others wait", len(self._pending))
         if older is not None:
             # The file that is not saved: the older one of the session, or the new one where too many wait.
-            older[0].unlink(missing_ok=True)
+            older.file.close()
+
+    @contextmanager
+    def _told(self, session: str, what: str) -> Iterator[None]:
+        """Within it whatever fails ends with its reason told."""
+        try:
+            yield
+        except CacheError as error:
+            self._link.failed(error)
+            self.reasons.tell(session, f"{what}, {error.reason}", error)
+        except NotWhole as error:
+            self.reasons.tell(session, f"{what}, not whole", error)
+        except OSError as error:
+            self.reasons.tell(session, f"{what}, no file", error)
+        except Exception as error:
+            # What a store holds was written by anybody, and must end neither a request nor the thread.
+            log.exception("a conversation %s", what)
+            self.reasons.tell(session, f"{what}, an error of ctxcache", repr(error))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is to be saved, or the time is over; whether nothing is."""
@@ -160,88 +197,124 @@ class SlotKeeper:
                 self._changed.wait_for(lambda: self._is_closed or self._pending)
                 if self._is_closed:
                     return
-                session, (path, token_count) = next(iter(self._pending.items()))
+                session, saving = next(iter(self._pending.items()))
                 del self._pending[session]
                 self._saved = session
-            try:
-                used = self._link.use()
+            used = self._link.use()
+            with saving.file, self._told(session, "is not saved"):
                 if used is not None:
-                    self._put(*used, session, path, token_count)
-            except CacheError as error:
-                self._link.failed(error)
-            except (OSError, ValueError) as error:
-                # An empty file cannot be mapped, which numpy says by a ValueError.
-                log.warning("a conversation is not saved: %s", error)
-            finally:
-                path.unlink(missing_ok=True)
+                    self._put(*used, session, saving)
 
-    def _put(self, client: Client, space: BlockSpace, session: str, path: Path, token_count: int) -> None:
-        # Mapped and not read: a state of gigabytes is put part by part.
-        content = np.memmap(path, np.uint8, "r")
-        parts = [content[begin : begin + PART_BYTES] for begin in range(0, content.size, PART_BYTES)]
+    def _put(self, client: Client, space: BlockSpace, session: str, saving: _Saving) -> None:
+        size_bytes, digest = saving.size_bytes, xxh3_128()
         # Keys of their own each time: a block never changes, and an older file's blocks are never mixed in.
-        record = SlotRecord(content.size, _digest(content), token_count, tuple(os.urandom(32) for _ in parts))
+        keys = tuple(os.urandom(KEY_BYTES) for _ in range(0, size_bytes, PART_BYTES))
         durability = Durability[self._settings.durability.upper()]
-        old, key = _record(client, space, session), SlotKeeper.record_key(session)
+        put = partial(client.blocks.put, space, ttl_s=self._settings.ttl_s, durability=durability)
+        old, key = _old_record(client, space, session), SlotKeeper.record_key(session)
         try:
-            for part_key, part in zip(record.keys, parts, strict=True):
-                client.blocks.put(space, {part_key: part}, ttl_s=self._settings.ttl_s, durability=durability)
+            for part_key, begin in zip(keys, range(0, size_bytes, PART_BYTES), strict=True):
+                part = _read(saving.file, begin, min(PART_BYTES, size_bytes - begin))
+                digest.update(part)
+                put({part_key: part})
             # Record last: a crash before it leaves blocks that nothing names, which are evicted in time.
             client.blocks.delete(space, [key])
-            client.blocks.put(
-                space, {key: record.to_bytes()}, ttl_s=self._settings.ttl_s, durability=durability
-            )
-        except CacheError as error:
+            put({key: SlotRecord(size_bytes, digest.hexdigest(), saving.token_count, keys).to_bytes()})
+        except (CacheError, NotWhole) as error:
             # A store that is gone would let each of these deletes wait for its timeout.
             if not isinstance(error, GONE):
                 with suppress(CacheError):
-                    client.blocks.delete(space, record.keys)
+                    client.blocks.delete(space, keys)
             raise
         if old is not None:
             client.blocks.delete(space, old.keys)
 
 
-def tokens_in(path: Path) -> npt.NDArray[np.int32]:
+class NotWhole(Exception):
+    """A slot's file is not what it should be; the message says in what."""
+
+
+def tokens_in(file: FileIO) -> npt.NDArray[np.int32]:
     """The tokens at the begin of a slot's file; none of a file of another kind, or with images."""
-    head = np.fromfile(path, "<i4", SLOT_WORDS)
-    magic, version, size, mark, tokens_version, count = (*head.tolist(), *([0] * SLOT_WORDS))[:SLOT_WORDS]
-    if (magic, version, mark, tokens_version, size - count) != SLOT_HEAD:
+    head = np.frombuffer(os.pread(file.fileno(), 4 * SLOT_WORDS, 0), np.uint8)
+    words = head[: head.size // 4 * 4].view("<i4").tolist()
+    magic, version, size, mark, tokens_version, count = (*words, *([0] * SLOT_WORDS))[:SLOT_WORDS]
+    if (magic, version, mark, tokens_version, size - count) != SLOT_HEAD or count < 0:
         return np.empty(0, np.int32)
-    return np.fromfile(path, "<i4", count, offset=head.nbytes)
+    tokens = os.pread(file.fileno(), 4 * count, 4 * SLOT_WORDS)
+    return np.frombuffer(tokens, "<i4") if len(tokens) == 4 * count else np.empty(0, np.int32)
 
 
 def _record(client: Client, space: BlockSpace, session: str) -> SlotRecord | None:
+    """Raises NotWhole for a block that is no record."""
     (found,) = client.blocks.load(space, [SlotKeeper.record_key(session)])
-    return None if found is None else SlotRecord.of(b"".join(part.tobytes() for part in found))
+    if found is None:
+        return None
+    record = SlotRecord.of(b"".join(part.tobytes() for part in found))
+    if record is None:
+        raise NotWhole("its record says nothing that can be read")
+    return record
 
 
-def _load(client: Client, space: BlockSpace, session: str, path: Path) -> int:
+def _old_record(client: Client, space: BlockSpace, session: str) -> SlotRecord | None:
+    """The record that a new one takes the place of; None where it cannot be read, and is replaced as well."""
+    try:
+        return _record(client, space, session)
+    except GONE:
+        raise
+    except (CacheError, NotWhole):
+        return None
+
+
+def _load(client: Client, space: BlockSpace, session: str, file: FileIO) -> int:
     record = _record(client, space, session)
     if record is None:
         return 0
-    with path.open("wb") as file:
-        # All of it now, or an error: a page of a mapping that has no place on disk ends the process.
-        os.posix_fallocate(file.fileno(), 0, record.size_bytes)
-    # The store's client writes the parts right into the file that llama.cpp reads next.
-    content = np.memmap(path, np.uint8, "r+", shape=(record.size_bytes,))
-    parts = [content[begin : begin + PART_BYTES] for begin in range(0, content.size, PART_BYTES)]
-    try:
-        loaded = client.blocks.load(space, record.keys, into=parts)
-    except InvalidArgument:
-        # One of its blocks has another size.
-        return 0
+    digest = xxh3_128()
+    room = [np.empty(PART_BYTES, np.uint8) for _ in range(min(PARTS_AT_A_TIME, len(record.keys)))]
+    file.truncate(0)
+    for begin in range(0, len(record.keys), PARTS_AT_A_TIME):
+        keys = record.keys[begin : begin + PARTS_AT_A_TIME]
+        left_bytes = record.size_bytes - begin * PART_BYTES
+        parts = [room[i][: left_bytes - i * PART_BYTES] for i in range(len(keys))]
+        try:
+            loaded = client.blocks.load(space, keys, into=parts)
+        except InvalidArgument as error:
+            raise NotWhole(f"a part has another size: {error}") from error
+        if any(part is None for part in loaded):
+            raise NotWhole("a part is not there, or is damaged")
+        for i, part in enumerate(parts, begin):
+            digest.update(part.data)
+            _write(file, i * PART_BYTES, part)
     # llama.cpp aborts its process on half a file: anything but the whole is as good as nothing.
-    if any(part is None for part in loaded) or _digest(content) != record.digest:
-        return 0
+    if digest.hexdigest() != record.digest:
+        raise NotWhole("its parts are not those that were saved together")
     return record.token_count
 
 
-def _digest(content: npt.NDArray[np.uint8]) -> str:
-    return xxh3_128(content.data).hexdigest()
+def _read(file: FileIO, begin: int, size_bytes: int) -> bytes:
+    data = os.pread(file.fileno(), size_bytes, begin)
+    if len(data) != size_bytes:
+        raise NotWhole(f"the slot's file ends before {begin + size_bytes} bytes")
+    return data
 
 
-OWNED = ("model", "port", "hostnames", "slot_save_path", "api_keys", "n_parallel", "n_ctx")
+def _write(file: FileIO, begin: int, part: npt.NDArray[np.uint8]) -> None:
+    data = part.data
+    while data:
+        written = os.pwrite(file.fileno(), data, begin)
+        data, begin = data[written:], begin + written
+
+
+OWNED = ("model", "port", "hostnames", "slot_save_path", "api_keys", "api_prefix", "n_parallel", "n_ctx")
 """Parameters of llama.cpp that are set here."""
+REFUSED = {
+    "mmproj": "images cannot be given: a slot's file does not say which ones its rows are of",
+    "ctx_shift": "rows of tokens that went would be kept",
+    "n_cache_reuse": "rows of another context would be reused, and kept as this one's",
+    "lora_adapters": "LoRA adapters cannot be given",
+}
+"""Parameters with which rows would depend on more than tokens and model."""
 NEUTRAL = {"port", "slot_save_path", "n_parallel", "n_ctx", "n_threads_http", "n_predict", "model_alias"} | {
     "verbosity", "warmup", "n_gpu_layers", "n_batch", "n_ubatch", "load_mode", "endpoint_metrics",
 }  # fmt: skip
@@ -252,8 +325,7 @@ CALL_TIMEOUT_S = 60.0
 class LlamaServer:
     """llama.cpp's own server on a port of this host that only the proxy knows. Raises RuntimeError."""
 
-    def __init__(self, settings: LlamaSettings, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, settings: LlamaSettings) -> None:
         # Opened before llama.cpp loads them: `space` digests the
         # same files, even if the names lead elsewhere by then.
         self._files = [path.open("rb") for path in model_files(settings.model)]
@@ -263,7 +335,8 @@ class LlamaServer:
         # Port 0: the system chooses, and only this process knows which one.
         parameters.hostnames, parameters.port = ["127.0.0.1"], 0
         parameters.n_parallel, parameters.n_ctx = settings.slot_count, settings.context_tokens
-        parameters.slot_save_path = f"{directory}/"
+        # By the number of a descriptor of this process: such files have no name that others could open.
+        parameters.slot_save_path = "/proc/self/fd/"
         parameters.endpoint_slots = True
         # The store is what keeps conversations that have no slot.
         parameters.cache_ram_mib, parameters.cache_idle_slots = 0, False
@@ -312,13 +385,29 @@ class LlamaServer:
             connection.close()
         if response.status != http.client.OK:
             raise LlamaRefused(text.decode(errors="replace"))
-        found: dict[str, Any] = json.loads(text)
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise LlamaRefused(f"no JSON: {text[:200]!r}") from error
         return found
 
-    def slot(self, number: int, action: str, file: Path | None = None) -> dict[str, Any]:
-        """Save, restore or erase a slot. Raises LlamaRefused, OSError."""
-        body = {} if file is None else {"filename": file.name}
-        return self.call("POST", f"/slots/{number}?action={action}", body)
+    def save(self, slot: int, file: FileIO) -> int:
+        """Write a slot's state into a file; its tokens. Raises LlamaRefused, NotWhole, OSError."""
+        said = self._slot(slot, "save", file)
+        if os.fstat(file.fileno()).st_size != said["n_written"]:
+            raise NotWhole(f"of {said['n_written']} bytes not all are in the slot's file")
+        return int(said["n_saved"])
+
+    def restore(self, slot: int, file: FileIO) -> None:
+        """Put a state into a slot. Raises LlamaRefused, OSError."""
+        self._slot(slot, "restore", file)
+
+    def erase(self, slot: int) -> None:
+        """Leave a slot without a state. Raises LlamaRefused, OSError."""
+        self.call("POST", f"/slots/{slot}?action=erase", {})
+
+    def _slot(self, number: int, action: str, file: FileIO) -> dict[str, Any]:
+        return self.call("POST", f"/slots/{number}?action={action}", {"filename": str(file.fileno())})
 
 
 class LlamaRefused(Exception):
@@ -339,6 +428,8 @@ def common_parameters(settings: LlamaSettings) -> Any:
     parameters = xllamacpp.CommonParams()
     for name, text in settings.parameters.items():
         *outer, field = name.split(".")
+        if problem := REFUSED.get((*outer, field)[0]):
+            raise InvalidArgument(field=f"param {name}", problem=problem)
         place, value = parameters, None
         with suppress(AttributeError):
             for part in outer:

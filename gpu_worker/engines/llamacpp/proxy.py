@@ -1,27 +1,30 @@
 """llama.cpp's API, with sessions: a slot is restored before a session's request, and saved after it.
 
-Everything else is passed on as it is. Worst case: llama.cpp ends, and each request is answered with 502.
+Bodies are read here (`bodies`), and everything else is passed on as it is. Whatever a request is, it is
+answered, and no other one hears of it. Worst case: llama.cpp ends, and each request is answered with 502.
 """
 
-import fcntl
 import http.client
 import itertools
 import json
 import logging
 import select
-import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import FileIO
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +34,24 @@ from ctxcache.client.types import Durability
 from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.link import StoreLink
 from gpu_worker.engines.llamacpp import LlamaSettings
+from gpu_worker.engines.llamacpp.bodies import (
+    SESSION_HEADER,
+    Refused,
+    check_fields,
+    is_several,
+    read_body,
+    session_of,
+)
 from gpu_worker.engines.llamacpp.keeper import (
     DRAIN_S,
     LlamaRefused,
     LlamaServer,
+    NotWhole,
     SlotKeeper,
     model_files,
     tokens_in,
 )
+from gpu_worker.engines.llamacpp.replies import Progress, reused_in, streamed
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +60,19 @@ MOST_CONNECTIONS = 256
 MOST_WAITING = 64
 """Requests that wait for a slot; more are refused."""
 MOST_SLOTS = 256
-MOST_NAME_CHARACTERS = 256
 IDLE_S = 600
 """A connection that says nothing for longer is closed."""
 RUN_BYTES = 1 << 16
-SESSION_HEADER = "X-Session-ID"
 RESTORED_HEADER = "X-Ctxcache-Restored-Tokens"
 PINNED = {"/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions"}
 """Paths whose requests llama.cpp runs in the slot that they name."""
+FORBIDDEN = {
+    "/slots": "slots are saved and restored by sessions",
+    "/lora-adapters": "LoRA adapters cannot be given",
+}
+"""Paths, and what is below them, whose POST would change what slots hold or depend on."""
+NOT_JSON = "/v1/audio/"
+"""Below it bodies are forms with files."""
 # Headers of one connection, which the proxy's two connections each make for themselves (RFC 9110, 7.6.1).
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "content-length", "host"}
 
@@ -118,8 +136,17 @@ class Slots:
         with self._changed:
             return self._changed.wait_for(lambda: not any(slot.is_taken for slot in self._slots), timeout_s)
 
-    def forget(self) -> None:
-        """A request ran in a slot of llama.cpp's choice: none is known to have what it had."""
+    @contextmanager
+    def unknown(self) -> Iterator[None]:
+        """Around a request in a slot of llama.cpp's choice: none is known to have what it had."""
+        self._forget()
+        try:
+            yield
+        finally:
+            # Again: a slot's own request may have ended meanwhile.
+            self._forget()
+
+    def _forget(self) -> None:
         with self._changed:
             for slot in self._slots:
                 slot.session = None
@@ -141,10 +168,9 @@ class LlamaProxy(ThreadingHTTPServer):
         # A thread for each connection: without a bound, idle ones would take all memory.
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((settings.host, settings.port), _Handler)
-        self._directory, self._lock = _own_directory(settings.directory or Path(tempfile.gettempdir()))
-        self.llama = LlamaServer(settings, self._directory)
+        self._directory = settings.directory or Path(tempfile.gettempdir())
+        self.llama = LlamaServer(settings)
         self.slots = Slots(settings.slot_count)
-        self._file_numbers = itertools.count()
 
         def open_client() -> Client:
             token = settings.store_token_file
@@ -153,16 +179,21 @@ class LlamaProxy(ThreadingHTTPServer):
         self.link = StoreLink(open_client, self.llama.space)
         self.keeper = SlotKeeper(self.link, settings)
 
-    def new_file(self) -> Path:
-        """A name for a slot's file."""
-        return self._directory / f"slot-{next(self._file_numbers)}"
+    def new_file(self) -> FileIO:
+        """A slot's file, without a name. Raises OSError."""
+        return tempfile.TemporaryFile(buffering=0, dir=self._directory)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread, or close it where there are too many."""
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            # No thread began, which would give the room back.
+            self._room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """See ThreadingHTTPServer."""
@@ -171,37 +202,21 @@ class LlamaProxy(ThreadingHTTPServer):
         finally:
             self._room.release()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection ended by an error, and nothing else did."""
+        del request
+        if not isinstance(error := sys.exception(), OSError):
+            log.error("a connection of %s", client_address, exc_info=error)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.server_close()
         self.slots.drain(DRAIN_S)
         self.keeper.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._lock.close()
 
     def __enter__(self) -> Self:
         return self
-
-
-def _own_directory(parent: Path) -> tuple[Path, Any]:
-    """A directory for slots' files, locked as long as this process lives; those of dead ones are removed."""
-    for left in parent.glob("ctxcache-slots-*"):
-        with suppress(OSError), (left / "lock").open("r") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix="ctxcache-slots-", dir=parent))
-    lock = (directory / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return directory, lock
-
-
-class _Refused(Exception):
-    """A request that is answered here, with a status and a sentence."""
-
-    def __init__(self, status: int, problem: str) -> None:
-        super().__init__(problem)
-        self.status = status
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -217,22 +232,27 @@ class _Handler(BaseHTTPRequestHandler):
         self._is_begun = False
         try:
             body = self._body()
-            request = self._request(body)
-            if request is None:
-                # It may run in any slot, and overwrite what that had.
-                if self.command == "POST":
-                    self.server.slots.forget()
-                self._forward(body, 0)
-            else:
+            path = unquote(self.path.partition("?")[0])
+            is_json = self.command == "POST" and body and not path.startswith(NOT_JSON)
+            request = self._request(path, read_body(body) if is_json else None)
+            if isinstance(request, dict) and path in PINNED and not is_several(request):
                 self._complete(request)
-        except _Refused as refused:
+                return
+            # It may run in any slot, and overwrite what that had.
+            with self.server.slots.unknown() if self.command == "POST" else nullcontext():
+                self._forward(json.dumps(request).encode() if is_json else body)
+        except Refused as refused:
             self._refuse(refused.status, str(refused))
         except NoSlot:
             self._refuse(503, f"{MOST_WAITING} requests wait for a slot already")
+        except (http.client.InvalidURL, ValueError) as error:
+            # Of a path or a header that cannot be passed on; bodies are looked at before.
+            self._refuse(400, f"the request cannot be passed on: {error!r}")
         except (OSError, http.client.HTTPException) as error:
-            if not self._is_begun:
-                self._refuse(502, f"llama.cpp does not answer: {error!r}")
-            self.close_connection = True
+            self._refuse(502, f"llama.cpp does not answer: {error!r}")
+        except Exception as error:
+            log.exception("a request to llama.cpp")
+            self._refuse(500, f"the request could not be answered: {error!r}")
 
     do_GET = do_POST = do_OPTIONS = do_HEAD = do_DELETE = handle_any  # noqa: N815  names of the base class
 
@@ -242,121 +262,130 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         if "chunked" in self.headers.get("Transfer-Encoding", "").lower():
             self.close_connection = True
-            raise _Refused(411, "Content-Length: a body needs its length")
+            raise Refused(411, "Content-Length: a body needs its length")
         length = self.headers.get("Content-Length", "0")
         if not length.isdecimal() or int(length) > MOST_BODY_BYTES:
             self.close_connection = True
-            raise _Refused(413, f"Content-Length: {length!r} is not 0 to {MOST_BODY_BYTES}")
-        return self.rfile.read(int(length))
+            raise Refused(413, f"Content-Length: {length!r} is not 0 to {MOST_BODY_BYTES}")
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            self.close_connection = True
+            raise Refused(400, f"the body ends behind {len(body)} of {length} bytes")
+        return body
 
-    def _request(self, body: bytes) -> dict[str, Any] | None:
-        """The request that runs in a slot of the proxy's choice; None for anything else."""
-        path = urlsplit(self.path).path
-        if self.command == "POST" and path.startswith("/slots"):
-            raise _Refused(403, f"{path}: slots are saved and restored by sessions")
-        if self.command != "POST" or path not in PINNED:
-            return None
-        try:
-            request = json.loads(body)
-        except ValueError:
-            return None
-        if not isinstance(request, dict):
-            return None
-        # llama.cpp would run it in a slot that may be another session's.
-        if request.get("id_slot", -1) != -1:
-            raise _Refused(400, "id_slot: slots are chosen by sessions")
-        is_several = isinstance(prompt := request.get("prompt"), list) and not all(
-            isinstance(token, int) for token in prompt
-        )
-        return None if is_several or request.get("n", 1) != 1 else request
-
-    def _session(self, request: dict[str, Any]) -> str | None:
-        given, header = request.pop("session_id", None), self.headers.get(SESSION_HEADER)
-        if given is not None and header is not None and given != header:
-            raise _Refused(400, f"session_id: {given!r}, but {SESSION_HEADER}: {header!r}")
-        session = header if given is None else given
-        if session is None:
-            return None
-        if not isinstance(session, str) or not 0 < len(session) <= MOST_NAME_CHARACTERS:
-            raise _Refused(400, f"session_id: a string of 1 to {MOST_NAME_CHARACTERS} characters")
-        if not session.isprintable():
-            raise _Refused(400, "session_id: characters that cannot be printed")
-        return session
+    def _request(self, path: str, request: Any) -> Any:
+        """The request, if llama.cpp may be told it. Raises Refused."""
+        if self.command == "POST":
+            for forbidden, problem in FORBIDDEN.items():
+                if path == forbidden or path.startswith(f"{forbidden}/"):
+                    raise Refused(403, f"{path}: {problem}")
+            if path in PINNED and not isinstance(request, dict):
+                raise Refused(400, "the body is no object")
+            if isinstance(request, dict):
+                check_fields(request)
+        return request
 
     def _complete(self, request: dict[str, Any]) -> None:
-        session = self._session(request)
+        session = session_of(request, self.headers.get_all(SESSION_HEADER, []))
         with self.server.slots.taken(session) as slot:
-            restored_count = 0
+            is_restored = False
             if slot.session != session:
                 slot.kept = slot.kept[:0]
                 if session is not None and request.get("cache_prompt", True):
-                    restored_count = self._restore(session, slot)
+                    is_restored = self._restore(session, slot)
             slot.session = None
-            data = json.dumps(request | {"id_slot": slot.number}).encode()
-            if self._forward(data, restored_count) == http.client.OK:
+            if self._run(request, slot, session if is_restored else None) == HTTPStatus.OK:
                 slot.session = session
                 if session is not None and self.server.keeper.is_ready:
                     self._save(session, slot)
 
-    def _restore(self, session: str, slot: Slot) -> int:
-        path = self.server.new_file()
+    def _run(self, request: dict[str, Any], slot: Slot, restored: str | None) -> int:
+        """Have llama.cpp answer in a slot, which a state of the session `restored` was put into."""
+        told = request | {"id_slot": slot.number}
+        if restored is None:
+            return self._forward(json.dumps(told).encode())
+        progress = None
+        if request.get("stream") is True:
+            progress = Progress(is_wanted=request.get("return_progress") is True)
+            told["return_progress"] = True
+        return self._forward(json.dumps(told).encode(), restored, progress)
+
+    def _restore(self, session: str, slot: Slot) -> bool:
+        """Put a session's state into a slot, where the store has it."""
+        llama, keeper = self.server.llama, self.server.keeper
         try:
-            if not self.server.keeper.restore(session, path):
-                return 0
-            restored_count = int(self.server.llama.slot(slot.number, "restore", path)["n_restored"])
-            slot.kept = tokens_in(path)
-        except LlamaRefused as error:
-            log.warning("llama.cpp does not take a slot's state, the prompt is computed: %s", error)
-            self.server.llama.slot(slot.number, "erase")
-            return 0
-        else:
-            return restored_count
-        finally:
-            path.unlink(missing_ok=True)
+            with self.server.new_file() as file:
+                if not keeper.restore(session, file):
+                    return False
+                llama.restore(slot.number, file)
+                slot.kept = tokens_in(file)
+        except (LlamaRefused, OSError) as error:
+            keeper.reasons.tell(session, "is not restored, llama.cpp does not take its state", error)
+            with suppress(LlamaRefused):
+                llama.erase(slot.number)
+            return False
+        return True
 
     def _save(self, session: str, slot: Slot) -> None:
-        path = self.server.new_file()
+        keeper = self.server.keeper
+        file: FileIO | None = None
         try:
-            token_count = int(self.server.llama.slot(slot.number, "save", path)["n_saved"])
-            tokens = tokens_in(path)
-        except (LlamaRefused, OSError) as error:
-            path.unlink(missing_ok=True)
-            log.warning("a conversation is not saved: %s", error)
+            file = self.server.new_file()
+            token_count = self.server.llama.save(slot.number, file)
+        except (LlamaRefused, NotWhole, OSError) as error:
+            if file is not None:
+                file.close()
+            keeper.reasons.tell(session, "is not saved, llama.cpp does not give its state", error)
             return
+        tokens = tokens_in(file)
         is_there = 0 < tokens.size < slot.kept.size and np.array_equal(tokens, slot.kept[: tokens.size])
         if token_count and not is_there:
             slot.kept = tokens
-            self.server.keeper.save(session, path, token_count)
+            keeper.save(session, file, token_count)
             return
-        path.unlink(missing_ok=True)
+        file.close()
         if is_there:
             # An earlier turn was asked again: what the store has goes on, and is restored when that comes.
             slot.session = None
 
-    def _forward(self, body: bytes, restored_count: int) -> int:
-        """Pass the request on, and the reply back as it comes; the reply's status."""
+    def _forward(self, body: bytes, restored: str | None = None, progress: Progress | None = None) -> int:
+        """Pass the request on, and the reply back as it comes; the reply's status.
+
+        Of a request whose slot was restored the reply says how much of it llama.cpp used; `progress` where it
+        is a stream.
+        """
         connection = http.client.HTTPConnection(*self.server.llama.address)
         try:
             headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
             connection.request(self.command, self.path, body or None, headers)
             self._wait_for(connection.sock)
             response = connection.getresponse()
+            # Reading changes what is left of it.
+            length = response.length
+            is_chunked = length is None and self.request_version != "HTTP/1.0"
+            pieces: Iterable[bytes] = iter(partial(response.read1, RUN_BYTES), b"")
+            reused = None
+            if restored is not None and response.status == HTTPStatus.OK:
+                pieces, reused = _counted(response, progress)
+            if restored is not None and reused == 0:
+                self.server.keeper.reasons.tell(
+                    restored, "was restored in vain", "its prompt begins otherwise"
+                )
             self.send_response(response.status)
             self._is_begun = True
             for name, value in response.getheaders():
                 if name.lower() not in HOP_BY_HOP | {"server", "date"}:
                     self.send_header(name, value)
-            if restored_count:
-                self.send_header(RESTORED_HEADER, str(restored_count))
-            is_chunked = response.length is None and self.request_version != "HTTP/1.0"
+            if reused is not None:
+                self.send_header(RESTORED_HEADER, str(reused))
             if is_chunked:
                 self.send_header("Transfer-Encoding", "chunked")
-            elif response.length is not None:
-                self.send_header("Content-Length", str(response.length))
+            elif length is not None:
+                self.send_header("Content-Length", str(length))
             else:
                 self.send_header("Connection", "close")
             self.end_headers()
-            while data := response.read1(RUN_BYTES):
+            for data in filter(None, pieces):
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
             if is_chunked:
                 self.wfile.write(b"0\r\n\r\n")
@@ -375,6 +404,10 @@ class _Handler(BaseHTTPRequestHandler):
             watched = [upstream]
 
     def _refuse(self, status: int, problem: str) -> None:
+        if self._is_begun:
+            # The reply's end is all that can be said.
+            self.close_connection = True
+            return
         error = {"code": status, "message": problem, "type": "ctxcache"}
         data = json.dumps({"error": error}).encode()
         with suppress(OSError):
@@ -383,6 +416,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+
+
+def _counted(
+    response: http.client.HTTPResponse, progress: Progress | None
+) -> tuple[Iterable[bytes], int | None]:
+    """A reply's pieces, and how many tokens of its prompt llama.cpp did not compute."""
+    if progress is None:
+        reply = response.read()
+        return [reply], reused_in(reply)
+    pieces = streamed(partial(response.read1, RUN_BYTES), progress)
+    # The first piece comes when the count is known.
+    first = next(pieces)
+    return itertools.chain([first], pieces), progress.reused
 
 
 def serve(settings: LlamaSettings, announce: Callable[[LlamaProxy], None]) -> None:
