@@ -5,9 +5,10 @@ length-prefixed and tagged, so that no two different models share an encoding.
 """
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from statistics import median
 from typing import NamedTuple
@@ -83,6 +84,46 @@ class ModelSpec:
         known[TOKENS] = TOKENS_SPEC
         # In the order given, which mostly is almost theirs: to sort that takes a tenth of the time.
         return tuple(sorted(known[stream] for stream in dict.fromkeys((TOKENS, *layout))))
+
+
+# Weights that are not those of their files, or that somebody has named:
+#
+#     weights_digest   files:0f3a…                       as the files have them
+#                      files:0f3a… version step-100      the same engine's after a change: as its caller says
+#                      files:0f3a… version epoch-9c1b…   and where nobody says anything: of this engine alone
+#     model_id         llama, llama.w5e884898, llama.w03ac6742
+VERSION_CHARACTERS = 128
+_VERSION = " version "
+_PLAIN = re.compile(r"[!-~]{1,%d}" % VERSION_CHARACTERS)
+
+
+def with_version(spec: ModelSpec, version: str) -> ModelSpec:
+    """The same model with weights of that version; of the same weights where the version is empty."""
+    if not version:
+        return spec
+    tag = hashlib.sha256(_written(version).encode()).hexdigest()[:8]
+    return replace(
+        spec,
+        model_id=f"{spec.model_id}.w{tag}",
+        weights_digest=digest_of_version(spec.weights_digest, version),
+    )
+
+
+def digest_of_version(digest: str, version: str) -> str:
+    """The digest of weights that began as those of `digest`, and have that version now, if it is not empty."""
+    return f"{digest}{_VERSION}{_written(version)}" if version else digest
+
+
+def has_version(digest: str, version: str) -> bool:
+    """Whether the weights of a digest have that version, or are called by that digest itself."""
+    return version in ("", digest) or digest.endswith(f"{_VERSION}{_written(version)}")
+
+
+def _written(version: str) -> str:
+    """A version as a digest has it: what is long or has other characters than ASCII's, by its own digest."""
+    if _PLAIN.fullmatch(version):
+        return version
+    return f"sha256:{hashlib.sha256(version.encode(errors='surrogatepass')).hexdigest()}"
 
 
 _FIELDS = tuple(field.name for field in fields(ModelSpec) if field.name != "model_id")

@@ -96,6 +96,8 @@ class StoreLink(Generic[Subject]):
         self._state, self._changed = LinkState.CONNECTING, threading.Condition()
         self._client: Client | None = None
         self._subject: Subject | None = None
+        self._renewal_count = 0
+        """Owned by `_changed`: how often the subject became another one."""
         self._is_closed = False
         self._is_away = False
         """Whether the user heard that the store cannot be used, and not since that it is."""
@@ -118,6 +120,13 @@ class StoreLink(Generic[Subject]):
             ended = (LinkState.READY, LinkState.REFUSED)
             self._changed.wait_for(lambda: self._state in ended or self._is_closed, timeout_s)
             return self._state
+
+    def renew(self) -> None:
+        """Its subject is another one from now on: the store is not used before that is described."""
+        with self._changed:
+            self._renewal_count += 1
+            if self._state is not LinkState.REFUSED:
+                self._turn(LinkState.CONNECTING)
 
     def use(self) -> tuple[Client, Subject] | None:
         """The client and what it is for; None unless it is READY."""
@@ -228,11 +237,15 @@ class StoreLink(Generic[Subject]):
             if is_asked:
                 self._pulse()
                 continue
+            renewal_count = self._renewal_count
             state = self._try()
             with self._changed:
                 # Its engine has ended meanwhile.
                 if self._is_closed:
                     return
+                # The subject became another one while it was described.
+                if self._renewal_count != renewal_count:
+                    continue
                 self._asked_s = None
                 self._turn(state)
 
@@ -323,6 +336,8 @@ class StoreSettings:
     """How long what is saved is kept after its last access; by default as long as there is room."""
     timeout_s: Seconds = 1.0
     """Longest time of one call, in seconds."""
+    weights_version: str = ""
+    """The caller's name for the weights that are loaded: other weights under the same files find nothing."""
 
     @classmethod
     def names(cls) -> list[str]:

@@ -520,8 +520,12 @@ class Saver(Closing):
         ring_bytes: int | None = None,
         thread_count: int = THREAD_COUNT,
         rounding: Callable[[int], Tensor | None] = lambda _layer: None,
+        witness: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         """`ring_bytes`: of the ring on the device; RING_BYTES on a GPU, and without one else.
+
+        `witness` is called behind each pass whose rows are to be saved. What it returns is called before they
+        are, by a thread, and raises why they must not be.
 
         `rounding`: how deltas are rounded, see Chain; with care, a pass waits for it.
 
@@ -541,6 +545,7 @@ class Saver(Closing):
             else lambda groups: DeviceRing(groups, device, size_bytes=ring_bytes),
         )
         self._board = Board(self._staging)
+        self._witness = witness
         self._is_closing = False
         # The pass under way: the engine thread's own.
         self._frame: StagedPass | None = None
@@ -796,6 +801,8 @@ class Saver(Closing):
 
     def _seal(self, frame: StagedPass) -> CacheError | None:
         try:
+            if self._witness is not None:
+                frame.check = self._witness()
             self._staging.seal(frame)
         except CacheError as error:
             return error

@@ -339,6 +339,8 @@ class StagedPass:
         """Sessions that still need rows of it."""
         self.mark: Mark | None = None
         """Behind its copies; None while it is under way, and where the device failed then."""
+        self.check: Callable[[], None] = _nothing
+        """Raises why its rows are not of the model that they are saved for."""
 
     @property
     def is_free(self) -> bool:
@@ -349,9 +351,17 @@ class StagedPass:
             return False
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until its rows are on the host. Raises DeviceFailed, DeadlineExceeded."""
+        """Wait until its rows are on the host, and may be saved.
+
+        Raises DeviceFailed, DeadlineExceeded, and what `check` raises.
+        """
         if self.mark is not None:
             wait_done(self.mark, timeout_s)
+        self.check()
+
+
+def _nothing() -> None:
+    """No objection."""
 
 
 class StagingBuffers:

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -143,6 +143,10 @@ class VllmEngine:
         """One request and its reply."""
         return self.ask({"prompt": list(prompt), "session": session, "count": count})[0]
 
+    def call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """The result of a function of a module, called in the engine's process with `vllm.LLM` and these."""
+        return self._answer((function, arguments))
+
     def metrics(self, name: str) -> dict[str, float]:
         """Counters of vLLM of that name, by their labels but for the model's and the engine's."""
         found: dict[str, float] = self._answer(name)
@@ -228,6 +232,10 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
             requests = asking.recv()
         except EOFError:
             return
+        if isinstance(requests, tuple):
+            function, more = requests
+            asking.send(function(llm, *more))
+            continue
         if isinstance(requests, str):
             counters = [one for one in llm.get_metrics() if one.name == requests]
             asking.send({_labels(one.labels): one.value for one in counters})

@@ -88,6 +88,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         """The engine's blocks, by request."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler().blocks_of = kv_cache_manager.get_blocks
+        self._scheduler().empty_cache = kv_cache_manager.reset_prefix_cache
 
     def on_new_request(self, request: "Request") -> None:
         """See SchedulerSide.arrived."""
@@ -130,6 +131,10 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """See request_finished."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def reset_cache(self) -> bool:
+        """See SchedulerSide.reset."""
+        return self._scheduler().reset()
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to make a step although it has no request."""
@@ -176,9 +181,9 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """Tell the scheduler which sessions are saved."""
-        saved = self._worker().take_saved()
-        return StepReport(dict.fromkeys(saved, 1)) if saved else None
+        """Tell the scheduler which sessions are saved, and of weights that nobody told of."""
+        saved, changed = self._worker().take_saved(), self._worker().changed_version
+        return StepReport(dict.fromkeys(saved, 1), changed) if saved or changed is not None else None
 
     # -- what is counted ------------------------------------------------------------------------------------
 

@@ -124,6 +124,9 @@ class EngineBlocks:
                         0, torch.tensor(ids, device=self.device), torch.from_numpy(blocks).to(self.device)
                     )
 
+    def renewed(self) -> None:
+        """Nothing: blocks come back as they are."""
+
     @torch.inference_mode()
     def save(self, saves: Iterable[BlockSave]) -> None:
         """Copy the blocks that a step filled."""

@@ -64,6 +64,10 @@ class HiddenRows(PassRows):
             hook = functools.partial(self._input_comes, number, signature)
             layer.block.register_forward_pre_hook(hook, with_kwargs=True)
 
+    def renewed(self) -> None:
+        """See EngineState. Parts of projections may be copies of the old weights."""
+        self._ways.clear()
+
     def _prove(self, model: nn.Module, config: "VllmConfig", block_count: int) -> None:
         super()._prove(model, config, block_count)
         lean_count = sum(way.func is _lean for way in self._ways.values())
@@ -95,11 +99,11 @@ def best_way(layer: AttentionLayer, dtype: torch.dtype) -> Way:
     """The lean way where it does what the whole one does, else that. Both are the layer's own."""
     whole = functools.partial(_whole, layer)
     # For good: hooks that come and go would change under the engine's passes, which another thread runs.
-    layer.attention.register_forward_pre_hook(_end_where_wanted, prepend=True, with_kwargs=True)
+    _end_in(layer.attention)
     projections = [child for child in layer.parent.children() if isinstance(child, QKVParallelLinear)]
     if len(projections) != 1 or not isinstance(projections[0].quant_method, UnquantizedLinearMethod):
         return whole
-    projections[0].register_forward_pre_hook(_end_where_wanted, prepend=True, with_kwargs=True)
+    _end_in(projections[0])
     size = projections[0].hidden_size
     device = layer.cache.device
     draw = torch.Generator().manual_seed(0)
@@ -190,6 +194,12 @@ class _Wanted(threading.local):
 
 
 _WANTED = _Wanted()
+
+
+def _end_in(module: nn.Module) -> None:
+    # Once, though ways are looked for anew with other weights.
+    if _end_where_wanted not in module._forward_pre_hooks.values():  # noqa: SLF001  torch lists them nowhere else
+        module.register_forward_pre_hook(_end_where_wanted, prepend=True, with_kwargs=True)
 
 
 def _end_where_wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -96,7 +96,7 @@ class PassRows(ABC):
         """The next token of each session that is saved."""
         self._pass: AbstractContextManager[None] | None = None
         self._witness: Witness | None = None
-        model = _model_with(modules[next(iter(caches))])
+        model = model_with(modules[next(iter(caches))])
         self._layers = list(_layers_of(model, modules, caches))
         model.register_forward_pre_hook(self._pass_begins, with_kwargs=True)
         model.register_forward_hook(self._pass_ends, always_call=True)
@@ -160,6 +160,9 @@ class PassRows(ABC):
     def save(self, saves: Iterable[BlockSave]) -> None:
         """Nothing: the rows of the pass are in staging."""
         del saves
+
+    def renewed(self) -> None:
+        """See EngineState."""
 
     def _place(
         self, layer: AttentionLayer, stored: Tensor, positions: Tensor, slots: Tensor, writing: Writing
@@ -346,7 +349,7 @@ def _slots_of(context: ForwardContext) -> Tensor | None:
     return None if first is None else first.slot_mapping
 
 
-def _model_with(attention: nn.Module) -> nn.Module:
+def model_with(attention: nn.Module) -> nn.Module:
     """The model that an attention layer belongs to: the module that has most others in it.
 
     vLLM gives a connector the layers and not the model.

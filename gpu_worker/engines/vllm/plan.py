@@ -93,6 +93,8 @@ class Finished(NamedTuple):
 class StepPlan(KVConnectorMetadata):
     """The worker's tasks of a step, in this order."""
 
+    weights: str | None = ""
+    """The version of the weights; None: nothing is restored or saved. See `WeightsName`."""
     is_idle: bool = False
     """Nothing is computed in the step: what is awaited may take the time."""
     finished: list[Finished] = field(default_factory=list)
@@ -108,15 +110,18 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Sessions whose saves ended, and in how many ranks."""
+    """Sessions whose saves ended, and in how many ranks; and whether a rank's weights are others."""
 
     saved: Mapping[str, int] = field(default_factory=dict)
+    changed: str | None = None
+    """The version of weights that are not loaded any more."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both reports in one."""
         if not isinstance(other, StepReport):
             return self
-        return StepReport(Counter(self.saved) + Counter(other.saved))
+        changed = self.changed if other.changed is None else other.changed
+        return StepReport(Counter(self.saved) + Counter(other.saved), changed)
 
 
 @dataclass(frozen=True)

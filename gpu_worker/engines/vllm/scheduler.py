@@ -49,6 +49,7 @@ from gpu_worker.engines.vllm.settings import (
     streams_of,
     unit_tokens,
 )
+from gpu_worker.engines.vllm.weights import WeightsName
 from gpu_worker.engines.vllm.worker import WORKERS
 
 if TYPE_CHECKING:
@@ -133,11 +134,14 @@ class SchedulerSide:
         )
         self.blocks_of: Callable[[str], KVCacheBlocks] = _no_blocks
         """A request's blocks as the engine has them now; set once it has a manager of them."""
+        self.empty_cache: Callable[[], bool] = lambda: False
+        """Empties the engine's own cache, where no request has blocks; whether it did. Set as `blocks_of`."""
         self.layouts: Future[Mapping[int, BlockLayout]] = Future()
         """How each rank's blocks lie in memory, where they are what is saved."""
         self._models: list[CallerModel] = []
         """Each rank's model to the store, while the link is READY."""
-        self.link = link_for(config, settings, self.layouts, self._models)
+        self.weights = WeightsName(config, settings.weights_version, self._begin_anew)
+        self.link = link_for(config, settings, self.layouts, lambda: self.weights.version, self._models)
         self._rank_count = config.parallel_config.world_size
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, "ctxcache-lookup")
         self._followed: dict[str, Followed] = {}
@@ -164,7 +168,8 @@ class SchedulerSide:
         """A request came: begin to look its session up."""
         self._arrived_count += 1
         self._hinted(request)
-        if not is_plain(request) or self.link.use() is None:
+        self.weights.look()
+        if self.weights.version is None or not is_plain(request) or self.link.use() is None:
             return
         name = session_of(request)
         is_shared = self._settings.prefixes
@@ -224,7 +229,11 @@ class SchedulerSide:
 
     def step(self, output: "SchedulerOutput") -> StepPlan:
         """The worker's tasks of the step that was scheduled."""
+        self.weights.look()
         plan, self._plan = self._plan, StepPlan()
+        plan.weights = self.weights.version
+        if output.total_num_scheduled_tokens:
+            self.weights.computed()
         self._patience_s = LOOKUP_PATIENCE_S
         plan.is_idle = self._is_idle = not output.total_num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
@@ -257,22 +266,27 @@ class SchedulerSide:
             self._plan.opened.remove(unsent[0])
             self._saving.pop(name, None)
         elif self._saving.get(name) == request.request_id:
-            worker = WORKERS.get(self._engine_id)
-            if worker is not None:
-                worker.finish(name, hints)
-            else:
-                self._plan.finished.append(Finished(name, hints))
+            self._tell_worker(Finished(name, hints))
 
     def reported(self, output: "KVConnectorOutput") -> None:
         """Take the worker's report after a step."""
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReport):
+            if report.changed is not None:
+                self.weights.changed(report.changed)
             self._saved_counts.update(report.saved)
             for name in report.saved:
                 if self._saved_counts[name] >= self._rank_count:
                     del self._saved_counts[name]
                     # Its request may go on: from here on it is not saved.
                     self._leave(self._saving.pop(name, ""))
+
+    def reset(self) -> bool:
+        """The weights are others, or will be before the next step; whether nothing of the old ones is left."""
+        # Once more: vLLM resets connectors also where its own cache was in use, and stays as it is.
+        is_empty = self.empty_cache()
+        self.weights.reset(is_empty=is_empty)
+        return is_empty
 
     def has_work(self) -> bool:
         """Whether the worker has to hear of something although nothing is scheduled."""
@@ -285,6 +299,27 @@ class SchedulerSide:
         self.hints.close()
         self.layouts.cancel()
         self.link.close()
+
+    def _begin_anew(self) -> None:
+        """The weights have another name, or none: what is followed by now is of the old ones.
+
+        What was saved of it stays, since passes that computed it were behind no change.
+        """
+        for request_id in list(self._followed):
+            self._leave(request_id)
+        for opened in self._plan.opened:
+            self._saving.pop(opened.name, None)
+        self._plan = StepPlan(finished=self._plan.finished, loads=self._plan.loads)
+        for name in self._saving:
+            self._tell_worker(Finished(name))
+        self.link.renew()
+
+    def _tell_worker(self, finished: Finished) -> None:
+        worker = WORKERS.get(self._engine_id)
+        if worker is not None:
+            worker.finish(*finished)
+        else:
+            self._plan.finished.append(finished)
 
     def _scheduled(
         self,

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.format.ids import MODEL_ID
-from ctxcache.format.model import ModelSpec
+from ctxcache.format.model import ModelSpec, with_version
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.engines.link import Level, ModelId, Refused, Seconds, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.plan import BlockLayout
@@ -178,12 +178,13 @@ def link_for(
     config: "VllmConfig",
     settings: ConnectorSettings,
     layouts: "Future[Mapping[int, BlockLayout]]",
+    version: Callable[[], str | None],
     parts: "list[CallerModel] | None" = None,
 ) -> StoreLink[CallerModel]:
     """A link to the store for the engine's model: that of the first of these ranks.
 
     `layouts` come once the engine has its blocks; `parts` becomes the models of all of them, for a link by
-    which nothing is saved.
+    which nothing is saved. `version`: of its weights, see `WeightsName`.
     """
     # The first time alone: behind a restart of the store conversations come back that can be restored.
     patience = iter([POPULATE_S])
@@ -191,6 +192,7 @@ def link_for(
     def register(client: Client) -> CallerModel:
         # While the engine starts, and not in the step that first needs it.
         client.map_arena(is_written=parts is None)
+        named = version() or ""
         directory = directory_of(config)
         model_id = model_id_of(directory, settings)
         if settings.saved is SavedState.BLOCKS:
@@ -199,10 +201,12 @@ def link_for(
                 for rank, layout in sorted(layouts.result().items())
             ]
             # A model for each rank: its blocks have other heads in them.
-            models = [client.models.register(spec) for spec in specs]
+            models = [client.models.register(with_version(spec, named)) for spec in specs]
         else:
             described = _described(directory, model_id, config.model_config.dtype)
-            models = [client.models.register(described.spec, described.probe)]
+            # Of weights that were changed the files' output says nothing.
+            probe = None if named else described.probe
+            models = [client.models.register(with_version(described.spec, named), probe)]
         if parts is not None:
             parts[:] = models
         client.map_arena(is_written=parts is None, timeout_s=next(patience, 0))

@@ -9,7 +9,7 @@ and is slow, for `restore_timeout_s`. Then the load is given up, and writes to n
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,10 +28,13 @@ from gpu_worker.engines.link import Bringing
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
 from gpu_worker.engines.vllm.hidden_rows import HiddenRows
 from gpu_worker.engines.vllm.hints import HintTeller
-from gpu_worker.engines.vllm.pass_rows import KvRows
+from gpu_worker.engines.vllm.pass_rows import KvRows, model_with
 from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan, Writing
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of, unit_tokens
+from gpu_worker.engines.vllm.weights import first_version
+from gpu_worker.errors import ModelChanged
 from gpu_worker.saving import Saver
+from gpu_worker.weights import WeightsWatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,13 +89,16 @@ class EngineState(Protocol):
     def save(self, saves: Iterable[BlockSave]) -> None:
         """A step was computed that filled these blocks."""
 
+    def renewed(self) -> None:
+        """The model has other weights: what was made of the old ones is made anew."""
+
 
 class Loading(Bringing):
     """A restore that is under way. Given up, its blocks are the engine's, which computes them."""
 
-    def __init__(self, item: BlockLoad, opened: Opened | None) -> None:
+    def __init__(self, item: BlockLoad, opened: Opened | None, check: Callable[[], None]) -> None:
         super().__init__(item.sessions[0].name)
-        self.item = item
+        self.item, self.check = item, check
         self.opened = opened
         """The session that its request is saved into."""
         self.future: Future[bool] = Future()
@@ -110,7 +116,12 @@ class WorkerSide:
         patient = replace(settings, timeout_s=settings.restore_timeout_s)
         self.layouts: Future[Mapping[int, BlockLayout]] = Future()
         """How this rank's blocks lie in memory, where they are what is saved."""
-        self.link = link_for(config, patient, self.layouts)
+        self._version = first_version(config, settings.weights_version)
+        """Of the weights, as the last step had it. Used by vLLM's worker thread."""
+        self.changed_version: str | None = None
+        """The one that the weights had before they were found to be others."""
+        self._watch: WeightsWatch | None = None
+        self.link = link_for(config, patient, self.layouts, lambda: self._version)
         self._rank = config.parallel_config.rank
         self._names: dict[str, str] = {}
         """This rank's sessions, by the names that messages give them."""
@@ -137,6 +148,7 @@ class WorkerSide:
     def attach(self, caches: Mapping[str, Tensor]) -> None:
         """These are the engine's caches, by layer. Raises Refused."""
         modules = self._config.compilation_config.static_forward_context
+        self._watch = WeightsWatch(model_with(modules[next(iter(caches))]))
         if self._settings.saved.is_portable:
             rows = KvRows if self._settings.saved is SavedState.KV else HiddenRows
             self._state = rows(modules, caches, self._config, self._kv_cache_config.num_blocks)
@@ -151,6 +163,8 @@ class WorkerSide:
             self._settle()
             for name, hints in plan.finished:
                 self.finish(name, hints)
+            if plan.weights != self._version:
+                self._begin_anew(plan.weights)
             if state is None:
                 return
             for name in plan.lost_blocks:
@@ -183,7 +197,7 @@ class WorkerSide:
     def load(self, loads: Iterable[BlockLoad]) -> None:
         """Begin to restore state into blocks, in threads of its own."""
         for item in loads:
-            loading = Loading(item, self._open.get(item.sessions[0].name))
+            loading = Loading(item, self._open.get(item.sessions[0].name), self._witness())
             self._loading[item.request_id] = loading
             loading.future = self._loaders.submit(self._load, loading, self._written_so_far())
 
@@ -276,6 +290,9 @@ class WorkerSide:
         try:
             with torch.inference_mode(), self._behind(written):
                 self._restore(loading)
+            loading.check()
+        except ModelChanged as error:
+            logger.info("%s is computed again: %s", item.sessions[self._rank].name, error)
         except CacheError as error:
             logger.info("%s is computed again: %s", item.sessions[self._rank].name, error)
             # Of one that was given up the link has heard: by now the store may be back.
@@ -327,6 +344,36 @@ class WorkerSide:
             yield
         stream.synchronize()
 
+    def _begin_anew(self, version: str | None) -> None:
+        """The weights have another name, or none, with the lock held: what goes on under the old one ends."""
+        for name in list(self._open):
+            self.finish(name)
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            self._waiters.submit(saver.close)
+        self._version = version
+        self.changed_version = None
+        if self._watch is not None and self._state is not None:
+            self._watch.mark()
+            self._state.renewed()
+        self.link.renew()
+
+    def _witness(self) -> Callable[[], None]:
+        """Raises ModelChanged, whenever it is called, where the weights are others than the version's now."""
+        watch, version = self._watch, self._version
+        sample = None if watch is None or version is None else watch.sample()
+
+        def check() -> None:
+            if sample is not None and sample.is_equal():
+                return
+            if version is not None and version == self._version:
+                self.changed_version = version
+            raise ModelChanged(
+                model="the model", field="weights", described=version or "nameless", found="others"
+            )
+
+        return check
+
     def _begin(self, state: EngineState, opened: Opened) -> None:
         session = opened.sessions[self._rank]
         saver = self._usable_saver(state)
@@ -349,10 +396,11 @@ class WorkerSide:
         return self._names.get(name, name)
 
     def _usable_saver(self, state: EngineState) -> Saver | None:
-        use = self.link.use()
+        use = self.link.use() if self.changed_version is None else None
         if use is not None and self._saver is None:
             client, model = use
-            self._saver = Saver(client, model, streams_of(model, self._settings.saved), device=state.device)
+            streams = streams_of(model, self._settings.saved)
+            self._saver = Saver(client, model, streams, device=state.device, witness=self._witness)
             state.follow(self._saver)
         return self._saver if use is not None else None
 
