@@ -1,13 +1,13 @@
-"""Whether a model's weights are still those that they were: a few values of each, read by whoever runs passes.
+"""Whether a model's weights are still those that they were: a few values of each, read beside its passes.
 
     mark ──► sample ─ equal ──► what passes computed before the sample is by the marked weights
                  └── differs ──► somebody changed them, and said nothing
 
-Parameters that were replaced, moved or written to in torch's sight are always noticed. Writes that torch does
-not count (`tensor.data`, another process) are noticed by RUNS x RUN_VALUES values of each parameter: a step of
-an optimiser changes most of them. One that changes a thousandth of the values of a model with 300 parameters
-passes unseen once in 10,000 times. Knows modules and tensors, and nothing of engines or of the store. Cost of
-a sample: the parameters' number times about a microsecond; on a GPU a few kernels, and no wait.
+Parameters that were replaced, moved or written to in torch's sight are always noticed. Writes that torch
+does not count (`tensor.data`, another process) are noticed by RUNS x RUN_VALUES values of each parameter: a
+step of an optimiser changes most of them. A step that changes a thousandth of the values of a model with 300
+parameters passes unseen once in 10,000 times. Knows modules and tensors, and nothing of engines or of the
+store. Cost of a sample: one to two microseconds for each parameter; on a GPU a few kernels, and no wait.
 """
 
 import threading
@@ -39,8 +39,10 @@ class Sample:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda" and not is_replaced:
             # Behind what computes now, and without a wait for it.
-            values = [torch.empty_like(one, device="cpu", pin_memory=True).copy_(one, non_blocking=True)
-                      for one in values]
+            values = [
+                torch.empty_like(one, device="cpu", pin_memory=True).copy_(one, non_blocking=True)
+                for one in values
+            ]
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
         self._values = values

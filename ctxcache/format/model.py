@@ -92,9 +92,8 @@ class ModelSpec:
 #                      files:0f3a… version step-100      the same engine's after a change: as its caller says
 #                      files:0f3a… version epoch-9c1b…   and where nobody says anything: of this engine alone
 #     model_id         llama, llama.w5e884898, llama.w03ac6742
-VERSION_CHARACTERS = 128
 _VERSION = " version "
-_PLAIN = re.compile(r"[!-~]{1,%d}" % VERSION_CHARACTERS)
+_PLAIN = re.compile(r"[!-~]{1,128}")
 
 
 def with_version(spec: ModelSpec, version: str) -> ModelSpec:
@@ -110,7 +109,7 @@ def with_version(spec: ModelSpec, version: str) -> ModelSpec:
 
 
 def digest_of_version(digest: str, version: str) -> str:
-    """The digest of weights that began as those of `digest`, and have that version now, if it is not empty."""
+    """The digest of weights that began as those of `digest` and have that version now, if any."""
     return f"{digest}{_VERSION}{_written(version)}" if version else digest
 
 

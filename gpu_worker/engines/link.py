@@ -1,7 +1,7 @@
 """An adapter's settings, and its link to the store: made in the background, kept, made again when broken.
 
     CONNECTING ──registered──► READY ──a call failed──► RESTING ──pause──► CONNECTING
-        │
+        │                        └── renewed ──► CONNECTING, with another subject
         └── the store has another model ──► REFUSED
 
 An engine never waits for it: while it is not READY, nothing is looked up, restored or saved. REFUSED is for
@@ -98,6 +98,8 @@ class StoreLink(Generic[Subject]):
         self._subject: Subject | None = None
         self._renewal_count = 0
         """Owned by `_changed`: how often the subject became another one."""
+        self._is_wanted = True
+        """Owned by `_changed`: whether there is a subject at all."""
         self._is_closed = False
         self._is_away = False
         """Whether the user heard that the store cannot be used, and not since that it is."""
@@ -118,13 +120,19 @@ class StoreLink(Generic[Subject]):
         """Wait until it is READY or REFUSED, or the time is over; what it is then."""
         with self._changed:
             ended = (LinkState.READY, LinkState.REFUSED)
-            self._changed.wait_for(lambda: self._state in ended or self._is_closed, timeout_s)
+            self._changed.wait_for(
+                lambda: self._state in ended or self._is_closed or not self._is_wanted, timeout_s
+            )
             return self._state
 
-    def renew(self) -> None:
-        """Its subject is another one from now on: the store is not used before that is described."""
+    def renew(self, *, is_wanted: bool = True) -> None:
+        """Its subject is another one from now on: the store is not used before that is described.
+
+        Not `is_wanted`: there is none, until it is renewed again.
+        """
         with self._changed:
             self._renewal_count += 1
+            self._is_wanted = is_wanted
             if self._state is not LinkState.REFUSED:
                 self._turn(LinkState.CONNECTING)
 
@@ -222,9 +230,7 @@ class StoreLink(Generic[Subject]):
     def _keep(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._is_closed or self._state is not LinkState.READY or self._asked_s is not None
-                )
+                self._changed.wait_for(lambda: self._is_closed or self._has_work)
                 if self._is_closed or self._state is LinkState.REFUSED:
                     return
                 is_asked = self._state is LinkState.READY
@@ -248,6 +254,10 @@ class StoreLink(Generic[Subject]):
                     continue
                 self._asked_s = None
                 self._turn(state)
+
+    @property
+    def _has_work(self) -> bool:
+        return self._asked_s is not None if self._state is LinkState.READY else self._is_wanted
 
     def _pulse(self) -> None:
         self.call(self._ask, None)

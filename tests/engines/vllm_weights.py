@@ -36,7 +36,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def plain(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmEngine]]:
+def plain(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, VllmEngine]]:
     """Engines that have either weights, and no store."""
     place = tmp_path_factory.mktemp("plain")
     with (
@@ -134,7 +136,7 @@ def settled(store: ServerProcess) -> int:
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "untold"])
 def test_other_weights_in_place_are_another_model(
     kind: str,
-    is_told: bool,
+    is_told: bool,  # noqa: FBT001  a parameter of the test
     models: dict[str, Path],
     plain: dict[str, VllmEngine],
     store: ServerProcess,

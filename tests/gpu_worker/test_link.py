@@ -13,7 +13,7 @@ from tiny_models import build
 import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
-from ctxcache.format.model import ModelSpec
+from ctxcache.format.model import ModelSpec, with_version
 from gpu_worker.engines import link as link_module
 from gpu_worker.engines.link import Bringing, LinkState, StoreLink
 from gpu_worker.model_spec import model_spec
@@ -254,3 +254,47 @@ def test_an_end_does_not_wait_until_the_weights_are_read(
     assert link.use() is None
     with pytest.raises(Unavailable):
         list(client.models.list())
+
+
+def test_a_subject_that_becomes_another_one_is_described_before_the_store_is_used(
+    store: ServerProcess, spec: ModelSpec
+) -> None:
+    """Also one that becomes another while it is described, and one that there is not for a while."""
+    version, described = ["a"], threading.Semaphore(0)
+    goes_on = threading.Semaphore(1)
+
+    def register(client: Client) -> CallerModel:
+        named = with_version(spec, version[0])
+        described.release()
+        assert goes_on.acquire(timeout=TIMEOUT_S)
+        return client.models.register(named)
+
+    link = StoreLink(lambda: ctxcache.connect(store.target, timeout_s=1.0), register)
+    try:
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+        assert described.acquire(timeout=TIMEOUT_S)
+        version[0] = "b"
+        link.renew()
+        assert link.use() is None
+        # It is described as b, which it is not any more.
+        assert described.acquire(timeout=TIMEOUT_S)
+        version[0] = "c"
+        link.renew()
+        goes_on.release(2)
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+        use = link.use()
+        assert use is not None
+        assert use[1].spec == with_version(spec, "c")
+        link.renew(is_wanted=False)
+        assert link.use() is None
+        assert link.wait(TIMEOUT_S) is LinkState.CONNECTING
+        goes_on.release()
+        version[0] = ""
+        link.renew()
+        assert link.wait(TIMEOUT_S) is LinkState.READY
+        use = link.use()
+        assert use is not None
+        assert use[1].spec == spec
+    finally:
+        goes_on.release(9)
+        link.close()

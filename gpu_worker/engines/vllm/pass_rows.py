@@ -162,7 +162,8 @@ class PassRows(ABC):
         del saves
 
     def renewed(self) -> None:
-        """See EngineState."""
+        """See EngineState: nothing is made of weights here."""
+        return
 
     def _place(
         self, layer: AttentionLayer, stored: Tensor, positions: Tensor, slots: Tensor, writing: Writing

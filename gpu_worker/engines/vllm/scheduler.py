@@ -169,7 +169,7 @@ class SchedulerSide:
         self._arrived_count += 1
         self._hinted(request)
         self.weights.look()
-        if self.weights.version is None or not is_plain(request) or self.link.use() is None:
+        if not is_plain(request) or self.link.use() is None:
             return
         name = session_of(request)
         is_shared = self._settings.prefixes
@@ -282,7 +282,7 @@ class SchedulerSide:
                     self._leave(self._saving.pop(name, ""))
 
     def reset(self) -> bool:
-        """The weights are others, or will be before the next step; whether nothing of the old ones is left."""
+        """The weights are others, or will be before the next step; whether nothing of old ones is left."""
         # Once more: vLLM resets connectors also where its own cache was in use, and stays as it is.
         is_empty = self.empty_cache()
         self.weights.reset(is_empty=is_empty)
@@ -312,7 +312,7 @@ class SchedulerSide:
         self._plan = StepPlan(finished=self._plan.finished, loads=self._plan.loads)
         for name in self._saving:
             self._tell_worker(Finished(name))
-        self.link.renew()
+        self.link.renew(is_wanted=self.weights.version is not None)
 
     def _tell_worker(self, finished: Finished) -> None:
         worker = WORKERS.get(self._engine_id)

@@ -212,7 +212,10 @@ def link_for(
         client.map_arena(is_written=parts is None, timeout_s=next(patience, 0))
         return models[0]
 
-    return StoreLink(settings.connect, register, lambda client, model: client.models.get(model.name))
+    link = StoreLink(settings.connect, register, lambda client, model: client.models.get(model.name))
+    if version() is None:
+        link.renew(is_wanted=False)
+    return link
 
 
 def streams_of(model: CallerModel, saved: SavedState) -> list[Stream]:

@@ -51,10 +51,12 @@ class WeightsName:
         self._is_empty = False
         """Whether nothing was computed since vLLM's own caches were emptied."""
         if self.version is None:
-            log.warning("the weights are not those of the model's files: nothing is restored or saved until %s", RESET)
+            log.warning(
+                "the weights are not those of the model's files: nothing is restored or saved until %s", RESET
+            )
 
     def reset(self, *, is_empty: bool) -> None:
-        """The weights are others, or will be before anything is computed. `is_empty`: vLLM's own caches are."""
+        """The weights are others, or will be before the next pass. `is_empty`: vLLM's own caches are."""
         self._is_empty = is_empty
         self._told_last = self._told_now()
         if not is_empty:

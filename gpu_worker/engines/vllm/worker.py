@@ -356,7 +356,7 @@ class WorkerSide:
         if self._watch is not None and self._state is not None:
             self._watch.mark()
             self._state.renewed()
-        self.link.renew()
+        self.link.renew(is_wanted=version is not None)
 
     def _witness(self) -> Callable[[], None]:
         """Raises ModelChanged, whenever it is called, where the weights are others than the version's now."""
