@@ -100,12 +100,16 @@ def with_version(spec: ModelSpec, version: str) -> ModelSpec:
     """The same model with weights of that version; of the same weights where the version is empty."""
     if not version:
         return spec
-    tag = hashlib.sha256(_written(version).encode()).hexdigest()[:8]
     return replace(
         spec,
-        model_id=f"{spec.model_id}.w{tag}",
+        model_id=id_of_version(spec.model_id, version),
         weights_digest=digest_of_version(spec.weights_digest, version),
     )
+
+
+def id_of_version(model_id: str, version: str) -> str:
+    """The id of a model with weights of that version, which is not empty."""
+    return f"{model_id}.w{hashlib.sha256(_written(version).encode()).hexdigest()[:8]}"
 
 
 def digest_of_version(digest: str, version: str) -> str:

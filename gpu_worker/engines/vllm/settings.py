@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.format.ids import MODEL_ID
-from ctxcache.format.model import ModelSpec, with_version
+from ctxcache.format.model import ModelSpec, id_of_version, with_version
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.engines.link import Level, ModelId, Refused, Seconds, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.plan import BlockLayout
@@ -226,10 +226,11 @@ def streams_of(model: CallerModel, saved: SavedState) -> list[Stream]:
 def model_id_of(directory: Path, settings: ConnectorSettings) -> str:
     """The model's id in the store. Raises Refused."""
     model_id = settings.model_id or directory.resolve().name
-    # With the end that tells configurations of blocks apart.
-    if not MODEL_ID.fullmatch(model_id + TAG.format("0" * TAG_DIGITS)):
-        problem = f"{model_id!r} does not match {MODEL_ID.pattern} with {TAG_DIGITS} digits behind it"
-        raise Refused(f"{WHERE}.model_id: {problem}: say one that does")
+    # With the ends that tell configurations of blocks apart, and versions of weights.
+    longest = id_of_version(model_id + TAG.format("0" * TAG_DIGITS), "any")
+    if not MODEL_ID.fullmatch(longest):
+        problem = f"{model_id!r} does not match {MODEL_ID.pattern} with {len(longest) - len(model_id)}"
+        raise Refused(f"{WHERE}.model_id: {problem} characters behind it: say one that does")
     return model_id
 
 
