@@ -12,7 +12,7 @@ store. Cost of a sample: one to two microseconds for each parameter; on a GPU a 
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
@@ -68,7 +68,8 @@ class WeightsWatch:
     def mark(self) -> None:
         """The weights are what they are now."""
         modules = [*self._model.modules()]
-        self._held = [*(one._parameters for one in modules), *(one._modules for one in modules)]  # noqa: SLF001
+        held: list[Mapping[str, object]] = [one._parameters for one in modules]  # noqa: SLF001
+        self._held = [*held, *(one._modules for one in modules)]  # noqa: SLF001
         self._packed = [one.__dict__ for one in modules if any(map(one.__dict__.__contains__, PACKED))]
         # Kept alive: an object that is gone could leave its id to another one.
         self._objects = self._current()

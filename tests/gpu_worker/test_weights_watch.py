@@ -1,6 +1,7 @@
 """A sample of a model's weights: every way in which they are changed is noticed, and nothing else is."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def replace_parameter(model: PreTrainedModel) -> None:
 
 def replace_module(model: PreTrainedModel) -> None:
     """Another module of the same weights."""
-    layer = model.base_model.layers[1]
+    layer: Any = model.base_model.get_submodule("layers.1")
     mine = layer.mlp.up_proj
     layer.mlp.up_proj = nn.Linear(mine.in_features, mine.out_features, bias=False)
 
@@ -67,7 +68,9 @@ def test_a_change_is_noticed_until_it_is_marked(
     change: Callable[[PreTrainedModel], None], dtype: torch.dtype
 ) -> None:
     """Whatever way it comes, and not any more once the weights are what they are."""
-    model = build("llama").to(dtype)
+    model = build("llama")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     watch = WeightsWatch(model)
     before = watch.sample()
     change(model)
@@ -85,7 +88,7 @@ def test_passes_and_moves_of_modes_are_no_change() -> None:
         watch = WeightsWatch(model)
         model(torch.arange(3, 20)[None])
         assert watch.sample().is_equal()
-        model.eval()
+        model.train(mode=False)
         assert watch.sample().is_equal()
 
 
@@ -93,8 +96,8 @@ def test_values_are_looked_at_all_over_a_parameter() -> None:
     """Also of one whose rows lie apart, that is part of another, or that is smaller than a run."""
     whole = torch.zeros(1000, 40)
 
-    def parameter(tensor: Tensor) -> nn.Module:
-        module = nn.Module()
+    def parameter(tensor: Tensor) -> Any:
+        module: Any = nn.Module()
         module.weight = nn.Parameter(tensor, requires_grad=False)
         return module
 
