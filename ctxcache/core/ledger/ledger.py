@@ -694,7 +694,12 @@ class Ledger:
     # -- sessions are used -------------------------------------------------------------------------
 
     def touched(self, session: Session, now_ns: int) -> None:
-        """Count an access at that time of the store."""
+        """Count an access at that time of the store; one behind a session's expiry changes nothing.
+
+        Every access comes here, so that none revives a session that others were told is gone.
+        """
+        if session.expire_time_ns <= now_ns:
+            return
         session.touch(now_ns)
         self.accesses_by_tenant[session.tenant] += 1
         # Earlier than before where an expiry was shortened.
