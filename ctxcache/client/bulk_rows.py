@@ -236,11 +236,11 @@ class BulkChannel:
         # host's path.
         if self._wire.target.startswith("unix:") and ticket.unix_path:
             return _connect_unix(ticket.unix_path)
-        host = host_of(self._wire.target)
-        if host is None or not ticket.tcp_port:
+        address = self._wire.address
+        if address is None or not ticket.tcp_port:
             raise FrameError(f"no way to it from {self._wire.target}")
-        connected = socket.create_connection((host, ticket.tcp_port), CONNECT_TIMEOUT_S)
-        return self._secured(connected, host)
+        connected = socket.create_connection((address.host, ticket.tcp_port), CONNECT_TIMEOUT_S)
+        return self._secured(connected, address.host)
 
     def _secured(self, connected: socket.socket, host: str) -> socket.socket:
         context = self._wire.tls_context
@@ -251,16 +251,6 @@ class BulkChannel:
         except OSError:
             connected.close()
             raise
-
-
-def host_of(target: str) -> str | None:
-    """The host in a gRPC target with a port; None for a target that names none."""
-    for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
-        target = target.removeprefix(scheme)
-    host, colon, port = target.rpartition(":")
-    if not colon or not port.isdecimal() or not host or "/" in host or "," in host:
-        return None
-    return host.removeprefix("[").removesuffix("]")
 
 
 def _connect_unix(path: str) -> socket.socket:

@@ -4,7 +4,6 @@ Knows no engine. Thread-safe. Worst case: a server that vanishes costs each call
 call raises a CacheError.
 """
 
-import re
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,13 +19,11 @@ from ctxcache.client.sessions import SessionCalls
 from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.wire import Closing, Wire
 from ctxcache.errors import InvalidArgument
+from ctxcache.wire.address import tcp_target
 
 DEFAULT_TARGET = "127.0.0.1:7420"
 DEFAULT_TIMEOUT_S = 30.0
 Verify = Literal["always", "never"]
-GRPC_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")
-"""Beginnings of addresses that gRPC reads by itself."""
-_HOST_PORT = re.compile(r"([^\s/:]+|\[[0-9a-fA-F:.]+(%[^\s/\]]+)?\]):[0-9]{1,5}")
 
 
 class Client(Closing):
@@ -126,14 +123,10 @@ def connect(
 
 def check_target(target: str) -> None:
     """Raise InvalidArgument for an address that gRPC would look up as a host's name, again and again."""
-    if target.startswith(GRPC_SCHEMES):
-        return
-    _, is_url, rest = target.partition("://")
-    if is_url:
-        problem = f"{target!r} begins with a scheme: say {rest.partition('/')[0] or 'host:port'}"
-        raise InvalidArgument(field="target", problem=problem)
-    if not _HOST_PORT.fullmatch(target):
-        raise InvalidArgument(field="target", problem=f"{target!r} is neither host:port nor unix:/path")
+    try:
+        tcp_target(target)
+    except ValueError as error:
+        raise InvalidArgument(field="target", problem=str(error)) from error
 
 
 def _check_one_of(field: str, value: str, known: tuple[str, ...]) -> None:

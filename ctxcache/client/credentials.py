@@ -16,6 +16,7 @@ import grpc
 
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.runtime.files import check_secret, secret_refusal
+from ctxcache.wire.address import Address
 
 # By number, as `verify_code` has it; the names of these codes are not in Python's `ssl`.
 _VERDICTS = {
@@ -82,15 +83,11 @@ _PLAIN = ClientTls()
 
 # Asked only after a call found no server: gRPC's own error says UNAVAILABLE for a refused certificate, for a
 # server without TLS, and for no server at all. A handshake by hand tells them apart.
-def tls_problem(target: str, tls: ClientTls | None, timeout_s: float) -> str:
-    """Why TLS does not come about with the server at a TCP target; empty where something else is the matter.
+def tls_problem(address: Address, tls: ClientTls | None, timeout_s: float) -> str:
+    """Why TLS does not come about with the server at an address; empty where something else is the matter.
 
     Costs a connection. `tls` None: a client without. Raises InvalidConfiguration.
     """
-    host, _, port = target.removeprefix("dns:").lstrip("/").rpartition(":")
-    if target.startswith("unix:") or not host or not port.isdecimal():
-        return ""
-    host = host.removeprefix("[").removesuffix("]")
     context = _PLAIN.context() if tls is None else tls.context()
     # Without TLS on this side, any answer will do: what matters is whether the server speaks it.
     if tls is None:
@@ -98,8 +95,8 @@ def tls_problem(target: str, tls: ClientTls | None, timeout_s: float) -> str:
     # As gRPC names its protocol: a server may refuse a client that names none.
     context.set_alpn_protocols(["h2"])
     try:
-        with socket.create_connection((host, int(port)), timeout_s) as connected:
-            return _handshake_problem(connected, context, host, is_wanted=tls is not None)
+        with socket.create_connection(address, timeout_s) as connected:
+            return _handshake_problem(connected, context, address.host, is_wanted=tls is not None)
     except OSError:
         return ""
 

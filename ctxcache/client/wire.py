@@ -31,6 +31,7 @@ from ctxcache.v1 import (
     session_pb2_grpc,
 )
 from ctxcache.v1.session_pb2 import AppendSessionResponse, ReadSessionRequest, ReadSessionResponse
+from ctxcache.wire.address import tcp_target
 from ctxcache.wire.status import from_rpc_error
 
 API = "opentelemetry.trace"
@@ -182,7 +183,7 @@ class Wire:
         tenant: str = "",
     ) -> None:
         """`tenant`: whose sessions an operator's calls are about; empty for its own."""
-        self.target = target
+        self.target, self.address = target, tcp_target(target)
         self._is_forked = False
         self._metadata = ((TENANT_HEADER, tenant),) if tenant else ()
         self.open_streams: set[Closable] = set()
@@ -257,11 +258,10 @@ class Wire:
         """The error that the server raised; of one that was not reached, what TLS has to do with it."""
         told = from_rpc_error(error, self.target)
         # Only for the bare error: a server that answered has been reached, whatever it speaks.
-        if type(told) is Unavailable and (
-            problem := tls_problem(self.target, self._tls, min(self.timeout_s, TLS_TIMEOUT_S))
-        ):
-            return TlsFailed(target=self.target, problem=problem)
-        return told
+        if type(told) is not Unavailable or self.address is None:
+            return told
+        problem = tls_problem(self.address, self._tls, min(self.timeout_s, TLS_TIMEOUT_S))
+        return TlsFailed(target=self.target, problem=problem) if problem else told
 
     def bulk_timeout_s(self, size_bytes: int) -> float:
         """Return the deadline of a call that moves `size_bytes`."""

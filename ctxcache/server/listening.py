@@ -5,7 +5,6 @@ had, or one that is open to others without TLS; AddressUnusable or InvalidConfig
 setting's name.
 """
 
-import ipaddress
 import logging
 import os
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from ctxcache.service.bulk import BulkPlaces
 from ctxcache.service.rows import CHUNK_BYTES_LIMIT
 from ctxcache.service.tls import Tls
 from ctxcache.settings.config import Settings
+from ctxcache.wire.address import PORT_LIMIT, Address
 
 # -- how gRPC listens --------------------------------------------------------------------------------
 
@@ -120,7 +120,6 @@ def _keepalive(silence_s: float) -> tuple[tuple[str, int], ...]:
 
 SOCKET_PATH_LIMIT = 100
 """Longest Unix socket path, in bytes; the kernel's own limit is 107."""
-PORT_LIMIT = 65535
 log = logging.getLogger(__name__)
 
 
@@ -152,55 +151,29 @@ def targets(settings: Settings) -> list[str]:
 
 
 def check_exposure(settings: Settings) -> None:
-    """Check the addresses of the settings.
-
-    Raises InvalidConfiguration for an invalid address, and for one that others reach without TLS unless
-    `insecure_listen` says so.
-    """
+    """Raise InvalidConfiguration for an address off loopback without TLS, unless `insecure_listen` is set."""
     is_meant = settings.tls_certificate or settings.insecure_listen
     bulk = settings.bulk_listen if settings.bulk_listen != "auto" else ""
     for source, address in (("listen", settings.listen), ("bulk_listen", bulk)):
-        if address and not (_host(address) and address.rpartition(":")[2].isdecimal()):
-            raise InvalidConfiguration(source=source, problem=f"{address!r} is not host:port")
-        if address and not is_meant and not is_loopback(address):
+        if address and not is_meant and not Address.of(address).is_loopback:
             problem = f"{address} is not loopback: set tls_certificate and tls_key, or insecure_listen"
             raise InvalidConfiguration(source=source, problem=problem)
 
 
 def metrics_place(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, int] | None:
-    """Host and port of the metrics; None for none. `auto` is one above the TCP port, on loopback.
-
-    Raises InvalidConfiguration.
-    """
+    """Host and port of the metrics; None for none. `auto` is one above the TCP port, on loopback."""
     if settings.metrics_listen == "auto":
         tcp = [address for address in addresses if not address.startswith("unix:")]
         # Beside a port that the system chose nothing can be expected, so any free one will do.
-        port = int(tcp[0].rpartition(":")[2]) + 1 if tcp and not settings.listen.endswith(":0") else 0
+        port = Address.of(tcp[0]).port + 1 if tcp and Address.of(settings.listen).port else 0
         return "127.0.0.1", port if port <= PORT_LIMIT else 0
     if not settings.metrics_listen:
         return None
-    host, _, text = settings.metrics_listen.rpartition(":")
-    if not host or not text.isdecimal():
-        raise InvalidConfiguration(
-            source="metrics_listen", problem=f"{settings.metrics_listen!r} is neither auto nor host:port"
-        )
-    return _host(settings.metrics_listen), int(text)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches a `host:port`."""
-    host = _host(address)
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return Address.of(settings.metrics_listen)
 
 
 def bulk_places(settings: Settings, addresses: tuple[str, ...]) -> BulkPlaces:
-    """Beside the gRPC addresses; a host and port of its own where that is set.
-
-    Raises InvalidConfiguration.
-    """
+    """Beside the gRPC addresses; a host and port of its own where that is set."""
     if not settings.bulk_listen:
         return BulkPlaces()
     # Beside gRPC's own socket, with the same rights of the directory.
@@ -208,14 +181,6 @@ def bulk_places(settings: Settings, addresses: tuple[str, ...]) -> BulkPlaces:
     unix_path = f"{unix_paths[0]}.bulk" if unix_paths else ""
     if settings.bulk_listen == "auto":
         tcp = [address for address in addresses if not address.startswith("unix:")]
-        return BulkPlaces(_host(tcp[0]) if tcp else None, 0, unix_path)
-    host, _, port = settings.bulk_listen.rpartition(":")
-    if not host or not port.isdecimal():
-        raise InvalidConfiguration(
-            source="bulk_listen", problem=f"{settings.bulk_listen!r} is neither auto nor host:port"
-        )
-    return BulkPlaces(_host(settings.bulk_listen), int(port), unix_path)
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        return BulkPlaces(Address.of(tcp[0]).host if tcp else None, 0, unix_path)
+    host, port = Address.of(settings.bulk_listen)
+    return BulkPlaces(host, port, unix_path)

@@ -48,7 +48,6 @@ from ctxcache.server.listening import (
     bulk_places,
     check_exposure,
     control_path,
-    is_loopback,
     metrics_place,
     targets,
 )
@@ -90,6 +89,7 @@ from ctxcache.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
+from ctxcache.wire.address import Address
 
 log = logging.getLogger(__name__)
 
@@ -428,8 +428,10 @@ class Server:
     def _shows_names(self) -> bool:
         """On the status page, which asks nobody who they are."""
         wanted = self.settings.status_names
-        is_local = is_loopback(self.metrics_address)
-        return wanted == "on" or (wanted == "auto" and self._identification.is_open and is_local)
+        if wanted != "auto":
+            return wanted == "on"
+        address = self.metrics_address
+        return self._identification.is_open and bool(address) and Address.of(address).is_loopback
 
     def _add_services(self) -> None:
         about = About(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ctxcache.core.limits import Limits, QueueLimits, Watermarks
@@ -22,6 +22,7 @@ from ctxcache.identity import Rule, parse_rules
 from ctxcache.settings.knobs import KNOBS
 from ctxcache.settings.knobs.knob import parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
+from ctxcache.wire.address import Address
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -79,9 +80,25 @@ def _share(name: str, given: object) -> Share:
         raise ValueError(f"{name}: {error}") from error
 
 
+def check_address(value: str) -> str:
+    """The same text, which is empty, `auto` or `host:port`. Raises ValueError."""
+    if value not in ("", "auto"):
+        Address.of(value)
+    return value
+
+
+def check_own_address(value: str) -> str:
+    """The same text, which is empty or `host:port`. Raises ValueError."""
+    if value:
+        Address.of(value)
+    return value
+
+
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=SIZE_LIMIT_BYTES)]
 TenantShares = Annotated[dict[str, Share], NoDecode, BeforeValidator(parse_tenant_shares)]
 Identities = Annotated[tuple[Rule, ...], NoDecode, BeforeValidator(parse_rules)]
+OwnAddress = Annotated[str, AfterValidator(check_own_address)]
+SideAddress = Annotated[str, AfterValidator(check_address)]
 Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(split_paths)]
 
 
@@ -115,7 +132,7 @@ class Settings(BaseSettings):
     ssd_copies: int = _knob("ssd_copies")
     ssd_hang_after_s: float = _knob("ssd_hang_after_s")
     ssd_size_bytes: Size = _knob("ssd_size_bytes")
-    listen: str = _knob("listen")
+    listen: OwnAddress = _knob("listen")
     unix_socket: str = _knob("unix_socket")
     control_socket: str = _knob("control_socket")
     tls_certificate: Path | None = _knob("tls_certificate")
@@ -124,8 +141,8 @@ class Settings(BaseSettings):
     identities: Identities = _knob("identities")
     token_hashes: Path | None = _knob("token_hashes")
     insecure_listen: bool = _knob("insecure_listen")
-    bulk_listen: str = _knob("bulk_listen")
-    metrics_listen: str = _knob("metrics_listen")
+    bulk_listen: SideAddress = _knob("bulk_listen")
+    metrics_listen: SideAddress = _knob("metrics_listen")
     metrics_tls_certificate: Path | None = _knob("metrics_tls_certificate")
     metrics_tls_key: Path | None = _knob("metrics_tls_key")
     metrics_token_file: Path | None = _knob("metrics_token_file")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctxcache.errors import InvalidArgument
+from ctxcache.wire.address import Address
 from gpu_worker.cli.serve import LOG_FORMAT, TokenFile
 from gpu_worker.engines.llamacpp import LlamaSettings
 
@@ -70,9 +71,10 @@ def llamacpp(
     ] = None,
 ) -> None:
     """Serve a model by llama.cpp, and keep its conversations in the store."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgument(field="--listen", problem=f"{listen!r} is not HOST:PORT")
+    try:
+        host, port = Address.of(listen)
+    except ValueError as error:
+        raise InvalidArgument(field="--listen", problem=str(error)) from error
     parameters = {}
     for text in param or []:
         name, is_setting, value = text.partition("=")
@@ -82,7 +84,7 @@ def llamacpp(
     settings = LlamaSettings(
         model=model,
         host=host,
-        port=int(port),
+        port=port,
         slot_count=slots,
         context_tokens=context,
         parameters=parameters,

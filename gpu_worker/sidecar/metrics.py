@@ -25,6 +25,7 @@ from ctxcache.errors import AddressUnusable, CorruptSegment, InvalidConfiguratio
 from ctxcache.observe.bearer import CHALLENGE, Bearer
 from ctxcache.observe.metric import Group, MetricKind, counter, gauge
 from ctxcache.runtime.files import check_secret, secret_refusal
+from ctxcache.wire.address import Address
 from gpu_worker.direct import DirectPath, Live
 from gpu_worker.sidecar.edge import AdmissionLimit
 
@@ -351,23 +352,23 @@ class MetricsServer:
         self, address: str, collector: Collector, guard: MetricsGuard = MetricsGuard()
     ) -> None:  # it never changes
         """Listen. Raises InvalidConfiguration, AddressUnusable."""
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise InvalidConfiguration(source="metrics_listen", problem=f"{address!r} is not host:port")
+        try:
+            host, port = Address.of(address)
+        except ValueError as error:
+            raise InvalidConfiguration(source="metrics_listen", problem=str(error)) from error
         certificate = _Certificate.of(guard)
         bearer = None if guard.token is None else Bearer(guard.token, source="metrics_token_file")
         registry = CollectorRegistry()
         registry.register(collector)
-        host = host.strip("[]")
         try:
             self._server = make_server(
                 host,
-                int(port),
+                port,
                 _guarded(make_wsgi_app(registry), bearer),
                 _server_of(host, certificate),
                 handler_class=_Silent,
             )
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             problem = getattr(error, "strerror", None) or str(error)
             raise AddressUnusable(address=address, problem=problem) from error
         self.address = f"{address.rpartition(':')[0]}:{self._server.server_address[1]}"

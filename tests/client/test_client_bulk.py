@@ -17,7 +17,7 @@ from server_process import ServerProcess
 
 import ctxcache
 from ctxcache.client import Client, bulk_rows
-from ctxcache.client.bulk_rows import Connection, host_of
+from ctxcache.client.bulk_rows import Connection
 from ctxcache.client.types import Durability
 from ctxcache.errors import (
     CacheError,
@@ -379,26 +379,6 @@ def test_a_server_of_an_earlier_version_is_read_by_grpc(connect: Connect, far_si
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
     with pytest.raises(CacheError):
         connect(access="remote", transport="socket").sessions.open(NAME, OWN).read()
-
-
-@pytest.mark.parametrize(
-    ("target", "host"),
-    [
-        ("127.0.0.1:7420", "127.0.0.1"),
-        ("cache.internal:7420", "cache.internal"),
-        ("dns:///cache:7420", "cache"),
-        ("[::1]:7420", "::1"),
-        ("ipv6:[::1]:7420", "::1"),
-        ("ipv4:10.0.0.1:7420", "10.0.0.1"),
-        ("ipv4:10.0.0.1:1,10.0.0.2:1", None),
-        ("unix:/run/socket", None),
-        ("dns://resolver/cache:7420", None),
-        ("cache", None),
-    ],
-)
-def test_the_host_of_a_target(target: str, host: str | None) -> None:
-    """A target that names no one host is left to gRPC."""
-    assert host_of(target) == host
 
 
 def test_an_access_that_does_not_exist_is_refused() -> None:

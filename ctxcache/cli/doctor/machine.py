@@ -24,6 +24,7 @@ from ctxcache.runtime.clock import StoreClock
 from ctxcache.settings import sizes
 from ctxcache.settings.config import Settings
 from ctxcache.storage.tiers.shared_memory import HUGE_PAGE_BYTES, free_huge_bytes
+from ctxcache.wire.address import Address
 
 RDMA = Path("/sys/class/infiniband")
 ROOMY_HUGE = ("always", "within_size", "advise")
@@ -288,10 +289,10 @@ def server(call: CliCall) -> Finding:
 def listen_address(settings: Settings) -> Finding:
     """Say whether the TCP address is free. Taken is no failure: it may be the server itself."""
     name = f"address {settings.listen}"
-    host, _, port = settings.listen.rpartition(":")
+    host, port = Address.of(settings.listen)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             # A port in TIME_WAIT is free to a server, which binds likewise.
