@@ -90,6 +90,7 @@ class Cache:
         #
         #     Appends     ──► MemoryRoom, DirtyBound, Pins, Staging, Flushing
         #     Leases      ──► Promotions, Mending, Pins
+        #     Sessions    ──► Leases, to compare token ids
         #     Promotions  ──► MemoryRoom, Mending
         #     MemoryRoom  ──► Staging, Flushing, SsdRoom
         #     Flushing    ──► Staging, Mending
@@ -125,8 +126,10 @@ class Cache:
         )
         self.prefetching = Prefetching(state, self.promotions, self.mending)
         self.models = Models(state, metadata)
+        leased = Pins("leases", memory.capacity_bytes, limits.lease_share, limits)
+        self.leases = Leases(state, io, self.promotions, self.mending, leased)
         self.sessions = Sessions(
-            state, metadata, self.departures, self.ssd_room, self.flushing, default_expiration
+            state, metadata, self.departures, self.ssd_room, self.flushing, self.leases, default_expiration
         )
         self.queues = Queues(state, queue_limits)
         self.hints = Hints(state, self.flushing, self.prefetching, self.queues)
@@ -141,8 +144,6 @@ class Cache:
             self.dirty_bound,
             Pins("reservations", memory.capacity_bytes, limits.reservation_share, limits),
         )
-        leased = Pins("leases", memory.capacity_bytes, limits.lease_share, limits)
-        self.leases = Leases(state, io, self.promotions, self.mending, leased)
         self.prefixes = Prefixes(state, metadata, self.departures, self.flushing, self.leases)
         self.blocks = Blocks(
             state,

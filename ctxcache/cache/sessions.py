@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 from ctxcache.cache.eviction import Departures, SsdRoom, record_of, segment_record_of
 from ctxcache.cache.flushing import Flushing
+from ctxcache.cache.leases import Leases, ReadRequest
 from ctxcache.cache.state import EMPTY, LOOKUP, STEP_BY_STEP, Call, Fact, Pace, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Count
 from ctxcache.core.ledger.session import Expiration, Session, SessionView
+from ctxcache.core.prefix.keys import TOKEN_BYTES
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import (
     CacheError,
@@ -33,7 +35,7 @@ from ctxcache.errors import (
     WriteInProgress,
 )
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.streams import StreamRange, contents_within
+from ctxcache.format.streams import TOKENS, StreamRange, contents_within, ranges_of
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 
 FIRST_GENERATION_BITS = 31
@@ -86,12 +88,13 @@ class Sessions:
         departures: Departures,
         ssd_room: SsdRoom,
         flushing: Flushing,
+        leases: Leases,
         default: Expiration,
     ) -> None:
         self._state = state
         self._ledger = state.ledger
         self._departures, self._ssd_room, self._flushing = departures, ssd_room, flushing
-        self._metadata = metadata
+        self._metadata, self._leases = metadata, leases
         self.default_expiration = default
 
     async def create(
@@ -305,13 +308,18 @@ class Sessions:
             self._replaceable(source, kept, new_id, replaces)
         counted: Count | None = None
         gone_through: tuple[bytes, int] | None = None
-        # Two preparations that wait, and after each of them everything is looked at again:
+        compared: tuple[bytes, int, int] | None = None
+        # Three preparations that wait, and after each of them everything is looked at again:
         #
         #     flush          what is shared must be durable: one record lists it for two sessions
+        #     compare        what takes another's place must be of the same token ids
         #     make shareable count with the kin, so that the last step costs the same for a million tokens
         while True:
             if source.durable_end < source.log_end:
                 await self._flushing.flush(source)
+            elif replaces is not None and compared != (source.uid, source.generation, kept):
+                compared = source.uid, source.generation, kept
+                await self._check_same_tokens(source, new_id, replaces, kept)
             elif gone_through != (source.uid, source.generation):
                 gone_through = source.uid, source.generation
                 counted = await self._make_shareable(source, ranges.select(source.live, 0, kept), pace)
@@ -383,6 +391,26 @@ class Sessions:
         if not found.is_idle or self._ledger.placement.is_awaited(found.uid):
             raise SessionInUse(session=found.name)
         return found
+
+    async def _check_same_tokens(
+        self, source: Session, session_id: str, generation: int, token_count: int
+    ) -> None:
+        """Compare the first token ids of two sessions. Raises InvalidArgument, what a stream raises."""
+        # Keys cannot tell: they are made with the layout, which is what differs between the two.
+        own = await self._token_ids(source, source.session_id, source.generation, token_count)
+        theirs = await self._token_ids(source, session_id, generation, token_count)
+        if own != theirs:
+            differing = next(i for i, pair in enumerate(zip(own, theirs, strict=True)) if pair[0] != pair[1])
+            problem = f"has other token ids than the source, from token {differing // TOKEN_BYTES} on"
+            raise InvalidArgument(field="session_id", problem=problem)
+
+    async def _token_ids(self, like: Session, session_id: str, generation: int, token_count: int) -> bytes:
+        """The first token ids of a session of this one's tenant and model, by a read that is no use."""
+        request = ReadRequest(
+            like.tenant, session_id, like.model_fingerprint, generation, 0, token_count, is_quiet=True
+        )
+        async with self._leases.stream(request, ranges_of((TOKENS,))) as (_, _, rows):
+            return b"".join([bytes(item.data) async for item in rows])
 
     async def _take_place(self, replaced: Session, fork: Session, source: Session) -> SessionView:
         # All that belongs to the name goes on: its times, pins and copies. Only its rows are others.

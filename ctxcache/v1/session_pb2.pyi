@@ -601,9 +601,9 @@ class ForkSessionRequest(_message.Message):
     replaces_generation: _builtins.int
     """Take the place of the session that has `session_id`, which must be at this generation: the same tokens with
     other streams. One durable step: a crash leaves the one or the other, whole. It must have the source's model,
-    salt, contents and number of tokens, and none dropped where the source has none dropped; that the tokens are the
-    same is the caller's promise. The new session has another uid and a higher generation, and the other's name,
-    times, expiry, pin and copies; `expiration` must be unset. It counts as no access. Unset: a new session.
+    salt, contents and token ids, which the server compares, and none dropped where the source has none dropped.
+    The new session has another uid and a higher generation, and the other's name, times, expiry, pin and copies;
+    `expiration` must be unset. It counts as no access. Unset: a new session.
     """
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:

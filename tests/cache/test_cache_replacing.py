@@ -128,6 +128,8 @@ async def test_a_form_that_cannot_take_the_place_changes_nothing(rig: MemoryRig,
     await staged(rig, "short", tokens[:-1])
     await staged(rig, "seen", tokens, contents=[Content(0, 5, bytes(32))])
     await staged(rig, "foreign", tokens, model_id="other", fingerprint=other.fingerprint())
+    await staged(rig, "twin", Writer(3).make(COUNT))
+    await staged(rig, "tail", [*tokens[:-1], Writer(3).make(COUNT)[-1]])
     await rig.create("cut")
     await rig.append("cut", Writer(2).make(COUNT + 5))
     await rig.truncate("cut", (0, 5))
@@ -138,6 +140,8 @@ async def test_a_form_that_cannot_take_the_place_changes_nothing(rig: MemoryRig,
         (InvalidArgument, "salted", "chat", None, "another salt"),
         (InvalidArgument, "short", "chat", None, f"has {COUNT} tokens, and {COUNT - 1}"),
         (InvalidArgument, "seen", "chat", None, "other contents"),
+        (InvalidArgument, "twin", "chat", None, "other token ids than the source, from token 0 on"),
+        (InvalidArgument, "tail", "chat", None, f"from token {COUNT - 1} on"),
         (InvalidArgument, "staged", "cut", None, "tokens that were dropped"),
         (InvalidArgument, "staged", "staged", None, "the source itself"),
         (ModelFingerprintMismatch, "foreign", "chat", None, ""),
@@ -145,6 +149,9 @@ async def test_a_form_that_cannot_take_the_place_changes_nothing(rig: MemoryRig,
     for error, source, name, generation, problem in wrong:
         with pytest.raises(error, match=problem or None):
             await put_in_place(rig, source, name, generation)
+    await rig.demote("chat")
+    with pytest.raises(InvalidArgument, match="other token ids"):
+        await put_in_place(rig, "twin", "chat")
     session = rig.cache.ledger.find(TENANT, "chat")
     for error, begin, end in users(rig, session.uid):
         handle = await begin()
