@@ -27,6 +27,7 @@ from ctxcache.wire.address import Address
 GIB = 1 << 30
 MIB = 1 << 20
 ARENA_CAP_BYTES = 8 * GIB
+SSD_LEAST_BYTES = MIB
 SSD_CAP_BYTES = 32 * GIB
 PREFIX = "CTXCACHE_"
 Source = Literal["option", "environment", "file", "default"]
@@ -187,6 +188,15 @@ class Settings(BaseSettings):
     fault_injection: bool = _knob("fault_injection")
     log_level: Literal["debug", "info", "warning", "error"] = _knob("log_level")
     log_format: Literal["text", "json"] = _knob("log_format")
+
+    @field_validator("ssd_size_bytes")
+    @classmethod
+    def _has_room(cls, value: int) -> int:
+        if 0 < value < SSD_LEAST_BYTES:
+            raise ValueError(
+                f"{value} B is too small for a tier: at least {SSD_LEAST_BYTES} B, or 0 for automatic"
+            )
+        return value
 
     # The lower mark is declared before the upper one: a validator sees only the fields before its own.
     @field_validator("dram_high_watermark", "dirty_limit")

@@ -206,6 +206,11 @@ class FreshDirectory:
         (self.path / RESTORING).unlink()
 
 
+def rocksdb_path(path: Path) -> str:
+    """The path as RocksDB takes it: UTF-8, whatever the locale. Raises UnicodeDecodeError."""
+    return os.fsencode(path).decode()
+
+
 def entries(path: Path) -> list[Path]:
     """The server's entries in the directory, sockets apart; also metadata that a rebuild has kept.
 
@@ -236,7 +241,11 @@ def _check_fresh(path: Path) -> None:
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
     try:
+        rocksdb_path(path)
         yield
+    except UnicodeDecodeError as error:
+        problem = "its path is not UTF-8, and RocksDB takes no other: name another directory"
+        raise DataDirectoryUnusable(path=ascii(str(path)), problem=problem) from error
     except FileExistsError as error:
         raise DataDirectoryUnusable(path=str(path), problem="it is not a directory") from error
     except OSError as error:

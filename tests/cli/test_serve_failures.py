@@ -1,6 +1,7 @@
 """Every way in which a server cannot start: one sentence, a documented exit code, nothing left open."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -105,6 +106,22 @@ def test_an_ssd_file_larger_than_the_disk(tmp_path: Path) -> None:
 
     check_refused(ran, ExitCode.RESOURCE_EXHAUSTED, "no room in SSD", "1.0 PiB needed")
     assert (tmp_path / "data" / "ssd" / "segments.dat").stat().st_size == 0
+
+
+def test_an_ssd_file_too_small_for_a_segment(tmp_path: Path) -> None:
+    """A tier that could hold nothing is refused, and nothing is made."""
+    ran = serve(tmp_path / "data", "--ssd-size-bytes", "1")
+
+    check_refused(ran, ExitCode.CONFIGURATION, "ssd_size_bytes", "at least 1048576 B")
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_path_that_is_not_utf_8(tmp_path: Path) -> None:
+    """RocksDB takes paths of UTF-8 alone, whatever the locale: another one is refused in our words."""
+    data = tmp_path / os.fsdecode(b"d\xe4ten")
+
+    check_refused(serve(data), ExitCode.DATA_DIRECTORY_UNUSABLE, "its path is not UTF-8")
+    assert not data.exists()
 
 
 def test_an_ssd_directory_on_a_full_disk(tmp_path: Path) -> None:
