@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -105,6 +106,8 @@ class StoreLink(Generic[Subject]):
         """Whether the user heard that the store cannot be used, and not since that it is."""
         self._told: set[type[CacheError]] = set()
         """Owned by `_changed`: errors of which the user has heard."""
+        self._met_at: set[tuple[str, int | None]] = set()
+        """Owned by `_changed`: places of errors that nobody foresaw."""
         self._asked_s: float | None = None
         """Owned by `_changed`: when the store was asked the question that it has not answered."""
         self._answered_s = -math.inf
@@ -145,7 +148,7 @@ class StoreLink(Generic[Subject]):
             return self._client, self._subject
 
     def call(self, work: Callable[[Client, Subject], Result], otherwise: Result) -> Result:
-        """The result of `work`; `otherwise` where the store cannot be used, or a call fails."""
+        """The result of `work`; `otherwise` where the store cannot be used, or `work` fails in any way."""
         used = self.use()
         return otherwise if used is None else self.tried(lambda: work(*used), otherwise)
 
@@ -155,7 +158,11 @@ class StoreLink(Generic[Subject]):
             return work()
         except CacheError as error:
             self.failed(error)
-            return otherwise
+        except Exception as error:
+            # Engines call from threads that end by an error, and with whatever a request brought.
+            if self._is_new(error):
+                log.exception("a call of the context store failed, which is not said again")
+        return otherwise
 
     def answers(self, since_s: float, within_s: float) -> bool:
         """Whether the store can be used; for a caller that has waited for it since then. Never waits.
@@ -198,6 +205,14 @@ class StoreLink(Generic[Subject]):
             elif type(error) not in self._told:
                 self._told.add(type(error))
                 log.warning("the context store refuses a call, which is not said again: %s", error)
+
+    def _is_new(self, error: Exception) -> bool:
+        """Whether an error that nobody foresaw is the first one from its place."""
+        *_, last = traceback.extract_tb(error.__traceback__)
+        with self._changed:
+            is_new = (last.filename, last.lineno) not in self._met_at
+            self._met_at.add((last.filename, last.lineno))
+        return is_new
 
     def close(self) -> None:
         """End the thread, then the client; a thread in the middle of something closes the client itself."""

@@ -145,6 +145,8 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         )
         self._pools: dict[str, Pool] = {}
         """By name."""
+        self._told: set[str] = set()
+        """Names of pools of which the user has heard that they do not fit."""
 
     # -- pools ----------------------------------------------------------------------------------------
 
@@ -235,8 +237,12 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         if len(targets) != len(keys) or any(one is None for one in targets):
             return [None] * len(keys)
         # Tensors that are not contiguous have no such view, which is an error.
-        places = [[one.view(-1).view(torch.uint8).numpy()] for one in targets]
-        loaded = self._loaded(str(PoolName.KV), keys, places, 1)
+        loaded = self._loaded(
+            str(PoolName.KV),
+            keys,
+            lambda: [[one.view(-1).view(torch.uint8).numpy()] for one in targets],
+            1,
+        )
         return [target if is_there else None for target, is_there in zip(targets, loaded, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -248,8 +254,14 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
     ) -> bool:
         """Store pages; whether all are there."""
         del target_locations, target_sizes
-        pages = [[one.contiguous().view(torch.uint8).reshape(-1).numpy()] for one in values or []]
-        return all(self._stored(str(PoolName.KV), keys, pages, 1))
+        return all(
+            self._stored(
+                str(PoolName.KV),
+                keys,
+                lambda: [[one.contiguous().view(torch.uint8).reshape(-1).numpy()] for one in values or []],
+                1,
+            )
+        )
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -290,40 +302,45 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         if pool is None or indices is None:
             return [False] * len(keys)
         if pool.piece_count:
-            return self._loaded(name, keys, pool.pieces(indices), pool.piece_count)
+            return self._loaded(name, keys, lambda: pool.pieces(indices), pool.piece_count)
         pages = [[np.empty(pool.page_bytes, np.uint8)] for _ in keys]
-        loaded = self._loaded(name, keys, pages, 1)
-        for i, (page, is_there) in enumerate(zip(pages, loaded, strict=True)):
-            if is_there:
-                pool.put_back(int(indices[i * pool.page_tokens]), page)
-        return loaded
+        loaded = self._loaded(name, keys, lambda: pages, 1)
+
+        def put_back() -> list[bool]:
+            for i, (page, is_there) in enumerate(zip(pages, loaded, strict=True)):
+                if is_there:
+                    pool.put_back(int(indices[i * pool.page_tokens]), page)
+            return loaded
+
+        return self._link.tried(put_back, [False] * len(keys))
 
     def _store(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
         pool = self._pool(name, keys, indices)
         if pool is None or indices is None:
             return [False] * len(keys)
         if pool.piece_count:
-            return self._stored(name, keys, pool.pieces(indices), pool.piece_count)
+            return self._stored(name, keys, lambda: pool.pieces(indices), pool.piece_count)
         # Indices are of tokens; a page's own are one behind the other.
-        firsts = indices[:: pool.page_tokens].tolist()
-        return self._stored(name, keys, list(map(pool.copy_of, firsts)), 1)
+        return self._stored(
+            name, keys, lambda: [pool.copy_of(i) for i in indices[:: pool.page_tokens].tolist()], 1
+        )
 
     def _loaded(
-        self, name: str, keys: Sequence[str], pages: Sequence[list[Bytes]], part_count: int
+        self, name: str, keys: Sequence[str], pages: Callable[[], Sequence[list[Bytes]]], part_count: int
     ) -> list[bool]:
         def load(client: Client, weights: bytes) -> list[bool]:
             space = self._space(weights, name, parts=part_count)
-            found = client.blocks.load(space, list(map(_key, keys)), list(pages))
+            found = client.blocks.load(space, list(map(_key, keys)), list(pages()))
             return [one is not None for one in found]
 
         return self._link.call(load, [False] * len(keys))
 
     def _stored(
-        self, name: str, keys: Sequence[str], pages: Sequence[list[Bytes]], part_count: int
+        self, name: str, keys: Sequence[str], pages: Callable[[], Sequence[list[Bytes]]], part_count: int
     ) -> list[bool]:
         def store(client: Client, weights: bytes) -> list[bool]:
             space, settings = self._space(weights, name, parts=part_count), self._settings
-            blocks = dict(zip(map(_key, keys), pages, strict=True))
+            blocks = dict(zip(map(_key, keys), pages(), strict=True))
             client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
             return [True] * len(keys)
 
@@ -333,7 +350,9 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         """The pool, if it has as many places as there are pages."""
         pool = self._pools.get(name)
         if pool is None or indices is None or indices.numel() != len(keys) * pool.page_tokens:
-            log.error("pages of %s are not stored or loaded: no pool, or not a place for each token", name)
+            if name not in self._told:
+                self._told.add(name)
+                log.error("pages of %s are not stored or loaded: no pool, or no place for each token", name)
             return None
         return pool
 
@@ -378,11 +397,12 @@ def _fingerprint(name: str, directory: str | None, client: Client) -> bytes:
     """The digest of the model's weights, or of its name where the weights are not known."""
     del client
     weights = "" if directory is None else digest_checkpoint(Path(directory))
-    return hashlib.sha256(f"sglang {name} {weights}".encode()).digest()
+    return hashlib.sha256(f"sglang {name} {weights}".encode(errors="surrogatepass")).digest()
 
 
 def _key(page_hash: str) -> bytes:
-    return hashlib.sha256(page_hash.encode()).digest()
+    # A caller's words may be part of it: a lone surrogate is no character.
+    return hashlib.sha256(page_hash.encode(errors="surrogatepass")).digest()
 
 
 def _leading(there: Sequence[bool]) -> int:

@@ -65,10 +65,15 @@ class ChunkSettings(StoreSettings):
 def space_of(model_name: str, weights: bytes, *, tag: str, salt: str = "") -> BlockSpace:
     """Where chunks of a model are looked for."""
     return BlockSpace(
-        hashlib.sha256(b"%s\0%s" % (model_name.encode(), weights)).digest(),
+        hashlib.sha256(b"%s\0%s" % (_encoded(model_name), weights)).digest(),
         layout_tag=tag,
-        salt=hashlib.sha256(salt.encode()).digest() if salt else b"",
+        salt=hashlib.sha256(_encoded(salt)).digest() if salt else b"",
     )
+
+
+def _encoded(name: str) -> bytes:
+    # Models, salts and tags are named by callers: a lone surrogate is no character, and may be in a name.
+    return name.encode(errors="surrogatepass")
 
 
 # A chunk of 40 MiB, as three blocks:
@@ -83,7 +88,7 @@ class BlockKeys:
     def __init__(self, facts: str, size_bytes: int) -> None:
         count = max(-(-size_bytes // MOST_BLOCK_BYTES), 1)
         # All but the hash, added up once for many chunks.
-        self._begun = [hashlib.sha256(f"{facts} {count} {number} ".encode()) for number in range(count)]
+        self._begun = [hashlib.sha256(_encoded(f"{facts} {count} {number} ")) for number in range(count)]
 
     def of(self, chunk_hash: bytes) -> list[bytes]:
         """The keys of a chunk's blocks."""

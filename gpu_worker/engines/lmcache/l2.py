@@ -191,7 +191,10 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         self, keys: "list[ObjectKey]", group_layout_descs: "dict[int, MemoryLayoutDesc]"
     ) -> int:
         """Look chunks up, and hold those in the store's memory until they are unlocked."""
-        names, nothing = self._layouts.names(keys, group_layout_descs), Bitmap(len(keys))
+        nothing = Bitmap(len(keys))
+        names = self._link.tried(
+            lambda: self._layouts.names(keys, group_layout_descs), list[Ways]([] for _ in keys)
+        )
         begun = self._link.call(partial(self._begin_to_look_up, keys, names), None)
         if begun is None:
             return self._lookups.submit(lambda: _bitmap(self._look_up(keys, names)), nothing)
@@ -229,9 +232,9 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
 
         Of others the layout is not known; the store lets go of them as of what nobody asks for.
         """
-        names = self._layouts.names(keys, {})
 
         def delete(client: Client, weights: bytes) -> None:
+            names = self._layouts.names(keys, {})
             for space, places in _by_space(keys, weights).items():
                 client.blocks.delete(space, _names_in([names[i] for i in places]))
 

@@ -195,20 +195,20 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
 
     def _store(self, keys: "Sequence[CacheEngineKey]", chunks: "Sequence[MemoryObj]") -> None:
         settings = self._settings
-        blocks: dict[bytes, Bytes] = {}
-        parents: dict[bytes, bytes] = {}
-        for key, chunk in zip(keys, chunks, strict=True):
-            data = bytes_of(chunk)
-            shape = RemoteMetadata(
-                data.nbytes, chunk.get_shapes(), chunk.get_dtypes(), chunk.get_memory_format()
-            )
-            head = np.frombuffer(shape.serialize(), np.uint8)
-            own = cut(_block_keys(key, data.nbytes), data) | {_head(key): head}
-            # `own` is in order: blocks first, the head last.
-            parents |= {child: parent for parent, child in pairwise(own)}
-            blocks |= own
 
         def put(client: Client, weights: bytes) -> None:
+            blocks: dict[bytes, Bytes] = {}
+            parents: dict[bytes, bytes] = {}
+            for key, chunk in zip(keys, chunks, strict=True):
+                data = bytes_of(chunk)
+                shape = RemoteMetadata(
+                    data.nbytes, chunk.get_shapes(), chunk.get_dtypes(), chunk.get_memory_format()
+                )
+                head = np.frombuffer(shape.serialize(), np.uint8)
+                own = cut(_block_keys(key, data.nbytes), data) | {_head(key): head}
+                # `own` is in order: blocks first, the head last.
+                parents |= {child: parent for parent, child in pairwise(own)}
+                blocks |= own
             client.blocks.put(
                 self._space(weights),
                 blocks,
