@@ -42,6 +42,7 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.aging import RENT_S_PER_GB_HOUR, THAW_S, Aging
+from gpu_worker.engines import names
 from gpu_worker.errors import IncompleteRestore, LaneStuck, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.generation import SINK_TOKENS, Capture, Stops, common_prefix, fit, prefill, stream_greedy
@@ -328,6 +329,11 @@ def context_window(model: PreTrainedModel) -> int:
     return found
 
 
+def _name_of(session_id: str) -> str:
+    """The resource name of the session that a caller names so. Raises InvalidArgument for no name."""
+    return f"sessions/{names.session_id(session_id)}"
+
+
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -603,7 +609,7 @@ class TransformersEngine(Closing):
 
     def wait(self, session_id: str) -> CacheError | None:
         """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
-        failure = self._savers.wait(f"sessions/{session_id}")
+        failure = self._savers.wait(_name_of(session_id))
         if self._snapshots is not None:
             self._snapshots.wait()
         return failure
@@ -625,7 +631,7 @@ class TransformersEngine(Closing):
         Of a model that keeps states the token ids are read: snapshots are found by them. Raises
         SessionNotFound, ModelFingerprintMismatch, InvalidArgument(field="profile").
         """
-        session = self._client.sessions.get(f"sessions/{session_id}")
+        session = self._client.sessions.get(_name_of(session_id))
         self._own.check(session.name, session.model_fingerprint)
         (found,) = self._client.sessions.lookup([(session.name, session.model_fingerprint)])
         snapshot_tokens = 0
@@ -677,6 +683,7 @@ class TransformersEngine(Closing):
     ) -> Turn:
         """Continue a session by `new_token_ids` and up to `max_new_tokens` generated ones.
 
+        A session may have any name: one outside the store's alphabet is known by its digest (`names`).
         `history` is every token before the new ones, as the caller knows it; where the store has
         less or other, it is prefilled from there. None: the session's own tokens are the history.
         Raises InvalidArgument, ModelFingerprintMismatch, Unavailable, DeadlineExceeded. Raises
@@ -716,7 +723,7 @@ class TransformersEngine(Closing):
         failure = self.wait(session_id)
         # Its last turn was not saved whole: with no history given, that is the caller's to notice.
         turn.miss_reason = failure.reason if failure else ""
-        session = self._open(session_id)
+        session = self._open(_name_of(session_id))
         if history and not session.token_count:
             turn.miss_reason = turn.miss_reason or SessionNotFound.reason
         history_count = session.token_count if history is None else len(history)
@@ -731,11 +738,13 @@ class TransformersEngine(Closing):
             session = self._truncate(session, cutting.recent_count, turn)
         return session, cutting.apply(known)
 
-    def _open(self, session_id: str) -> SessionInfo:
+    def _open(self, name: str) -> SessionInfo:
+        """The session of this resource name, made where there is none."""
         try:
-            session = self._client.sessions.get(f"sessions/{session_id}")
+            session = self._client.sessions.get(name)
         except SessionNotFound:
-            return self._client.sessions.create(self._own, id=session_id, layout=self._layout).info
+            id_ = name.removeprefix("sessions/")
+            return self._client.sessions.create(self._own, id=id_, layout=self._layout).info
         self._own.check(session.name, session.model_fingerprint)
         return session
 
@@ -768,7 +777,7 @@ class TransformersEngine(Closing):
                 # Without a history the tokens are lost too: going on would answer another conversation.
                 if known is None:
                     raise
-                session = self._open(session.name.removeprefix("sessions/"))
+                session = self._open(session.name)
         return self._nothing_restored(session)
 
     def _restore_common(

@@ -270,7 +270,7 @@ class TransformersBatchEngine(TransformersEngine):
             one.turn.miss_reason = error.reason
             if one.known is None or not isinstance(error, DAMAGED):
                 return self._missed(start.session, start.saved, error)
-            one.session = self._open(one.request.session_id)
+            one.session = self._open(one.session.name)
         begun = self._restore(one.session, one.known, one.wanted.new_tokens, one.turn)
         one.start, one.failed = begun, None
         if one.is_restored():

@@ -20,6 +20,7 @@ from ctxcache.client.routes import Access
 from ctxcache.errors import ModelFingerprintMismatch, SessionNotFound, WriteInProgress
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.engines import names
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
@@ -317,3 +318,38 @@ def test_another_model_of_the_same_id_is_refused(client: Client) -> None:
 
     with pytest.raises(ModelFingerprintMismatch):
         TransformersEngine(_model("qwen2"), client, model_spec(_model("qwen2"), model_id="taken"), plan)
+
+
+ODD_NAMES = ["alice@example.com", "a b/c", "Привет", "x" * 5000, "a\ud800", ".hidden", "sha256:0", "a.rank1"]
+
+
+@pytest.mark.parametrize("odd", ODD_NAMES)
+def test_a_session_of_any_name_comes_back(client: Client, session_id: str, odd: str) -> None:
+    """By its digest, of which no other name makes a session."""
+    name = f"{odd}{session_id}" if not odd.endswith("rank1") else f"{session_id}{odd}"
+    first = _turn(client, name, TURNS[0])
+    second = _turn(client, name, TURNS[1])
+    assert [first.token_ids, second.token_ids] == _never_dropped("llama")[:2]
+    assert second.reused_token_count == len(TURNS[0]) + len(first.token_ids)
+    assert client.sessions.get(f"sessions/{names.session_id(name)}").token_count > second.reused_token_count
+
+
+@pytest.mark.parametrize("damage", ["cut to nothing", "cut", "deleted", "damaged"])
+def test_a_damaged_session_is_saved_again_each_time(
+    server: ServerProcess, client: Client, session_id: str, damage: str
+) -> None:
+    """Three times over, whoever damaged it: the turn behind the next one finds all of it."""
+    for round_ in range(3):
+        history = _history("llama", 1)
+        turn = _turn(client, session_id, TURNS[1], history=history)
+        assert turn.token_ids == _never_dropped("llama")[1]
+        whole = _turn(client, session_id, TURNS[2], history=_history("llama", 2))
+        assert whole.token_ids == _never_dropped("llama")[2]
+        assert whole.reused_token_count == len(_history("llama", 2)), (round_, whole.miss_reason)
+        name = f"sessions/{session_id}"
+        if damage == "deleted":
+            client.sessions.delete(name)
+        elif damage == "damaged":
+            _corrupt(server, client, session_id, 3)
+        else:
+            client.sessions.keep_first(name, 0 if damage == "cut to nothing" else 33)

@@ -82,7 +82,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def test_replies_are_those_of_one_at_a_time(store: ServerProcess, name: str, method: str) -> None:
     """Over a second engine that knows nothing, and on in an engine of one at a time."""
     said = {session: _alone(name, prompts) for session, prompts in PROMPTS.items()}
-    prefix = f"{name}-{method}"
+    # Names that are no ids of the store.
+    prefix = f"{name} {method}@example.com"
     with ctxcache.connect(store.target) as client:
         for turn in range(2):
             with _engine(client, name, Method(method)) as engine:
