@@ -1,5 +1,6 @@
 """A fork takes another session's place in one durable step, and upkeep that reads is no user."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from cache_rig import (
     expected,
     rows_of,
 )
+from fakes import Operation
 from memory_metadata import MemoryMetadata
 
 from ctxcache.core.ledger.session import Expiration, SessionView
@@ -179,6 +181,49 @@ def users(
     yield WriteInProgress, lambda: rig.reserve("chat", 5), appends.release
     yield SessionInUse, lambda: rig.acquire("chat"), lambda one: leases.release(one.lease_id)
     yield SessionInUse, wait_for_it, lambda _: placement.withdrawn(session)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "token_count"),
+    [
+        ("append", GenerationMismatch, COUNT + 5),
+        ("cut", GenerationMismatch, COUNT - 1),
+        ("delete", SessionNotFound, 0),
+        ("write", WriteInProgress, COUNT),
+        ("read", SessionInUse, COUNT),
+        ("await", SessionInUse, COUNT),
+    ],
+)
+async def test_what_others_do_while_the_source_is_flushed_is_seen(
+    rig: MemoryRig, tokens: list[Token], change: str, error: type[CacheError], token_count: int
+) -> None:
+    """Rows that were acknowledged meanwhile stay, and who reads or waits by then is not disturbed."""
+    await rig.create("chat")
+    await rig.append("chat", tokens, is_durable=True)
+    await staged(rig, "staged", tokens)
+    session, more = rig.cache.ledger.find(TENANT, "chat"), Writer(2).make(5)
+    write, lease, wait = (begin for _, begin, _ in users(rig, session.uid))
+    changes: dict[str, Callable[[], Awaitable[object]]] = {
+        "append": lambda: rig.append("chat", more),
+        "cut": lambda: rig.truncate("chat", (0, 1)),
+        "delete": lambda: rig.delete("chat"),
+        "write": write,
+        "read": lease,
+        "await": wait,
+    }
+    write_count = rig.ssd.counts[Operation.WRITE]
+    gate = rig.ssd.hold(Operation.WRITE)
+    putting = asyncio.create_task(put_in_place(rig, "staged", "chat"))
+    await rig.reached(Operation.WRITE, write_count + 1)
+    await changes[change]()
+    gate.set()
+
+    with pytest.raises(error):
+        await putting
+    assert rig.names() == ({"chat", "staged"} if token_count else {"staged"})
+    if token_count:
+        left = (tokens + more)[token_count < COUNT :][:token_count]
+        assert await read(rig, "chat", is_quiet=True) == expected(left)
 
 
 async def test_a_lease_that_lingers_is_no_reader(rig: MemoryRig, tokens: list[Token]) -> None:

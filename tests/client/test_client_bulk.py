@@ -204,10 +204,11 @@ def test_a_buffer_is_whole_after_a_break(bulk: Client) -> None:
         )
 
 
+@pytest.mark.parametrize("token_count", [7, 60_000])
 def test_rows_that_changed_on_the_way_are_received_again(
-    bulk: Client, monkeypatch: pytest.MonkeyPatch
+    bulk: Client, monkeypatch: pytest.MonkeyPatch, token_count: int
 ) -> None:
-    """One flipped bit is enough, and what it is in is not handed out."""
+    """One flipped bit is enough, in one part or the first of many; what it is in is not handed out."""
     fill = Connection._fill
     flipped: list[Connection] = []
 
@@ -220,9 +221,9 @@ def test_rows_that_changed_on_the_way_are_received_again(
         return count
 
     monkeypatch.setattr(Connection, "_fill", fill_and_flip)
-    with bulk.sessions.open(NAME, OWN).read(end=7) as rows:
+    with bulk.sessions.open(NAME, OWN).read(end=token_count) as rows:
         for stream in LAYOUT:
-            np.testing.assert_array_equal(rows.array(stream), make_rows(7)[stream])
+            np.testing.assert_array_equal(rows.array(stream), make_rows(token_count)[stream])
 
     assert flipped
     assert flipped[0] not in bulk._routes._bulk._idle

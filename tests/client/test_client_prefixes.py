@@ -273,6 +273,37 @@ def test_a_match_holds_its_tokens_for_another_connection(client: Client, live: L
             client.prefixes.match(OWN, PROMPT, layout=LAYOUT, lease_ttl=ttl)
 
 
+@pytest.mark.parametrize("dropped", [(0, 1), (70, 71), (100, 150)])
+def test_writers_that_cut_what_they_share_are_not_found_beyond_it(
+    tmp_path: Path, dropped: tuple[int, int]
+) -> None:
+    """Rows behind a dropped token are of other tokens: neither a lease nor an adoption gives them."""
+    prompt = np.arange(512)
+    # Room enough for one long segment, which has keys on both sides of the cut.
+    with (
+        serving(settings_in(tmp_path, arena_size_bytes=32 << 20, ssd_size_bytes=64 << 20)) as live,
+        ctxcache.connect(live.target, timeout_s=10) as client,
+    ):
+        client.models.register(SPEC)
+        source = client.sessions.create(OWN, id="a", layout=LAYOUT)
+        source.append(rows_of(prompt), durability=Durability.DISK)
+        assert [s.row_count for s in live.ask(lambda s: s._cache.ledger.find("default", "a").segments)] == [
+            512
+        ]
+        for session in (source, source.fork(id="b")):
+            # Both list the segment, so that its keys stay, and end behind the last of them.
+            session.drop_ranges([dropped])
+            session.append(rows_of(prompt[:100]), durability=Durability.DISK)
+        whole_count = dropped[0] // 64 * 64
+        match = client.prefixes.match(OWN, prompt, layout=LAYOUT, lease_ttl=timedelta(seconds=9))
+        assert match.token_count == whole_count
+        if match.lease_token:
+            with client.prefixes.leased(match.lease_token, OWN) as rows:
+                assert rows.array(TOKENS).tobytes() == prompt[:whole_count].astype("<i4").tobytes()
+        third = client.sessions.create(OWN, id="c", layout=LAYOUT)
+        assert third.adopt(prompt).token_count == whole_count
+
+
 def test_a_token_is_of_blocks_or_of_a_prefix(live: LiveServer) -> None:
     """And says so where the other is asked for; nothing comes with it."""
     with ctxcache.connect(live.target, timeout_s=10) as client:

@@ -224,6 +224,25 @@ async def test_a_refused_sync_fails_every_commit_that_waits_for_it(tmp_path: Pat
     store.close()
 
 
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (False, True, False), (True, False, False)])
+async def test_a_durable_commit_is_synced_whatever_is_written_with_it(
+    tmp_path: Path, flags: tuple[bool, ...]
+) -> None:
+    """Wherever it comes among those that share one write of the log."""
+    store = RocksDbMetadata(tmp_path / "metadata")
+    with refused_syncs(tmp_path / "metadata"):
+        # The log is written for the first one while the others come.
+        commits = [
+            store.commit(Changes(segments=[make_segment(i)]), is_durable=is_durable)
+            for i, is_durable in enumerate((False, *flags))
+        ]
+        first, *others = await asyncio.gather(*commits, return_exceptions=True)
+
+    assert first is None
+    assert [type(outcome) for outcome in others] == [TierFailure] * len(flags)
+    store.close()
+
+
 async def test_a_store_stays_fenced_after_a_refused_sync(tmp_path: Path) -> None:
     """A later sync that would succeed is not asked: it says nothing of the writes that were lost."""
     store = RocksDbMetadata(tmp_path / "metadata")

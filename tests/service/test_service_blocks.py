@@ -108,6 +108,12 @@ BAD_PUTS: dict[str, tuple[Iterable[block_pb2.PutBlocksRequest], str, str]] = {
     "too much": ([header_of(1), bytes_of(0, data_of(1) + b"x")], "INVALID_FIELD", "data"),
     "other bytes": ([header_of(1), bytes_of(0, data_of(1), checksum=1)], "CHECKSUM_MISMATCH", "bytes.data"),
     "an early end": ([header_of(1, 2), bytes_of(0, data_of(1))], "INVALID_FIELD", "bytes"),
+    "a short part": ([header_of(1), bytes_of(0, data_of(1)[:-1])], "INVALID_FIELD", "bytes"),
+    "one of two short": (
+        [header_of(1, 2), bytes_of(0, data_of(1)[:-1]), bytes_of(1, data_of(2))],
+        "INVALID_FIELD",
+        "bytes",
+    ),
     "twice": ([header_of(1, 1)], "INVALID_FIELD", "blocks[1].key"),
     "no blocks": ([header_of()], "INVALID_FIELD", "blocks"),
     "no such part": ([header_of(1, parts=[1])], "INVALID_FIELD", "parts"),
@@ -221,6 +227,32 @@ async def test_what_a_connection_has_of_blocks_ends_with_it(
     released = await other.one(release_blocks=block_pb2.ReleaseBlocksRequest(token=kept.token))
     assert released.HasField("released")
     assert not server._cache.leases.lease_count
+
+
+async def test_a_rank_that_dies_takes_the_put_with_it(connect: Connect, stub: Any, server: Server) -> None:
+    """It may still be writing there: nobody waits for its part, and the next ones begin anew."""
+    ranks = block_pb2.BlockSpace(
+        model_fingerprint=bytes(32), parts=[block_pb2.BlockPart(layer_end=1, rank=rank) for rank in range(2)]
+    )
+    blocks = [block_pb2.NewBlock(key=key_of(1), part_bytes=[3, 3])]
+    look_up = block_pb2.LookupBlocksRequest(space=ranks, keys=[key_of(1)])
+    first, second = await connect(), await connect()
+    for connection, part in ((first, 0), (second, 1)):
+        reserve = block_pb2.ReserveBlocks(space=ranks, blocks=blocks, parts=[part])
+        [room] = (await connection.one(reserve_blocks=reserve)).reserved_blocks.rooms
+        if connection is first:
+            commit = block_pb2.CommitBlocks(
+                reservation_ids=[room.reservation_id], parts=[part], checksums=[0]
+            )
+            assert (await connection.one(commit_blocks=commit)).HasField("committed_blocks")
+    assert list((await stub.LookupBlocks(look_up)).states) == [PENDING]
+    second.die()
+    await until(lambda: not server._cache.ledger.blocks())
+    assert list((await stub.LookupBlocks(look_up)).states) == [MISS]
+    both = block_pb2.PutBlocksHeader(blocks=block_pb2.ReserveBlocks(space=ranks, blocks=blocks))
+    put = [bytes_of(0, b"abc"), bytes_of(0, b"def", part=1)]
+    response = await stub.PutBlocks(iter([block_pb2.PutBlocksRequest(header=both), *put]))
+    assert (list(response.states), response.put_count) == ([HIT], 1)
 
 
 async def test_a_reservation_is_given_up_on_request(access: Access, stub: Any) -> None:

@@ -439,6 +439,24 @@ async def test_parts_that_do_not_fit_are_refused(
     assert (await append(connection, client, 1, 0, 3)).token_count == 3
 
 
+@pytest.mark.parametrize("wrong", range(3))
+async def test_each_part_of_a_chunk_is_verified(client: Client, connection: Connection, wrong: int) -> None:
+    """Also where those behind it are right: nothing is committed, and the connection goes on."""
+    await client.create("a")
+    await connection.send(APPEND, client.header("a", 0).header.SerializeToString())
+    for message in chunks(1, 0, 10)[:2]:
+        await connection.send(*as_frame(message, is_first=False))
+    message, data = in_parts([160, 1000, 440])
+    chunk = bulk_pb2.BulkChunk.FromString(message)
+    chunk.checksums[wrong] ^= 1
+    await connection.send(CHUNK, chunk.SerializeToString(), data)
+    await connection.send(*as_frame(commit(10), is_first=False))
+    await connection.send(FINISH)
+
+    await refused(connection, Code.INVALID_ARGUMENT, "CHECKSUM_MISMATCH")
+    assert (await append(connection, client, 1, 0, 3)).token_count == 3
+
+
 async def test_damage_in_the_arena_is_noticed_by_the_reader(client: Client, server: Server) -> None:
     """The reader verifies by the checksums that the chunks had when they were stored."""
     await client.create("a")
