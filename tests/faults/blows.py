@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     """Ways to take a server down."""
 
     KILL = "at a random moment"
+    ANSWER = "right behind a durable answer"
     STEP = "at a step of its work"
     START_STEP = "at a step of its start"
     DRAIN = "at a random moment of its drain"

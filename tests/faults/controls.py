@@ -57,8 +57,10 @@ OWN: dict[tuple[str, str], Sequence[str]] = {
     ("crash", "abandoned_save_shows"): ("--aborts", "50"),
     ("expiry", "all_at_once"): ("--sessions", "100000", "--rate", "1000"),
     ("history", "deleted_record_stays"): ("--acts", "300"),
+    ("history", "durable_wish_forgotten"): ("--acts", "100", "--power"),
     ("history", "slots_not_synced"): ("--acts", "30", "--power"),
     ("history", "truncation_not_recorded"): ("--acts", "300"),
+    ("powercut", "durable_wish_forgotten"): ("--cuts", "60"),
     ("soak", "reads_remembered"): ("--operations", "1200"),
 }
 """Options that single controls need besides, or instead."""

@@ -76,6 +76,8 @@ class Ledger:
     counts: dict[str, int] = field(default_factory=dict)
     blocks: KeptBlocks = field(init=False)
     operation_count: int = 0
+    told_durable: threading.Event = field(default_factory=threading.Event)
+    """Set by each answer that says that tokens are durable."""
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _next_tag: int = 1
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -143,6 +143,9 @@ class Rounds:
             self._report.count("epochs_with_two_copies")
         # Sessions are too short to be joined otherwise.
         plants = ["joins_early"] if self._random.random() < 0.5 else []
+        if self._ground.may_fail:
+            # A write of the log has durable commits beside others, which only a power cut tells apart.
+            plants.append("notes_accesses_always")
         self._epoch_count += 1
         if self._is_sound and self._epoch_count % 2 == 0:
             # Sessions are not idle for minutes here. Controls are found sooner without it.
@@ -227,6 +230,10 @@ class Rounds:
         if has_ended:
             self._hit(blow.plants)
             self._fell(server)
+        elif blow.kind is Kind.ANSWER:
+            epoch.ledger.told_durable.clear()
+            epoch.ledger.told_durable.wait(WORK_TIMEOUT_S)
+            self._ground.strike(server)
         elif blow.kind in (Kind.KILL, Kind.STEP, Kind.START_STEP):
             self._ground.strike(server)
         else:

@@ -224,6 +224,7 @@ class Worker(threading.Thread):
         )
         self._acknowledged(session, view)
         session.flushed()
+        self._ledger.told_durable.set()
         self._ledger.count("durable_token_count", len(tags))
 
     def _write_in_parts(self, client: Client, session: Expected) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +22,11 @@ from ctxcache.core.ledger.ledger import Flushed, Ledger
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Watermarks
+from ctxcache.errors import CacheError
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.server.upkeep import Upkeep
 from ctxcache.storage.metadata.base import Changes, SessionRecord
+from ctxcache.storage.metadata.catalog import Entry
 from ctxcache.storage.metadata.records import encode_session
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.ssd import SsdFiles
@@ -31,6 +34,7 @@ from tests.faults.planted import plant
 from tests.integrity import check_integrity
 
 LATE_S = 0.03
+NOTE_S = 0.001
 _late: set["asyncio.Task[None]"] = set()
 
 
@@ -124,6 +128,37 @@ def sleepers_record_is_old(_: int) -> None:
 
 def _turn_often() -> None:
     _patch(Upkeep.__init__, "__kwdefaults__", {"interval_s": LATE_S})
+
+
+@plant
+def notes_accesses_always(_: int) -> None:
+    """No bug: accesses are written down at once, so that each write of the log has commits of both kinds."""
+    run = Upkeep.run
+
+    async def note(upkeep: Upkeep) -> None:
+        while True:
+            with suppress(CacheError):
+                await upkeep._cache.sessions.save_access_times()
+            await asyncio.sleep(NOTE_S)
+
+    async def run_and_note(upkeep: Upkeep) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run(upkeep))
+            tasks.create_task(note(upkeep))
+
+    _patch(Upkeep, "run", run_and_note)
+
+
+@plant
+def durable_wish_forgotten(_: int) -> None:
+    """A durable commit is answered without a sync where another one is written behind it."""
+    put = RocksDbMetadata._put
+
+    def put_forgetting(store: RocksDbMetadata, entries: Sequence[Entry], *, is_durable: bool) -> Any:
+        store._is_waiting_durable = False
+        return put(store, entries, is_durable=is_durable)
+
+    _patch(RocksDbMetadata, "_put", put_forgetting)
 
 
 @plant
