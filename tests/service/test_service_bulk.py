@@ -446,8 +446,8 @@ async def test_each_part_of_a_chunk_is_verified(client: Client, connection: Conn
     await connection.send(APPEND, client.header("a", 0).header.SerializeToString())
     for message in chunks(1, 0, 10)[:2]:
         await connection.send(*as_frame(message, is_first=False))
-    message, data = in_parts([160, 1000, 440])
-    chunk = bulk_pb2.BulkChunk.FromString(message)
+    encoded, data = in_parts([160, 1000, 440])
+    chunk = bulk_pb2.BulkChunk.FromString(encoded)
     chunk.checksums[wrong] ^= 1
     await connection.send(CHUNK, chunk.SerializeToString(), data)
     await connection.send(*as_frame(commit(10), is_first=False))
