@@ -79,7 +79,7 @@ class MemoryTier:
         self.emptied: set[int] = set()
         """See Devices."""
         self._faults: dict[Operation, set[int]] = defaultdict(set)
-        self._gates: dict[Operation, asyncio.Event] = {}
+        self._gates: dict[tuple[Operation, int | None], asyncio.Event] = {}
         self.counts: dict[Operation, int] = dict.fromkeys(Operation, 0)
 
     @property
@@ -130,9 +130,9 @@ class MemoryTier:
     def give_up_overdue(self) -> None:
         """See Devices. Memory returns everything."""
 
-    def hold(self, operation: Operation) -> asyncio.Event:
-        """Let operations of this kind wait, before they do anything, until the event is set."""
-        return self._gates.setdefault(operation, asyncio.Event())
+    def hold(self, operation: Operation, path_index: int | None = None) -> asyncio.Event:
+        """Let operations of this kind, on one path or all, wait before they do anything until it is set."""
+        return self._gates.setdefault((operation, path_index), asyncio.Event())
 
     def crash(self) -> "MemoryTier":
         """Return what a power cut leaves: a tier with what was synced."""
@@ -196,8 +196,9 @@ class MemoryTier:
         number = self.counts[operation]
         if path_index in self._lost:
             raise TierFailure(path=self.paths[path_index], problem="it is gone")
-        if operation in self._gates:
-            await self._gates[operation].wait()
+        for place in (None, path_index):
+            if gate := self._gates.get((operation, place)):
+                await gate.wait()
         if number in self._faults[operation]:
             self._faults[operation].discard(number)
             problem = f"{operation.value} {number} was told to fail"

@@ -412,3 +412,30 @@ async def test_a_session_of_the_same_name_does_not_get_what_another_was_asked(
     view = rig.cache.ledger.find(rig.tenant, "s").view()
     assert (view.is_pinned, view.copies) == (False, 1)
     await rig.check()
+
+
+async def test_a_copy_of_rows_that_were_written_anew_is_none(rig: MemoryRig) -> None:
+    """The tail grew, and went to another slot, while it was copied: what was copied is of no use."""
+    tokens = Writer(1).make(30)
+    await rig.create("s")
+    await rig.append("s", tokens[:20], is_durable=True)
+    await rig.mark("s", 2)
+    [segment] = segments(rig, "s")
+    other = 1 - segment.places[0].path_index
+    gate, sync_count = rig.ssd.hold(Operation.SYNC, other), rig.ssd.counts[Operation.SYNC]
+    copying = asyncio.create_task(rig.cache.copying.turn())
+    await rig.reached(Operation.SYNC, sync_count + 1)
+    # Else the new slot would have a copy too, and none would be lacking.
+    rig.ssd.fill(other)
+    await rig.append("s", tokens[20:], is_durable=True)
+    rig.ssd.fill(other, is_full=False)
+    gate.set()
+    await copying
+    await rig.cache.copying.turn()
+    assert copy_counts(rig, "s") == [2]
+    await rig.crash()
+    rig.ssd.lose(1 - other)
+    await rig.cache.devices.look()
+
+    assert await rig.read("s") == expected(tokens)
+    await rig.check()

@@ -339,6 +339,31 @@ async def test_what_nobody_uses_falls_asleep_with_the_records_on_disk(disk_rig: 
     await disk_rig.check()
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_a_sleeper_is_found_on_the_path_that_it_lies_on(rig: MemoryRig, lost: int) -> None:
+    """Also where the one that slept in its place before lay on another."""
+    await filled(rig)
+    await lull(rig)
+    for name in "abde":
+        await rig.delete(name)
+    lengths = {name: 2 * SEGMENT_TOKENS + tag for tag, name in enumerate("uvwxyz")}
+    for tag, (name, count) in enumerate(lengths.items(), COUNT):
+        await rig.create(name)
+        await rig.append(name, Writer(tag).make(count), is_durable=True)
+    assert set(lengths) <= await lull(rig)
+    paths = {record.segment_id: record.slot.path_index for record in rig.metadata.segments()}
+    on_lost = {
+        record.session_id
+        for record in rig.metadata.sessions()
+        if lost in {paths[segment_id] for segment_id in record.segment_ids}
+    }
+    rig.ssd.lose(lost)
+    await rig.cache.devices.look()
+
+    assert set("cfgh") | set(lengths) == dormant(rig) | on_lost
+    assert not dormant(rig) & on_lost
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=list(USES))
 async def test_a_use_of_a_sleeper_does_what_it_does_to_another(
     tmp_path: Path, use: Callable[[Rig], Awaitable[object]]

@@ -315,3 +315,20 @@ async def test_no_room_in_one_piece_changes_nothing(rig: DiskRig, writer: Writer
     await rig.cache.joining.turn()
     assert lengths_of(rig, "a")[0] == LONGEST
     assert await rig.read("a") == expected(tokens)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_both_copies_of_a_long_segment_are_synced(tmp_path: Path, writer: Writer, lost: int) -> None:
+    """A power cut behind the join, and then the loss of either path, cost nothing."""
+    rig = MemoryRig(tmp_path, arena_segments=ARENA_SEGMENTS, ssd_segments=(400, 400), many_segments=4)
+    rig.watermarks, rig.copies = A_PART, 2
+    await rig.open()
+    tokens = await grow(rig, "a", writer, LONGEST + 300)
+    await rig.cache.joining.turn()
+    assert lengths_of(rig, "a")[0] == LONGEST
+    await rig.crash()
+    rig.ssd.lose(lost)
+    await rig.cache.devices.look()
+
+    assert await rig.read("a") == expected(tokens)
+    await rig.close()

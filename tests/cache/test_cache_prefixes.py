@@ -3,7 +3,8 @@
 import random
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from fakes import Operation
 from ctxcache.cache.prefixes import Found, Match, Shortfall
 from ctxcache.cache.state import Call, Listening
 from ctxcache.core.ledger.keyed import Keyed
+from ctxcache.core.limits import DEFAULT_WATERMARKS
 from ctxcache.core.prefix.keys import scope_of
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, WriteInProgress
 from ctxcache.format.streams import TOKENS, ranges_of
@@ -392,3 +394,106 @@ async def test_an_adoption_is_recorded_as_a_fork(rig: MemoryRig, writer: Writer)
     assert [(one.call, one.name, one.session_tokens) for one in heard] == [(Call.FORK, "sessions/b", 64)]
     expected_facts = {"source": "sessions/a", "tokens": 64, "ttl_ms": 3_600_000, "is_pinned": False}
     assert dict(heard[0].facts) == expected_facts
+
+
+@dataclass
+class Meddling:
+    """A pace that rests a few times; in the last rest others do something."""
+
+    others: Callable[[], Awaitable[object]]
+    rests_left: int
+
+    @property
+    def is_over(self) -> bool:
+        """See Pace."""
+        return self.rests_left > 0
+
+    async def rest(self) -> None:
+        """See Pace."""
+        self.rests_left -= 1
+        if not self.rests_left:
+            await self.others()
+
+
+@pytest.mark.parametrize("rest", range(1, 5))
+@pytest.mark.parametrize("change", ["cut", "cut and written", "deleted"])
+async def test_what_becomes_of_a_source_while_it_is_adopted_is_seen(
+    rig: MemoryRig, writer: Writer, change: str, rest: int
+) -> None:
+    """Tokens that it has no more are not adopted, at whichever moment they go."""
+    tokens, others = writer.make(3 * SEGMENT_TOKENS), writer.make(3 * SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", tokens, is_durable=True)
+    await rig.create("b")
+
+    async def meddle() -> None:
+        if change == "deleted":
+            await rig.delete("a")
+            return
+        await rig.cache.sessions.keep_first(TENANT, "a", None, SEGMENT_TOKENS + 1)
+        if change == "cut and written":
+            await rig.append("a", others, is_durable=True)
+
+    pace = Meddling(meddle, rest)
+    adopted = await rig.cache.prefixes.adopt(
+        TENANT, "b", FINGERPRINT, None, rows_of(tokens, TOKENS), pace=pace
+    )
+    # It may be done before so many rests.
+    left_count = 0 if change == "deleted" else SEGMENT_TOKENS
+    assert adopted.token_count == (len(tokens) if pace.is_over else left_count)
+    assert await rig.read("b") == expected(tokens[: adopted.token_count])
+    await rig.check()
+
+
+async def test_a_segment_that_is_being_filled_is_not_adopted(tmp_path: Path, writer: Writer) -> None:
+    """However many keys it has: its writer goes on in it, and who adopted would close it."""
+    watermarks = replace(DEFAULT_WATERMARKS, longest=0.2)
+    rig = MemoryRig(tmp_path, arena_segments=60, ssd_segments=(400,), watermarks=watermarks)
+    await rig.open()
+    tokens = writer.make(8 * SEGMENT_TOKENS)
+    await rig.create("a")
+    reservation = await rig.reserve("a", len(tokens), is_coming=True)
+    assert len(reservation.runs) == 1
+    rig.place(reservation, 0, tokens)
+    rig.cache.appends.commit_in_memory(reservation, 5 * SEGMENT_TOKENS, keep_open=True)
+    await rig.create("b")
+    assert await rig.adopt("b", tokens) == 0
+    await rig.cache.appends.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+    [segment] = rig.cache.ledger.find(TENANT, "a").segments
+    assert segment.row_count == len(tokens)
+    assert await rig.adopt("b", tokens) == len(tokens)
+    assert await rig.read("b") == expected(tokens)
+    await rig.check()
+    await rig.close()
+
+
+async def test_what_comes_behind_a_dropped_token_has_no_keys(rig: MemoryRig, writer: Writer) -> None:
+    """Its ids are those of a prompt, and its rows are not."""
+    tokens, more = writer.make(10), writer.make(2 * SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", tokens, is_durable=True)
+    await rig.truncate("a", (0, 1))
+    await rig.append("a", more, is_durable=True)
+    for _ in range(2):
+        assert await rig.match([*tokens[1:], *more]) == MISS
+        assert len(rig.cache.ledger.keyed.index) == 0
+        await rig.crash()
+
+
+async def test_tokens_that_a_crash_took_are_not_found(rig: MemoryRig, writer: Writer) -> None:
+    """Others lie there now, in the same session."""
+    tokens, others = writer.make(2 * SEGMENT_TOKENS), writer.make(SEGMENT_TOKENS)
+    await rig.create("a")
+    await rig.append("a", tokens[:100], is_durable=True)
+    await rig.append("a", tokens[100:])
+    await rig.crash()
+    assert (await rig.match(tokens)).token_count == SEGMENT_TOKENS
+    written = [*tokens[:100], *others]
+    # Keys go on behind a short segment that is in memory.
+    await rig.read("a")
+    await rig.append("a", others, is_durable=True)
+    for _ in range(2):
+        assert (await rig.match(tokens)).token_count == SEGMENT_TOKENS
+        assert (await rig.match(written)).token_count == 2 * SEGMENT_TOKENS
+        await rig.crash()
+    assert await rig.read("a") == expected(written)
