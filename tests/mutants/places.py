@@ -7,11 +7,13 @@ is to notice: words of errors, logs and annotations, and constants outside funct
 import ast
 import random
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeGuard
 
 from tests.mutants.table import ROOT
 
@@ -109,6 +111,7 @@ class _Finder:
     def find(self) -> Iterator[Change]:
         for function in ast.walk(ast.parse(self._source)):
             if isinstance(function, _Function):
+                yield from self._block(function.body)
                 for statement in function.body:
                     yield from self._within(statement)
                 yield from self._second_checks(function)
@@ -168,7 +171,8 @@ class _Finder:
             if _may_be_dropped(statement):
                 yield self._drop("dropped", statement)
         for first, second in pairwise(plain):
-            if isinstance(first, _SIMPLE) and isinstance(second, _SIMPLE) and not _is_doc(first):
+            is_simple = all(isinstance(s, _SIMPLE) and not _is_said(s) for s in (first, second))
+            if is_simple and _is_ordered(first, second):
                 yield self._swap(first, second)
 
     def _second_checks(self, function: _Function) -> Iterator[Change]:
@@ -193,13 +197,13 @@ class _Finder:
     # -- places ------------------------------------------------------------------------------------
 
     def _change(self, kind: str, begin: int, end: int, new: str) -> Change:
-        line, last_line = (self._source.count("\n", 0, at) + 1 for at in (begin, end))
+        line, last_line = (bisect_right(self._starts, at) for at in (begin, end))
         return Change(self._file, begin, end, line, last_line, kind, new)
 
     def _offset(self, line: int, column: int) -> int:
+        text = self._lines[line - 1]
         # Columns count bytes.
-        text = self._lines[line - 1].encode()[:column].decode()
-        return self._starts[line - 1] + len(text)
+        return self._starts[line - 1] + (column if text.isascii() else len(text.encode()[:column].decode()))
 
     def _begin(self, node: ast.expr | ast.stmt) -> int:
         return self._offset(node.lineno, node.col_offset)
@@ -220,11 +224,37 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def _is_log(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("log.", "sys.stderr"))
+    place = node.func if isinstance(node, ast.Call) else None
+    while isinstance(place, ast.Attribute):
+        place = place.value
+    return isinstance(place, ast.Name) and place.id == "log"
 
 
-def _is_doc(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def _is_ordered(first: ast.stmt, second: ast.stmt) -> bool:
+    """Whether their order may matter: one calls what may fail or look, or changes what the other names."""
+    if any(isinstance(node, ast.Call | ast.Await) for s in (first, second) for node in ast.walk(s)):
+        return True
+    changed, named = (
+        [
+            {node.attr if isinstance(node, ast.Attribute) else node.id for node in ast.walk(s) if is_of(node)}
+            for s in (first, second)
+        ]
+        for is_of in (_is_changed, _is_named)
+    )
+    return bool(changed[0] & named[1] or changed[1] & named[0])
+
+
+def _is_named(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
+    return isinstance(node, ast.Name | ast.Attribute)
+
+
+def _is_changed(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
+    return _is_named(node) and not isinstance(node.ctx, ast.Load)
+
+
+def _is_said(node: ast.AST) -> bool:
+    """Whether a statement is a text, or logs one."""
+    return isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or _is_log(node.value))
 
 
 def _called(node: ast.stmt) -> ast.Call | None:

@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in data.measured_files():
         by_line = data.contexts_by_lineno(name)
         told = {line: [test for test in tests if test] for line, tests in by_line.items()}
-        lines[str(Path(name).relative_to(ROOT))] = {line: tests for line, tests in told.items() if tests}
+        if any(told.values()):
+            lines[str(Path(name).relative_to(ROOT))] = {line: tests for line, tests in told.items() if tests}
     Path(path).write_text(json.dumps({"seconds": contexts.seconds, "lines": lines}))
     return 0
 
