@@ -287,7 +287,7 @@ class StoreLink(Generic[Subject]):
             self._subject = self._describe(self._client)
             # A subject may be described without a call: a store that hangs would look ready each time.
             self._ask(self._client, self._subject)
-        except FINAL as error:
+        except (*FINAL, Refused) as error:
             log.error("the context store is not used: %s", error)  # noqa: TRY400  its reason is the message
             return LinkState.REFUSED
         except CacheError as error:

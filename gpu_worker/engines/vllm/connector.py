@@ -13,8 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from gpu_worker.engines.link import LinkState
-from gpu_worker.engines.vllm.hints import HintCounts, HintMetrics
-from gpu_worker.engines.vllm.plan import BlockLayout, StepPlan, StepReport
+from gpu_worker.engines.vllm.counts import ConnectorCounts, ConnectorMetrics
+from gpu_worker.engines.vllm.plan import StepPlan, StepReport, hear_layouts
+from gpu_worker.engines.vllm.roles import check_outer
 from gpu_worker.engines.vllm.scheduler import SchedulerSide
 from gpu_worker.engines.vllm.settings import WHERE, ConnectorSettings, SavedState, check_engine
 from gpu_worker.engines.vllm.worker import WorkerSide
@@ -49,6 +50,13 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config, WHERE)
         check_engine(vllm_config, kv_cache_config, settings)
+        if role is KVConnectorRole.WORKER:
+            # Two for one store would write the same sessions, and be one queue of it.
+            check_outer(
+                vllm_config,
+                {type(self).__name__},
+                by=lambda extra: extra.get("target", ConnectorSettings().target),
+            )
         # Tokens that cannot be restored are computed: a store's failure must never be a request's.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._saved = settings.saved
@@ -78,9 +86,8 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The scheduler's side of that message, from each rank."""
-        layouts = {rank: one for rank, one in metadata.items() if isinstance(one, BlockLayout)}
-        if layouts:
-            self._scheduler().layouts.set_result(layouts)
+        if self._saved is SavedState.BLOCKS:
+            hear_layouts(self._scheduler().layouts, metadata)
 
     # -- scheduler ----------------------------------------------------------------------------------------
 
@@ -187,15 +194,17 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- what is counted ------------------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> HintCounts | None:
-        """The outcomes of hints since the last call."""
-        counts = self._side.hints.take_counts()
+    def get_kv_connector_stats(self) -> ConnectorCounts | None:
+        """What was counted since the last call."""
+        counts = ConnectorCounts.of(
+            hints=self._side.hints.take_counts(), misses=self._side.misses.take_counts()
+        )
         return None if counts.is_empty() else counts
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HintCounts:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorCounts:
         """One process's counts, as another process reads them."""
-        return HintCounts(data or {})
+        return ConnectorCounts(data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -204,9 +213,9 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> HintMetrics:
-        """See HintMetrics."""
-        return HintMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    ) -> ConnectorMetrics:
+        """See ConnectorMetrics."""
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End what this side has."""

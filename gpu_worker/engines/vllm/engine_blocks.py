@@ -50,23 +50,14 @@ class EngineBlocks:
         self, caches: Mapping[str, Tensor], kv_cache_config: KVCacheConfig, modules: Mapping[str, object]
     ) -> None:
         """`modules`: the engine's layers by name."""
-        found = layer_caches(kv_cache_config)
         count = kv_cache_config.num_blocks
         self._layers = [
             _Layer(_pages(caches[name], count, one.spec.page_size_bytes), one.group, one.spec.block_size)
-            for name, one in found.items()
+            for name, one in layer_caches(kv_cache_config).items()
         ]
         self._saver: Saver | None = None
         self._sessions: set[str] = set()
-        self.layout = BlockLayout(
-            row_bytes=tuple(layer.pages.shape[1] // layer.block_tokens for layer in self._layers),
-            description="; ".join(
-                (
-                    describe_platform(),
-                    *describe_layers({name: caches[name] for name in found}, count, modules),
-                )
-            ),
-        )
+        self.layout = layout_of(caches, kv_cache_config, modules)
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +159,23 @@ def _pages(cache: Tensor, block_count: int, page_bytes: int) -> Tensor:
     )
 
 
-def describe_platform() -> str:
+def layout_of(
+    caches: Mapping[str, Tensor], kv_cache_config: KVCacheConfig, modules: Mapping[str, object]
+) -> BlockLayout:
+    """How the blocks of an engine's caches lie in memory. `modules`: its layers by name."""
+    layers = layer_caches(kv_cache_config)
+    return BlockLayout(
+        row_bytes=tuple(layer.spec.page_size_bytes // layer.spec.block_size for layer in layers.values()),
+        description="; ".join(
+            (
+                _platform(),
+                *_described({name: caches[name] for name in layers}, kv_cache_config.num_blocks, modules),
+            )
+        ),
+    )
+
+
+def _platform() -> str:
     """The engine and the machine, as far as the order of bytes within a block depends on them."""
     name = current_platform.device_name
     if current_platform.is_cpu():
@@ -179,7 +186,7 @@ def describe_platform() -> str:
     return f"vllm {vllm.__version__} {name}"
 
 
-def describe_layers(
+def _described(
     caches: Mapping[str, Tensor], block_count: int, modules: Mapping[str, object]
 ) -> Iterable[str]:
     """Each layer's backend, and the order of its block's elements in memory."""

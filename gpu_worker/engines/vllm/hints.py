@@ -14,15 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import prometheus_client
 from pydantic import Field, TypeAdapter, ValidationError
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
 from vllm.logger import init_logger
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
@@ -30,9 +25,9 @@ from ctxcache.client import CallerModel, Client, EngineQueue, QueuedJob
 from ctxcache.client.types import HintAction, HintKind, HintOutcome
 from ctxcache.errors import CacheError, DeadlineExceeded
 from gpu_worker.engines.link import StoreLink
+from gpu_worker.engines.names import session_id
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.ctxcache")
@@ -49,10 +44,15 @@ VERSION = "1"
 ACTIONS_LIMIT = 32
 """Most actions of one request."""
 WAITING_LIMIT = 1024
-METRIC = "vllm:ctxcache_hints"
 
-Count = Annotated[int, Field(ge=0, strict=True)]
-Span = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+LONGEST_S = 3650 * 86400
+"""The store takes no longer span. Callers that give a time in the place of one mean what nobody knows."""
+SHOWN_CHARACTERS = 200
+"""As much of a caller's words as a line of the log has."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
+Span = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,57 +63,13 @@ class Payload:
     """Another conversation than the request's own."""
     token_count: Count | None = None
     ttl_s: Span | None = None
-    priority: Count = 0
+    priority: Priority = 0
     budget_bytes: Count | None = None
     return_in_s: Span | None = None
     ended: bool = False
 
 
 _PAYLOAD = TypeAdapter(Payload)
-
-
-class HintCounts(KVConnectorStats):
-    """How many hints had which outcome, by `hint/outcome`, since the last report."""
-
-    def reset(self) -> None:
-        """Forget them."""
-        self.data: dict[str, Any] = {}
-
-    def aggregate(self, other: KVConnectorStats) -> "HintCounts":
-        """Both together."""
-        return HintCounts(dict(Counter(self.data) + Counter(other.data)))
-
-    def reduce(self) -> dict[str, int | float]:
-        """As vLLM logs them."""
-        return {f"hints {name}": count for name, count in self.data.items()}
-
-    def is_empty(self) -> bool:
-        """Whether there was none."""
-        return not self.data
-
-
-class HintMetrics(KVConnectorPromMetrics):
-    """The same in vLLM's own metrics: `vllm:ctxcache_hints_total{hint, outcome}`."""
-
-    def __init__(
-        self,
-        vllm_config: "VllmConfig",
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counter = metric_types[prometheus_client.Counter](
-            name=METRIC,
-            documentation="Hints about conversations that the context store was told, by what came of them.",
-            labelnames=[*labelnames, "hint", "outcome"],
-        )
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted since the last report."""
-        for name, count in transfer_stats_data.items():
-            labels = (*self.per_engine_labelvalues[engine_idx], *name.split("/"))
-            self._counter.labels(*labels).inc(count)
 
 
 class HintTeller:
@@ -154,11 +110,11 @@ class HintTeller:
         with self._lock:
             self._counts[f"{kind}/{outcome}"] += 1
 
-    def take_counts(self) -> HintCounts:
-        """The counts since the last call."""
+    def take_counts(self) -> dict[str, int]:
+        """How many hints had which outcome, by `hint/outcome`, since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
-        return HintCounts(dict(counts))
+        return dict(counts)
 
     def close(self) -> None:
         """Tell what waits, while the store answers, and end the thread."""
@@ -181,6 +137,10 @@ class HintTeller:
         except CacheError as error:
             outcome = "refused"
             self._link.failed(error)
+        except Exception:
+            # Of words that no message can carry. Hints that wait behind it are told.
+            outcome = "refused"
+            logger.exception("a hint is not told")
         finally:
             with self._lock:
                 self._waiting_count -= 1
@@ -246,7 +206,7 @@ def hints_of(request: "Request", teller: HintTeller) -> list[HintAction]:
             hints.append(_hint(kind, action))
         except ValueError as error:
             teller.count(kind.value, "invalid")
-            logger.warning("hint %s of request %s: %s", action.action_id, request.request_id, error)
+            logger.warning("a hint of a request: %s", str(error)[:SHOWN_CHARACTERS])
     if (request.kv_transfer_params or {}).get("ends") is True:
         hints.append(HintAction(HintKind.EXPECT, ""))
     return hints
@@ -262,7 +222,7 @@ def _actions_of(request: "Request", teller: HintTeller) -> Iterator[KvHintAction
                 actions += msgspec.convert(envelope, KvHintsEnvelope, from_attributes=True).actions
         except msgspec.ValidationError as error:
             teller.count("other", "invalid")
-            logger.warning("kv_hints of request %s: %s", request.request_id, error)
+            logger.warning("kv_hints of a request: %s", str(error)[:SHOWN_CHARACTERS])
     for _ in actions[ACTIONS_LIMIT:]:
         teller.count("other", "unsent")
     yield from actions[:ACTIONS_LIMIT]
@@ -271,9 +231,10 @@ def _actions_of(request: "Request", teller: HintTeller) -> Iterator[KvHintAction
 def _hint(kind: HintKind, action: KvHintAction) -> HintAction:
     """The store's hint. Raises ValueError with the field."""
     if action.action_version != VERSION:
-        raise ValueError(f"action_version {action.action_version!r} is not {VERSION!r}")
+        raise ValueError(f"action_version {action.action_version[:SHOWN_CHARACTERS]!r} is not {VERSION!r}")
     if unknown := set(action.payload) - set(Payload.__slots__):
-        raise ValueError(f"payload.{min(unknown)} is not one of {', '.join(Payload.__slots__)}")
+        name = min(unknown)[:SHOWN_CHARACTERS]
+        raise ValueError(f"payload: {name!r} is not one of {', '.join(Payload.__slots__)}")
     try:
         payload = _PAYLOAD.validate_python(action.payload)
     except ValidationError as error:
@@ -284,7 +245,7 @@ def _hint(kind: HintKind, action: KvHintAction) -> HintAction:
         raise ValueError("payload: either ended or return_in_s is needed")
     return HintAction(
         kind,
-        "" if payload.session is None else f"sessions/{payload.session}",
+        f"sessions/{session_id(payload.session)}" if payload.session else "",
         token_count=payload.token_count,
         ttl=None if payload.ttl_s is None else timedelta(seconds=payload.ttl_s),
         priority=payload.priority,

@@ -6,9 +6,10 @@ the session of the first rank, and list all of them where a worker opens or read
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -17,7 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ctxcache.client.types import HintAction, SessionInfo
+from gpu_worker.engines.link import Refused
 
+Rank = TypeVar("Rank")
+"""A number, or one for each kind of parallelism."""
 Writing = Callable[[], AbstractContextManager[None]]
 """Entered around each write to a request's blocks. Raises where they are not to be written to any more."""
 
@@ -124,6 +128,11 @@ class StepReport(KVConnectorWorkerMetadata):
         return StepReport(Counter(self.saved) + Counter(other.saved), changed)
 
 
+# Each worker says how its blocks lie in memory, and vLLM brings that to the scheduler. Of several connectors
+# behind MultiConnector the first one's message goes to all of them: ours say the same, whichever is first.
+#
+#     [CtxcacheConnector, CtxcacheOffloadingConnector]    BlockLayout     both hear it
+#     [NixlConnector, CtxcacheConnector]                  Nixl's          ours hear of no layout: refused
 @dataclass(frozen=True)
 class BlockLayout(KVConnectorHandshakeMetadata):
     """How an engine's blocks lie in memory: another layout is another model to the store."""
@@ -132,3 +141,15 @@ class BlockLayout(KVConnectorHandshakeMetadata):
     """Bytes of one block over its tokens, by layer."""
     description: str
     """Everything else that gives these bytes their meaning."""
+
+
+def hear_layouts(
+    layouts: "Future[Mapping[Rank, BlockLayout]]", metadata: Mapping[Rank, KVConnectorHandshakeMetadata]
+) -> None:
+    """Take over what workers said of their blocks. Without a layout of each nothing is found or saved."""
+    heard = {rank: one for rank, one in metadata.items() if isinstance(one, BlockLayout)}
+    if heard and len(heard) == len(metadata):
+        layouts.set_result(heard)
+        return
+    problem = "MultiConnector hands on what its first connector says, and that is no layout of blocks"
+    layouts.set_exception(Refused(f"{problem}: put this connector first, or save state=kv or hidden"))

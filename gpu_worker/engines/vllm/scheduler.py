@@ -4,32 +4,22 @@ Called by vLLM's scheduler thread alone; look-ups run in threads of their own. W
 not answer, for which a request waits `timeout_s` in all: what its look-up took, its load no longer has.
 """
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ctxcache.client import CallerModel, Client, QueuedJob
-from ctxcache.client.types import HintAction, SessionInfo
-from ctxcache.errors import (
-    CacheError,
-    ModelFingerprintMismatch,
-    SessionAlreadyExists,
-    SessionNotFound,
-)
-from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.client.types import HintAction
 from gpu_worker.engines.link import LOOKUP_PART
-from gpu_worker.engines.names import part_of, session_id
-from gpu_worker.engines.vllm.hints import HintTeller, WaitingQueue, hints_of
+from gpu_worker.engines.vllm.counts import Misses
+from gpu_worker.engines.vllm.hints import HintTeller, WaitingQueue
+from gpu_worker.engines.vllm.lookup import Asked, Lookup
 from gpu_worker.engines.vllm.plan import (
     ABSENT,
     BlockIds,
@@ -41,16 +31,17 @@ from gpu_worker.engines.vllm.plan import (
     StepPlan,
     StepReport,
 )
+from gpu_worker.engines.vllm.roles import role_of, transfer_of
+from gpu_worker.engines.vllm.said import Said, read
 from gpu_worker.engines.vllm.settings import (
     ConnectorSettings,
     SavedState,
     layer_caches,
     link_for,
-    streams_of,
     unit_tokens,
 )
 from gpu_worker.engines.vllm.weights import WeightsName
-from gpu_worker.engines.vllm.worker import WORKERS
+from gpu_worker.engines.vllm.worker import WORKERS, worker_key
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,8 +70,6 @@ LATE_ANSWER_TOKENS = 16
 """The least tokens of an answer during which a session is surely made."""
 KEYED_TOKENS = 64
 """The least prefix that the store finds by its tokens."""
-UNNAMED_TTL = timedelta(hours=1)
-"""How long a session without a name is kept after its last access, where no setting says so."""
 PRIORITY_STEP = 1 << 40
 """Places between two of vLLM's priorities: more than requests that arrive while one waits."""
 SAVE_WAIT_S = 5.0
@@ -92,11 +81,9 @@ class Followed:
     """A request that is restored and saved, from its arrival to its end."""
 
     request: "Request"
+    asked: Asked
     session_name: str
     """Empty for a request that names none, until its look-up has made one."""
-    prompt: list[int]
-    is_shared: bool
-    """Whether it may begin with what other sessions have."""
     since_s: float
     """When it began to wait for what it waits for: the saves of the request before it, then its look-up."""
     place: int
@@ -122,7 +109,8 @@ class SchedulerSide:
         self, config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: ConnectorSettings
     ) -> None:
         self._settings = settings
-        self._ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
+        self._role = role_of(config)
+        self.misses = Misses(logger)
         self._group_tokens = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         """Tokens of a block, by group."""
         self._block_tokens = unit_tokens(kv_cache_config)
@@ -155,30 +143,34 @@ class SchedulerSide:
         """How much longer this step may wait for threads."""
         self._is_idle = True
         """Whether the step before this one computed nothing."""
-        transfer = config.kv_transfer_config
-        self._engine_id = (transfer.engine_id if transfer else None) or ""
+        self._lookup = Lookup(settings, self._role, self._unit_tokens, self.misses)
+        self._worker_key = worker_key(config, settings)
         self.hints = HintTeller(self.link)
-        self._own_hints: dict[str, list[HintAction]] = {}
-        """Hints of requests about their own conversations, by request id, until their tokens are saved."""
-        self._queue = WaitingQueue(f"vllm-{self._engine_id}")
+        self._own_hints: dict[str, tuple[str, list[HintAction]]] = {}
+        """Sessions and hints of requests about their own conversations, by request id, until their tokens are
+        saved."""
+        self._queue = WaitingQueue(f"vllm-{transfer_of(config).engine_id}")
         self._has_priorities = config.scheduler_config.policy == "priority"
         self._arrived_count = 0
 
     def arrived(self, request: "Request") -> None:
         """A request came: begin to look its session up."""
         self._arrived_count += 1
-        self._hinted(request)
         self.weights.look()
+        said = read(request, self.hints)
+        if said is None:
+            return
+        self._hinted(request.request_id, said)
         if not is_plain(request) or self.link.use() is None:
             return
-        name = session_of(request)
-        is_shared = self._settings.prefixes
-        prompt = list(request.prompt_token_ids or ())
+        asked = Asked(
+            said.session_name, said.salt, list(request.prompt_token_ids or ()), self._settings.prefixes
+        )
         # Less than a run of tokens is never found: a session of its own would be of no use.
-        if not name and (not is_shared or len(prompt) < KEYED_TOKENS):
+        if not asked.session_name and (not asked.is_shared or len(asked.prompt) < KEYED_TOKENS):
             return
         place = self._arrived_count + (request.priority * PRIORITY_STEP if self._has_priorities else 0)
-        followed = Followed(request, name, prompt, is_shared, time.monotonic(), place)
+        followed = Followed(request, asked, asked.session_name, time.monotonic(), place)
         self._followed[request.request_id] = followed
         self._begin_lookup(followed)
 
@@ -200,9 +192,12 @@ class SchedulerSide:
         if found is None or self._is_anothers(found.name, request.request_id):
             self._leave(request.request_id)
             return 0
-        # At least one token is computed: its output is the answer's first.
-        usable = min(found.token_count, len(followed.prompt) - 1) // self._block_tokens * self._block_tokens
         followed.load_begin = computed_count
+        if not self._role.loads:
+            return 0
+        # At least one token is computed: its output is the answer's first.
+        prompt_count = len(followed.asked.prompt)
+        usable = min(found.token_count, prompt_count - 1) // self._block_tokens * self._block_tokens
         return max(0, usable - computed_count)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_count: int) -> None:
@@ -253,9 +248,11 @@ class SchedulerSide:
     def finished(self, request: "Request") -> None:
         """A request ended, however it did."""
         followed = self._leave(request.request_id)
-        hints = tuple(self._own_hints.pop(request.request_id, ()))
-        name = followed.session_name if followed is not None else session_of(request)
-        if followed is None or not followed.is_open:
+        name, own_hints = self._own_hints.pop(request.request_id, ("", []))
+        hints = tuple(own_hints)
+        if followed is not None:
+            name = followed.session_name
+        if followed is None or not followed.is_open or not self._role.saves:
             self.hints.tell(hints, name)
             return
         unsent = [opened for opened in self._plan.opened if opened.name == name]
@@ -315,7 +312,7 @@ class SchedulerSide:
         self.link.renew(is_wanted=self.weights.version is not None)
 
     def _tell_worker(self, finished: Finished) -> None:
-        worker = WORKERS.get(self._engine_id)
+        worker = WORKERS.get(self._worker_key)
         if worker is not None:
             worker.finish(*finished)
         else:
@@ -337,7 +334,7 @@ class SchedulerSide:
             # A later part of its input has pictures: what is computed from here on is not of its tokens.
             self._end_saving(plan, followed)
             return
-        if self._opened(followed, plan) is None:
+        if self._opened(followed, plan) is None or not self._role.saves:
             return
         if self._settings.saved.is_portable:
             plan.blocks.append((followed.session_name, tuple(added_ids[0]) if added_ids is not None else ()))
@@ -393,11 +390,12 @@ class SchedulerSide:
         if self._is_anothers(found.name, request_id):
             self._leave(request_id)
             return None
-        self._saving[found.name] = request_id
         followed.is_open = True
         followed.saved_end = found.token_count
         self._queue.started(request_id)
-        plan.opened.append(found)
+        if self._role.saves:
+            self._saving[found.name] = request_id
+            plan.opened.append(found)
         return found
 
     def _is_anothers(self, session_name: str, request_id: str) -> bool:
@@ -414,7 +412,7 @@ class SchedulerSide:
             self._begin_lookup(followed)
             # A save takes as long as many steps: those that compute do not wait for it.
             if followed.lookup is None and self._is_idle:
-                worker = WORKERS.get(self._engine_id)
+                worker = WORKERS.get(self._worker_key)
                 saved = worker.ending_of(followed.session_name) if worker is not None else None
                 self._wait_shortly(saved or Future())
             return True
@@ -447,13 +445,12 @@ class SchedulerSide:
             followed.lookup.add_done_callback(lambda _lookup: self._queue.left(request_id))
         return followed
 
-    def _hinted(self, request: "Request") -> None:
+    def _hinted(self, request_id: str, said: Said) -> None:
         """Tell at once what a request says of other conversations."""
-        hints = hints_of(request, self.hints)
-        own = [hint for hint in hints if not hint.session]
+        own = [hint for hint in said.hints if not hint.session]
         if own:
-            self._own_hints[request.request_id] = own
-        self.hints.tell(hint for hint in hints if hint.session)
+            self._own_hints[request_id] = said.session_name, own
+        self.hints.tell(hint for hint in said.hints if hint.session)
 
     def _begin_lookup(self, followed: Followed) -> None:
         if followed.session_name not in self._saving:
@@ -462,54 +459,30 @@ class SchedulerSide:
 
     def _look_up(self, followed: Followed) -> Opened | None:
         """Each rank's session, and what all of them have of the prompt; None where one is not usable."""
+
+        def missed() -> None:
+            if not followed.answered.done() and self._can_wait(followed.request):
+                followed.answered.set_result(None)
+
+        def look(client: Client, model: CallerModel) -> Opened | None:
+            try:
+                opened = self._lookup.find(client, tuple(self._models), followed.asked, missed)
+                if opened is not None:
+                    beyond = max(0, len(followed.asked.prompt) - opened.token_count)
+                    request_id = followed.request.request_id
+                    job = QueuedJob(request_id, opened.name, beyond, position=followed.place)
+                    self._queue.waits(client, model, job)
+            except Exception as error:
+                self.misses.tell(followed.session_name or "without a name", "not used", error)
+                raise
+            return opened
+
         try:
-            use = self.link.use()
-            return self._ranks_sessions(followed, *use) if use is not None else None
-        except CacheError as error:
-            self.link.failed(error)
-            logger.debug("%s is not used: %s", followed.session_name or "the store", error)
-            return None
+            # Whatever a call raises: a request's tokens, id and place are its caller's, too.
+            return self.link.call(look, None)
         finally:
             if not followed.answered.done():
                 followed.answered.set_result(None)
-
-    def _ranks_sessions(self, followed: Followed, client: Client, model: CallerModel) -> Opened:
-        prompt, salt = followed.prompt, salt_of(followed.request)
-        sessions: list[SessionInfo] = []
-        tokens: list[list[int]] = []
-        common = len(prompt)
-        for rank, part in enumerate(tuple(self._models)):
-            name, ttl = followed.session_name, self._ttl
-            if rank:
-                # Kept as long as the first, which may have got its name from the store.
-                first = sessions[0]
-                name, ttl = f"sessions/{part_of(first.name.removeprefix('sessions/'), rank)}", first.ttl
-            layout = streams_of(part, self._settings.saved)
-            session = _existing(client, part, name, salt)
-            is_found = session is not None
-            if session is None:
-                if followed.is_shared:
-                    is_found = client.prefixes.match(part, prompt, salt=salt, layout=layout).token_count > 0
-                if not is_found and not followed.answered.done() and self._can_wait(followed.request):
-                    followed.answered.set_result(None)
-                session = _created(client, part, name, salt, layout, ttl)
-            if session.token_count:
-                with client.sessions.open(session, part).read(streams=[TOKENS]) as rows:
-                    # As it is read: others may have changed it since it was looked up.
-                    session = rows.session
-                    ids = rows.token_ids()
-            else:
-                if is_found and followed.is_shared:
-                    session = client.prefixes.adopt(session, part, prompt)
-                ids = prompt[: session.token_count]
-            sessions.append(session)
-            tokens.append(ids)
-            common = min(common, _common_count(ids, prompt))
-        common -= common % self._unit_tokens
-        beyond = max(0, len(prompt) - common)
-        job = QueuedJob(followed.request.request_id, sessions[0].name, beyond, position=followed.place)
-        self._queue.waits(client, model, job)
-        return Opened(tuple(sessions), common, tuple(tuple(ids[common:]) for ids in tokens))
 
     def _can_wait(self, request: "Request") -> bool:
         """Whether what a request computes can be saved by a later step than the one that computes it.
@@ -530,50 +503,3 @@ def is_plain(request: "Request") -> bool:
     # With inputs of its own a prompt has ids as well: they are the same whatever stands in for a token.
     has_tokens_alone = request.prompt_embeds is None and not request.mm_features
     return bool(request.prompt_token_ids) and has_tokens_alone and request.lora_request is None
-
-
-def session_of(request: "Request") -> str:
-    """The name of the session that a request goes on with; empty where it names none."""
-    named = request.session_id or (request.kv_transfer_params or {}).get("session_id")
-    return f"sessions/{session_id(named)}" if named else ""
-
-
-def salt_of(request: "Request") -> bytes:
-    """The salt of a request's session: a digest of vLLM's `cache_salt`, which may be of any length."""
-    return hashlib.sha256(request.cache_salt.encode()).digest() if request.cache_salt else b""
-
-
-def _existing(client: Client, model: CallerModel, name: str, salt: bytes) -> SessionInfo | None:
-    """The session of this name, where there is one, of this model and salt."""
-    if not name:
-        return None
-    try:
-        session = client.sessions.get(name)
-        model.check(session.name, session.model_fingerprint)
-    except (SessionNotFound, ModelFingerprintMismatch):
-        return None
-    return session if session.salt == salt else None
-
-
-def _created(
-    client: Client, model: CallerModel, name: str, salt: bytes, layout: list[Stream], ttl: timedelta | None
-) -> SessionInfo:
-    """A new session of this name, or the one that another caller has made meanwhile.
-
-    Without a name, or where it is a session of another model or salt, which stays as it is, one whose name
-    the store chooses.
-    """
-    if name:
-        with suppress(SessionAlreadyExists):
-            id_ = name.removeprefix("sessions/")
-            return client.sessions.create(model, id=id_, layout=layout, ttl=ttl, salt=salt).info
-        session = _existing(client, model, name, salt)
-        if session is not None:
-            return session
-    return client.sessions.create(model, layout=layout, ttl=ttl or UNNAMED_TTL, salt=salt).info
-
-
-def _common_count(saved: list[int], prompt: list[int]) -> int:
-    count = min(len(saved), len(prompt))
-    differing = np.flatnonzero(np.array(saved[:count]) != np.array(prompt[:count]))
-    return int(differing[0]) if len(differing) else count

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -155,7 +155,8 @@ def layer_caches(kv_cache_config: "KVCacheConfig") -> dict[str, LayerCache]:
         by_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
         for name in group.layer_names:
             found[name] = LayerCache(by_layer.get(name, spec), number)
-    return dict(sorted(found.items(), key=lambda item: (extract_layer_index(item[0]), item[0])))
+    # By the numbers in their names: layer 10 comes behind layer 9.
+    return dict(sorted(found.items(), key=lambda item: ([*map(int, re.findall(r"\d+", item[0]))], item[0])))
 
 
 def unit_tokens(kv_cache_config: "KVCacheConfig") -> int:

@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,7 +54,10 @@ from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
 from gpu_worker.engines.link import LOOKUP_PART, Bringing, LinkState, Refused, StoreLink, StoreSettings
-from gpu_worker.engines.vllm.engine_blocks import describe_layers, describe_platform
+from gpu_worker.engines.vllm.engine_blocks import layout_of
+from gpu_worker.engines.vllm.plan import BlockLayout, hear_layouts
+from gpu_worker.engines.vllm.roles import Role, check_outer, role_of, transfer_of
+from gpu_worker.engines.vllm.said import check_parameters
 from gpu_worker.engines.vllm.settings import (
     POPULATE_S,
     WHERE,
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 import gc
 
 from vllm.v1.engine import EngineCoreRequestType
@@ -221,15 +224,8 @@ MOST_STORES = 64
 """Jobs of saving that may wait; more are dropped, which is a miss later."""
 PATIENCE_S = 0.01
 """How long a step that computes nothing may wait for a job or a look-up."""
-LAYOUTS: dict[str, "Future[str]"] = {}
-"""The blocks' layout from an engine's workers, by engine id: comes once the engine has its blocks."""
-
-
-@dataclass(frozen=True)
-class RankLayout(KVConnectorHandshakeMetadata):
-    """How the blocks of one rank lie in memory, as far as chunks made of them depend on it."""
-
-    description: str
+OFFLOADING = ("OffloadingConnector", "CtxcacheOffloadingConnector")
+"""Connectors whose host memory is one file, by the engine's id: each would write over the other's chunks."""
 
 
 class CtxcacheOffloadingConnector(OffloadingConnector):
@@ -238,15 +234,15 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
-        transfer = vllm_config.kv_transfer_config
-        if transfer is None or transfer.engine_id is None:
-            raise Refused("a connector needs kv_transfer_config")
+        transfer = transfer_of(vllm_config)
         if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
             problem = "scales that vLLM computes at its start are not saved"
             raise Refused(f"{problem}: leave --calculate-kv-scales out")
         if vllm_config.lora_config is not None:
             problem = "vLLM tells chunks of LoRA adapters apart by the adapters' names alone"
             raise Refused(f"{problem}: another adapter of the same name would be served their bytes")
+        if role is KVConnectorRole.WORKER:
+            check_outer(vllm_config, OFFLOADING, by=lambda _extra: "their host memory")
         extra = transfer.kv_connector_extra_config
         # vLLM's own settings stand beside these.
         # Checked here, where the field's name can be told; the
@@ -272,32 +268,47 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
                     # settings: they go with its own configuration.
                     "engine": engine_facts(vllm_config),
                     "directory": str(directory_of(vllm_config)),
+                    "role": role_of(vllm_config),
                     **given,
                 },
             ],
         }
         # Tokens that cannot be loaded are computed: a store's failure must never be a request's.
         transfer.kv_load_failure_policy = "recompute"
-        self._engine_id: str = transfer.engine_id
+        self._role_of_engine = role_of(vllm_config)
         self._modules: Mapping[str, object] = vllm_config.compilation_config.static_forward_context
-        self._block_count: int = kv_cache_config.num_blocks
-        self._own_layout: Future[RankLayout] = Future()
+        self._own_layout: Future[BlockLayout] = Future()
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """See OffloadingConnector; besides, describe the caches to the scheduler."""
         super().register_kv_caches(kv_caches)
-        layers = describe_layers(kv_caches, self._block_count, self._modules)
-        self._own_layout.set_result(RankLayout("; ".join((describe_platform(), *layers))))
+        self._own_layout.set_result(layout_of(kv_caches, self._kv_cache_config, self._modules))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The worker's message to the scheduler about its blocks."""
         return self._own_layout.result()
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The scheduler's side of that message, for each rank."""
-        ranks = [one.description for _, one in sorted(metadata.items()) if isinstance(one, RankLayout)]
-        LAYOUTS[self._engine_id].set_result(json.dumps(ranks))
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The scheduler's side of that message, for each rank of pipeline and tensor parallelism."""
+        for tier in self._tiers():
+            hear_layouts(tier.layouts, metadata)
+
+    def on_new_request(self, request: "Request") -> None:
+        """See OffloadingConnector, which reads what callers say."""
+        check_parameters(request)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See OffloadingConnector. A producer loads nothing, from host memory neither."""
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if count and not self._role_of_engine.loads:
+            return 0, False
+        return count, is_async
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """See OffloadingConnector. A step that computes nothing gives its time to the tier's threads."""
@@ -340,9 +351,10 @@ class CtxcacheTier(SecondaryTierManager):
         *,
         engine: str = "",
         directory: str = "",
+        role: Sequence[bool] = (True, True),
         **extra: Any,
     ) -> None:
-        """`engine` and `directory` are the connector's: what computes the chunks, and its model's files."""
+        """`engine`, `directory`, `role`: what computes the chunks, its model's files, what it is to do."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         if not engine:
             problem = "a tier does not see which model and settings its chunks are of"
@@ -356,7 +368,9 @@ class CtxcacheTier(SecondaryTierManager):
         # No copy: rows of this array are vLLM's chunks.
         self._chunks: npt.NDArray[np.uint8] = np.asarray(primary_kv_view).view(np.uint8)
         """[chunks, bytes], host memory that vLLM shares with its workers."""
-        self._layout = LAYOUTS.setdefault(offloading_spec.config.engine_id, Future())
+        self._role = Role(*role)
+        self.layouts: Future[Mapping[tuple[int, int], BlockLayout]] = Future()
+        """How each rank's blocks lie in memory: comes once the engine has its blocks."""
         self._tokens = [
             (group.tokens_per_block, group.layer_names) for group in offloading_spec.config.groups
         ]
@@ -392,6 +406,8 @@ class CtxcacheTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether a chunk is there; RETRY while a thread asks."""
+        if not self._role.loads:
+            return LookupResult.MISS
         found = self._lookups.lookup(key, req_context)
         if found is None and self._is_awaited(req_context.req_id):
             return LookupResult.RETRY
@@ -433,7 +449,7 @@ class CtxcacheTier(SecondaryTierManager):
         stores = sum(not job.is_promotion for job in self._running.values())
         # A job that failed at once: vLLM gives the place in
         # host memory free, where a waiting one would hold it.
-        if stores >= MOST_STORES or self.link.state is not LinkState.READY:
+        if stores >= MOST_STORES or self.link.state is not LinkState.READY or not self._role.saves:
             self._begin(job_metadata, Future()).set_result(JobResult(job_metadata.job_id, success=False))
         else:
             self._begin(job_metadata, self._writers.submit(self._store, job_metadata))
@@ -493,8 +509,7 @@ class CtxcacheTier(SecondaryTierManager):
             self._events.close()
         # vLLM unmaps its host memory next.
         self._chunks = np.empty((0, 0), np.uint8)
-        if not self._layout.done():
-            self._layout.cancel()
+        self.layouts.cancel()
         self.link.close()
 
     def _told(self, future: "Future[JobResult]", result: JobResult) -> JobResult:
@@ -599,7 +614,8 @@ class CtxcacheTier(SecondaryTierManager):
         # While the engine starts, and not with the first prompt.
         client.map_arena(is_written=True)
         # The layout comes from the workers, once they have their blocks: until then nothing is looked up.
-        facts = [weights_digest(self._directory), self._engine, self._tokens, self._layout.result()]
+        layouts = [layout.description for _, layout in sorted(self.layouts.result().items())]
+        facts = [weights_digest(self._directory), self._engine, self._tokens, layouts]
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         client.map_arena(is_written=True, timeout_s=next(self._patience, 0))
         return BlockSpace(digest, layout_tag=f"vllm chunks of {self.block_size_bytes} bytes")

@@ -22,14 +22,16 @@ from vllm.logger import init_logger
 
 from ctxcache.client import SessionRows
 from ctxcache.client.types import HintAction
-from ctxcache.errors import CacheError, SessionNotFound
+from ctxcache.errors import CacheError, DeadlineExceeded, SessionNotFound
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.link import Bringing
+from gpu_worker.engines.vllm.counts import Misses
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
 from gpu_worker.engines.vllm.hidden_rows import HiddenRows
 from gpu_worker.engines.vllm.hints import HintTeller
 from gpu_worker.engines.vllm.pass_rows import KvRows, model_with
 from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan, Writing
+from gpu_worker.engines.vllm.roles import transfer_of
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of, unit_tokens
 from gpu_worker.engines.vllm.weights import first_version
 from gpu_worker.errors import ModelChanged
@@ -126,6 +128,7 @@ class WorkerSide:
         self._names: dict[str, str] = {}
         """This rank's sessions, by the names that messages give them."""
         self.hints = HintTeller(self.link)
+        self.misses = Misses(logger)
         self._state: EngineState | None = None
         self._saver: Saver | None = None
         self._waiters = ThreadPoolExecutor(2, "ctxcache-saved")
@@ -141,9 +144,7 @@ class WorkerSide:
         """By request. Used by vLLM's worker thread."""
         self._lock = threading.RLock()
         """Over which sessions are saved: the scheduler's thread may end one."""
-        engine_id = config.kv_transfer_config.engine_id if config.kv_transfer_config else None
-        if engine_id:
-            WORKERS[engine_id] = self
+        WORKERS[worker_key(config, settings)] = self
 
     def attach(self, caches: Mapping[str, Tensor]) -> None:
         """These are the engine's caches, by layer. Raises Refused."""
@@ -242,7 +243,7 @@ class WorkerSide:
                 failure = self._endings.pop(name).result()
                 own = self._names.pop(name, name)
                 if failure is not None:
-                    logger.warning("%s is not saved to its end: %s", own, failure)
+                    self.misses.tell(own, "not saved to its end", failure)
             saved |= self._not_saved
             self._not_saved = set()
         return saved
@@ -273,7 +274,8 @@ class WorkerSide:
         if self._state is not None and self._state.device.type == "cuda":
             # Copies that were begun may still write to blocks.
             torch.cuda.synchronize(self._state.device)
-        logger.info("%s is computed again: its rows come too late", loading.item.sessions[self._rank].name)
+        late = DeadlineExceeded(target="its rows", timeout_s=f"{self._settings.restore_timeout_s:g}")
+        self.misses.tell(loading.item.sessions[self._rank].name, "not restored", late)
         self._forsake(loading)
 
     def _forsake(self, loading: Loading) -> None:
@@ -292,15 +294,16 @@ class WorkerSide:
                 self._restore(loading)
             loading.check()
         except ModelChanged as error:
-            logger.info("%s is computed again: %s", item.sessions[self._rank].name, error)
+            self.misses.tell(item.sessions[self._rank].name, "not restored", error)
         except CacheError as error:
-            logger.info("%s is computed again: %s", item.sessions[self._rank].name, error)
+            self.misses.tell(item.sessions[self._rank].name, "not restored", error)
             # Of one that was given up the link has heard: by now the store may be back.
             if not loading.is_given_up:
                 self.link.failed(error)
-        except Exception:
+        except Exception as error:
             # Any error of a device or a model: the request goes on without the store.
             logger.exception("%s is computed again", item.sessions[self._rank].name)
+            self.misses.tell(item.sessions[self._rank].name, "not restored", error)
         else:
             return True
         self._forsake(loading)
@@ -384,7 +387,7 @@ class WorkerSide:
             unit = 1 if is_portable else unit_tokens(self._kv_cache_config)
             saver.open(session, ahead=opened.ahead[self._rank], unit_tokens=unit)
         except CacheError as error:
-            logger.warning("%s is not saved: %s", session.name, error)
+            self.misses.tell(session.name, "not saved", error)
             self._not_saved.add(opened.name)
             return
         self._open[opened.name] = opened
@@ -428,5 +431,10 @@ class WorkerSide:
             return error
 
 
-WORKERS: "WeakValueDictionary[str, WorkerSide]" = WeakValueDictionary()
-"""The workers of this process, by the engine's id."""
+def worker_key(config: "VllmConfig", settings: ConnectorSettings) -> tuple[str, str]:
+    """The engine and the store that a connector's two sides are for: an engine may have several stores."""
+    return str(transfer_of(config).engine_id), settings.target
+
+
+WORKERS: "WeakValueDictionary[tuple[str, str], WorkerSide]" = WeakValueDictionary()
+"""The workers of this process."""

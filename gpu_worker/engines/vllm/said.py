@@ -1,0 +1,69 @@
+"""What a request says: its conversation's name, its salt, and its hints. Read once, as it arrives.
+
+Callers write it, over the network too, and vLLM checks little of it: any field may have any content. An error
+out of a connector's call would end the engine for everybody, so this module is the door: behind it there is
+what was read here, and nothing of a request's own words. Worst case: a request goes without the store.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from ctxcache.client.types import HintAction
+from gpu_worker.engines.names import session_id
+from gpu_worker.engines.vllm.hints import HintTeller, hints_of
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.ctxcache")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A request's words."""
+
+    session_name: str
+    """Empty where it names no conversation."""
+    salt: bytes
+    """Empty where it has none: others with none are served what it saves."""
+    hints: tuple[HintAction, ...]
+    """Those about its own conversation name no session."""
+
+
+def read(request: "Request", teller: HintTeller) -> Said | None:
+    """What a request says; None for one that is to go without the store. Raises nothing."""
+    try:
+        check_parameters(request)
+        return Said(_session_of(request), _salt_of(request), tuple(hints_of(request, teller)))
+    except Exception as error:  # noqa: BLE001  of whatever content, and however deep
+        logger.warning("a request goes without the store, since its words are not understood: %.200r", error)
+        return None
+
+
+def check_parameters(request: "Request") -> None:
+    """Take out `kv_transfer_params` that are no mapping: vLLM's scheduler, too, would fail at them."""
+    given: Any = request.kv_transfer_params
+    # By HTTP as `vllm_xargs.kv_transfer_params`, which vLLM does not check.
+    if given is not None and not isinstance(given, dict):
+        logger.warning("kv_transfer_params: a %s is no mapping, and is left alone", type(given).__name__)
+        request.kv_transfer_params = None
+
+
+def _session_of(request: "Request") -> str:
+    named: Any = request.session_id or (request.kv_transfer_params or {}).get("session_id")
+    if isinstance(named, int) and not isinstance(named, bool):
+        named = str(named)
+    if named is not None and not isinstance(named, str):
+        logger.warning("session_id: a %s is no name, and is left alone", type(named).__name__)
+        return ""
+    return f"sessions/{session_id(named)}" if named else ""
+
+
+def _salt_of(request: "Request") -> bytes:
+    """A digest of vLLM's `cache_salt`, which may be of any length."""
+    if not request.cache_salt:
+        return b""
+    return hashlib.sha256(request.cache_salt.encode(errors="surrogatepass")).digest()
