@@ -197,10 +197,6 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
     import msgspec  # noqa: PLC0415  vLLM's
     from vllm import LLM, SamplingParams  # noqa: PLC0415  it prints
     from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415
-    from vllm.distributed.kv_transfer import (  # noqa: PLC0415
-        get_kv_transfer_group,
-        has_kv_transfer_group,
-    )
     from vllm.triton_utils import dispatcher  # noqa: PLC0415
     from vllm.v1.kv_hints import KvHintsEnvelope  # noqa: PLC0415
 
@@ -214,13 +210,8 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
     if "kv_events_config" in arguments:
         arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
     llm: Any = LLM(model=model, **arguments)
-    if transfer is not None and transfer["kv_connector"].startswith("Ctxcache"):
-        # An engine in a process of its own is asked by requests alone.
-        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-        connectors = [core.scheduler.connector] if core is not None else []
-        # Each of several ranks is a process of its own.
-        connectors += [get_kv_transfer_group()] if has_kv_transfer_group() else []
-        for connector in connectors:
+    for connector in _connectors(llm) if transfer is not None else ():
+        if hasattr(connector, "wait_until_linked"):
             connector.wait_until_linked(LINK_TIMEOUT_S)
 
     add_request: Any = llm.llm_engine.add_request
@@ -282,6 +273,22 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
                 for output in outputs
             ]
         )
+
+
+def _connectors(llm: Any) -> Iterator[Any]:
+    """Those of this process, each by itself."""
+    from vllm.distributed.kv_transfer import (  # noqa: PLC0415
+        get_kv_transfer_group,
+        has_kv_transfer_group,
+    )
+
+    # An engine in a process of its own is asked by requests alone.
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    sides = [core.scheduler.connector] if core is not None else []
+    # Each of several ranks is a process of its own.
+    sides += [get_kv_transfer_group()] if has_kv_transfer_group() else []
+    for side in sides:
+        yield from getattr(side, "sub_connectors", [side])
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -160,7 +160,8 @@ def test_hints_of_a_request_reach_the_store(engine: VllmEngine, cache: Client, w
             ("expect", {"return_in_s": 30.0, "ended": True}),
             ("retain", {"ttl": 60}),
             ("pin", {"session": other, "ttl_s": "long"}),
-            ("pin", {"session": "not/a/name", "ttl_s": 1.0}),
+            ("pin", {"session": "no id/of a session", "ttl_s": 1.0}),
+            ("pin", {"session": other, "ttl_s": 1e15}),
             ("another_component", {"anything": 1}),
         ]
     )
@@ -172,8 +173,8 @@ def test_hints_of_a_request_reach_the_store(engine: VllmEngine, cache: Client, w
         "prefetch/missing": 1,
         "expect/invalid": 1,
         "retain/invalid": 1,
-        "pin/invalid": 1,
-        "pin/refused": 1,
+        "pin/invalid": 2,
+        "pin/missing": 1,
         "other/ignored": 1,
         "share/invalid": 1,
     }
@@ -186,7 +187,7 @@ def test_hints_of_a_request_reach_the_store(engine: VllmEngine, cache: Client, w
 
     until(lambda: sum(news().values()) >= sum(expected.values()))
     assert news() == expected
-    assert "payload.ttl is not one of session" in engine.log
+    assert "payload: 'ttl' is not one of session" in engine.log
     assert "action_version '2' is not '1'" in engine.log
 
 
@@ -254,4 +255,4 @@ def test_the_end_waits_for_one_answer_of_a_store_that_hangs() -> None:
     ends.join(60)
 
     assert times == 1
-    assert sum(teller.take_counts().data.values()) == 20
+    assert sum(teller.take_counts().values()) == 20

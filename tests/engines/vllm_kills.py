@@ -29,6 +29,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ctxcache
+from ctxcache.client import Client
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import SHARED_MEMORY, Reply, VllmEngine
 from tests.faults.harness import Harness, Report, progress
@@ -208,19 +209,24 @@ def _look_at_what_is_held(engine: VllmEngine, store: ServerProcess, crowd: Crowd
     end_s = time.monotonic() + report.patience_s(SETTLE_S)
     with ctxcache.connect(store.target, access="remote") as cache:
         while True:
-            stats = cache.admin.stats()
-            held = {
-                "leases": stats.lease_count,
-                "reservations": stats.reservation_count,
-                "pinned bytes": sum(lease.pinned_bytes for lease in cache.admin.list_leases()),
-                "pinned sessions": sum(one.is_pinned for one in cache.sessions.list()),
-            }
+            held = held_by(cache)
             if not any(held.values()):
                 return
             if time.monotonic() > end_s:
                 report.find(f"the engine has no request, and there are {held}")
                 return
             time.sleep(0.1)
+
+
+def held_by(cache: Client) -> dict[str, float]:
+    """What of the store's is held by somebody."""
+    stats = cache.admin.stats()
+    return {
+        "leases": stats.lease_count,
+        "reservations": stats.reservation_count,
+        "pinned bytes": sum(lease.pinned_bytes for lease in cache.admin.list_leases()),
+        "pinned sessions": sum(one.is_pinned for one in cache.sessions.list()),
+    }
 
 
 def _look_at_what_is_left(store: ServerProcess, memory: Path, report: Report) -> None:
