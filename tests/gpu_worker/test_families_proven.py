@@ -14,6 +14,7 @@ from transformers import (
     BloomConfig,
     CohereConfig,
     DynamicCache,
+    Gemma3TextConfig,
     GlmConfig,
     GptOssConfig,
     Llama4TextConfig,
@@ -209,15 +210,36 @@ def test_a_family_that_is_close_to_another_is_kept_as_cached() -> None:
     assert adapter.kinds == (AS_CACHED,)
 
 
-def test_a_model_whose_cache_is_not_what_it_attends_to_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        (1.0, "depend on how passes are cut.*: most keys of layer 0 differ"),
+        (1e-5, "do not come back as they are cached: keys of layer 0 differ"),
+    ],
+)
+def test_a_model_whose_cache_is_not_what_it_attends_to_is_refused(size: float, reason: str) -> None:
     """Keys that depend on when they were cached do not come back, and the reason is told."""
     model: Any = build("llama")
     noise = torch.Generator().manual_seed(1)
     for layer in model.model.layers:
-        _edit_keys(layer.self_attn, lambda keys: keys + torch.randn(keys.shape, generator=noise))
+        _edit_keys(layer.self_attn, lambda keys: keys + size * torch.randn(keys.shape, generator=noise))
 
-    with pytest.raises(UnsupportedArchitecture, match="do not come back as they are cached: keys of layer 0"):
+    with pytest.raises(UnsupportedArchitecture, match=reason):
         adapt(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_model_whose_tokens_see_those_behind_them_is_refused(dtype: torch.dtype) -> None:
+    """Its rows depend on how turns were cut, which no restore knows."""
+    settings = {**_SHAPE, "head_dim": 16, "sliding_window": WINDOW}
+    causal, other = (
+        heat(random_model(Gemma3TextConfig(**settings, use_bidirectional_attention=is_other))).to(dtype)  # type: ignore[arg-type]
+        for is_other in (False, True)
+    )
+
+    assert adapt(causal).kinds == (HIDDEN, KV)
+    with pytest.raises(UnsupportedArchitecture, match="depend on how passes are cut"):
+        adapt(other)
 
 
 _REFUSED: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
