@@ -77,6 +77,16 @@ def adapt(model: PreTrainedModel) -> Adapter:
     that of an engine that proved it. Raises UnsupportedArchitecture with the reason.
     """
     check_whole(model)
+    try:
+        return _adapted(model)
+    except CacheError:
+        raise
+    except Exception as error:
+        # Its modules are foreign code: whatever that raises, the model is not served, and the reason is told.
+        raise refuse(model, f"it cannot be described: {_line(error)}") from error
+
+
+def _adapted(model: PreTrainedModel) -> Adapter:
     found = anatomy(model)
     if _is_loaded(model):
         # An engine may have torch make tensors on its GPU (`torch.set_default_device`); passes and probes
@@ -85,10 +95,20 @@ def adapt(model: PreTrainedModel) -> Adapter:
             return _proven(model, found)
     if any(found.recurrences) or not all(found.has_rows):
         raise refuse(model, "its layers without keys and values are not proven, as it is not loaded")
-    adapter = next(candidates(model, found), None)
-    if adapter is None:
-        raise refuse(model, "its keys and values are known as they are cached only, and it is not loaded")
+    adapter = next(_trials(model, found), "no projections of K and V were found")
+    if isinstance(adapter, str):
+        raise refuse(model, f"it is not loaded, and its cache does not say how it comes about ({adapter})")
     return adapter
+
+
+def _trials(model: PreTrainedModel, parts: Anatomy) -> Iterator[Adapter | str]:
+    """Adapters that may be right; at their end, why there are no more, where modules are not as expected."""
+    try:
+        yield from candidates(model, parts)
+    except CacheError:
+        raise
+    except _LIKE as error:
+        yield f"its modules are not understood: {_line(error)}"
 
 
 @contextmanager
@@ -114,7 +134,10 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
     _check_cut(model, kept)
     reasons = "no projections of K and V were found"
     rows_alone: Adapter | None = None
-    for adapter in candidates(model, parts):
+    for adapter in _trials(model, parts):
+        if isinstance(adapter, str):
+            reasons = adapter
+            continue
         has_own_rows = adapter.kind not in adapter.refused
         # Rows first: a candidate whose rows do not come back
         # has misread the projection, and inputs would fail too.
@@ -212,7 +235,7 @@ def difference(adapter: Adapter, kind: StateKind, kept: Cached | None = None) ->
             return problem
         nexts = [_next_logits(adapter.model, cache) for cache in (found, own)]
     except _LIKE as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        return _line(error)
     return _far("logits", nexts[0], nexts[1], _ROUNDING[adapter.model.dtype])
 
 
@@ -229,7 +252,7 @@ def _with_snapshots(adapter: Adapter) -> Adapter:
         nexts = [_next_logits(adapter.model, cache) for cache in (found, own)]
         problem = problem or _far("logits", nexts[0], nexts[1], _ROUNDING[adapter.model.dtype])
     except _LIKE as error:
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        problem = _line(error)
     return replace(adapter, snapshot_problem=problem)
 
 
@@ -339,8 +362,7 @@ def _contents_of(model: PreTrainedModel, passes: Sequence[list[int]]) -> Cached:
         # Copies: a step writes into states.
         return [{name: one.clone() for name, one in held.items()} for held in contents(cache)]
     except _LIKE as error:
-        problem = f"passes over three tokens fail: {' '.join(str(error).split())[:160]}"
-        raise refuse(model, problem) from error
+        raise refuse(model, f"passes over three tokens fail: {_line(error)}") from error
 
 
 def _check_cut(model: PreTrainedModel, kept: Cached) -> None:
@@ -398,3 +420,7 @@ def _unequal(found: Cached, kept: Cached, bounds: Sequence[float], *, far: Far =
             if problem:
                 return problem
     return ""
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
