@@ -167,7 +167,8 @@ class Cache:
 
         So many sessions, the last that were used, are known from the start; others may be dormant.
 
-        Raises CorruptMetadata, and DataDirectoryUnusable when records name an SSD path that is not there.
+        Raises CorruptMetadata, CapacityExceeded (no room to open the records for writing), and
+        DataDirectoryUnusable when records name an SSD path that is not there.
         """
         # Before the records: sessions on a lost path are recalled as far as they can be had.
         self.devices.note()
@@ -177,6 +178,8 @@ class Cache:
         # Repairs give slots back. Given back before all were taken, they could be adopted by the wrong
         # segment.
         misplaced, halved = self._adopt(loaded.dormant)
+        # Everything was read and nothing refused: only now may anything be written.
+        self._metadata.begin()
         if loaded.repairs:
             await self._metadata.commit(loaded.repairs, is_durable=True)
         if misplaced:

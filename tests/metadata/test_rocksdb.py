@@ -180,8 +180,10 @@ async def test_a_sync_that_runs_already_covers_no_later_commit(
 def test_a_store_that_is_open_elsewhere_is_refused(tmp_path: Path) -> None:
     """Two processes never share a store, and the second is told why."""
     store = RocksDbMetadata(tmp_path / "metadata")
+    other = RocksDbMetadata(tmp_path / "metadata")
     with pytest.raises(DataDirectoryUnusable, match="another process"):
-        RocksDbMetadata(tmp_path / "metadata")
+        other.begin()
+    other.close()
     store.close()
 
 
