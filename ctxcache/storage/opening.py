@@ -77,10 +77,11 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     # Looks before locks, locks before writes. Nothing is made before all of it can be made:
     #
     #     room, not half imported, not orphaned ──► data directory locked ──► SSD directories recognised
-    #       ──► arena ──► SSD files locked, allocated ──► metadata read, as witness and catalog know it
-    #       ──► numbers written
+    #       ──► arena ──► SSD files locked, allocated ──► metadata read as far as the witness
     #
-    # Behind the last record that the cache reads: metadata opened for writing, witness and catalog begun.
+    # The cache reads all of it, and begins:
+    #
+    #     witness opened ──► numbers written ──► metadata opened for writing ──► catalog begun
     _check_room(settings.data_directory)
     directory, found = _recognised(settings, files)
     ordered = tuple(each.path for each in found)
@@ -98,8 +99,6 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     absent = {i for i, refusal in ssd.refusals.items() if refusal.is_lost}
     metadata = _open_metadata(directory, ordered, absent, faults, hang_after_s)
     files.callback(metadata.close)
-    # Behind the locks of the files: two servers that start at once must not both give numbers.
-    write_down(directory.path, directory.instance_id, ordered, absent=absent)
     return Storage(directory, arena, ssd, metadata, faults)
 
 
@@ -243,6 +242,10 @@ def _open_metadata(
             catalog = Catalog(path, data.instance_id, hang_after_s=hang_after_s, beside=store_path)
             opened.callback(catalog.close, 0)
         store = partial(SlowMetadata, faults=faults) if faults else RocksDbMetadata
-        metadata = store(data.metadata_path, witness=witness, catalog=catalog, hang_after_s=hang_after_s)
+        # Behind the locks of the files: two servers that start at once must not both give numbers.
+        before = partial(write_down, data.path, data.instance_id, ssd_directories, absent=absent)
+        metadata = store(
+            data.metadata_path, witness=witness, catalog=catalog, hang_after_s=hang_after_s, before=before
+        )
         opened.pop_all()
     return metadata

@@ -27,6 +27,7 @@ its sessions are read. What is refused is as it was: a database is opened for wr
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import tempfile
@@ -44,7 +45,7 @@ from rocksdict import Rdict, WriteBatch
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, TierFailure
 from ctxcache.format.layout import Slot
 from ctxcache.runtime.clock import SystemClock
-from ctxcache.runtime.files import claim_directory
+from ctxcache.runtime.files import claim_directory, open_private
 from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import Changes
@@ -138,13 +139,15 @@ class RocksDbMetadata(RocksDbRecords):
         witness: Witness | None = None,
         catalog: Catalog | None = None,
         hang_after_s: float = HANG_AFTER_S,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the database in directory `path`, or open one that is there for reading, until `begin`.
 
-        `hang_after_s` is how long the device may take for one answer. Raises as RocksDbRecords does.
+        `hang_after_s` is how long the device may take for one answer. `before` is called right before the
+        database is written: it writes what else belongs to the store. Raises as RocksDbRecords and it do.
         """
         super().__init__(path, witness=witness, catalog=catalog)
-        self._hang_after_s, self._clock = hang_after_s, SystemClock()
+        self._hang_after_s, self._clock, self._before = hang_after_s, SystemClock(), before
         # A sync waits for the witnesses too, whose devices may hang while this one does not.
         self._patience_s = hang_after_s + (WITNESS_PATIENCE_S if witness else 0)
         # One thread writes the log and syncs it: a thread between the two would cost more than the write.
@@ -202,13 +205,16 @@ class RocksDbMetadata(RocksDbRecords):
         self._open_for_writing()
 
     def _open_for_writing(self, *, is_new: bool = False) -> None:
+        # Before RocksDB tidies up: what these refuse is as it was.
+        _check_lock(Path(self._path))
+        if self._witness:
+            self._witness.begin()
+        self._before()
         try:
             self._db = Rdict(self._path, options(is_new=is_new))
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             refuse(self._path, error)
         try:
-            if self._witness:
-                self._witness.begin()
             if self._catalog:
                 # Each run says with its first commit where its catalog goes on.
                 self._catalog.begin(self._last.sequence, self.raw)
@@ -718,6 +724,19 @@ def _kind_of_filesystem(path: str) -> str:
             if place.startswith(mounted_at):
                 found = max(found, (len(mounted_at), kind))
     return found[1]
+
+
+def _check_lock(path: Path) -> None:
+    """Raise DataDirectoryUnusable where another process has the database, before RocksDB begins a new LOG."""
+    try:
+        with os.fdopen(open_private(path / "LOCK", os.O_RDWR | os.O_CREAT), "wb") as file:
+            # Of the kind that RocksDB takes, and given up at once.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DataDirectoryUnusable(path=str(path), problem="another process holds the metadata") from error
+    except OSError as error:
+        problem = f"LOCK: {error.strerror}"
+        raise DataDirectoryUnusable(path=str(path), problem=problem) from error
 
 
 def _claim(path: str) -> None:
