@@ -241,6 +241,8 @@ class CorruptMetadata(CacheError):
 class NothingToRebuild(CorruptMetadata):
     """Metadata cannot be made anew: there is no catalog to make it from that can be read."""
 
+    reason = "NOTHING_TO_REBUILD"
+
 
 class TierFailure(CacheError):
     """A device refused a read, write or sync, or did not return it in time."""

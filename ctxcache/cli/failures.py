@@ -68,6 +68,7 @@ EXIT_CODES: dict[type[CacheError], ExitCode] = {
     errors.FileFull: ExitCode.RESOURCE_EXHAUSTED,
     errors.CorruptSegment: ExitCode.DATA_LOSS,
     errors.CorruptMetadata: ExitCode.DATA_LOSS,
+    errors.NothingToRebuild: ExitCode.DATA_LOSS,
     errors.FileDamaged: ExitCode.DATA_LOSS,
     errors.DataDirectoryUnusable: ExitCode.DATA_DIRECTORY_UNUSABLE,
     errors.FormatTooNew: ExitCode.FORMAT_TOO_NEW,

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -142,10 +143,8 @@ def test_a_start_on_a_full_disk_says_what_to_free(stopped: Path, small: Path, le
 def fill(ballast: Path, left_bytes: int) -> None:
     """Take all room but so much."""
     with ballast.open("wb", buffering=0) as file:
-        with pytest.raises(OSError, match="No space left"):
-            while True:
-                file.write(bytes(1 << 20))
-        with pytest.raises(OSError, match="No space left"):
-            while True:
-                file.write(bytes(512))
+        for size in (1 << 20, 512):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    continue
         file.truncate(max(0, file.tell() - left_bytes))
