@@ -7,6 +7,7 @@ SSD directory is given a number then.
 """
 
 import logging
+import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from ctxcache.settings.sizes import default_arena, memory_available, ssd_bytes
 from ctxcache.storage.data_directory import METADATA, DataDirectory, check_not_restoring
 from ctxcache.storage.injection import Faults, FaultySsdFiles, SlowMetadata
 from ctxcache.storage.metadata.catalog import CATALOG, Catalog
-from ctxcache.storage.metadata.reading import ReadOnlyMetadata, check_room_to_open
-from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.reading import ReadOnlyMetadata
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata, check_room_to_open
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.ssd_directories import Directory, check_not_orphaned, entries, is_ours, look, write_down
 from ctxcache.storage.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
@@ -140,12 +141,9 @@ def _recognised(settings: Settings, files: ExitStack) -> tuple[DataDirectory, tu
 
 def _check_room(data_directory: Path) -> None:
     """Raise CapacityExceeded where a start could not write what it has to; the lock itself may fail then."""
-    metadata = data_directory / METADATA
-    try:
-        if data_directory.is_dir():
-            check_room_to_open(metadata if metadata.is_dir() else data_directory)
-    except OSError as error:
-        raise DataDirectoryUnusable(path=str(data_directory), problem=error.strerror or str(error)) from error
+    places = (data_directory / METADATA, data_directory)
+    for place in [place for place in places if os.path.isdir(place)][:1]:  # noqa: PTH112  it does not raise
+        check_room_to_open(place)
 
 
 def _present_bytes(directory: Path) -> int:

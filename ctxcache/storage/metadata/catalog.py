@@ -252,7 +252,7 @@ class Catalog:
         hang_after_s: float = HANG_AFTER_S,
         beside: str | Path | None = None,
     ) -> None:
-        """Until `begin` nothing is written. `hang_after_s` is how long a commit waits.
+        """Until `claim` and `begin` nothing is written. `hang_after_s` is how long a commit waits.
 
         `beside`: the store, or None where the catalog counts as on another device.
         """
@@ -318,19 +318,21 @@ class Catalog:
             problem = f"it knows of {contents.sequence} commits, and the metadata is gone"
             raise CorruptMetadata(where=str(self._directory), problem=f"{problem}; {damage}".rstrip("; "))
 
-    def begin(self, sequence: int, snapshot: Callable[[], Iterator[tuple[bytes, bytes]]]) -> None:
-        """Go on behind the last run if it ended at `sequence`; else begin anew with the first commit.
-
-        `snapshot` begins to iterate over the records as they are when it is called; a thread reads it.
-        Until the first commit the catalog of a run that was cut off is complete. Makes the directory. Raises
-        DataDirectoryUnusable.
-        """
-        self._snapshot = snapshot
+    def claim(self) -> None:
+        """Make the directory, or take one that is there. Raises DataDirectoryUnusable."""
         try:
             claim_directory(self._directory)
         except OSError as error:
             problem = error.strerror or str(error)
             raise DataDirectoryUnusable(path=str(self._directory), problem=problem) from error
+
+    def begin(self, sequence: int, snapshot: Callable[[], Iterator[tuple[bytes, bytes]]]) -> None:
+        """Go on behind the last run if it ended at `sequence`; else begin anew with the first commit.
+
+        `snapshot` begins to iterate over the records as they are when it is called; a thread reads it.
+        Until the first commit the catalog of a run that was cut off is complete. The directory is claimed.
+        """
+        self._snapshot = snapshot
         with self._noticed():
             self._is_beside = self._store is not None and _device(self._store) == _device(self._directory)
             # The newest log decides: it ends where the metadata ends, or the catalog begins anew.

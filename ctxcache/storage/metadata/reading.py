@@ -13,14 +13,8 @@ that is killed leaves the links, and the next look removes them.
 """
 
 import contextlib
-import errno
-import os
 import shutil
-from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from functools import reduce
-from operator import xor
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -34,7 +28,7 @@ from rocksdict import (
     RdictIter,
 )
 
-from ctxcache.errors import CapacityExceeded, CorruptMetadata, DataDirectoryUnusable
+from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.format.layout import Slot
 from ctxcache.runtime.files import DIRECTORY_MODE
 from ctxcache.storage.metadata import records
@@ -48,7 +42,7 @@ from ctxcache.storage.metadata.base import (
     SessionRecord,
 )
 from ctxcache.storage.metadata.catalog import Catalog
-from ctxcache.storage.metadata.records import Commit
+from ctxcache.storage.metadata.records import Commit, Seals
 from ctxcache.storage.metadata.witness import Witness
 
 MEMTABLE_BYTES = 8 << 20
@@ -63,13 +57,9 @@ OPEN_FILES_LIMIT = 256
 TEXT_LOG_BYTES = 1 << 20
 OPTIONS = Path(__file__).parent / "options"
 """The options that the binding has no setters for."""
-OPENING_BYTES = 1 << 20
-"""What an opening for writing takes, besides tables as large as the log that they are made of."""
-OPENING_INODES = 16
 _FIRST_MANIFEST = "MANIFEST-000001"
 _OWN_FILES = ("LOCK", "LOG", "rocksdict-config.json")
 """Beginnings of the names of files that no record is in, and that whoever opens a database writes."""
-_NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
 Record = TypeVar("Record")
 
 
@@ -88,32 +78,6 @@ def has_database(path: Path) -> bool:
         name.endswith((".sst", ".log")) or (name.startswith("MANIFEST-") and name != _FIRST_MANIFEST)
         for name in names
     )
-
-
-def check_room(path: str, space: os.statvfs_result, needed_bytes: int, needed_inodes: int) -> None:
-    """Raise CapacityExceeded where the filesystem of the database has less."""
-    free_bytes = space.f_bavail * space.f_frsize
-    if free_bytes < needed_bytes:
-        raise CapacityExceeded(
-            tier=f"metadata {path}",
-            needed_bytes=needed_bytes,
-            free_bytes=free_bytes,
-            limit_bytes=space.f_blocks * space.f_frsize,
-        )
-    # Some filesystems count no inodes, and say 0 of 0.
-    if space.f_files and space.f_favail < needed_inodes:
-        raise CapacityExceeded(
-            tier=f"inodes of metadata {path}",
-            needed_bytes=needed_inodes,
-            free_bytes=space.f_favail,
-            limit_bytes=space.f_files,
-        )
-
-
-def check_room_to_open(path: Path) -> None:
-    """Raise CapacityExceeded where an opening for writing could run out of room half way; OSError."""
-    log_bytes = sum(log.stat().st_size for log in path.glob("*.log"))
-    check_room(str(path), os.statvfs(path), log_bytes + OPENING_BYTES, OPENING_INODES)
 
 
 def options(*, is_new: bool = False) -> Options:
@@ -145,12 +109,10 @@ def release(database: Rdict) -> None:
 
 
 def refuse(path: str, error: Exception) -> NoReturn:
-    """Raise what RocksDB's refusal to open a database means: damage, a lack of room, or anything else."""
+    """Raise what RocksDB's refusal to open a database means: damage, or anything else."""
     problem = str(error).replace(_place(path), path)
     # The path that RocksDB names may have any word in it.
     said = problem.replace(path, "")
-    if any(lack in said for lack in _NO_ROOM):
-        check_room_to_open(Path(path))
     # A file that is gone is damage; a directory that cannot be entered is not.
     if "Corruption" in said or "No such file" in said:
         raise CorruptMetadata(where=path, problem=problem) from error
@@ -163,7 +125,7 @@ class Untouched:
     """A database that is open for reading. RocksDB writes nothing to it, and its binding writes elsewhere."""
 
     def __init__(self, path: str) -> None:
-        """Raises CorruptMetadata, CapacityExceeded, DataDirectoryUnusable."""
+        """Raises CorruptMetadata, DataDirectoryUnusable."""
         self._links = Path(_place(path))
         try:
             self._link(Path(path))
@@ -210,8 +172,7 @@ class RocksDbRecords:
     ) -> None:
         """Open the database and change nothing. Closes `witness` and `catalog` at its end.
 
-        Raises DataDirectoryUnusable, CapacityExceeded (no room for a few links), CorruptMetadata: damaged, or
-        it lacks what was on disk.
+        Raises DataDirectoryUnusable, and CorruptMetadata: damaged, or it lacks what was on disk.
         """
         self._path = str(path)
         self._witness, self._catalog = witness, catalog
@@ -414,45 +375,3 @@ class ReadOnlyMetadata(RocksDbRecords):
     async def recorded_slots(self) -> set[Slot]:
         """See MetadataStore."""
         return self._recorded_slots()
-
-
-class Seals(dict[bytes, int]):
-    """The checksum of each session's record by uid, 0 for one that has none.
-
-    Its items are those of records that were written since. Those that were read, in the order of their keys,
-    take 24 bytes each.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._uids, self._read = bytearray(), array("Q")
-
-    def __missing__(self, uid: bytes) -> int:
-        """The checksum of a record that was read and not written since."""
-        i = bisect_left(range(len(self._read)), uid, key=self._uid)
-        return self._read[i] if i < len(self._read) and self._uid(i) == uid else 0
-
-    @property
-    def read_count(self) -> int:
-        """How many were read."""
-        return len(self._read)
-
-    @property
-    def read_digest(self) -> int:
-        """XOR of those that were read."""
-        return reduce(xor, self._read, 0)
-
-    def extend(self, keys: list[bytes], values: list[bytes]) -> None:
-        """Sessions' records were read, whose keys ascend and come behind all before them."""
-        self._uids += b"".join([key[len(records.SESSION_PREFIX) :] for key in keys])
-        self._read.extend(records.seals_of(values))
-
-    def forget(self, uid: bytes) -> None:
-        """The session has no record any more."""
-        self.pop(uid, None)
-        # One that was read has an entry of its own, which goes for more than what was read.
-        if self[uid]:
-            self[uid] = 0
-
-    def _uid(self, i: int) -> bytes:
-        return bytes(self._uids[i * records.UID_BYTES : (i + 1) * records.UID_BYTES])

@@ -53,15 +53,12 @@ from ctxcache.storage.metadata.catalog import HANG_AFTER_S, Beside, Catalog, Ent
 from ctxcache.storage.metadata.reading import (
     MEMTABLE_BYTES,
     RocksDbRecords,
-    Seals,
     Untouched,
-    check_room,
-    check_room_to_open,
     options,
     refuse,
     release,
 )
-from ctxcache.storage.metadata.records import Commit
+from ctxcache.storage.metadata.records import Commit, Seals
 from ctxcache.storage.metadata.witness import PATIENCE_S as WITNESS_PATIENCE_S
 from ctxcache.storage.metadata.witness import Witness
 
@@ -79,6 +76,9 @@ ROOM_BYTES = 2 * MEMTABLE_BYTES
 may need at a time. RocksDB that runs into a full disk cannot be trusted to go on; short of that, it can."""
 ROOM_INODES = 32
 """Free inodes below which the same holds, where the filesystem counts them."""
+OPENING_BYTES = 1 << 20
+"""What an opening for writing takes, besides tables as large as the log that they are made of."""
+OPENING_INODES = 16
 SPARE_DESCRIPTORS = 16
 """Descriptors that are free when a database that rests is opened again."""
 REMOTE_FILESYSTEMS = ("fuse", "nfs", "cifs", "smb", "ceph", "9p", "gluster", "lustre")
@@ -209,6 +209,8 @@ class RocksDbMetadata(RocksDbRecords):
         _check_lock(Path(self._path))
         if self._witness:
             self._witness.begin()
+        if self._catalog:
+            self._catalog.claim()
         self._before()
         try:
             self._db = Rdict(self._path, options(is_new=is_new))
@@ -265,7 +267,7 @@ class RocksDbMetadata(RocksDbRecords):
         self._check()
         if is_growing:
             # Only what grows needs room: deletions must go on when the disk is full, for they make room.
-            check_room(self._path, self._space_now(), ROOM_BYTES, ROOM_INODES)
+            _check_room(self._path, self._space_now(), ROOM_BYTES, ROOM_INODES)
 
     def _space_now(self) -> os.statvfs_result:
         """The filesystem's free room; the last figure while the filesystem does not answer."""
@@ -305,7 +307,8 @@ class RocksDbMetadata(RocksDbRecords):
             # The cache goes on from what it wanted recorded: the end of the rest writes this first.
             self._owed.update(entries)
         self._check()
-        self.begin()
+        if not self._is_begun:
+            self.begin()
         return self._settle(self._put(entries, is_durable=is_durable))
 
     async def _settle(self, done: "asyncio.Future[Future[None] | None]") -> None:
@@ -528,7 +531,7 @@ class RocksDbMetadata(RocksDbRecords):
                 descriptor, path = tempfile.mkstemp(prefix="spare.", dir=Path(self._path).parent)
                 spare.append(descriptor)
                 Path(path).unlink()
-            check_room(self._path, os.statvfs(self._path), ROOM_BYTES, ROOM_INODES)
+            _check_room(self._path, os.statvfs(self._path), ROOM_BYTES, ROOM_INODES)
         except (OSError, CapacityExceeded):
             return False
         finally:
@@ -687,6 +690,38 @@ class RocksDbMetadata(RocksDbRecords):
         if self._failure is None or (self._is_resting and not is_passing):
             self._is_resting, self._failure = is_passing, str(error)
             log.error("metadata_refuses path=%s problem=%s", self._path, self.problem)
+
+
+def _check_room(path: str, space: os.statvfs_result, needed_bytes: int, needed_inodes: int) -> None:
+    """Raise CapacityExceeded where the filesystem of the database has less."""
+    free_bytes = space.f_bavail * space.f_frsize
+    if free_bytes < needed_bytes:
+        raise CapacityExceeded(
+            tier=f"metadata {path}",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            limit_bytes=space.f_blocks * space.f_frsize,
+        )
+    # Some filesystems count no inodes, and say 0 of 0.
+    if space.f_files and space.f_favail < needed_inodes:
+        raise CapacityExceeded(
+            tier=f"inodes of metadata {path}",
+            needed_bytes=needed_inodes,
+            free_bytes=space.f_favail,
+            limit_bytes=space.f_files,
+        )
+
+
+def check_room_to_open(path: Path) -> None:
+    """Raise CapacityExceeded where an opening for writing could run out of room half way.
+
+    Raises DataDirectoryUnusable where that cannot be known.
+    """
+    try:
+        log_bytes, space = sum(log.stat().st_size for log in path.glob("*.log")), os.statvfs(path)
+    except OSError as error:
+        raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
+    _check_room(str(path), space, log_bytes + OPENING_BYTES, OPENING_INODES)
 
 
 class _Overdue(Exception):
