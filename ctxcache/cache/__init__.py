@@ -15,6 +15,7 @@ from ctxcache.cache.copying import Copying
 from ctxcache.cache.devices import Devices
 from ctxcache.cache.eviction import Departures, SsdRoom
 from ctxcache.cache.flushing import PARALLEL_FLUSHES, Flushing, Staging, WriteBehind
+from ctxcache.cache.forgetting import Forgetting
 from ctxcache.cache.hints import Hints
 from ctxcache.cache.joining import Joining
 from ctxcache.cache.leases import Leases
@@ -128,6 +129,7 @@ class Cache:
         self.models = Models(state, metadata)
         leased = Pins("leases", memory.capacity_bytes, limits.lease_share, limits)
         self.leases = Leases(state, io, self.promotions, self.mending, leased)
+        self.forgetting = Forgetting(state, metadata, self.departures, self.models)
         self.sessions = Sessions(
             state, metadata, self.departures, self.ssd_room, self.flushing, self.leases, default_expiration
         )
