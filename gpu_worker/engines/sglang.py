@@ -144,7 +144,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             raise Refused(f"{WHERE}.model_directory: {directory} is no directory")
         if directory is None:
             log.warning("the context store tells models apart by %r alone: say model_directory", name)
-        self._version, self._told = self._settings.weights_version, _told_version()
+        self._version, self._told_weights = self._settings.weights_version, _told_version()
         """Of the weights, and SGLang's own word for them when they got it."""
         self._is_named = True
         """Whether that is what is loaded, as far as SGLang was told."""
@@ -290,8 +290,8 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
                     partial(_clear, name=name, space_of=partial(self._space, parts=part_count)), None
                 )
         told = _told_version()
-        self._version = told if told != self._told else f"epoch-{uuid.uuid4().hex}"
-        self._told, self._is_named = told, True
+        self._version = told if told != self._told_weights else f"epoch-{uuid.uuid4().hex}"
+        self._told_weights, self._is_named = told, True
         self._link.renew()
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
     def _call(self, work: Callable[[Client, bytes], Result], otherwise: Result) -> Result:
         """As `StoreLink.call`, while the weights are those that have the name."""
         told = _told_version()
-        if told != self._told and self._is_named:
+        if told != self._told_weights and self._is_named:
             self._is_named = False
             problem = f"the weights are version {told!r} by now: nothing is found or stored"
             log.error("%s until SGLang clears its storage (/clear_hicache_storage_backend)", problem)

@@ -9,7 +9,6 @@ import json
 import statistics
 import time
 
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu_worker.weights import WeightsWatch
@@ -21,9 +20,16 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=1000)
     options = parser.parse_args()
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 1000}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=options.layers)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_hidden_layers=options.layers,
+        vocab_size=1000,
+        dtype="bfloat16",
+    )
+    model = LlamaForCausalLM(config)
     watch = WeightsWatch(model)
     took_s = []
     for _ in range(options.rounds):

@@ -293,7 +293,7 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         # Tokens that cannot be loaded are computed: a store's failure must never be a request's.
         transfer.kv_load_failure_policy = "recompute"
         self._role_of_engine = role_of(vllm_config)
-        self._modules: Mapping[str, object] = vllm_config.compilation_config.static_forward_context
+        self._modules: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
         self._own_layout: Future[BlockLayout] = Future()
         given_version = str(given.get("weights_version", ""))
         super().__init__(vllm_config, role, kv_cache_config)
@@ -301,7 +301,8 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         """On the scheduler's side."""
         if role is KVConnectorRole.SCHEDULER:
             self._weights = WeightsName(vllm_config, given_version, self._renewed)
-            self._renewed()
+            if self._weights.version is None:
+                self._renewed()
         self._version = first_version(vllm_config, given_version)
         """Of the weights, as the last step had it, on a worker's side."""
         self._watch: WeightsWatch | None = None
@@ -394,9 +395,9 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
 
     def _renewed(self) -> None:
-        weights = self._weights
-        for tier in self._tiers() if weights is not None else ():
-            tier.renew(weights.version)
+        version = self._scheduler_weights().version
+        for tier in self._tiers():
+            tier.renew(version)
 
     def _scheduler_weights(self) -> WeightsName:
         if self._weights is None:
