@@ -51,7 +51,7 @@ class Sample:
     def is_known(self) -> bool:
         """Whether `is_equal` waits for nothing."""
         with self._lock:
-            return self._is_equal is not None or self._event is None or bool(self._event.query())
+            return self._is_equal is not None or self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def is_equal(self) -> bool:
         """Whether they were those of the mark. Waits for the device, where it has not come so far."""
