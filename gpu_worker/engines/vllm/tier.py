@@ -382,9 +382,11 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         # What is in host memory by now was computed before this sample. Where nothing has come there, the
         # device need not be waited for: the step before this one is looked at.
         sample = self._sample if meta is not None or self._sample.is_known else before
-        if sample is None or sample.is_equal():
-            return meta
-        return NamedReport(**_fields(meta or OffloadingWorkerMetadata()), changed=self._version)
+        changed = None if sample is None or sample.is_equal() else self._version
+        if meta is None and changed is None:
+            return None
+        # Also where nothing changed: of two ranks' reports the first one puts them together.
+        return NamedReport(**_fields(meta or OffloadingWorkerMetadata()), changed=changed)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """See OffloadingConnector."""
