@@ -59,7 +59,7 @@ FOR_OTHERS = frozenset(
             "FlushSession",
             "DeleteSession",
         ),
-        "ModelService": ("GetModel", "ListModels", "ForgetModel"),
+        "ModelService": ("GetModel", "ListModels"),
         "HintService": ("Hint",),
         "AdminService": ("DemoteSession", "EvictSession", "DeleteModel"),
     }.items()

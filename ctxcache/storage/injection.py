@@ -211,10 +211,9 @@ class SlowMetadata(RocksDbMetadata):
         witness: Witness | None = None,
         catalog: Catalog | None = None,
         hang_after_s: float = HANG_AFTER_S,
-        before: Callable[[], None] = lambda: None,
     ) -> None:
         """See RocksDbMetadata."""
-        super().__init__(path, witness=witness, catalog=catalog, hang_after_s=hang_after_s, before=before)
+        super().__init__(path, witness=witness, catalog=catalog, hang_after_s=hang_after_s)
         self._faults = faults
 
     def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:

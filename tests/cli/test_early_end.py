@@ -83,8 +83,7 @@ def ended(process: "subprocess.Popen[str]", number: signal.Signals) -> tuple[str
     [
         "mmap:mmap",
         "ctxcache.storage.opening:SsdFiles",
-        "ctxcache.storage.metadata.reading:has_database",
-        "ctxcache.storage.metadata.rocksdb:RocksDbMetadata._open_for_writing",
+        "ctxcache.storage.metadata.rocksdb:_open",
         "ctxcache.cache:Cache.open",
     ],
 )

@@ -20,11 +20,13 @@ import torch
 from ctxcache.cli.documents import TITLE
 from ctxcache.cli.main import main
 from gpu_worker.cli.app import app
+from gpu_worker.sidecar import asking
 from tests.nursery import Entry, Forked, Nursery
 
 TIMEOUT_S = 180
 """How long a start may take where torch is imported on a busy machine; nothing is promised about it."""
 WORKER = Entry("gpu_worker.cli.app:app", ("serve",))
+UNCHECKED = Entry("tests.gpu_worker.worker_process:run_unchecked", ("serve",))
 ON_ONE_THREAD = Entry("tests.gpu_worker.worker_process:run_on_one_thread", ("worker",))
 """Commands of the worker's that compute a little: on a busy machine threads wait for each other."""
 
@@ -33,6 +35,16 @@ def run_on_one_thread() -> None:
     """Run `ctxcache`."""
     torch.set_num_threads(1)
     main()
+
+
+def run_unchecked() -> None:
+    """Run a worker with a bug: it looks a restore's session up before it looks whether there is one."""
+
+    def unchecked(request: Any, *_: object) -> Any:
+        return {"sessions/none": None}[request.session]
+
+    vars(asking)["restore"] = unchecked
+    app()
 
 
 def examples_of(name: str) -> list[str]:

@@ -34,7 +34,6 @@ from gpu_worker.engines.lmcache import (
     BlockKeys,
     Bytes,
     ChunkSettings,
-    Weights,
     bytes_of,
     cut,
     space_of,
@@ -55,6 +54,8 @@ LOCK_S = 60.0
 """How long a chunk that was looked up is held at most."""
 MOST_LOCKS = 256
 """Look-ups whose chunks are held; beyond, the oldest one's are let go."""
+MOST_CHUNK_BYTES = 1 << 30
+"""A larger chunk is not there: the names of all its blocks, in each way, would take too long to make."""
 MOST_GROUPS = 4096
 """Groups of chunks, by model and rank, whose layouts are known."""
 SOON_S = 0.001
@@ -234,7 +235,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         Of others the layout is not known; the store lets go of them as of what nobody asks for.
         """
 
-        def delete(client: Client, weights: Weights) -> None:
+        def delete(client: Client, weights: bytes) -> None:
             names = self._layouts.names(keys, {})
             for space, places in _by_space(keys, weights).items():
                 client.blocks.delete(space, _names_in([names[i] for i in places]))
@@ -261,10 +262,8 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
     def _store(self, keys: "Sequence[ObjectKey]", objects: "Sequence[MemoryObj]") -> L2StoreResult:
         settings = self._settings
 
-        def store(client: Client, weights: Weights) -> int:
+        def store(client: Client, weights: bytes) -> int:
             size_bytes = 0
-            for name in {key.model_name for key in keys}:
-                weights.register(client, name)
             for space, places in _by_space(keys, weights).items():
                 blocks = _merged(self._blocks(keys[i], objects[i]) for i in places)
                 client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
@@ -284,7 +283,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return cut(self._layouts.names_of(key, layout), data)
 
     def _begin_to_look_up(
-        self, keys: "Sequence[ObjectKey]", names: Sequence[Ways], client: Client, weights: Weights
+        self, keys: "Sequence[ObjectKey]", names: Sequence[Ways], client: Client, weights: bytes
     ) -> HoldingLookUp | None:
         """A look-up of chunks of one space; None where they are of several, or it would have to wait."""
         spaces, wanted = _by_space(keys, weights), _names_in(names)
@@ -294,7 +293,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return client.blocks.begin_to_look_up_and_hold(space, wanted, ttl_s=LOCK_S)
 
     def _look_up(self, keys: "Sequence[ObjectKey]", names: Sequence[Ways]) -> list[bool]:
-        def look_up(client: Client, weights: Weights) -> list[bool]:
+        def look_up(client: Client, weights: bytes) -> list[bool]:
             found = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
                 some, own = [keys[i] for i in places], [names[i] for i in places]
@@ -323,7 +322,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return found
 
     def _load(self, keys: "Sequence[ObjectKey]", objects: "Sequence[MemoryObj]") -> list[bool]:
-        def load(client: Client, weights: Weights) -> list[bool]:
+        def load(client: Client, weights: bytes) -> list[bool]:
             found = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
                 # Of each chunk its own, also where two have one key: each is memory that is handed out.
@@ -422,6 +421,8 @@ class _Layouts:
         return [self._ways(key, given_of.get(key.object_group_id)) for key in keys]
 
     def _ways(self, key: "ObjectKey", given: _Layout | None) -> Ways:
+        if given is not None and not 0 <= given.size_bytes <= MOST_CHUNK_BYTES:
+            return []
         if given is not None and given.is_plain:
             return [self.names_of(key, given)]
         if given is not None:
@@ -508,7 +509,7 @@ def _release(holds: "list[Hold]") -> None:
         hold.release_soon()
 
 
-def _by_space(keys: "Sequence[ObjectKey]", weights: Weights) -> dict[BlockSpace, list[int]]:
+def _by_space(keys: "Sequence[ObjectKey]", weights: bytes) -> dict[BlockSpace, list[int]]:
     """The numbers of the keys that are looked for in each space: a model's, and of one salt."""
     spaces: dict[tuple[str, str], list[int]] = {}
     for i, key in enumerate(keys):
