@@ -51,6 +51,7 @@ def session_grid(session: SessionInfo) -> RenderableType:
         ("tokens", f"{session.token_count}, of which {session.durable_token_count} are durable"),
         ("generation", str(session.generation)),
         ("layout", _streams(session.layout)),
+        ("loss", f"up to {session.loss_nats:g} nats a token" if session.loss_nats else "none"),
         ("created", when(session.create_time_ns)),
         ("last access", when(session.access_time_ns)),
         ("expires", _expiry(session)),

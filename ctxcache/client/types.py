@@ -13,6 +13,7 @@ from typing import Self
 
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from ctxcache.format.model import ModelProbe, ModelSpec
+from ctxcache.format.packing import loss_nats
 from ctxcache.format.streams import (
     TOKENS_RANGE,
     Content,
@@ -220,6 +221,14 @@ class SessionInfo:
     def ttl(self) -> timedelta | None:
         """Time the session lives on after an access; None when its expiry is absolute."""
         return None if self.ttl_ns is None else timedelta(microseconds=self.ttl_ns / 1000)
+
+    @property
+    def loss_nats(self) -> float:
+        """How far predictions from the session's rows may be from those of exact ones.
+
+        KL divergence in nats, the mean of a passage's tokens; 0 where no kind is packed.
+        """
+        return loss_nats(stream.kind for stream in self.streams())
 
     def streams(self) -> list[Stream]:
         """Every stream that the session stores, in storage order.

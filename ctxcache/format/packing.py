@@ -4,7 +4,7 @@ Knows sizes and offsets. The store does not look into rows; who saves and who re
 alone. Worst case: none here, what cannot be packed is refused by who packs (docs/chunk_format.md).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -135,6 +135,17 @@ DELTAS: Mapping[StateKind, DeltaPacking] = {
 }
 """The kinds that are deltas between layers, with the facts of each. Likewise, none ever changes."""
 LOSSY_KINDS = (*PACKINGS, *DELTAS)
+# lab/notes/quantization.md has the measurements: the worst of thirty passages, and half as much again.
+LOSSES_NATS: Mapping[StateKind, float] = {
+    StateKind.HIDDEN_INT8: 1e-4,
+    StateKind.KV_INT8: 1e-4,
+    StateKind.HIDDEN_INT4: 3e-2,
+    StateKind.KV_INT4: 3e-2,
+    StateKind.HIDDEN_DELTA_INT4: 2e-3,
+    StateKind.HIDDEN_DELTA_INT3: 1.2e-2,
+    StateKind.HIDDEN_DELTA_INT2: 7e-2,
+}
+"""KL divergence of predictions, all layers packed: the mean of a passage; one token may be far beyond it."""
 CHAIN_KINDS = (StateKind.HIDDEN, StateKind.HIDDEN_INT8, StateKind.HIDDEN_INT4, *DELTAS)
 """Kinds that a delta may be added to: the layer below's input, exact, packed, or itself a delta."""
 
@@ -142,6 +153,11 @@ CHAIN_KINDS = (StateKind.HIDDEN, StateKind.HIDDEN_INT8, StateKind.HIDDEN_INT4, *
 def packing_of(kind: StateKind) -> Packing | DeltaPacking:
     """How rows of a packed kind are laid out. Raises KeyError."""
     return DELTAS[kind] if kind in DELTAS else PACKINGS[kind]
+
+
+def loss_nats(kinds: Iterable[StateKind]) -> float:
+    """What saving by these kinds may cost, the mean of a passage's tokens; 0 where none is packed."""
+    return max((LOSSES_NATS.get(kind, 0.0) for kind in kinds), default=0.0)
 
 
 def is_on_tokens(streams: Collection[Stream]) -> bool:

@@ -39,7 +39,7 @@ from ctxcache.errors import (
     TierFailure,
 )
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.packing import LOSSY_KINDS
+from ctxcache.format.packing import LOSSY_KINDS, loss_nats
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.aging import RENT_S_PER_GB_HOUR, THAW_S, Aging
 from gpu_worker.engines import names
@@ -302,7 +302,9 @@ class Turn:
     restored, and `prefilled_token_count` were computed. Prefill began after `restore_ns`; the last layer
     was usable `restored_ns` after the restore's begin, and a planner thought it would be after
     `predicted_ns` (0 where the plan was the caller's). States of `snapshot_token_count` tokens came from a
-    snapshot, and were brought forward from there.
+    snapshot, and were brought forward from there. `loss_nats`: how far the reply's predictions may be from
+    those of exact rows, because rows in few bits were restored: KL divergence, the mean of a passage's
+    tokens; 0 where they were exact.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -316,6 +318,7 @@ class Turn:
     predicted_ns: int = 0
     first_token_ns: int = 0
     miss_reason: str = ""
+    loss_nats: float = 0.0
 
 
 def context_window(model: PreTrainedModel) -> int:
@@ -443,6 +446,13 @@ class _Start:
     def reused_count(self) -> int:
         """Tokens that are restored."""
         return 0 if self.is_missing else len(self.saved)
+
+    @property
+    def loss_nats(self) -> float:
+        """What the kinds of the rows that are restored may cost in predictions; 0 where they are exact."""
+        # A restore of no plan, on the host, is of exact rows alone.
+        streams = self.restoring.choice.streams() if self.restoring is not None and self.reused_count else ()
+        return loss_nats(stream.kind for stream in streams)
 
 
 class HostCaches:
@@ -703,7 +713,7 @@ class TransformersEngine(Closing):
         # Without a history from the caller, tokens that could be read are known though their rows are lost.
         missing = list(start.lost) if known is None else known[len(start.saved) :]
         turn.history_token_count = len(start.saved) + len(missing)
-        turn.reused_token_count = start.reused_count
+        turn.reused_token_count, turn.loss_nats = start.reused_count, start.loss_nats
         turn.snapshot_token_count = 0 if start.restoring is None else start.restoring.snapshot_tokens
         turn.prefilled_token_count = turn.history_token_count - start.reused_count + len(new_token_ids)
         for token in self._answer(start, [*missing, *new_token_ids], max_new_tokens, eos_token_ids, turn):
@@ -922,6 +932,7 @@ class TransformersEngine(Closing):
             if start.restoring is None or turn.token_ids or not start.restoring.is_failed_by(error):
                 raise
             turn.miss_reason, turn.reused_token_count, turn.snapshot_token_count = error.reason, 0, 0
+            turn.loss_nats = 0.0
             turn.prefilled_token_count += len(start.saved)
             self._savers.wait(start.session.name)  # the pass that broke is a gap
             again = self._missed(start.session, start.saved, error)

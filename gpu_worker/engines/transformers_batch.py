@@ -242,7 +242,7 @@ class TransformersBatchEngine(TransformersEngine):
         turn.restore_ns = perf_counter_ns() - begin_ns
         missing = list(start.lost) if one.known is None else one.known[len(start.saved) :]
         turn.history_token_count = len(start.saved) + len(missing)
-        turn.reused_token_count = start.reused_count
+        turn.reused_token_count, turn.loss_nats = start.reused_count, start.loss_nats
         new_count = len(request.new_token_ids)
         turn.prefilled_token_count = turn.history_token_count - start.reused_count + new_count
         if start.is_missing:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from ctxcache.format.packing import LOSSES_NATS, loss_nats
 from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method
 from gpu_worker.planning.assignment import PREFILL
-from gpu_worker.planning.layout import LOSSES_NATS, loss_nats
 from gpu_worker.planning.option import LayerPiece
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.shape import LayerKind, LayerShape

@@ -12,36 +12,19 @@ Pure. Worst case: returns unlike those expected, which are served slower; or a m
 worse than those measured, which `lab/studies/quantization.py` measures.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, takewhile
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import DELTAS, LOSSY_KINDS
+from ctxcache.format.packing import DELTAS, LOSSES_NATS, LOSSY_KINDS, loss_nats
 from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
 from gpu_worker.plan import Method
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.planner import PlanRequest, plan
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
-
-# lab/notes/quantization.md has the measurements; of several models and passages the worst counts.
-LOSSES_NATS: Mapping[StateKind, float] = {
-    StateKind.HIDDEN_INT8: 7e-5,
-    StateKind.KV_INT8: 7e-5,
-    StateKind.HIDDEN_INT4: 2e-2,
-    StateKind.KV_INT4: 2e-2,
-    StateKind.HIDDEN_DELTA_INT4: 1.5e-3,
-    StateKind.HIDDEN_DELTA_INT3: 8e-3,
-    StateKind.HIDDEN_DELTA_INT2: 5e-2,
-}
-"""KL divergence of predictions per token, all layers packed: measured, rounded up."""
-
-
-def loss_nats(kinds: Iterable[StateKind]) -> float:
-    """The most that saving by these kinds costs; 0 for kinds that are not packed."""
-    return max((LOSSES_NATS.get(kind, 0.0) for kind in kinds), default=0.0)
 
 
 def kinds_within(bound_nats: float) -> frozenset[StateKind]:

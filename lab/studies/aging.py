@@ -25,7 +25,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import SessionInfo
-from ctxcache.format.packing import LOSSY_KINDS
+from ctxcache.format.packing import LOSSY_KINDS, loss_nats
 from ctxcache.format.streams import TOKENS
 from gpu_worker.aging import RENT_S_PER_GB_HOUR, kinds_text
 from gpu_worker.engines.transformers import TransformersEngine
@@ -34,7 +34,7 @@ from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.planning.layout import Kinds, loss_nats
+from gpu_worker.planning.layout import Kinds
 from gpu_worker.planning.profile import Profile
 from gpu_worker.profiling.measure import measure
 from gpu_worker.proof import adapt

@@ -5,15 +5,20 @@ import pty
 import socket
 import subprocess
 from datetime import UTC, datetime, timedelta
+from io import StringIO
 
 import pytest
 from command_line import TIMEOUT_S, ctxcache, ctxcache_json
+from rich.console import Console
 from server_process import COMMAND_LINE, ServerProcess
 from stored import TOKEN_COUNT, model_spec, store_session
 
 from ctxcache import connect
 from ctxcache.cli.failures import ExitCode
+from ctxcache.cli.tables import session_grid
 from ctxcache.client import CallerModel
+from ctxcache.client.types import SessionInfo
+from ctxcache.format.streams import StateKind, StreamRange
 from ctxcache.v1.session_pb2 import Session
 from tests.nursery import without_settings
 
@@ -48,6 +53,18 @@ def test_show_prints_a_table_for_people(target: str) -> None:
     assert "sessions/show-table" in shown.stdout
     assert "in 59 min, 1 h after each access" in shown.stdout
     assert "tokens, hidden 0" in shown.stdout
+    assert "loss" in shown.stdout
+    assert "none" in shown.stdout
+
+
+def test_a_session_in_few_bits_says_what_they_cost() -> None:
+    """The worst of its kinds counts."""
+    kinds = (StateKind.TOKENS, StateKind.HIDDEN_INT8, StateKind.KV_INT4)
+    session = SessionInfo(layout=tuple(StreamRange(kind, 0, 1) for kind in kinds))
+    console = Console(width=100, file=StringIO(), record=True)
+    console.print(session_grid(session))
+
+    assert "up to 0.03 nats a token" in console.export_text()
 
 
 def test_options_work_on_either_side_of_the_command(target: str) -> None:

@@ -17,7 +17,7 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.routes import Access
 from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.packing import LOSSY_KINDS, PACKINGS
+from ctxcache.format.packing import LOSSES_NATS, LOSSY_KINDS, PACKINGS
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RowNotRepresentable
@@ -81,6 +81,18 @@ def test_turns_are_restored_from_few_bits(
     assert [turn.miss_reason for turn in turns] == ["", "", ""]
     assert session.token_count == sum(lengths)
     assert {*session.streams()} >= set(parsed.streams())
+    bound = max(LOSSES_NATS.get(stream.kind, 0.0) for stream in parsed.streams())
+    assert bound > 0
+    assert ([turn.loss_nats for turn in turns], session.loss_nats) == ([0.0, bound, bound], bound)
+
+
+def test_a_reply_from_exact_rows_says_so(client: Client, session_id: str) -> None:
+    """Of a model that may be packed, whose sessions are not."""
+    turns = _turns(client, session_id, RestorePlan.parse("hidden:0-1,kv:2"))
+
+    assert turns[2].reused_token_count > 0
+    assert [turn.loss_nats for turn in turns] == [0.0, 0.0, 0.0]
+    assert client.sessions.get(f"sessions/{session_id}").loss_nats == 0
 
 
 def test_what_the_store_has_is_what_was_computed_but_for_packing(client: Client, session_id: str) -> None:

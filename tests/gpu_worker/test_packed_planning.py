@@ -10,20 +10,18 @@ import pytest
 from planning_requests import request
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.packing import DELTAS, LOSSY_KINDS, PACKINGS
+from ctxcache.format.packing import DELTAS, LOSSES_NATS, LOSSY_KINDS, PACKINGS, loss_nats
 from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
 from gpu_worker.plan import Method, Stage
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.explain import reason
 from gpu_worker.planning.holding import EngineAbilities, Holding, LayerHolding
 from gpu_worker.planning.layout import (
-    LOSSES_NATS,
     Return,
     SessionLayout,
     allowed_loss,
     choose_layout,
     kinds_within,
-    loss_nats,
 )
 from gpu_worker.planning.planner import LOSSLESS, compare, plan
 from gpu_worker.planning.profile import StatePlace
@@ -115,7 +113,7 @@ def test_what_is_held_only_with_a_loss_is_recomputed_or_refused() -> None:
         plan(replace(held, engine=EngineAbilities(can_recompute=False)))
     by_loss = plan(replace(held, engine=EngineAbilities(can_recompute=False, lossy_kinds=EIGHT_BITS)))
     assert set(by_loss.methods) == {Method.HIDDEN_INT8}
-    assert reason(by_loss, 0) == "only hidden_int8 is held, at a loss of 7e-05 nats a token"
+    assert reason(by_loss, 0) == "only hidden_int8 is held, at a loss of 1e-04 nats a token"
 
 
 @pytest.mark.parametrize(
