@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lab.engines.vllm_process import END_S, ENVIRONMENT
 
-START_S = 180.0
+START_S = 600.0
 CALL_S = 120.0
 NAME = "tiny"
 """The model's, to callers."""

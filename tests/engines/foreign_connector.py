@@ -12,13 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 @dataclass(frozen=True)
-class ForeignHandshake(KVConnectorHandshakeMetadata):
+class ForeignHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # untyped package
     """Nothing that anybody else understands."""
 
     port: int = 1
 
 
-class ForeignConnector(KVConnectorBase_V1, SupportsHMA):
+class ForeignConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # untyped package
     """See the module."""
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:

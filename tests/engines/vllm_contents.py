@@ -12,6 +12,7 @@ Run with some thousand requests by `make engines`. Worst case: a call that hangs
 """
 
 import argparse
+import importlib
 import logging
 import os
 import random
@@ -37,9 +38,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 import ctxcache
+from gpu_worker.engines.names import session_id
 from gpu_worker.engines.vllm import connector as connectors
 from gpu_worker.engines.vllm import said
-from gpu_worker.engines.vllm import scheduler as schedulers
 from gpu_worker.engines.vllm import tier as tiers
 from gpu_worker.engines.vllm.plan import BlockLayout
 from lab.engines.families import SHAPE
@@ -55,6 +56,8 @@ LINK_S = 60.0
 LOOKED_UP = 50
 """Of so many requests one has a prompt, is looked up, and has its session made."""
 SHOWN = 300
+MODULES = [f"gpu_worker.engines.vllm.{name}" for name in ("scheduler", "tier", "said")]
+"""Those that a bug is planted in."""
 DOOR_OPEN, PARAMETERS_UNCHECKED = "door_open", "parameters_unchecked"
 WORDS = (
     "",
@@ -334,20 +337,18 @@ class Lines(logging.Handler):
 
 @contextmanager
 def _planted(control: str | None) -> Iterator[None]:
-    before: list[tuple[Any, str, Any]] = [
-        (schedulers, "read", schedulers.read),
-        (tiers, "check_parameters", tiers.check_parameters),
-    ]
+    scheduler, tier, door = map(importlib.import_module, MODULES)
+    before = [(scheduler, "read", scheduler.read), (tier, "check_parameters", tier.check_parameters)]
     if control == DOOR_OPEN:
 
         def unguarded(request: Request, teller: Any) -> said.Said:
             said.check_parameters(request)
-            hints = tuple(said.hints_of(request, teller))
-            return said.Said(said._session_of(request), said._salt_of(request), hints)
+            hints = tuple(door.hints_of(request, teller))
+            return said.Said(door._session_of(request), door._salt_of(request), hints)
 
-        schedulers.read = unguarded
+        vars(scheduler)["read"] = unguarded
     elif control == PARAMETERS_UNCHECKED:
-        tiers.check_parameters = lambda _request: None
+        vars(tier)["check_parameters"] = lambda _request: None
     try:
         yield
     finally:
@@ -412,7 +413,7 @@ def _is_used(engine: Engine, store: ServerProcess, word: str, report: Report) ->
     engine.run(engine.connectors["CtxcacheConnector"], request)
     with ctxcache.connect(store.target) as cache:
         names = {one.name for one in cache.sessions.list()}
-    if f"sessions/{said.session_id(word)}" not in names:
+    if f"sessions/{session_id(word)}" not in names:
         report.find(f"{word} is not looked up any more, behind requests of all sorts")
 
 

@@ -39,7 +39,7 @@ from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.vllm import scheduler, worker
 from gpu_worker.engines.vllm import tier as tiers
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
-from gpu_worker.engines.vllm.plan import StepReport
+from gpu_worker.engines.vllm.plan import BlockLayout, StepReport
 from gpu_worker.engines.vllm.settings import ConnectorSettings
 from gpu_worker.engines.vllm.tier import CtxcacheTier
 from lab.engines.families import SHAPE
@@ -174,7 +174,7 @@ class Sides:
     def compute(self, request: Request) -> None:
         """Compute a request's prompt, which fills its blocks."""
         followed = self.scheduler._followed[request.request_id]
-        blocks = self.blocks(-(-len(followed.prompt) // BLOCK_TOKENS))
+        blocks = self.blocks(-(-len(followed.asked.prompt) // BLOCK_TOKENS))
         self.scheduler.blocks_of = {request.request_id: blocks}.__getitem__
         is_computed = False
         # A session that is made beside the first step is there in a later one.
@@ -184,7 +184,7 @@ class Sides:
             cached.req_ids.append(request.request_id)
             cached.new_block_ids.append(None if is_computed else blocks.get_block_ids())
             cached.num_computed_tokens.append(0)
-            output.num_scheduled_tokens[request.request_id] = len(followed.prompt)
+            output.num_scheduled_tokens[request.request_id] = len(followed.asked.prompt)
             self.step(output)
             is_computed = True
 
@@ -390,8 +390,6 @@ def tier(
     waits = Waits()
     for module in (tiers, link):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=waits.monotonic, perf_counter=float))
-    monkeypatch.setitem(tiers.LAYOUTS, "engine", Future())
-    tiers.LAYOUTS["engine"].set_result("none")
     spec: Any = SimpleNamespace(
         config=SimpleNamespace(
             engine_id="engine", groups=[SimpleNamespace(tokens_per_block=BLOCK_TOKENS, layer_names=["0"])]
@@ -410,6 +408,7 @@ def tier(
             target=store.target,
             timeout_s=TIMEOUT_S,
         )
+        made.layouts.set_result({(0, 0): BlockLayout((1,), "none")})
         try:
             assert made.link.wait(READY_S) is LinkState.READY
             made.link._clock = waits.monotonic
