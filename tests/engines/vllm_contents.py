@@ -275,6 +275,10 @@ class Engine:
         """The blocks of the only request, as the scheduler's manager of blocks says them."""
         return self._blocks
 
+    def reset_prefix_cache(self) -> bool:
+        """As the scheduler's manager of blocks: nothing is cached."""
+        return True
+
     def close(self) -> None:
         """End them."""
         for one in self.connectors.values():
