@@ -238,6 +238,12 @@ class CorruptMetadata(CacheError):
     template = "{where}: {problem}"
 
 
+class NothingToRebuild(CorruptMetadata):
+    """Metadata cannot be made anew: there is no catalog to make it from that can be read."""
+
+    reason = "NOTHING_TO_REBUILD"
+
+
 class TierFailure(CacheError):
     """A device refused a read, write or sync, or did not return it in time."""
 

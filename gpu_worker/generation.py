@@ -334,12 +334,13 @@ class Capture:
 
     def _watch_passes(self) -> Iterable[RemovableHandle]:
         base = self._adapter.base
-        yield base.register_forward_pre_hook(self._begin_pass)
+        yield base.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
         # Also after an error: a pass that broke must not leave capture listening to a restore.
         yield base.register_forward_hook(self._end_pass, always_call=True)
-        yield self._adapter.layers[0].block.register_forward_pre_hook(_check_batch, with_kwargs=True)
 
-    def _begin_pass(self, _base: nn.Module, _args: object) -> None:
+    # Any: a hook sees whatever the model passes to its layers.
+    def _begin_pass(self, _base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _check_batch(args, kwargs)
         self._is_in_pass = True
 
     def _end_pass(self, _base: nn.Module, _args: object, _output: object) -> None:
@@ -373,9 +374,13 @@ def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return hidden
 
 
-def _check_batch(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Any: as above.
-    # Gemma 3n's layers take several streams of a batch, one behind the other.
-    batch_size = layer_input(args, kwargs).shape[-3]
-    if batch_size != 1:
-        raise UnsupportedBatch(batch_size=batch_size)
+def _check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # Any: as above. What all layers together take: some of them take several streams of each token, and the
+    # place of the batch among the dimensions is each model's own (Gemma 3n, HY v4).
+    given = [*args[:1], *(kwargs[name] for name in _INPUTS if kwargs.get(name) is not None)]
+    if given and len(given[0]) != 1:
+        raise UnsupportedBatch(batch_size=len(given[0]))
+
+
+_INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
+"""Names of what a stack of layers takes first: [B, T] or [B, T, D]."""

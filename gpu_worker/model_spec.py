@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.model import ModelProbe, ModelSpec
+from ctxcache.format.model import ModelProbe, ModelSpec, with_version
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import UnsupportedDtype
@@ -70,6 +70,7 @@ def model_spec(
     model_id: str,
     tokenizer: PreTrainedTokenizerBase | None = None,
     weights_digest: str | None = None,
+    weights_version: str = "",
     revision: str = "",
     packed_kinds: Iterable[StateKind] = (),
 ) -> ModelSpec:
@@ -82,6 +83,8 @@ def model_spec(
     settings of every module, active adapters. Describe the model again after any change of it.
     `weights_digest` defaults to `digest_weights`; `digest_checkpoint` is cheaper but a different string, so
     a deployment chooses one of them and keeps to it. It stands for parameters only, as the files have them.
+    `weights_version` is the caller's name for the weights: it is put behind the digest, and its own behind
+    the model's id, so that one id serves a model that is trained.
     Raises UnsupportedArchitecture, UnsupportedDtype, WeightsNotVisible,
     InvalidArgument(field="packed_kinds"), InvalidArgument(field="weights_digest") where adapters are merged
     into the weights that it is given for.
@@ -94,7 +97,7 @@ def model_spec(
     if weights_digest is not None and has_merged_adapters(hf_model):
         problem = "adapters are merged into the weights: they are not those of a checkpoint"
         raise InvalidArgument(field="weights_digest", problem=problem)
-    return ModelSpec(
+    spec = ModelSpec(
         model_id=model_id,
         architecture=adapter.architecture,
         revision=revision,
@@ -112,6 +115,7 @@ def model_spec(
         streams=(*_streams(adapter), *_packed_streams(adapter, packed_kinds)),
         settings=settings,
     )
+    return with_version(spec, weights_version)
 
 
 def _position_name(adapter: Adapter) -> str:

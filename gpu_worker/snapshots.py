@@ -19,7 +19,7 @@ import hashlib
 import logging
 import struct
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -228,8 +228,17 @@ def _aligned(size_bytes: int) -> int:
 class Snapshots:
     """One model's snapshots in a store. Used by one thread; puts run on the client's."""
 
-    def __init__(self, client: Client, adapter: Adapter, fingerprint: bytes) -> None:
+    def __init__(
+        self,
+        client: Client,
+        adapter: Adapter,
+        fingerprint: bytes,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check` raises why states that were computed until now are not the model's."""
         self._client, self._adapter, self._fingerprint = client, adapter, fingerprint
+        self._check = check
         self._pending: deque[Future[int]] = deque()
         self.taken_count = 0
         """Snapshots that were put, or are about to be."""
@@ -303,6 +312,7 @@ class Snapshots:
             for layer in reversed(self._adapter.state_layers)
         }
         try:
+            self._check()
             self._pending.append(self._client.blocks.put_async(self._space(salt), blocks, ttl_s=ttl_s))
         except CacheError as error:
             log.warning("snapshot_not_put reason=%s error=%s", error.reason, error)

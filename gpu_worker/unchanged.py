@@ -15,7 +15,8 @@ identity. The comparison is a few loops in C over flat lists, and no call per mo
 
 Knows modules, tensors' version counters and containers, and nothing of the store. Worst case: all weights
 are read once, because something changed that no pass depends on. A write through `tensor.data` that keeps
-the storage leaves no mark, and a change while a turn runs is found at the next one.
+the storage leaves no mark: it is found by values, see `WeightsWatch`. A change while a turn runs is found at
+the next one, and before what the turn computed is saved.
 """
 
 from collections import deque
@@ -39,6 +40,7 @@ from gpu_worker.executed import (
     look_into,
     slots_of,
 )
+from gpu_worker.weights import WeightsWatch
 
 _VERSION = attrgetter("_version")
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
@@ -60,23 +62,31 @@ class Unchanged:
         """Raises WeightsNotVisible for a model that cannot be described any more."""
         self._model, self._spec = model, spec
         self._snapshot = ModelSnapshot(model)
+        self._watch = WeightsWatch(model)
 
     def check(self) -> None:
         """Raise ModelChanged unless passes compute what they did.
 
-        While nothing has changed, a call costs one or two microseconds for each module.
+        While nothing has changed, a call costs one or two microseconds for each module and each parameter.
         """
-        if self._snapshot.is_current():
+        is_same = self._watch.sample().is_equal()
+        if is_same and self._snapshot.is_current():
             return
         now = ModelSnapshot(self._model)
         # Weights are read only where one of them was written to
         # or replaced: gigabytes, beside settings' milliseconds.
-        if now.weights != self._snapshot.weights or has_merged_adapters(self._model):
+        if not is_same or now.weights != self._snapshot.weights or has_merged_adapters(self._model):
             self._compare("weights_digest", self._digest_weights())
         # Something differed that no digest shows (a hook that
         # watches, say): it is accepted, and not looked at again.
         self._compare("settings", now.settings)
         self._snapshot = now
+        self._watch.mark()
+
+    def check_weights(self) -> None:
+        """Raise ModelChanged unless the weights are those of the last `check`: of any thread."""
+        if not self._watch.sample().is_equal():
+            self._compare("weights_digest", "changed in memory")
 
     def _digest_weights(self) -> str:
         if not self._spec.weights_digest.startswith(TENSORS_SCHEME):

@@ -47,6 +47,12 @@ class Sample:
             self._event.record(torch.cuda.current_stream(device))
         self._values = values
 
+    @property
+    def is_known(self) -> bool:
+        """Whether `is_equal` waits for nothing."""
+        with self._lock:
+            return self._is_equal is not None or self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def is_equal(self) -> bool:
         """Whether they were those of the mark. Waits for the device, where it has not come so far."""
         with self._lock:

@@ -130,6 +130,9 @@ class MemoryMetadata:
         """See MetadataStore."""
         return iter(sorted(self._current.quarantined))
 
+    def begin(self) -> None:
+        """See MetadataStore. It takes commits at once."""
+
     def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """See MetadataStore."""
         self.check(is_growing=False)

@@ -15,6 +15,7 @@ from ctxcache.cache.copying import Copying
 from ctxcache.cache.devices import Devices
 from ctxcache.cache.eviction import Departures, SsdRoom
 from ctxcache.cache.flushing import PARALLEL_FLUSHES, Flushing, Staging, WriteBehind
+from ctxcache.cache.forgetting import Forgetting
 from ctxcache.cache.hints import Hints
 from ctxcache.cache.joining import Joining
 from ctxcache.cache.leases import Leases
@@ -128,6 +129,7 @@ class Cache:
         self.models = Models(state, metadata)
         leased = Pins("leases", memory.capacity_bytes, limits.lease_share, limits)
         self.leases = Leases(state, io, self.promotions, self.mending, leased)
+        self.forgetting = Forgetting(state, metadata, self.departures, self.models)
         self.sessions = Sessions(
             state, metadata, self.departures, self.ssd_room, self.flushing, self.leases, default_expiration
         )
@@ -167,7 +169,8 @@ class Cache:
 
         So many sessions, the last that were used, are known from the start; others may be dormant.
 
-        Raises CorruptMetadata, and DataDirectoryUnusable when records name an SSD path that is not there.
+        Raises CorruptMetadata, CapacityExceeded (no room to open the records for writing), and
+        DataDirectoryUnusable when records name an SSD path that is not there.
         """
         # Before the records: sessions on a lost path are recalled as far as they can be had.
         self.devices.note()
@@ -177,6 +180,8 @@ class Cache:
         # Repairs give slots back. Given back before all were taken, they could be adopted by the wrong
         # segment.
         misplaced, halved = self._adopt(loaded.dormant)
+        # Everything was read and nothing refused: only now may anything be written.
+        self._metadata.begin()
         if loaded.repairs:
             await self._metadata.commit(loaded.repairs, is_durable=True)
         if misplaced:

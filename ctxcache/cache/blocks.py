@@ -221,13 +221,15 @@ class Blocks:
         client: int | None,
         *,
         writer: int,
+        model: str = "",
         expiration: Expiration | None = None,
         pace: Pace = STEP_BY_STEP,
     ) -> list[Room]:
         """Room for the parts of blocks that are absent, in the order of `wanted`; all of it or none.
 
-        `writer` is who may commit them, `client` whose share of the arena they count in. A parent is there,
-        or earlier in the list. Raises InvalidArgument, CapacityExceeded, TooManyRequests, TierFailure.
+        `model` is whose they are, see `block_model`; `writer` is who may commit them, `client` whose share of
+        the arena they count in. A parent is there, or earlier in the list. Raises InvalidArgument,
+        CapacityExceeded, TooManyRequests, TierFailure.
         """
         self._metadata.check()
         # Old blocks in the way of a new put go first, with one commit.
@@ -238,7 +240,7 @@ class Blocks:
             for one in wanted:
                 if pace.is_over:
                     await pace.rest()
-                room = await self._reserve(tenant, space, one, client, writer, expiration)
+                room = await self._reserve(tenant, space, one, client, writer, model, expiration)
                 rooms.append(room)
         except BaseException:
             # All or none: a writer that got half of its places could not go on.
@@ -538,6 +540,7 @@ class Blocks:
         one: Wanted,
         client: int | None,
         writer: int,
+        model: str,
         expiration: Expiration | None,
     ) -> Room:
         name = block_id(space, one.key)
@@ -553,7 +556,7 @@ class Blocks:
             return self._claim(put, one, writer)
         # Once more: other calls have made blocks while this one made room for those before.
         self._check_count(1)
-        block = self._blank(tenant, name, space, one, expiration or self._default())
+        block = self._blank(tenant, name, space, one, model, expiration or self._default())
         # Known as a put before anything awaits: a second writer of the same key waits instead of beginning
         # another.
         put = self._puts[block.uid] = Put(block)
@@ -588,13 +591,15 @@ class Blocks:
         places = tuple([slot.offset_bytes + offsets[part] for part in one.parts])
         return Room(BlockState.MISS, reservation.reservation_id, places)
 
-    def _blank(self, tenant: str, name: str, space: bytes, one: Wanted, expiration: Expiration) -> Session:
+    def _blank(
+        self, tenant: str, name: str, space: bytes, one: Wanted, model: str, expiration: Expiration
+    ) -> Session:
         now_ns = self._state.clock.now_ns()
         return Session(
             uid=uuid.uuid4().bytes,
             tenant=tenant,
             session_id=name,
-            model_id="",
+            model_id=model,
             model_fingerprint=space,
             layout=block_layout(one.part_bytes),
             expiration=expiration,

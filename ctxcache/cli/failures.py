@@ -68,6 +68,7 @@ EXIT_CODES: dict[type[CacheError], ExitCode] = {
     errors.FileFull: ExitCode.RESOURCE_EXHAUSTED,
     errors.CorruptSegment: ExitCode.DATA_LOSS,
     errors.CorruptMetadata: ExitCode.DATA_LOSS,
+    errors.NothingToRebuild: ExitCode.DATA_LOSS,
     errors.FileDamaged: ExitCode.DATA_LOSS,
     errors.DataDirectoryUnusable: ExitCode.DATA_DIRECTORY_UNUSABLE,
     errors.FormatTooNew: ExitCode.FORMAT_TOO_NEW,
@@ -95,6 +96,8 @@ ADVICE: dict[type[CacheError], str] = {
     errors.SessionInUse: "try again when its reader has finished",
     errors.CorruptMetadata: "`ctxcache rebuild` makes it anew from what is whole, --dry-run says what that "
     "is",
+    errors.NothingToRebuild: "put back a copy of all its directories, or `ctxcache import --new-store` an "
+    "archive into a new one",
     errors.FormatTooNew: "install the version that wrote it, or a newer one",
     errors.FileAlreadyExists: "choose another name; only `export --force` replaces a file",
     errors.Unauthenticated: "--token-file or --tls-client-certificate say who you are",

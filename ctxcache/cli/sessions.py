@@ -25,6 +25,7 @@ from ctxcache.cli.units import (
     session_name,
 )
 from ctxcache.client import Client
+from ctxcache.client.convert import document
 from ctxcache.client.types import HintResult, SessionInfo
 from ctxcache.settings.knobs.knob import parse_size_bytes
 
@@ -328,6 +329,40 @@ def delete_model(call: CliCall, name: ModelName) -> None:
     with call.client() as client:
         client.admin.delete_model(target)
     call.show_facts({"deleted": [target]}, f"deleted {target}")
+
+
+@models.command(
+    "forget",
+    epilog=examples(
+        "ctxcache model forget llama --weights step-100",
+        "ctxcache model forget llama --weights step-100 --dry-run",
+    ),
+)
+@of_tenant
+def forget_model(
+    call: CliCall,
+    name: ModelName,
+    *,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="The version, as the engine was told it, or a whole weights_digest.",
+            metavar="VERSION",
+            show_default=False,
+        ),
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Forget sessions and blocks of one version of a model's weights. Asks where a person can answer."""
+    target = model_name(name)
+    if not yes and not dry_run and sys.stdin.isatty():
+        typer.confirm(f"Forget all of {target} with weights {weights}?", abort=True, err=True)
+    with call.client() as client:
+        gone = client.models.forget(target, weights, is_trial=dry_run)
+    verb = "would forget" if dry_run else "forgot"
+    counts = f"{gone.session_count} sessions of {gone.token_count} tokens and {gone.block_count} blocks"
+    call.show_facts(document(gone), f"{verb} {counts} of {', '.join(gone.models)}")
 
 
 hints = typer.Typer(no_args_is_help=True, help="Give hints, and look at engines' queues.")

@@ -53,6 +53,7 @@ _MESSAGES: dict[type, type[Message]] = {
     types.KindAvailability: session_pb2.KindAvailability,
     types.LayerRange: session_pb2.LayerRange,
     ModelInfo: model_pb2.Model,
+    types.Forgotten: model_pb2.ForgetModelResponse,
     types.StoredStreams: model_pb2.StreamSpec,
     types.HintResult: hints_pb2.HintResult,
     types.LayerReadiness: hints_pb2.LayerReadiness,

@@ -6,7 +6,7 @@ Knows nothing of sessions. Worst case: one deadline per page.
 from collections.abc import Iterator
 
 from ctxcache.client.convert import from_wire, model_to_wire, probe_from_wire
-from ctxcache.client.types import CallerModel, ModelInfo
+from ctxcache.client.types import CallerModel, Forgotten, ModelInfo
 from ctxcache.client.wire import Wire
 from ctxcache.errors import ModelProbeMismatch
 from ctxcache.format.model import ModelProbe, ModelSpec
@@ -41,6 +41,15 @@ class ModelCalls:
         """Return the model `models/{model_id}`. Raises ModelNotFound."""
         request = model_pb2.GetModelRequest(name=name)
         return from_wire(ModelInfo, self._wire.call(self._wire.models.GetModel, request))
+
+    def forget(self, name: str, weights: str, *, is_trial: bool = False) -> Forgotten:
+        """Forget sessions and blocks of a version of the weights of `models/{model_id}`, and its models.
+
+        `weights`: the version as the engine was told it, or a whole digest. `is_trial` only says what would
+        go. Raises ModelNotFound, InvalidArgument, WriteInProgress, TierFailure.
+        """
+        request = model_pb2.ForgetModelRequest(name=name, weights=weights, dry_run=is_trial)
+        return from_wire(Forgotten, self._wire.call(self._wire.models.ForgetModel, request))
 
     def list(self, *, page_size: int = 0) -> Iterator[ModelInfo]:
         """Iterate over all models by name, asking for a page when one is used up."""

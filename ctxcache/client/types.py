@@ -433,6 +433,20 @@ class CallerModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was forgotten of a version of a model's weights."""
+
+    models: tuple[str, ...] = ()
+    """Resource names of the models, in order."""
+    session_count: int = 0
+    """Sessions, without blocks."""
+    token_count: int = 0
+    """Tokens of the sessions."""
+    block_count: int = 0
+    """Blocks of engines."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A registered model.
 

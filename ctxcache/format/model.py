@@ -119,7 +119,7 @@ def digest_of_version(digest: str, version: str) -> str:
 
 def has_version(digest: str, version: str) -> bool:
     """Whether the weights of a digest have that version, or are called by that digest itself."""
-    return version in ("", digest) or digest.endswith(f"{_VERSION}{_written(version)}")
+    return version == digest or digest.endswith(f"{_VERSION}{_written(version)}")
 
 
 def _written(version: str) -> str:

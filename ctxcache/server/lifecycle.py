@@ -19,7 +19,7 @@ from ctxcache.runtime.clock import StoreClock
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 from ctxcache.storage.data_directory import check_not_restoring
-from ctxcache.storage.opening import open_storage, ssd_directories_of
+from ctxcache.storage.opening import open_untouched, ssd_directories_of
 from ctxcache.storage.ssd_directories import check_not_orphaned
 from ctxcache.storage.tiers.shared_memory import unlink_all
 
@@ -94,8 +94,9 @@ ARENA_BYTES = 1 << 20
 async def verify_directory(settings: Settings, *, bytes_per_second: int) -> AsyncGenerator[Scrubbed, None]:
     """Verify everything, as the server's Verify does. Raises as `Server.start` and `Scrubbing.run` do.
 
-    A missing directory is not created.
+    Nothing is changed: sessions end before what is bad, as a server has it, for as long as this looks.
     """
+    # Before anything is locked: a missing directory is not created.
     check_not_restoring(settings.data_directory)
     check_not_orphaned(settings.data_directory, ssd_directories_of(settings))
     if not (settings.data_directory / "FORMAT").exists():
@@ -103,7 +104,7 @@ async def verify_directory(settings: Settings, *, bytes_per_second: int) -> Asyn
         raise DataDirectoryUnusable(path=str(settings.data_directory), problem=problem)
     with ExitStack() as files:
         small = settings.model_copy(update={"arena_size_bytes": ARENA_BYTES, "arena_huge_pages": "off"})
-        storage = open_storage(small, files)
+        storage = open_untouched(small, files)
         cache = Cache(
             arena=storage.arena,
             ssd=storage.ssd,

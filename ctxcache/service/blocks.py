@@ -21,7 +21,7 @@ from ctxcache.cache.block_news import BlockNews
 from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, ToHold, Wanted, WrittenPart
 from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Held, Ticket, TokenLease
 from ctxcache.cache.state import Pace
-from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.core.ledger.session import Expiration, Session, block_model
 from ctxcache.core.prefix.keys import (
     KEY_BYTES,
     TAG_LIMIT_BYTES,
@@ -64,10 +64,11 @@ _STATES = {
 
 
 class Space(NamedTuple):
-    """A space's fingerprint, 32 bytes, and how many parts its blocks have."""
+    """A space's fingerprint, 32 bytes, how many parts its blocks have, and whose they are."""
 
     fingerprint: bytes
     part_count: int
+    model: str
 
 
 class Asked(NamedTuple):
@@ -110,6 +111,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             asked.wanted,
             None,
             writer=writer,
+            model=asked.space.model,
             expiration=asked.expiration,
             pace=pace,
         )
@@ -413,6 +415,7 @@ async def reserve(
         asked.wanted,
         client,
         writer=client,
+        model=asked.space.model,
         expiration=asked.expiration,
         pace=pace,
     )
@@ -570,7 +573,9 @@ def _space_of(encoded: bytes) -> Space:
     parts = [Part(part.layer_begin, part.layer_end, part.rank) for part in given.parts]
     check_parts(parts)
     return Space(
-        space_of(fingerprint, tag.encode(), validate.salt(given.salt, "space.salt"), parts), len(parts)
+        space_of(fingerprint, tag.encode(), validate.salt(given.salt, "space.salt"), parts),
+        len(parts),
+        block_model(fingerprint),
     )
 
 

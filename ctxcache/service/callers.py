@@ -59,7 +59,7 @@ FOR_OTHERS = frozenset(
             "FlushSession",
             "DeleteSession",
         ),
-        "ModelService": ("GetModel", "ListModels"),
+        "ModelService": ("GetModel", "ListModels", "ForgetModel"),
         "HintService": ("Hint",),
         "AdminService": ("DemoteSession", "EvictSession", "DeleteModel"),
     }.items()

@@ -4,7 +4,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.models import Registered
 from ctxcache.service import convert, validate
 from ctxcache.service.callers import Context, current
-from ctxcache.service.convert import Page, entry
+from ctxcache.service.convert import TEXT_BYTES, Page, entry
 from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.v1 import model_pb2, model_pb2_grpc
 
@@ -18,7 +18,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
 
     def __init__(self, cache: Cache, turns: Turns) -> None:
         """`turns`: in which large messages are read and made."""
-        self._models = cache.models
+        self._models, self._forgetting = cache.models, cache.forgetting
         self._turns = turns
         self._messages: dict[tuple[str, str], tuple[Registered, bytes]] = {}
         self._message_bytes = 0
@@ -37,6 +37,24 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     ) -> bytes:
         """See the proto."""
         return await self._answer(self._models.get(current().tenant, validate.model_id(request.name)))
+
+    async def ForgetModel(
+        self, request: model_pb2.ForgetModelRequest, context: Context
+    ) -> model_pb2.ForgetModelResponse:
+        """See the proto."""
+        forgotten = await self._forgetting.forget(
+            current().tenant,
+            validate.model_id(request.name),
+            validate.text(request.weights, TEXT_BYTES, "weights", is_required=True),
+            is_trial=request.dry_run,
+            pace=LoopSlice(self._turns),
+        )
+        return model_pb2.ForgetModelResponse(
+            models=[f"models/{one}" for one in forgotten.model_ids],
+            session_count=forgotten.session_count,
+            token_count=forgotten.token_count,
+            block_count=forgotten.block_count,
+        )
 
     async def ListModels(  # type: ignore[override]  # it is encoded already
         self, request: model_pb2.ListModelsRequest, context: Context

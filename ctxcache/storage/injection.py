@@ -211,9 +211,10 @@ class SlowMetadata(RocksDbMetadata):
         witness: Witness | None = None,
         catalog: Catalog | None = None,
         hang_after_s: float = HANG_AFTER_S,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """See RocksDbMetadata."""
-        super().__init__(path, witness=witness, catalog=catalog, hang_after_s=hang_after_s)
+        super().__init__(path, witness=witness, catalog=catalog, hang_after_s=hang_after_s, before=before)
         self._faults = faults
 
     def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:

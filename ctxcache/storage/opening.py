@@ -1,11 +1,13 @@
 """Storage: the places where bytes and records lie, opened in the order in which that is safe.
 
 The only place that knows concrete tiers and stores. Everything is looked at before anything is written,
-and the SSD files are claimed before what lies beside them is touched. Worst case: one of them refuses, and
-nothing stays open, and no SSD directory is given a number then.
+and the SSD files are claimed before what lies beside them is touched. The records are open for reading alone
+until the cache has read them all and begins. Worst case: one of them refuses, and nothing stays open, and no
+SSD directory is given a number then.
 """
 
 import logging
+import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,15 +16,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ctxcache.errors import DataDirectoryUnusable, InvalidConfiguration, TierFailure
-from ctxcache.format.layout import align
+from ctxcache.format.layout import ALIGN_BYTES, align
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.runtime.files import claim_directory, tighten
 from ctxcache.settings.config import Settings
 from ctxcache.settings.sizes import default_arena, memory_available, ssd_bytes
-from ctxcache.storage.data_directory import DataDirectory, check_not_restoring
+from ctxcache.storage.data_directory import METADATA, DataDirectory, check_not_restoring
 from ctxcache.storage.injection import Faults, FaultySsdFiles, SlowMetadata
-from ctxcache.storage.metadata.catalog import Catalog
-from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.catalog import CATALOG, Catalog
+from ctxcache.storage.metadata.reading import ReadOnlyMetadata
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata, check_room_to_open
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.ssd_directories import Directory, check_not_orphaned, entries, is_ours, look, write_down
 from ctxcache.storage.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
@@ -41,6 +44,16 @@ class Storage:
     ssd: SsdFiles
     metadata: RocksDbMetadata
     faults: Faults | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Untouched:
+    """The places of a store that is only looked at, open."""
+
+    directory: DataDirectory
+    arena: DramArena
+    ssd: SsdFiles
+    metadata: ReadOnlyMetadata
 
 
 def ssd_directories_of(settings: Settings) -> tuple[Path, ...]:
@@ -64,15 +77,14 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
         raise InvalidConfiguration(source="ssd_copies", problem=problem)
     # Looks before locks, locks before writes. Nothing is made before all of it can be made:
     #
-    #     not half imported, not orphaned ──► data directory locked ──► SSD directories recognised
-    #       ──► arena ──► SSD files locked, allocated ──► numbers written ──► witness, catalog, metadata
-    check_not_restoring(settings.data_directory)
-    # SSD directories in use without their data directory: a fresh one would give their slots to others.
-    check_not_orphaned(settings.data_directory, named)
-    directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
-    files.callback(directory.close)
-    is_lenient = settings.ssd_missing == "serve"
-    found = look(directory.path, directory.instance_id, named, may_be_absent=is_lenient)
+    #     room, not half imported, not orphaned ──► data directory locked ──► SSD directories recognised
+    #       ──► arena ──► SSD files locked, allocated ──► metadata read as far as the witness
+    #
+    # The cache reads all of it, and begins:
+    #
+    #     witness opened ──► numbers written ──► metadata opened for writing ──► catalog begun
+    _check_room(settings.data_directory)
+    directory, found = _recognised(settings, files)
     ordered = tuple(each.path for each in found)
     directory.tighten()
     # The arena first: what it refuses leaves no large file behind.
@@ -86,11 +98,64 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
         ssd = SsdFiles(paths, hang_after_s=hang_after_s)
     files.callback(ssd.close)
     absent = {i for i, refusal in ssd.refusals.items() if refusal.is_lost}
-    # Behind the locks of the files: two servers that start at once must not both give numbers.
-    write_down(directory.path, directory.instance_id, ordered, absent=absent)
     metadata = _open_metadata(directory, ordered, absent, faults, hang_after_s)
     files.callback(metadata.close)
     return Storage(directory, arena, ssd, metadata, faults)
+
+
+def open_untouched(settings: Settings, files: ExitStack) -> Untouched:
+    """Open everything that is there, and change none of it; `files` closes it. Raises as `open_storage`."""
+    directory, found = _recognised(settings, files)
+    paths = [
+        SsdPath(
+            str(each.path),
+            each.size_bytes or _present_bytes(each.path),
+            each.absence,
+            may_be_absent=settings.ssd_missing == "serve",
+        )
+        for each in found
+    ]
+    present = [each.path for each in found if not each.absence]
+    catalog = None if found[0].absence else Catalog(found[0].path / CATALOG, directory.instance_id)
+    witness = Witness(present, directory.instance_id)
+    metadata = ReadOnlyMetadata(directory.metadata_path, witness=witness, catalog=catalog)
+    files.callback(metadata.close)
+    arena = open_arena(settings, directory.instance_id)
+    files.callback(arena.close)
+    ssd = SsdFiles(paths, hang_after_s=settings.ssd_hang_after_s)
+    files.callback(ssd.close)
+    return Untouched(directory, arena, ssd, metadata)
+
+
+def _recognised(settings: Settings, files: ExitStack) -> tuple[DataDirectory, tuple[Directory, ...]]:
+    """The data directory, locked, and its SSD directories by number."""
+    named = ssd_directories_of(settings)
+    check_not_restoring(settings.data_directory)
+    # SSD directories in use without their data directory: a fresh one would give their slots to others.
+    check_not_orphaned(settings.data_directory, named)
+    directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
+    files.callback(directory.close)
+    is_lenient = settings.ssd_missing == "serve"
+    return directory, look(directory.path, directory.instance_id, named, may_be_absent=is_lenient)
+
+
+def _check_room(data_directory: Path) -> None:
+    """Raise CapacityExceeded where a start could not write what it has to; the lock itself may fail then."""
+    places = (data_directory / METADATA, data_directory)
+    for place in [place for place in places if os.path.isdir(place)][:1]:  # noqa: PTH112  it does not raise
+        check_room_to_open(place)
+
+
+def _present_bytes(directory: Path) -> int:
+    """The size of the file that is there, which is left as it is."""
+    path = directory / FILE_NAME
+    try:
+        return path.stat().st_size // ALIGN_BYTES * ALIGN_BYTES
+    except FileNotFoundError as error:
+        problem = f"{FILE_NAME} is gone: a start goes on without the tokens that it held"
+        raise DataDirectoryUnusable(path=str(directory), problem=problem) from error
+    except OSError as error:
+        raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
 
 
 def open_arena(settings: Settings, instance_id: str) -> DramArena:
@@ -162,7 +227,7 @@ def _open_metadata(
     hang_after_s: float,
 ) -> RocksDbMetadata:
     """Without its first SSD directory it has no catalog, until a start with that."""
-    # The witness first, and closed if the metadata refuses.
+    # Witness and catalog first, and closed if the metadata refuses.
     with ExitStack() as opened:
         present = [path for i, path in enumerate(ssd_directories) if i not in absent]
         store_path = data.metadata_path if data.metadata_path.exists() else data.path
@@ -171,9 +236,14 @@ def _open_metadata(
         catalog = None
         # The catalog lies in the first directory alone: a second copy, on another device than the metadata.
         if 0 not in absent:
-            path = ssd_directories[0] / "catalog"
+            path = ssd_directories[0] / CATALOG
             catalog = Catalog(path, data.instance_id, hang_after_s=hang_after_s, beside=store_path)
+            opened.callback(catalog.close, 0)
         store = partial(SlowMetadata, faults=faults) if faults else RocksDbMetadata
-        metadata = store(data.metadata_path, witness=witness, catalog=catalog, hang_after_s=hang_after_s)
+        # Behind the locks of the files: two servers that start at once must not both give numbers.
+        before = partial(write_down, data.path, data.instance_id, ssd_directories, absent=absent)
+        metadata = store(
+            data.metadata_path, witness=witness, catalog=catalog, hang_after_s=hang_after_s, before=before
+        )
         opened.pop_all()
     return metadata

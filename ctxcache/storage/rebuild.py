@@ -4,7 +4,8 @@ The catalog says which sessions there are and which header each of their segment
 such headers are. A segment comes back when its header is the recorded one and every chunk matches: torn,
 older, foreign and damaged slots are none of that. A session ends before the first segment that does not
 come back. Deleted and expired sessions stay gone, as far as the catalog knows. No server may run.
-Worst case: no catalog either, and nothing is rebuilt; the old metadata is kept beside the new in any case.
+Worst case: no catalog either, and nothing is rebuilt or changed. The old metadata is kept beside the new in
+any case, and so is a catalog that could be read in part alone: the next run begins another.
 """
 
 import fcntl
@@ -18,14 +19,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
+from ctxcache.errors import DataDirectoryUnusable, NothingToRebuild
 from ctxcache.format.layout import Slot
-from ctxcache.runtime.files import sync_directory
-from ctxcache.storage.data_directory import METADATA, DataDirectory
+from ctxcache.runtime.files import DIRECTORY_MODE, sync_directory
+from ctxcache.storage.data_directory import METADATA, DataDirectory, check_not_restoring
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import SegmentRecord, SessionRecord
-from ctxcache.storage.metadata.catalog import CatalogContents, Entry, read_catalog
-from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.catalog import CATALOG, CatalogContents, Entry, read_catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata, check_room_to_open
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.scan import ScannedSegment, is_whole, scan
 from ctxcache.storage.ssd_directories import (
@@ -43,7 +44,6 @@ from ctxcache.storage.ssd_directories import (
 #     scan      at which places headers with that checksum are
 #     chunks    whether every byte there is what the header says
 #     witness   whether the catalog itself ends too early
-CATALOG = "catalog"
 Place = tuple[int, ScannedSegment]
 """The number of a directory, and where in its file."""
 log = logging.getLogger(__name__)
@@ -79,13 +79,12 @@ def rebuild(
 ) -> Rebuilt:
     """Make the metadata anew; with `is_dry_run` only say what would come of it.
 
-    Raises CorruptMetadata when there is nothing to make it from, DataDirectoryUnusable, FormatTooNew.
+    What refuses changes nothing. Raises NothingToRebuild, DataDirectoryUnusable, FormatTooNew,
+    CapacityExceeded.
     """
     try:
         # A running server holds its SSD files, whichever data directory it has.
         with _claimed(ssd_directories):
-            if not is_dry_run:
-                forget_unreadable(data_directory, ssd_directories)
             # Numbers come from the directories, before PATHS is needed.
             given = _numbered(ssd_directories)
             owners = [*map(instance_id_of, given), DataDirectory.instance_id_at(data_directory)]
@@ -96,13 +95,13 @@ def rebuild(
                 raise DataDirectoryUnusable(path=str(data_directory), problem=problem)
             if instance_id is None:
                 problem = "no SSD directory says whose it is, so there is nothing to make metadata from"
-                raise CorruptMetadata(where=str(data_directory), problem=problem)
+                raise NothingToRebuild(where=str(data_directory), problem=problem)
             # Another store's directories would be given this store's sessions.
             if owners[-1] not in (None, instance_id):
                 problem = f"the SSD directories belong to another data directory ({instance_id})"
                 raise DataDirectoryUnusable(path=str(data_directory), problem=problem)
             if is_dry_run:
-                return _collect(given, instance_id)[0]
+                return _collect(given, instance_id, _read(given, instance_id))[0]
             return _replace(data_directory, given, instance_id, created_by)
     except OSError as error:
         raise DataDirectoryUnusable(
@@ -126,7 +125,13 @@ def _claimed(directories: Sequence[Path]) -> Iterator[None]:
 
 
 def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, created_by: str) -> Rebuilt:
-    contents = read_catalog(given[0] / CATALOG, instance_id)
+    # All that refuses comes first, and the scan last of it: it may take an hour.
+    check_not_restoring(data_directory)
+    if data_directory.is_dir():
+        check_room_to_open(data_directory)
+    ordered = in_order(data_directory, instance_id, given, is_mended=True)
+    contents = _read(ordered, instance_id)
+    result, entries = _collect(ordered, instance_id, contents)
     # Generations of commits that are gone were seen by clients.
     generations = (s.generation for s in _sessions(contents.records))
     # Above each generation that a record names, since no generation may stand for two contents.
@@ -135,9 +140,7 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
         data_directory, instance_id=instance_id, crash_count=crash_count, created_by=created_by
     )
     with DataDirectory.open(data_directory) as directory:
-        ordered = in_order(data_directory, instance_id, given)
-        # First: what it refuses gets no number.
-        result, entries = _collect(ordered, instance_id)
+        forget_unreadable(data_directory, ordered)
         write_down(data_directory, instance_id, ordered)
         fresh = data_directory / f"{METADATA}.rebuilt"
         # Files that an earlier rebuild left half done.
@@ -148,6 +151,9 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
         store.close()
         # Commits that are gone had generations: those of the next run begin above them.
         directory.begin_run()
+        if contents.problems:
+            # The next run begins another catalog, and removes this one's files: by these names they stay.
+            _link_all(ordered[0] / CATALOG, _free_name(ordered[0] / CATALOG))
         # Damaged metadata is kept under another name, for those who want to look into it.
         if directory.metadata_path.exists():
             directory.metadata_path.rename(_free_name(directory.metadata_path))
@@ -157,17 +163,23 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
     return result
 
 
-def _collect(directories: Sequence[Path], instance_id: str) -> tuple[Rebuilt, list[Entry]]:
+def _read(directories: Sequence[Path], instance_id: str) -> CatalogContents:
     contents = read_catalog(directories[0] / CATALOG, instance_id)
-    witness = Witness(directories, instance_id, is_read_only=True)
+    # A catalog that cannot be read must not pass for that of an empty store.
+    if not contents.records and contents.problems:
+        raise NothingToRebuild(where=str(directories[0] / CATALOG), problem="; ".join(contents.problems))
+    return contents
+
+
+def _collect(
+    directories: Sequence[Path], instance_id: str, contents: CatalogContents
+) -> tuple[Rebuilt, list[Entry]]:
+    witness = Witness(directories, instance_id)
     result = Rebuilt(
         commit=contents.sequence,
         missing_commit_count=max(witness.sequence - contents.sequence, 0),
         problems=contents.problems,
     )
-    # A catalog that cannot be read must not pass for that of an empty store.
-    if not contents.records and contents.problems:
-        raise CorruptMetadata(where=str(directories[0] / CATALOG), problem="; ".join(contents.problems))
     places = _scan(directories, result)
     kept = dict(_segments(contents, directories, places, result))
     sessions = list(_sessions(contents.records))
@@ -272,8 +284,15 @@ def _numbered(directories: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(directories[i] for _, i in order)
 
 
+def _link_all(directory: Path, kept: Path) -> None:
+    """Give the files of a directory a second name, which costs no room."""
+    kept.mkdir(mode=DIRECTORY_MODE)
+    for path in directory.iterdir():
+        (kept / path.name).hardlink_to(path)
+
+
 def _free_name(path: Path) -> Path:
-    """Where damaged metadata is kept."""
+    """Where a damaged directory is kept."""
     return next(
         free
         for i in range(1, 1 << 16)

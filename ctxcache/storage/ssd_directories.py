@@ -39,18 +39,26 @@ class Directory:
     size_bytes: int = 0
 
 
-def in_order(data_directory: Path, instance_id: str, directories: Sequence[Path]) -> tuple[Path, ...]:
+def in_order(
+    data_directory: Path, instance_id: str, directories: Sequence[Path], *, is_mended: bool = False
+) -> tuple[Path, ...]:
     """Return the directories by their numbers; those that are new have the next ones. Writes nothing.
 
+    With `is_mended` a DEVICE that cannot be read counts as lost where PATHS says which directory it is.
     Raises DataDirectoryUnusable: one is missing, given twice, empty though it was in use, or belongs to
     another data directory; CorruptMetadata.
     """
-    found = look(data_directory, instance_id, directories, may_be_absent=False)
+    found = look(data_directory, instance_id, directories, may_be_absent=False, is_mended=is_mended)
     return tuple(directory.path for directory in found)
 
 
 def look(
-    data_directory: Path, instance_id: str, directories: Sequence[Path], *, may_be_absent: bool
+    data_directory: Path,
+    instance_id: str,
+    directories: Sequence[Path],
+    *,
+    may_be_absent: bool,
+    is_mended: bool = False,
 ) -> tuple[Directory, ...]:
     """As `in_order`; `may_be_absent`.
 
@@ -65,6 +73,10 @@ def look(
     for path in given:
         try:
             numbers[path] = _number(path, instance_id)
+        except CorruptMetadata:
+            if not is_mended or str(path) not in known:
+                raise
+            numbers[path] = None
         except DataDirectoryUnusable as error:
             # Only a path that was in use can be absent; a new one that cannot be read is an error.
             if not may_be_absent or not isinstance(error.__cause__, OSError) or str(path) not in known:

@@ -429,6 +429,72 @@ class GetModelRequest(_message.Message):
 Global___GetModelRequest: _TypeAlias = GetModelRequest  # noqa: Y015
 
 @_typing.final
+class ForgetModelRequest(_message.Message):
+    """Request of ForgetModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Resource name, `models/{model_id}`. Required."""
+    weights: _builtins.str
+    """The version of the weights, as the engine was told it, or a whole `weights_digest`. Required, up to 256 bytes."""
+    dry_run: _builtins.bool
+    """Only say what would be forgotten. Default false."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weights: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "name", b"name", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetModelRequest: _TypeAlias = ForgetModelRequest  # noqa: Y015
+
+@_typing.final
+class ForgetModelResponse(_message.Message):
+    """Response of ForgetModel: what was forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    session_count: _builtins.int
+    """Sessions, without blocks."""
+    token_count: _builtins.int
+    """Tokens of the sessions."""
+    block_count: _builtins.int
+    """Blocks of engines."""
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Resource names of the models, in order."""
+
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+        session_count: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "models", b"models", "session_count", b"session_count", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetModelResponse: _TypeAlias = ForgetModelResponse  # noqa: Y015
+
+@_typing.final
 class ListModelsRequest(_message.Message):
     """Request of ListModels."""
 

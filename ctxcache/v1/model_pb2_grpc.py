@@ -53,6 +53,11 @@ class ModelServiceStub:
                 request_serializer=ctxcache_dot_v1_dot_model__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_model__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.ForgetModel = channel.unary_unary(
+                '/ctxcache.v1.ModelService/ForgetModel',
+                request_serializer=ctxcache_dot_v1_dot_model__pb2.ForgetModelRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_model__pb2.ForgetModelResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer:
@@ -87,6 +92,17 @@ class ModelServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetModel(self, request, context):
+        """Forgets all that is of one version of a model's weights: sessions, blocks and what prefixes find of them, then
+        the models themselves. Of an id are the model of that id, and those whose ids go on behind it with a dot.
+        Leased rows stay readable. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND) when none has
+        that version; ABORTED (WRITE_IN_PROGRESS) while any of it is written to: before anything is forgotten, or, where
+        the writer came later, when all else is; UNAVAILABLE (TIER_FAILURE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -104,6 +120,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=ctxcache_dot_v1_dot_model__pb2.ListModelsRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_model__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'ForgetModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetModel,
+                    request_deserializer=ctxcache_dot_v1_dot_model__pb2.ForgetModelRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_model__pb2.ForgetModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -191,6 +212,33 @@ class ModelService:
             '/ctxcache.v1.ModelService/ListModels',
             ctxcache_dot_v1_dot_model__pb2.ListModelsRequest.SerializeToString,
             ctxcache_dot_v1_dot_model__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.ModelService/ForgetModel',
+            ctxcache_dot_v1_dot_model__pb2.ForgetModelRequest.SerializeToString,
+            ctxcache_dot_v1_dot_model__pb2.ForgetModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,13 @@ class ModelServiceStub:
     """Lists models in order of their names, without their probes; a page is at most 1 MiB. Errors: INVALID_ARGUMENT
     (INVALID_FIELD).
     """
+    ForgetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.ForgetModelRequest, _model_pb2.ForgetModelResponse]
+    """Forgets all that is of one version of a model's weights: sessions, blocks and what prefixes find of them, then
+    the models themselves. Of an id are the model of that id, and those whose ids go on behind it with a dot.
+    Leased rows stay readable. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND) when none has
+    that version; ABORTED (WRITE_IN_PROGRESS) while any of it is written to: before anything is forgotten, or, where
+    the writer came later, when all else is; UNAVAILABLE (TIER_FAILURE).
+    """
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -70,6 +77,13 @@ class ModelServiceAsyncStub(ModelServiceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists models in order of their names, without their probes; a page is at most 1 MiB. Errors: INVALID_ARGUMENT
     (INVALID_FIELD).
+    """
+    ForgetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.ForgetModelRequest, _model_pb2.ForgetModelResponse]  # type: ignore[assignment]
+    """Forgets all that is of one version of a model's weights: sessions, blocks and what prefixes find of them, then
+    the models themselves. Of an id are the model of that id, and those whose ids go on behind it with a dot.
+    Leased rows stay readable. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND) when none has
+    that version; ABORTED (WRITE_IN_PROGRESS) while any of it is written to: before anything is forgotten, or, where
+    the writer came later, when all else is; UNAVAILABLE (TIER_FAILURE).
     """
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -107,6 +121,19 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_model_pb2.ListModelsResponse, _abc.Awaitable[_model_pb2.ListModelsResponse]]:
         """Lists models in order of their names, without their probes; a page is at most 1 MiB. Errors: INVALID_ARGUMENT
         (INVALID_FIELD).
+        """
+
+    @_abc_1.abstractmethod
+    def ForgetModel(
+        self,
+        request: _model_pb2.ForgetModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_pb2.ForgetModelResponse, _abc.Awaitable[_model_pb2.ForgetModelResponse]]:
+        """Forgets all that is of one version of a model's weights: sessions, blocks and what prefixes find of them, then
+        the models themselves. Of an id are the model of that id, and those whose ids go on behind it with a dot.
+        Leased rows stay readable. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND) when none has
+        that version; ABORTED (WRITE_IN_PROGRESS) while any of it is written to: before anything is forgotten, or, where
+        the writer came later, when all else is; UNAVAILABLE (TIER_FAILURE).
         """
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

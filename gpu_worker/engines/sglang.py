@@ -12,11 +12,12 @@ import ctypes
 import hashlib
 import json
 import logging
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +31,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.runtime_context import get_serving
 
 from ctxcache.client import BlockPart, BlockSpace, Client
 from ctxcache.client.types import LookupState
 from gpu_worker.engines.link import LinkState, Refused, StoreLink, StoreSettings
+from gpu_worker.engines.spaces import model_of
 from gpu_worker.model_spec import digest_checkpoint
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ FACTS = (
 )
 """Attributes of a pool that the bytes of its pages depend on, where it has them."""
 Bytes = npt.NDArray[np.uint8]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +144,12 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             raise Refused(f"{WHERE}.model_directory: {directory} is no directory")
         if directory is None:
             log.warning("the context store tells models apart by %r alone: say model_directory", name)
+        self._version, self._told_weights = self._settings.weights_version, _told_version()
+        """Of the weights, and SGLang's own word for them when they got it."""
+        self._is_named = True
+        """Whether that is what is loaded, as far as SGLang was told."""
         self._link: StoreLink[bytes] = StoreLink(
-            self._settings.connect, partial(_fingerprint, name if directory is None else "", directory)
+            self._settings.connect, partial(self._fingerprint, name, directory)
         )
         self._pools: dict[str, Pool] = {}
         """By name."""
@@ -270,19 +278,45 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         return self._link.wait(timeout_s) is LinkState.READY
 
     def clear(self) -> None:
-        """Delete all pages of this engine's model, layout and rank."""
+        """Delete all pages of this engine's model, layout and rank; what comes is of other weights.
+
+        SGLang says it when weights were changed, and says nothing of why: pages that are put from here on are
+        found under the old name by nobody.
+        """
         for name, pool in self._pools.items():
             # Pages that SGLang copies itself (`set`) lie in a space of one part, beside those in pieces.
             for part_count in {pool.piece_count or 1, 1}:
                 self._link.call(
                     partial(_clear, name=name, space_of=partial(self._space, parts=part_count)), None
                 )
+        told = _told_version()
+        self._version = told if told != self._told_weights else f"epoch-{uuid.uuid4().hex}"
+        self._told_weights, self._is_named = told, True
+        self._link.renew()
 
     def close(self) -> None:
         """End the client."""
         self._link.close()
 
     # -- calls of the store ---------------------------------------------------------------------------
+
+    def _fingerprint(self, name: str, directory: str | None, client: Client) -> bytes:
+        """Of the model's weights, or of its name where the weights are not known."""
+        version, weights = self._version, "" if directory is None else digest_checkpoint(Path(directory))
+        # With its files known a model is the same whatever it is called.
+        facts = name if directory is None else ""
+        spec = model_of(Path(directory or name).name, "sglang", weights, facts, version=version)
+        return client.models.register(spec).spec.fingerprint()
+
+    def _call(self, work: Callable[[Client, bytes], Result], otherwise: Result) -> Result:
+        """As `StoreLink.call`, while the weights are those that have the name."""
+        told = _told_version()
+        if told != self._told_weights and self._is_named:
+            self._is_named = False
+            problem = f"the weights are version {told!r} by now: nothing is found or stored"
+            log.error("%s until SGLang clears its storage (/clear_hicache_storage_backend)", problem)
+            self._link.renew(is_wanted=False)
+        return self._link.call(work, otherwise)
 
     def _there(self, name: str, keys: Sequence[str]) -> list[bool]:
         pool = self._pools.get(name)
@@ -295,7 +329,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             # A block of another size is a page of another configuration: loading it would be refused.
             return [one.state is LookupState.HIT and one.size_bytes == pool.page_bytes for one in found]
 
-        return self._link.call(look, [False] * len(keys))
+        return self._call(look, [False] * len(keys))
 
     def _load(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
         pool = self._pool(name, keys, indices)
@@ -333,7 +367,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             found = client.blocks.load(space, list(map(_key, keys)), list(pages()))
             return [one is not None for one in found]
 
-        return self._link.call(load, [False] * len(keys))
+        return self._call(load, [False] * len(keys))
 
     def _stored(
         self, name: str, keys: Sequence[str], pages: Callable[[], Sequence[list[Bytes]]], part_count: int
@@ -344,7 +378,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
             return [True] * len(keys)
 
-        return self._link.call(store, [False] * len(keys))
+        return self._call(store, [False] * len(keys))
 
     def _pool(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Pool | None:
         """The pool, if it has as many places as there are pages."""
@@ -393,11 +427,13 @@ def _clear(
     client.blocks.delete(space, list(keys))
 
 
-def _fingerprint(name: str, directory: str | None, client: Client) -> bytes:
-    """The digest of the model's weights, or of its name where the weights are not known."""
-    del client
-    weights = "" if directory is None else digest_checkpoint(Path(directory))
-    return hashlib.sha256(f"sglang {name} {weights}".encode(errors="surrogatepass")).digest()
+def _told_version() -> str:
+    """SGLang's own version of the weights, as its callers name it; empty where it has none."""
+    try:
+        return str(get_serving().weight_version or "")
+    # Outside of its scheduler there is no configuration, which it says by an error of its own.
+    except (ValueError, AttributeError):
+        return ""
 
 
 def _key(page_hash: str) -> bytes:

@@ -393,8 +393,11 @@ LAYOUT_LIMIT = 2
 class Savers:
     """One saver for each layout, made when it is first needed. Close it."""
 
-    def __init__(self, client: Client, model: CallerModel, device: torch.device) -> None:
-        self._client, self._model, self._device = client, model, device
+    def __init__(
+        self, client: Client, model: CallerModel, device: torch.device, check: Callable[[], None]
+    ) -> None:
+        """`check` raises why what was computed until now is not the model's."""
+        self._client, self._model, self._device, self._check = client, model, device, check
         self._by_layout: OrderedDict[frozenset[Stream], Saver] = OrderedDict()
 
     def of(self, layout: frozenset[Stream]) -> Saver:
@@ -407,7 +410,14 @@ class Savers:
             while len(self._by_layout) >= LAYOUT_LIMIT:
                 # The one that was used longest ago; closing saves what it still has.
                 self._by_layout.popitem(last=False)[1].close()
-            found = Saver(self._client, self._model, layout, device=self._device)
+            found = Saver(
+                self._client,
+                self._model,
+                layout,
+                device=self._device,
+                # When rows are about to be saved, and not behind each pass: it is early enough.
+                witness=lambda: self._check,
+            )
         self._by_layout[layout] = found
         return found
 
@@ -597,10 +607,12 @@ class TransformersEngine(Closing):
         self._own = client.models.register(spec, probe)
         # Behind the probe: some modules make tensors at their first pass, which would look like a change.
         self._unchanged = Unchanged(model, spec)
-        self._savers = Savers(client, self._own, model.device)
+        self._savers = Savers(client, self._own, model.device, self._unchanged.check_weights)
         self._snapshots: Snapshots | None = None
         if self._snapshot_every:
-            self._snapshots = Snapshots(client, self._adapter, spec.fingerprint())
+            self._snapshots = Snapshots(
+                client, self._adapter, spec.fingerprint(), check=self._unchanged.check_weights
+            )
 
     def close(self) -> None:
         """Save what is still in staging, then end the threads that save and restore."""

@@ -128,7 +128,11 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     if len(outer) != 1:
         raise refuse(model, f"it has {len(outer)} lists of {count} layers, not one")
     name, blocks = outer[0]
-    base = model.get_submodule(name.rpartition(".")[0])
+    path = name.rpartition(".")[0]
+    # Recomputation gives the base token ids: a stack that takes embedded ones alone (BERT's) is a part of it.
+    while path and "input_ids" not in signature(model.get_submodule(path).forward).parameters:
+        path = path.rpartition(".")[0]
+    base = model.get_submodule(path)
     caches = _caches(model, count)
     return Anatomy(
         base,
@@ -408,9 +412,18 @@ def _projections(
             if all(each.k_norm is None for each in separate):
                 return
         return
-    name = next(name for name in _FUSED if hasattr(first, name))
+    yield from _fused(config, attentions, head_size)
+
+
+def _fused(
+    config: Any_, attentions: Sequence[nn.Module], head_size: int
+) -> Iterator[tuple[list[Projection], HalfShape, HalfShape]]:
+    name = next((name for name in _FUSED if hasattr(attentions[0], name)), "")
+    # Projections of other names (BERT's `key` and `value`): rows are known as they are cached.
+    if not name:
+        return
     query_count = int(config.num_attention_heads)
-    head_count, rest = divmod(_width(getattr(first, name)) - query_count * head_size, 2 * head_size)
+    head_count, rest = divmod(_width(getattr(attentions[0], name)) - query_count * head_size, 2 * head_size)
     if rest or head_count <= 0:
         return
     half = HalfShape(head_count, head_size)

@@ -35,12 +35,10 @@ def representatives(shape: ModelShape) -> dict[LayerShape, int]:
 def _layer_shape(adapter: Adapter, number: int, layer: DecoderLayer) -> LayerShape:
     config = adapter.model.config.get_text_config(decoder=True)
     element_bytes = adapter.model.dtype.itemsize
-    head_count = int(getattr(config, "num_attention_heads", 0) or 0) if layer.has_rows else 0
-    # Where layers differ, transformers refuses to say a head's size of all.
-    own_config = getattr(config, "per_layer_config", None)
-    head_size = getattr(
-        own_config[number] if own_config else config, "head_dim", None
-    ) or config.hidden_size // max(head_count, 1)
+    # Where layers differ, transformers refuses to say a number of all.
+    own = by_layer[number] if (by_layer := getattr(config, "per_layer_config", None)) else config
+    head_count = int(getattr(own, "num_attention_heads", 0) or 0) if layer.has_rows else 0
+    head_size = getattr(own, "head_dim", None) or config.hidden_size // max(head_count, 1)
     row_size = sum(half.size for half in adapter.halves_of(number))
     # Matrices alone: norms and biases are additions per element, which do not count beside products.
     weights = sum(parameter.numel() for parameter in layer.block.parameters() if parameter.ndim > 1)

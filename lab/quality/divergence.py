@@ -46,13 +46,14 @@ class Form:
 class Divergence:
     """Predictions from stored rows beside those from the cache that stayed.
 
-    `agreement` of the likeliest token.
+    `kl_nats` is the mean of the tokens, `agreement` of the likeliest token.
     """
 
     kl_nats: float
     perplexity: float
     agreement: float
     bytes_per_token: float
+    worst_token_nats: float = 0.0
 
 
 def half(dtype: torch.dtype) -> Rounding:
@@ -131,10 +132,10 @@ def logits_of(adapter: Adapter, cache: Cache, token_ids: Sequence[int]) -> Tenso
 def compare(logits: Tensor, standard: Tensor, token_ids: Sequence[int], bytes_per_token: float) -> Divergence:
     """Compare predictions on `token_ids`, both [T, vocabulary]; the first token is given, not predicted."""
     ours, theirs = logits.log_softmax(-1), standard.log_softmax(-1)
-    kl_nats = float(functional.kl_div(ours, theirs, log_target=True, reduction="batchmean"))
+    nats = functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
     losses = functional.cross_entropy(logits[:-1], torch.tensor(list(token_ids[1:])))
     agreement = float((logits.argmax(-1) == standard.argmax(-1)).float().mean())
-    return Divergence(kl_nats, float(losses.exp()), agreement, bytes_per_token)
+    return Divergence(float(nats.mean()), float(losses.exp()), agreement, bytes_per_token, float(nats.max()))
 
 
 @dataclass(frozen=True, slots=True)

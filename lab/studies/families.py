@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 import ctxcache
 from ctxcache.client import Client
@@ -69,6 +69,14 @@ SHAPE: Mapping[str, Any] = {
     "word_embed_proj_dim": 64,
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW,
+    # Of encoders that decode, and of decoders with an encoder elsewhere.
+    "is_decoder": True,
+    "decoder_layers": LAYERS,
+    "encoder_layers": LAYERS,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
 }
 MLA: Mapping[str, Any] = {
     "head_dim": 8,
@@ -83,6 +91,32 @@ MLA: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+}
+PADDED: Mapping[str, Any] = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+DOTS3: Mapping[str, Any] = {
+    **MLA,
+    "shared_experts_intermediate_size": 32,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 64,
+    "head_dim": 24,
+}
+QWEN4: Mapping[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 32,
+    "ngram_vocab_size_base": 100,
+    "ple_embed_dim": 32,
+    "heads_per_ngram": 2,
+    "split_ngram_parts": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
 }
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "youtu"), MLA),
@@ -152,6 +186,28 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "falcon": {"head_dim": None},
     "falcon-alibi": {"head_dim": None, "alibi": True},
+    **dict.fromkeys(
+        ("camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"), PADDED
+    ),
+    "xmod": {**PADDED, "default_language": "en_XX"},
+    **dict.fromkeys(("modernbert-decoder", "emu3", "mllama"), PADDED),
+    **dict.fromkeys(("axk1", "axk2", "glm_moe_dsa", "minicpm3", "bailing_hybrid", "kimi_linear"), MLA),
+    "cwm": {"bos_token_id": 1, "eos_token_id": 2},
+    "dots3_note_text": DOTS3,
+    "dots3_note": {**DOTS3, "hidden_size": 5120},
+    **dict.fromkeys(("qwen4_exp_text", "qwen4_exp"), QWEN4),
+    "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [32, 32]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": LAYERS},
+    "zaya": {"num_experts_per_tok": 1},
+    "xlnet": {"d_head": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "zamba2": {
+        "layer_types": ["mamba", "hybrid"] * 2,
+        "mamba_headdim": 16,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 16,
+    },
     "llama-dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     "olmo-clipped": {"clip_qkv": 1.0},
 }
@@ -255,17 +311,8 @@ NAMES = (
 
 def build(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """A random model of an architecture, the same on every call, wide enough that a wrong row shows."""
-    of = CONFIG_MAPPING[name.partition("-")[0]]
-    wanted = {**SHAPE, **SPECIAL.get(name, {})}
-    standard, aliases = of(), getattr(of, "attribute_map", {})
-    given = {
-        key: value
-        for key, value in wanted.items()
-        if not (value is None and key == "head_dim") and (key in aliases or _has(standard, key))
-    }
-    config = of(**given)
     torch.manual_seed(11)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(configured(name), dtype=torch.float32)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(24)
     with torch.no_grad():
         for key, parameter in sorted(model.named_parameters()):
@@ -279,6 +326,27 @@ def build(name: str, dtype: torch.dtype) -> PreTrainedModel:
     model.train(mode=False)
     found: PreTrainedModel = model.to(dtype)  # type: ignore[arg-type]  # as torch has it, not transformers
     return found
+
+
+def configured(name: str) -> PreTrainedConfig:
+    """The settings of a small model of an architecture, or of a way to configure it (`falcon-alibi`)."""
+    of = CONFIG_MAPPING[name if name in CONFIG_MAPPING else name.partition("-")[0]]
+    return _small(of, {**SHAPE, **SPECIAL.get(name, {})})
+
+
+def _small(of: Any, wanted: Mapping[str, Any]) -> PreTrainedConfig:
+    # Any: classes of settings have their tables of names without a type.
+    standard, aliases = of(), getattr(of, "attribute_map", {})
+    given = {
+        key: value
+        for key, value in wanted.items()
+        if not (value is None and key == "head_dim") and (key in aliases or _has(standard, key))
+    }
+    text = getattr(of, "sub_configs", {}).get("text_config")
+    if text is not None:
+        given["text_config"] = _small(type(standard.text_config), wanted)
+    config: PreTrainedConfig = of(**given)
+    return config
 
 
 def _has(config: Any, key: str) -> bool:
@@ -309,7 +377,7 @@ def measured(name: str, client: Client) -> Row:
             row.refused = str(error).partition(": ")[2]
             return row
         for kind in adapter.kinds:
-            row.cells[label, kind] = _conversation(
+            row.cells[label, kind] = conversation(
                 adapter, kind, client, f"{name}-{label}-{kind.name.lower()}"
             )
         if label == "fp32":
@@ -318,10 +386,12 @@ def measured(name: str, client: Client) -> Row:
     return row
 
 
-def _conversation(adapter: Adapter, kind: StateKind, client: Client, name: str) -> str:
+def conversation(adapter: Adapter, kind: StateKind, client: Client, name: str) -> str:
+    """Hold a session's turns by one kind; the largest difference of logits, `=` for none, or what failed."""
     model = adapter.model
     spec = model_spec(model, model_id=name)
-    kinds = (adapter.kind_of(layer, kind) for layer in range(spec.layer_count))
+    layers = range(spec.layer_count)
+    kinds = [kind if kind is StateKind.TOKENS else adapter.kind_of(layer, kind) for layer in layers]
     plan = RestorePlan(tuple(Method[each.name] if each else Method.NOTHING for each in kinds))
     generator = torch.Generator().manual_seed(5)
     kept, worst = DynamicCache(config=model.config), 0.0

@@ -4,11 +4,13 @@
     python -m lab.studies.quantization --text wikitext2_test.txt.gz --json
     python -m lab.studies.quantization --store --text wikitext2_test.txt.gz --json
     python -m lab.studies.quantization --retrieval 24 --text wikitext2_test.txt.gz
+    python -m lab.studies.quantization --passages 16 --text wikitext2_test.txt.gz
 
 With --retrieval, so many facts in a context are asked for behind it: sentences in a text ("needle"), and a
 list of keys with numbers ("recall"). With --store, through a real store: what its packed kinds take on disk,
-and how long saving and restoring by them takes. Exits with 1 where hidden states in 8 bits with groups of 32
-and outliers are further from the kept cache than --bound.
+and how long saving and restoring by them takes. With --passages, the same losses on so many passages spread
+over the text: the mean, the worst passage, the worst token of all. Exits with 1 where hidden states in 8 bits
+with groups of 32 and outliers are further from the kept cache than --bound.
 """
 
 import gzip
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean
 from typing import Annotated
 
 import torch
@@ -37,6 +40,7 @@ from lab.demo.machine import physical_core_count, this_machine
 from lab.demo.models import load_model, mha_twin, smollm2
 from lab.demo.text import passages
 from lab.quality.divergence import (
+    Divergence,
     Form,
     Stored,
     divergences,
@@ -91,6 +95,7 @@ def main(
     ] = None,
     has_twin: Annotated[bool, typer.Option("--mha", help="The model's twin with as many K/V heads.")] = False,
     store: Annotated[bool, typer.Option("--store", help="Save to a store and restore from it.")] = False,
+    passage_count: Annotated[int, typer.Option("--passages", help="Passages to spread over.", min=0)] = 0,
     retrieval: Annotated[int, typer.Option(help="Facts to ask for; 0: none.", min=0, max=24)] = 0,
     plans: Annotated[str, typer.Option(help="Kinds to store, with --store and --retrieval.")] = ",".join(
         KINDS
@@ -106,13 +111,18 @@ def main(
     path = mha_twin(model or smollm2()) if has_twin else model or smollm2()
     tokenizer = None
     if ids:
-        loaded, token_ids = _model(path), json.loads(_read(ids))[: context + tokens]
+        loaded, token_ids = _model(path), json.loads(_read(ids))
     else:
         loaded, tokenizer = load_model(path)
         words = _read(text) if text else "\n\n".join(p for passage in passages() for p in passage.paragraphs)
-        token_ids = list(
-            tokenizer.encode(words[: CHARACTERS_PER_TOKEN * (context + tokens)], add_special_tokens=False)
-        )[: context + tokens]
+        if not passage_count:
+            words = words[: CHARACTERS_PER_TOKEN * (context + tokens)]
+        token_ids = list(tokenizer.encode(words, add_special_tokens=False))
+    if passage_count:
+        wanted = _spread(token_ids, context + tokens, passage_count)
+        _report_passages(_on_passages(loaded, wanted, context, plans.split(","), is_careful=careful))
+        return
+    token_ids = token_ids[: context + tokens]
     about = {"model": path.name, "context": context, "predicted": tokens, "machine": this_machine().title}
     if retrieval:
         _report_retrieval(
@@ -160,6 +170,7 @@ def _through_a_store(
     kinds: Sequence[str],
     *,
     is_careful: bool,
+    repeat_count: int = 3,
 ) -> dict[str, Stored]:
     """Each kind for all layers.
 
@@ -177,8 +188,51 @@ def _through_a_store(
             plans,
             token_ids,
             context_count=context,
+            repeat_count=repeat_count,
             rounding=_rounding(adapter, is_careful=is_careful),
         )
+
+
+def _spread(token_ids: Sequence[int], count: int, passage_count: int) -> list[Sequence[int]]:
+    """Passages of `count` tokens, as far from each other as the text allows."""
+    last = max(len(token_ids) - count, 0)
+    begins = sorted({round(last * number / max(passage_count - 1, 1)) for number in range(passage_count)})
+    return [token_ids[begin : begin + count] for begin in begins]
+
+
+def _on_passages(
+    model: PreTrainedModel,
+    wanted: Sequence[Sequence[int]],
+    context: int,
+    kinds: Sequence[str],
+    *,
+    is_careful: bool,
+) -> dict[str, list[Divergence]]:
+    """By plan, the divergence on each passage."""
+    found: dict[str, list[Divergence]] = {}
+    for number, token_ids in enumerate(wanted):
+        measured = _through_a_store(model, token_ids, context, kinds, is_careful=is_careful, repeat_count=1)
+        for plan, one in measured.items():
+            found.setdefault(plan, []).append(one.divergence)
+            said = f"{one.divergence.kl_nats:.2e} nats, {one.divergence.worst_token_nats:.2e} at most"
+            print(f"passage {number}: {plan} {said}", file=sys.stderr, flush=True)
+    return found
+
+
+def _report_passages(found: Mapping[str, Sequence[Divergence]]) -> None:
+    table = Table(box=None, header_style="bold")
+    for title in ("stored", "passages", "mean, nats", "worst passage", "worst token"):
+        table.add_column(title, justify="left" if title == "stored" else "right")
+    for plan, those in found.items():
+        means = [one.kl_nats for one in those]
+        table.add_row(
+            plan,
+            str(len(those)),
+            f"{mean(means):.2g}",
+            f"{max(means):.2g}",
+            f"{max(one.worst_token_nats for one in those):.2g}",
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _rounding(adapter: Adapter, *, is_careful: bool) -> Callable[[int], Tensor | None]:

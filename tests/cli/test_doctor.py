@@ -119,7 +119,6 @@ def test_what_a_start_would_refuse_is_found(tmp_path: Path) -> None:
     lost, findings = doctor(data, *both)
     for witness in (data / "ssd" / "WITNESS", other / "WITNESS"):
         witness.unlink()
-    shutil.rmtree(data / "metadata")
     unwitnessed, _ = doctor(data, *both)
 
     assert well.exit_code == ExitCode.OK, well.stderr

@@ -83,7 +83,8 @@ def ended(process: "subprocess.Popen[str]", number: signal.Signals) -> tuple[str
     [
         "mmap:mmap",
         "ctxcache.storage.opening:SsdFiles",
-        "ctxcache.storage.metadata.rocksdb:_open",
+        "ctxcache.storage.metadata.reading:has_database",
+        "ctxcache.storage.metadata.rocksdb:RocksDbMetadata._open_for_writing",
         "ctxcache.cache:Cache.open",
     ],
 )

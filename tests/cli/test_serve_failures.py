@@ -138,7 +138,7 @@ def test_a_data_directory_on_a_full_disk(tmp_path: Path) -> None:
         (small / "lost+found").write_bytes(b"x" * 65536)
         ran = serve(small)
 
-    check_refused(ran, ExitCode.DATA_DIRECTORY_UNUSABLE, "No space left on device")
+    check_refused(ran, ExitCode.RESOURCE_EXHAUSTED, "no room in metadata", "1.0 MiB needed, 0 B free")
 
 
 def test_an_arena_larger_than_shared_memory(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ its users do, by HTTP. Servers have one slot, so that conversations evict each o
 
 import http.client
 import json
+import os
 import random
 import re
 import shutil
@@ -356,6 +357,29 @@ def test_another_model_finds_nothing_under_the_same_session(
         reply = llama.turn(one.messages[:1], "alice")
     assert reply.restored_count == 0
     assert [reply.text] == replies != texts(one)
+
+
+def test_a_file_that_is_written_to_ends_restoring_and_saving(
+    model: Path, store: ServerProcess, tmp_path: Path, expected: dict[str, list[str]]
+) -> None:
+    """llama.cpp maps it: the model is another one from then on, for which nobody has a name."""
+    own = tmp_path / "own.gguf"
+    shutil.copy(model, own)
+    one = Conversation("alice", SUBJECTS["alice"])
+    with Llama(own, store.target, tmp_path) as llama:
+        llama.wait_for(READY)
+        one.go_on(llama)
+        wait_until_saved(llama)
+        # Its bytes stay: the reply is to be compared.
+        os.utime(own)
+        assert one.go_on(llama).restored_count == 0
+        llama.wait_for("changed after llama.cpp had loaded it")
+        assert one.go_on(llama).restored_count == 0
+    assert texts(one) == expected["alice"][:3]
+    with Llama(model, store.target, tmp_path) as llama:
+        llama.wait_for(READY, 2)
+        first = Conversation("alice", SUBJECTS["alice"])
+        assert [first.go_on(llama).text for _ in range(2)] == expected["alice"][:2]
 
 
 @pytest.mark.parametrize("option", [("--ctx-size", "1024"), ("--param", "cache_type_k=8")])

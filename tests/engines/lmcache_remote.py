@@ -22,6 +22,7 @@ from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
+import ctxcache
 from gpu_worker.engines.link import Refused
 from gpu_worker.engines.lmcache.remote import CtxcacheRemote
 from tests.server_process import ServerProcess
@@ -140,6 +141,21 @@ def test_chunks_come_back_in_another_process_of_the_same_model(store: ServerProc
         others = [key_of(1, model="other"), key_of(1, rank=1), key_of(1, dtype=torch.float16)]
         assert second.load(*others) == [None] * 3
         assert not any(map(second.backend.contains, others))
+
+
+def test_a_version_of_the_weights_is_shared_and_forgotten(store: ServerProcess) -> None:
+    """By engines that say the same; others find nothing, and what is forgotten is theirs alone."""
+    with lmcache(store.target) as plain, lmcache(store.target, weights_version="run 1, step 3") as first:
+        for engine in (plain, first):
+            engine.store({key_of(1): engine.chunk(1), key_of(2): engine.chunk(2)})
+        with lmcache(store.target, weights_version="run 1, step 3") as second:
+            assert second.backend.batched_contains([key_of(1), key_of(2)]) == 2
+        with lmcache(store.target, weights_version="run 2, step 3") as other:
+            assert not other.backend.contains(key_of(1))
+        with ctxcache.connect(store.target) as cache:
+            # A block and a head for each chunk.
+            assert cache.models.forget("models/tiny", "run 1, step 3").block_count == 4
+        assert (plain.backend.contains(key_of(1)), first.backend.contains(key_of(1))) == (True, False)
 
 
 def test_a_large_chunk_is_whole_or_absent(store: ServerProcess) -> None:

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
+import ctxcache
 from gpu_worker.engines.link import Refused
 from tests.server_process import ServerProcess
 
@@ -333,6 +334,35 @@ def test_clearing_deletes_this_engines_pages_alone(store: ServerProcess) -> None
     assert (first.batch_exists(keys_of(0)), second.batch_exists(keys_of(0, 1))) == (0, 2)
     first.close()
     second.close()
+
+
+def test_clearing_begins_another_version_of_the_weights(store: ServerProcess) -> None:
+    """A trainer's way to say that they changed: what comes is not found by engines on the old ones."""
+    pool = KvPool("page_first")
+    trained, healthy = (backend_on(store.target, pool) for _ in range(2))
+    trained.batch_set_v1(keys_of(0), pool.indices(0))
+    assert healthy.batch_exists(keys_of(0)) == 1
+    trained.clear()
+    assert getattr(trained, "_backend", trained).wait_until_linked(LINK_S)
+    trained.batch_set_v1(keys_of(0, 1), pool.indices(0, 1))
+    assert (trained.batch_exists(keys_of(0, 1)), healthy.batch_exists(keys_of(0, 1))) == (2, 0)
+    trained.close()
+    healthy.close()
+
+
+def test_a_version_is_shared_by_who_says_it(store: ServerProcess) -> None:
+    """And found by nobody else; all of it goes by its name."""
+    pool = KvPool("page_first")
+    given = [{"weights_version": one} for one in ("step-1", "step-1", "step-2")] + [{}]
+    backends = [backend_on(store.target, pool, extra=one) for one in given]
+    backends[0].batch_set_v1(keys_of(0, 1), pool.indices(0, 1))
+    assert [one.batch_exists(keys_of(0, 1)) for one in backends] == [2, 2, 0, 0]
+    with ctxcache.connect(store.target) as cache:
+        forgotten = cache.models.forget("models/tiny", "step-1")
+    assert forgotten.block_count == 2
+    assert backends[1].batch_exists(keys_of(0, 1)) == 0
+    for one in backends:
+        one.close()
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,10 @@ from tests.faults.harness import SKIPPED, Harness
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600.0
-FLIPS, MISPLACEMENTS, METADATA = (
-    [part for name in ("flips", "misplacements", "metadata-faults") for part in (f"--{name}", counts[name])]
-    for counts in (
-        {"flips": "200", "misplacements": "0", "metadata-faults": "0"},
-        {"flips": "0", "misplacements": "100", "metadata-faults": "0"},
-        {"flips": "0", "misplacements": "0", "metadata-faults": "60"},
-    )
+_DAMAGES = ("flips", "misplacements", "metadata-faults", "refusals")
+FLIPS, MISPLACEMENTS, METADATA, REFUSALS = (
+    [part for name in _DAMAGES for part in (f"--{name}", count if name == tried else "0")]
+    for tried, count in zip(_DAMAGES, ("200", "100", "60", "1000"), strict=True)
 )
 ARGUMENTS: dict[str, Sequence[str]] = {
     "clients": ("--stalled", "20", "--cancels", "40"),
@@ -51,8 +48,11 @@ OWN: dict[tuple[str, str], Sequence[str]] = {
     ("clients", "rows_before_commit"): ("--scenarios", "out_of_turn"),
     ("corrupt", "first_chunk_only"): FLIPS,
     ("corrupt", "header_believed"): MISPLACEMENTS,
+    ("corrupt", "rebuild_mends_first"): REFUSALS,
     ("corrupt", "sessions_uncounted"): METADATA,
+    ("corrupt", "tidied_first"): REFUSALS,
     ("corrupt", "verification_off"): FLIPS,
+    ("corrupt", "verify_begins"): REFUSALS,
     ("corrupt", "witness_ignored"): METADATA,
     ("crash", "abandoned_save_shows"): ("--aborts", "50"),
     ("expiry", "all_at_once"): ("--sessions", "100000", "--rate", "1000"),

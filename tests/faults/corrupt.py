@@ -1,11 +1,11 @@
 """Corruption: bytes on disk are flipped, cut, deleted, misplaced and rolled back; none may pass for right.
 
-    python -m tests.faults.corrupt --flips 10000 --misplacements 2000 --metadata-faults 600
+    python -m tests.faults.corrupt --flips 10000 --misplacements 2000 --metadata-faults 600 --refusals 1000
 
 Every read then returns right bytes or DATA_LOSS; no acknowledged token goes missing unless a start
-refuses, a counter or the log says so; and what a start refuses is rebuilt. Real files, RocksDB and
-the parts that a server is made of, in this process. Worst case: damage that no part of the store can
-see, such as all its directories put back together to an earlier day.
+refuses, a counter or the log says so; what a start refuses is as it was (`refusals.py`), and is rebuilt.
+Real files, RocksDB and the parts that a server is made of, in this process. Worst case: damage that no part
+of the store can see, such as all its directories put back together to an earlier day.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from tests.faults.corrupt_store import (
 )
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.plants.corrupt import PATCHES
+from tests.faults.refusals import Refusals
 from tests.memory_metadata import MemoryMetadata
 
 PAGE = 4096
@@ -280,6 +281,7 @@ class Records:
     def _lose_record(self) -> str:
         """A session's record gone or outdated, with its segments': as if a table had been left out."""
         directory, store = open_metadata(self._home)
+        store.begin()
         session = self._random.choice(list(store.sessions()))
         if self._random.random() < 0.5:
             store._db.delete(records.session_key(session.uid))
@@ -351,6 +353,8 @@ async def _run(chosen: argparse.Namespace, report: Report, home: Path) -> None:
                 progress(number + 1, chosen.metadata_faults, "metadata faults")
         finally:
             damaged.close()
+        if chosen.refusals:
+            await Refusals(image, rng, report).run(chosen.refusals)
 
 
 async def _repeat(count: int, step: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -371,6 +375,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--misplacements", type=int, default=100, help="bytes put elsewhere (default 100)")
     parser.add_argument(
         "--metadata-faults", type=int, default=40, help="damages to everything else (default 40)"
+    )
+    parser.add_argument(
+        "--refusals", type=int, default=40, help="files damaged to see a refusal change nothing (default 40)"
     )
 
 

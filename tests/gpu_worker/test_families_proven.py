@@ -14,6 +14,7 @@ from transformers import (
     BloomConfig,
     CohereConfig,
     DynamicCache,
+    Gemma3TextConfig,
     GlmConfig,
     GptOssConfig,
     Llama4TextConfig,
@@ -73,6 +74,8 @@ MODELS: Mapping[str, tuple[Callable[[], PreTrainedConfig], tuple[StateKind, ...]
     ),
     "layers that share, streams": (lambda: build_study("gemma3n_text", torch.float32).config, (AS_CACHED,)),
     "layers that share, sizes": (lambda: build_study("gemma4_text", torch.float32).config, (AS_CACHED,)),
+    "projections of other names": (lambda: build_study("roformer", torch.float32).config, (AS_CACHED,)),
+    "streams of each token": (lambda: build_study("hy_v4", torch.float32).config, (AS_CACHED,)),
     "an indexer": (lambda: build_study("deepseek_v32", torch.float32).config, (AS_CACHED,)),
 }
 
@@ -209,15 +212,78 @@ def test_a_family_that_is_close_to_another_is_kept_as_cached() -> None:
     assert adapter.kinds == (AS_CACHED,)
 
 
-def test_a_model_whose_cache_is_not_what_it_attends_to_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        (1.0, "depend on how passes are cut.*: most keys of layer 0 differ"),
+        (1e-5, "do not come back as they are cached: keys of layer 0 differ"),
+    ],
+)
+def test_a_model_whose_cache_is_not_what_it_attends_to_is_refused(size: float, reason: str) -> None:
     """Keys that depend on when they were cached do not come back, and the reason is told."""
     model: Any = build("llama")
     noise = torch.Generator().manual_seed(1)
     for layer in model.model.layers:
-        _edit_keys(layer.self_attn, lambda keys: keys + torch.randn(keys.shape, generator=noise))
+        _edit_keys(layer.self_attn, lambda keys: keys + size * torch.randn(keys.shape, generator=noise))
 
-    with pytest.raises(UnsupportedArchitecture, match="do not come back as they are cached: keys of layer 0"):
+    with pytest.raises(UnsupportedArchitecture, match=reason):
         adapt(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_model_whose_tokens_see_those_behind_them_is_refused(dtype: torch.dtype) -> None:
+    """Its rows depend on how turns were cut, which no restore knows."""
+    settings = {**_SHAPE, "head_dim": 16, "sliding_window": WINDOW}
+    causal, other = (
+        heat(random_model(Gemma3TextConfig(**settings, use_bidirectional_attention=is_other))).to(dtype)  # type: ignore[arg-type]
+        for is_other in (False, True)
+    )
+
+    assert adapt(causal).kinds == (HIDDEN, KV)
+    with pytest.raises(UnsupportedArchitecture, match="depend on how passes are cut"):
+        adapt(other)
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", "bert-generation", "big_bird", "rembert", "roformer", "dots3_note_text", "moshi"]
+)
+def test_an_encoder_is_refused_and_its_decoder_is_served(name: str) -> None:
+    """Where a setting says which it is, rows say it too; no foreign error comes out."""
+    model: Any = build_study(name, torch.float32)
+    assert adapt(model).kinds
+    if getattr(model.config, "is_decoder", False):
+        model.config.is_decoder = False
+        with pytest.raises(UnsupportedArchitecture, match="depend on how passes are cut"):
+            adapt(random_model(model.config))
+
+
+def _no_count(model: Any) -> None:
+    vars(model.config)["num_hidden_layers"] = None
+
+
+def _no_vocabulary(model: Any) -> None:
+    model.get_input_embeddings = lambda: None
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [(_no_count, "cannot be described: TypeError"), (_no_vocabulary, "cannot be described: AttributeError")],
+)
+def test_a_description_that_fails_is_a_refusal(damage: Callable[[Any], None], reason: str) -> None:
+    """Whatever the model's own code raises, the reason has it."""
+    model = build("llama")
+    damage(model)
+
+    with pytest.raises(UnsupportedArchitecture, match=reason):
+        adapt(model)
+
+
+def test_modules_that_are_not_understood_leave_the_cache() -> None:
+    """A model that runs, and that does not say how many heads it has, is served as it caches."""
+    model = build("llama")
+    vars(model.config)["num_attention_heads"] = None
+
+    assert adapt(model).kinds == (AS_CACHED,)
 
 
 _REFUSED: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {

@@ -18,7 +18,7 @@ import pytest
 from metadata_contract import make_session
 
 from ctxcache.errors import TierFailure
-from ctxcache.storage.metadata import rocksdb
+from ctxcache.storage.metadata import reading, rocksdb
 from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
@@ -143,7 +143,7 @@ async def test_the_end_does_not_wait_for_the_device(tmp_path: Path) -> None:
         assert [type(outcome) for outcome in outcomes] == [TierFailure, TierFailure]
     await until_returned(store)
     # The files are closed now, and not at some time during another test.
-    rocksdb._release(store._db)
+    reading.release(store._db)
 
 
 async def test_a_caller_that_goes_takes_nobody_along(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def test_a_first_start_that_was_cut_off_is_no_loss(tmp_path: Path) -> None:
 def test_a_session_that_is_gone_old_or_back_is_refused(stored: Path, loss: str) -> None:
     """The last commit's number is right, and one record is not what it was: a table went missing."""
     store = open_store(stored)
+    store.begin()
     number = {"gone": 1, "old": 2, "back": 3}[loss]
     key = records.session_key(make_session(number).uid)
     if loss == "gone":
@@ -228,17 +229,18 @@ def test_a_commit_does_not_wait_for_a_directory_that_hangs(
         (tmp_path / name).mkdir()
     directories = [tmp_path / "hung", tmp_path / "there"]
     witness = Witness(directories, INSTANCE, patience_s=0.05)
+    witness.begin()
     device = HungDevice(str(tmp_path / "hung" / "WITNESS"), ("pwrite",))
     with device.hung(monkeypatch):
         for sequence in (1, 2, 3):
             witness.note(sequence)
         came_count = device.waiting_count
-        noted = [Witness([path], INSTANCE, is_read_only=True).sequence for path in directories]
+        noted = [Witness([path], INSTANCE).sequence for path in directories]
         device.answer()
-        while Witness([tmp_path / "hung"], INSTANCE, is_read_only=True).sequence < 1:
+        while Witness([tmp_path / "hung"], INSTANCE).sequence < 1:
             continue
         # The write is there a moment before its thread says so.
-        while Witness([tmp_path / "hung"], INSTANCE, is_read_only=True).sequence < 4:
+        while Witness([tmp_path / "hung"], INSTANCE).sequence < 4:
             witness.note(4)
     witness.close()
 
@@ -261,12 +263,13 @@ def test_a_witness_on_the_stores_own_device_is_written_at_once(
 
     monkeypatch.setattr(os, "pwrite", noticed)
     witness = Witness([tmp_path / "ssd"], INSTANCE, beside=tmp_path)
+    witness.begin()
     for sequence in (1, 2, 3):
         witness.note(sequence)
     witness.close()
 
     assert writers == [threading.get_ident()] * 3
-    assert Witness([tmp_path / "ssd"], INSTANCE, is_read_only=True).sequence == 3
+    assert Witness([tmp_path / "ssd"], INSTANCE).sequence == 3
 
 
 def test_a_torn_catalog_ends_before_the_tear(stored: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from metadata_contract import make_segment, make_session
 
 from ctxcache.errors import CapacityExceeded, TierFailure
-from ctxcache.storage.metadata import records, rocksdb
+from ctxcache.storage.metadata import reading, records, rocksdb
 from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
@@ -27,7 +27,7 @@ NO_ROOM = "IO error: No space left on device: While appending to file: 000004.lo
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables so small that the log is soon followed by the next one; no pause between two looks."""
-    monkeypatch.setattr(rocksdb, "MEMTABLE_BYTES", 64 << 10)
+    monkeypatch.setattr(reading, "MEMTABLE_BYTES", 64 << 10)
     monkeypatch.setattr(rocksdb, "REOPEN_PAUSE_S", 0)
 
 

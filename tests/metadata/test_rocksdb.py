@@ -180,9 +180,27 @@ async def test_a_sync_that_runs_already_covers_no_later_commit(
 def test_a_store_that_is_open_elsewhere_is_refused(tmp_path: Path) -> None:
     """Two processes never share a store, and the second is told why."""
     store = RocksDbMetadata(tmp_path / "metadata")
+    other = RocksDbMetadata(tmp_path / "metadata")
     with pytest.raises(DataDirectoryUnusable, match="another process"):
-        RocksDbMetadata(tmp_path / "metadata")
+        other.begin()
+    other.close()
     store.close()
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="no strace: a cut creation is NOT checked")
+def test_a_creation_that_was_cut_off_is_begun_anew(tmp_path: Path) -> None:
+    """A manifest that nothing names yet is no database that lost the file which does.
+
+    The second file that RocksDB gives its name is the one that names the manifest.
+    """
+    kill = ["strace", "-f", "-o", os.devnull, "-e", "inject=rename:signal=KILL:when=2"]
+    command = [*kill, sys.executable, "-c", COMMITS_AT_ONCE, str(tmp_path / "metadata")]
+    killed = subprocess.run(command, check=False, env=ENVIRONMENT)
+    left = [path.name for path in (tmp_path / "metadata").glob("[CM]*")]
+    RocksDbMetadata(tmp_path / "metadata").close()
+
+    assert killed.returncode != 0
+    assert left == ["MANIFEST-000001"]
 
 
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from ctxcache.settings import sizes
 from ctxcache.settings.config import Settings
 from ctxcache.storage.data_directory import DataDirectory, check_not_restoring
 from ctxcache.storage.data_directory import entries as data_entries
-from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.catalog import CATALOG, Catalog
+from ctxcache.storage.metadata.reading import RocksDbRecords
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.opening import ssd_directories_of
@@ -111,15 +112,13 @@ def metadata(settings: Settings) -> Finding:
                     directory, data.instance_id, ssd_directories_of(settings), may_be_absent=is_lenient
                 )
                 ordered = [each.path for each in found if not each.absence]
-                # Read only: a look changes nothing.
-                witness = Witness(ordered, data.instance_id, is_read_only=True)
-                if not witness.sequence and not found[0].absence:
-                    _check_not_gone(data, ordered[0])
-                opened = _open_metadata(data.metadata_path, f"the sessions in {directory}", witness)
+                catalog = None if found[0].absence else Catalog(found[0].path / CATALOG, data.instance_id)
+                opened = _look_at_metadata(data, Witness(ordered, data.instance_id), catalog)
                 absent = "; ".join(f"{each.path}: {each.absence}" for each in found if each.absence)
                 return degraded("metadata", absent, opened.used, MOUNT) if absent else opened
         with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
-            return _open_metadata(Path(scratch), f"a new data directory at {directory}")
+            RocksDbMetadata(Path(scratch)).close()
+            return ok("metadata", "RocksDB opens", f"a new data directory at {directory}")
     except CacheError as error:
         return fatal("metadata", error, "see docs/operations.md for what this failure means")
     except OSError as error:
@@ -169,17 +168,6 @@ def _secret_modes(source: str, path: Path) -> Finding:
     return ok(name, "nobody else may read or change it", f"the file of {source}")
 
 
-def _check_not_gone(data: DataDirectory, first_directory: Path) -> None:
-    """Raise CorruptMetadata where there is no database and its catalog knows of commits, as a start does."""
-    directory = first_directory / "catalog"
-    if directory.is_dir() and not (data.metadata_path / "CURRENT").exists():
-        catalog = Catalog(directory, data.instance_id)
-        try:
-            catalog.check_new(lambda _: False)
-        finally:
-            catalog.close(0)
-
-
 def existing(path: Path) -> Path:
     """Return the path, or what is nearest above it: where the server would create it. Raises OSError."""
     path = path.absolute()
@@ -189,13 +177,14 @@ def existing(path: Path) -> Path:
     return place
 
 
-def _open_metadata(path: Path, used: str, witness: Witness | None = None) -> Finding:
-    store = RocksDbMetadata(path, witness=witness)
+def _look_at_metadata(data: DataDirectory, witness: Witness, catalog: Catalog | None) -> Finding:
+    """Read it as a start does, which changes nothing."""
+    store = RocksDbRecords(data.metadata_path, witness=witness, catalog=catalog)
     try:
-        count = sum(1 for _ in store.sessions())
+        count = sum(1 for _ in store.sessions()) if store.is_there else 0
     finally:
         store.close()
-    return ok("metadata", f"RocksDB opens; {count} sessions", used)
+    return ok("metadata", f"RocksDB opens; {count} sessions", f"the sessions in {data.path}")
 
 
 def _holder(directory: Path) -> str:

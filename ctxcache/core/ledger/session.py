@@ -15,6 +15,7 @@ comes up. An access costs nothing, and a due session is found within the resolut
 
 import heapq
 import math
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -135,6 +136,12 @@ def block_id(space: bytes, key: bytes) -> str:
     return f"{space_prefix(space)}{key.hex()}"
 
 
+def block_model(fingerprint: bytes) -> str:
+    """Whose a block is, in the place of a model's id: no model has to be registered for it."""
+    # One text for all blocks of a model, of which there may be a million.
+    return sys.intern(fingerprint.hex())
+
+
 def space_prefix(space: bytes) -> str:
     """How the ids of a space's blocks begin, all of one length."""
     return f"{BLOCKS}{space.hex()}/"
@@ -176,7 +183,7 @@ class Session:
     """State of one session, or of one block. Owned by the ledger.
 
     A block is a session that no list of sessions shows, with one segment of one row. Its `session_id` is
-    `block_id`, its `model_fingerprint` that of its space, its `model_id` empty.
+    `block_id`, its `model_fingerprint` that of its space, its `model_id` what `block_model` gives.
     """
 
     uid: bytes

@@ -253,6 +253,13 @@ class MetadataStore(Protocol):
     def quarantined(self) -> Iterator[Slot]:
         """Every SSD slot that is kept from use. Raises CorruptMetadata."""
 
+    def begin(self) -> None:
+        """Take commits from here on. Before it nothing is written, and a refusal leaves all as it was.
+
+        Whoever reads everything first has it compared once, on that way. A commit begins by itself. Raises
+        CorruptMetadata, CapacityExceeded, DataDirectoryUnusable.
+        """
+
     def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """Give `changes` their place behind those of every call before, at once; they are applied atomically.
 

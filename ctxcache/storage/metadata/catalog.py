@@ -218,6 +218,8 @@ def _unpack(seed: int, data: memoryview, offset: int) -> tuple[Entry, int, int] 
     return (key, value), sequence, value_end + _CHECKSUM.size
 
 
+CATALOG = "catalog"
+"""The name of its directory, in the first SSD directory."""
 SYNC_INTERVAL_S = 1.0
 LOG_LIMIT_BYTES = 64 << 20
 """A log may grow to this, or to its base's size; then the next base is written."""
@@ -250,20 +252,15 @@ class Catalog:
         hang_after_s: float = HANG_AFTER_S,
         beside: str | Path | None = None,
     ) -> None:
-        """Open or create `directory`. `hang_after_s` is how long a commit waits.
+        """Until `claim` and `begin` nothing is written. `hang_after_s` is how long a commit waits.
 
-        `beside`: the store, or None where the catalog counts as on another device. Raises
-        DataDirectoryUnusable.
+        `beside`: the store, or None where the catalog counts as on another device.
         """
         self._directory = Path(directory)
         self._instance_id = instance_id
         self._hang_after_s = hang_after_s
         self._seed = xxh3_64_intdigest(instance_id.encode())
-        try:
-            claim_directory(self._directory)
-        except OSError as error:
-            raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
-        self._is_beside = beside is not None and _device(beside) == _device(self._directory)
+        self._store, self._is_beside = beside, False
         """Whether the thread of the store's log may write here: a device that hangs has hung it already."""
         # Three threads, so that a base that takes a minute delays neither a commit's write nor a sync:
         #
@@ -321,14 +318,23 @@ class Catalog:
             problem = f"it knows of {contents.sequence} commits, and the metadata is gone"
             raise CorruptMetadata(where=str(self._directory), problem=f"{problem}; {damage}".rstrip("; "))
 
+    def claim(self) -> None:
+        """Make the directory, or take one that is there. Raises DataDirectoryUnusable."""
+        try:
+            claim_directory(self._directory)
+        except OSError as error:
+            problem = error.strerror or str(error)
+            raise DataDirectoryUnusable(path=str(self._directory), problem=problem) from error
+
     def begin(self, sequence: int, snapshot: Callable[[], Iterator[tuple[bytes, bytes]]]) -> None:
         """Go on behind the last run if it ended at `sequence`; else begin anew with the first commit.
 
         `snapshot` begins to iterate over the records as they are when it is called; a thread reads it.
-        Until the first commit the catalog of a run that was cut off is complete.
+        Until the first commit the catalog of a run that was cut off is complete. The directory is claimed.
         """
         self._snapshot = snapshot
         with self._noticed():
+            self._is_beside = self._store is not None and _device(self._store) == _device(self._directory)
             # The newest log decides: it ends where the metadata ends, or the catalog begins anew.
             self._number = max(numbers(self._directory, "log"), default=0)
             if self._number and self._ends_at(sequence):

@@ -29,10 +29,12 @@ import json
 import struct
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import chain, compress
+from operator import xor
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -343,6 +345,48 @@ def seals_of(values: list[bytes]) -> "array[int]":
     if sys.byteorder == "big":
         seals.byteswap()
     return seals
+
+
+class Seals(dict[bytes, int]):
+    """The checksum of each session's record by uid, 0 for one that has none.
+
+    Its items are those of records that were written since. Those that were read, in the order of their keys,
+    take 24 bytes each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uids, self._read = bytearray(), array("Q")
+
+    def __missing__(self, uid: bytes) -> int:
+        """The checksum of a record that was read and not written since."""
+        i = bisect_left(range(len(self._read)), uid, key=self._uid)
+        return self._read[i] if i < len(self._read) and self._uid(i) == uid else 0
+
+    @property
+    def read_count(self) -> int:
+        """How many were read."""
+        return len(self._read)
+
+    @property
+    def read_digest(self) -> int:
+        """XOR of those that were read."""
+        return reduce(xor, self._read, 0)
+
+    def extend(self, keys: list[bytes], values: list[bytes]) -> None:
+        """Sessions' records were read, whose keys ascend and come behind all before them."""
+        self._uids += b"".join([key[len(SESSION_PREFIX) :] for key in keys])
+        self._read.extend(seals_of(values))
+
+    def forget(self, uid: bytes) -> None:
+        """The session has no record any more."""
+        self.pop(uid, None)
+        # One that was read has an entry of its own, which goes for more than what was read.
+        if self[uid]:
+            self[uid] = 0
+
+    def _uid(self, i: int) -> bytes:
+        return bytes(self._uids[i * UID_BYTES : (i + 1) * UID_BYTES])
 
 
 def encode_model(record: ModelRecord) -> bytes:

@@ -20,54 +20,45 @@ A record is never dropped in silence: the log is replayed in the mode that refus
 its end, tables are checksummed by RocksDB, and every value carries its own checksum besides. Each commit
 has a number, and notes how many sessions there are and a digest of their records, so that a database
 that lost a file and does not know it is refused: by its witness, by its catalog when all is gone, or when
-its sessions are read.
+its sessions are read. What is refused is as it was: a database is opened for writing behind all that
+(`reading.py` says why), at a start as after a rest.
 """
 
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import tempfile
 import time
-from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from itertools import islice
-from operator import xor
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rocksdict import (
-    BlockBasedOptions,
-    DBCompressionType,
-    DBRecoveryMode,
-    Options,
-    Rdict,
-    RdictIter,
-    WriteBatch,
-)
+from rocksdict import Rdict, WriteBatch
 
-from ctxcache.errors import CapacityExceeded, CorruptMetadata, DataDirectoryUnusable, TierFailure
+from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, TierFailure
 from ctxcache.format.layout import Slot
 from ctxcache.runtime.clock import SystemClock
-from ctxcache.runtime.files import claim_directory
+from ctxcache.runtime.files import claim_directory, open_private
 from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata import records
-from ctxcache.storage.metadata.base import (
-    Changes,
-    KeptSegments,
-    KeptSessions,
-    Kind,
-    ModelRecord,
-    SegmentRecord,
-    SessionRecord,
-)
+from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.catalog import HANG_AFTER_S, Beside, Catalog, Entry
-from ctxcache.storage.metadata.records import Commit
+from ctxcache.storage.metadata.reading import (
+    MEMTABLE_BYTES,
+    RocksDbRecords,
+    Untouched,
+    options,
+    refuse,
+    release,
+)
+from ctxcache.storage.metadata.records import Commit, Seals
 from ctxcache.storage.metadata.witness import PATIENCE_S as WITNESS_PATIENCE_S
 from ctxcache.storage.metadata.witness import Witness
 
@@ -80,14 +71,14 @@ from ctxcache.storage.metadata.witness import Witness
 #
 # Callers that come while the log is written or synced are one round: one write for all of them, one sync
 # where one of them is durable, and one write of the catalog.
-MEMTABLE_BYTES = 8 << 20
-LOG_LIMIT_BYTES = 64 << 20
-"""Past this many bytes of write-ahead log the oldest memtable is flushed: it bounds replay at start."""
 ROOM_BYTES = 2 * MEMTABLE_BYTES
 """Free bytes of the filesystem below which nothing that grows is taken: what turning the log into tables
 may need at a time. RocksDB that runs into a full disk cannot be trusted to go on; short of that, it can."""
 ROOM_INODES = 32
 """Free inodes below which the same holds, where the filesystem counts them."""
+OPENING_BYTES = 1 << 20
+"""What an opening for writing takes, besides tables as large as the log that they are made of."""
+OPENING_INODES = 16
 SPARE_DESCRIPTORS = 16
 """Descriptors that are free when a database that rests is opened again."""
 REMOTE_FILESYSTEMS = ("fuse", "nfs", "cifs", "smb", "ceph", "9p", "gluster", "lustre")
@@ -101,13 +92,7 @@ _LACKING = tuple(
     os.strerror(number)
     for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN)
 )
-TABLE_FORMAT = 5
-"""The newest table format that RocksDB 7 reads as well, so that other tools can open the files."""
 ENTRIES_PER_BATCH = 1024
-TEXT_LOG_COUNT = 4
-OPEN_FILES_LIMIT = 256
-"""Tables that are open at a time: descriptors are reserved for so many."""
-TEXT_LOG_BYTES = 1 << 20
 PROPERTIES = {
     "memtable_bytes": "cur-size-all-mem-tables",
     "table_bytes": "total-sst-files-size",
@@ -120,9 +105,6 @@ PROPERTIES = {
 """The published figures of RocksDB, and RocksDB's own names for them."""
 END_PATIENCE_S = 5.0
 """How long the end waits for a device that does not answer; no longer than a commit does."""
-OPTIONS = Path(__file__).parent / "options"
-"""The options that the binding has no setters for."""
-Record = TypeVar("Record")
 Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 
@@ -147,7 +129,7 @@ class _Round:
     """The catalog's part, where the thread that writes the log does that too."""
 
 
-class RocksDbMetadata:
+class RocksDbMetadata(RocksDbRecords):
     """See MetadataStore. One process at a time; owned by the event loop, but for its threads."""
 
     def __init__(
@@ -157,18 +139,17 @@ class RocksDbMetadata:
         witness: Witness | None = None,
         catalog: Catalog | None = None,
         hang_after_s: float = HANG_AFTER_S,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open or create the database in directory `path`. Closes `witness` and `catalog` at its end.
+        """Create the database in directory `path`, or open one that is there for reading, until `begin`.
 
-        `hang_after_s` is how long the device may take for one answer. Raises DataDirectoryUnusable (held by
-        another process, not accessible) and CorruptMetadata.
+        `hang_after_s` is how long the device may take for one answer. `before` is called right before the
+        database is written: it writes what else belongs to the store. Raises as RocksDbRecords and it do.
         """
-        self._path = str(path)
-        self._witness, self._catalog = witness, catalog
-        self._hang_after_s, self._clock = hang_after_s, SystemClock()
+        super().__init__(path, witness=witness, catalog=catalog)
+        self._hang_after_s, self._clock, self._before = hang_after_s, SystemClock(), before
         # A sync waits for the witnesses too, whose devices may hang while this one does not.
         self._patience_s = hang_after_s + (WITNESS_PATIENCE_S if witness else 0)
-        self._db = _open(self._path)
         # One thread writes the log and syncs it: a thread between the two would cost more than the write.
         self._writer = Threads(1, "metadata-log", self._clock)
         # Work of seconds has a thread of its own, or commits would wait behind a scan.
@@ -176,7 +157,6 @@ class RocksDbMetadata:
         """Opening and scanning the database, questions to the filesystem: no commit waits for this thread."""
         self._space_asked: Future[None] | None = None
         self._is_remote = _kind_of_filesystem(self._path).startswith(REMOTE_FILESYSTEMS)
-        self._look_at_space()
         self._waiting: list[Sequence[Entry]] = []
         """Changes of commits that came while the log was written, and what their callers wait for."""
         self._waiting_done: asyncio.Future[Future[None] | None] | None = None
@@ -197,22 +177,57 @@ class RocksDbMetadata:
         """The commits whose write began the rest: the first few of them may be there."""
         self.reopened_count = 0
         """How often a rest has ended."""
-        self._is_closed = False
-        self._seals: Seals | None = None
-        """The checksum of each session's record; None until they were read."""
-        try:
-            self._is_counted, self._last = self._read_last()
+        self._is_closed = self._is_begun = False
         # A failure here must give up the lock of the directory, or the next try would find it held.
+        try:
+            _claim(self._path)
+            self._look_at_space()
+            if not self.is_there:
+                self._seals = Seals()
+                self._open_for_writing(is_new=True)
         except BaseException:
             for threads in (self._writer, self._beside):
                 threads.close()
-            _release(self._db)
+            self._let_go()
             raise
-        self._written = self._last
-        """The last commit that is in memory; `_last` is the last one that is in the log."""
-        if catalog:
-            # Each run says with its first commit where its catalog goes on.
-            catalog.begin(self._last.sequence, self.raw)
+
+    def begin(self) -> None:
+        """See MetadataStore."""
+        if self._is_begun:
+            return
+        if self._seals is None:
+            for _ in self.sessions():
+                # Compared at the end with what the last commit noted.
+                continue
+        # Half way RocksDB would leave files behind, one more at each try.
+        check_room_to_open(Path(self._path))
+        self._let_go()
+        self._open_for_writing()
+
+    def _open_for_writing(self, *, is_new: bool = False) -> None:
+        # Before RocksDB tidies up: what these refuse is as it was.
+        _check_lock(Path(self._path))
+        if self._witness:
+            self._witness.begin()
+        if self._catalog:
+            self._catalog.claim()
+        self._before()
+        try:
+            self._db = Rdict(self._path, options(is_new=is_new))
+        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            refuse(self._path, error)
+        try:
+            if self._catalog:
+                # Each run says with its first commit where its catalog goes on.
+                self._catalog.begin(self._last.sequence, self.raw)
+        except BaseException:
+            release(self._db)
+            raise
+        self._is_begun = True
+        if not self._is_counted and self._witness:
+            # Witnessed at once: from now on it cannot be gone unnoticed.
+            self._write_now([])
+            self._sync_now()
 
     @property
     def commit_count(self) -> int:
@@ -252,7 +267,7 @@ class RocksDbMetadata:
         self._check()
         if is_growing:
             # Only what grows needs room: deletions must go on when the disk is full, for they make room.
-            self._check_room(self._space_now())
+            _check_room(self._path, self._space_now(), ROOM_BYTES, ROOM_INODES)
 
     def _space_now(self) -> os.statvfs_result:
         """The filesystem's free room; the last figure while the filesystem does not answer."""
@@ -267,97 +282,6 @@ class RocksDbMetadata:
 
     def _look_at_space(self) -> None:
         self._space = os.statvfs(self._path)
-
-    def _check_room(self, space: os.statvfs_result) -> None:
-        free_bytes = space.f_bavail * space.f_frsize
-        if free_bytes < ROOM_BYTES:
-            raise CapacityExceeded(
-                tier=f"metadata {self._path}",
-                needed_bytes=ROOM_BYTES,
-                free_bytes=free_bytes,
-                limit_bytes=space.f_blocks * space.f_frsize,
-            )
-        # Some filesystems count no inodes, and say 0 of 0.
-        if space.f_files and space.f_favail < ROOM_INODES:
-            raise CapacityExceeded(
-                tier=f"inodes of metadata {self._path}",
-                needed_bytes=ROOM_INODES,
-                free_bytes=space.f_favail,
-                limit_bytes=space.f_files,
-            )
-
-    def models(self) -> Iterator[ModelRecord]:
-        """See MetadataStore."""
-        return self._scan(records.MODEL_PREFIX, records.decode_model)
-
-    def sessions(self) -> Iterator[SessionRecord]:
-        """See MetadataStore."""
-        for keys, values in self._sealed_sessions():
-            yield from map(records.decode_session, keys, values)
-
-    def segments(self) -> Iterator[SegmentRecord]:
-        """See MetadataStore. Ascending by id."""
-        return self._scan(records.SEGMENT_PREFIX, records.decode_segment)
-
-    def kept_sessions(self) -> Iterator[KeptSessions]:
-        """See MetadataStore."""
-        kinds: dict[object, Kind] = {}
-        for keys, values in self._sealed_sessions():
-            yield records.keep_sessions(keys, values, kinds)
-
-    def kept_segments(self) -> Iterator[KeptSegments]:
-        """See MetadataStore."""
-        for keys, values in self._batches(records.SEGMENT_PREFIX):
-            yield records.keep_segments(keys, values)
-
-    def session(self, uid: bytes, kept: object) -> SessionRecord:
-        """See MetadataStore."""
-        assert isinstance(kept, bytes)  # noqa: S101  # this store gave it
-        return records.decode_session(records.session_key(uid), kept)
-
-    def segment(self, segment_id: int, kept: object) -> SegmentRecord:
-        """See MetadataStore."""
-        assert isinstance(kept, bytes)  # noqa: S101  # this store gave it
-        return records.decode_segment(records.segment_key(segment_id), kept)
-
-    def kept(self, record: SessionRecord | SegmentRecord) -> object:
-        """See MetadataStore."""
-        if isinstance(record, SessionRecord):
-            return records.encode_session(record)
-        return records.encode_segment(record)
-
-    def _sealed_sessions(self) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """The sessions' keys and values; what a caller does not verify of them raises nothing."""
-        seals = Seals()
-        for keys, values in self._batches(records.SESSION_PREFIX):
-            yield keys, values
-            # The seals are collected while records are read anyway, and compared at the end with what the
-            # last commit noted.
-            seals.extend(keys, values)
-        if self._seals is None:
-            self._check_sessions(seals)
-
-    def quarantined(self) -> Iterator[Slot]:
-        """See MetadataStore."""
-        return self._scan(records.SLOT_PREFIX, records.decode_slot)
-
-    def raw(self) -> Iterator[tuple[bytes, bytes]]:
-        """Every record but the commit's as it is kept, as of this call.
-
-        Raises CorruptMetadata while it is iterated over.
-        """
-        # A cursor is a snapshot: commits that come while it is read are not in it.
-        cursor = self._db.iter()
-        cursor.seek(b"")
-
-        def items() -> Iterator[tuple[bytes, bytes]]:
-            while cursor.valid():
-                if (key := cursor.key()) != records.COMMIT_KEY:
-                    yield key, cursor.value()
-                cursor.next()
-            self._check_cursor(cursor)
-
-        return items()
 
     def restore(self, entries: Iterable[Entry], sequence: int) -> None:
         """Put records into a store that is new; its commits are numbered from `sequence` on.
@@ -383,6 +307,8 @@ class RocksDbMetadata:
             # The cache goes on from what it wanted recorded: the end of the rest writes this first.
             self._owed.update(entries)
         self._check()
+        if not self._is_begun:
+            self.begin()
         return self._settle(self._put(entries, is_durable=is_durable))
 
     async def _settle(self, done: "asyncio.Future[Future[None] | None]") -> None:
@@ -542,11 +468,8 @@ class RocksDbMetadata:
         if opened is None or not self._is_resting:
             return False
         last, seals = opened
-        # Neither the last acknowledged commit nor a doubtful one: something is lost, and no change may
-        # follow.
-        # The end that is there must be one of the states that were possible. Anything else lost an
-        # acknowledged commit.
-        if last not in {self._last, *(commit for _, commit in self._doubtful)}:
+        # Something acknowledged is lost, and no change may follow.
+        if not self._is_possible(last):
             self._is_resting = False
             self._failure = f"opened again it ends with {last}, and {self._last} was acknowledged"
             log.error("metadata_fenced path=%s problem=%s", self._path, self._failure)
@@ -574,9 +497,11 @@ class RocksDbMetadata:
         if not self._has_what_lacked():
             return None
         # RocksDB takes no writes after a failed one until it is opened anew.
-        _release(self._db)
+        release(self._db)
+        self._let_go()
         try:
-            self._db = Rdict(self._path, _options())
+            self._untouched = Untouched(self._path)
+            self._db = self._untouched.database
             # Opened in a thread: it replays the log.
             value = self._db.get(records.COMMIT_KEY)
             last = records.decode_commit(value) if value else Commit(0, 0, 0)
@@ -584,11 +509,19 @@ class RocksDbMetadata:
             for keys, values in self._batches(records.SESSION_PREFIX):
                 records.verify(keys, values)
                 seals.extend(keys, values)
+            found = Commit(last.sequence, seals.read_count, seals.read_digest)
+            # What is not gone on with stays as it is.
+            if self._is_possible(found):
+                self._let_go()
+                self._db = Rdict(self._path, options())
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             log.warning("metadata_reopen_failed path=%s error=%s", self._path, error)
             return None
-        # The text is of the directory, not of RocksDB's own message.
-        return Commit(last.sequence, seals.read_count, seals.read_digest), seals
+        return found, seals
+
+    def _is_possible(self, last: Commit) -> bool:
+        """Whether the database may end so: with the last acknowledged commit, or with a doubtful one."""
+        return last in {self._last, *(commit for _, commit in self._doubtful)}
 
     def _has_what_lacked(self) -> bool:
         spare: list[int] = []
@@ -598,7 +531,7 @@ class RocksDbMetadata:
                 descriptor, path = tempfile.mkstemp(prefix="spare.", dir=Path(self._path).parent)
                 spare.append(descriptor)
                 Path(path).unlink()
-            self._check_room(os.statvfs(self._path))
+            _check_room(self._path, os.statvfs(self._path), ROOM_BYTES, ROOM_INODES)
         except (OSError, CapacityExceeded):
             return False
         finally:
@@ -620,9 +553,6 @@ class RocksDbMetadata:
         await asyncio.shield(asyncio.wrap_future(done))
         return found[0]
 
-    def _recorded_slots(self) -> set[Slot]:
-        return {slot for record in self.segments() for slot in record.places} | set(self.quarantined())
-
     def close(self) -> None:
         """Sync what is still in the page cache and give up the files, whatever the device says.
 
@@ -636,7 +566,7 @@ class RocksDbMetadata:
             self._watch.cancel()
         try:
             self._finish_rounds()
-            if self._failure is None:
+            if self._failure is None and self._is_begun:
                 # A fenced store has told its callers; another sync could only lie.
                 self._finish(self._writer.submit(self._sync_now)).result()
         finally:
@@ -654,7 +584,8 @@ class RocksDbMetadata:
                 self._witness.close()
             # A database in the hands of a hanging device must not be closed: the call would hang as well.
             if not is_owed:
-                _release(self._db)
+                release(self._db)
+                self._let_go()
                 del self._db
 
     def _finish_rounds(self) -> None:
@@ -672,35 +603,6 @@ class RocksDbMetadata:
             self._refuse(_Overdue("the device does not answer at the end"))
             self._give_up()
         return work
-
-    def _scan(self, prefix: bytes, decode: Callable[[bytes, bytes], Record]) -> Iterator[Record]:
-        for keys, values in self._batches(prefix):
-            yield from map(decode, keys, values)
-
-    def _batches(self, prefix: bytes) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """Keys with a prefix, and their values, ascending, ENTRIES_PER_BATCH at a time."""
-        cursor = self._db.iter()
-        cursor.seek(prefix)
-        is_there, key_of, value_of, go_on = cursor.valid, cursor.key, cursor.value, cursor.next
-        keys: list[bytes] = []
-        values: list[bytes] = []
-        while is_there() and (key := key_of()).startswith(prefix):
-            keys.append(key)
-            values.append(value_of())
-            go_on()
-            if len(keys) == ENTRIES_PER_BATCH:
-                yield keys, values
-                keys, values = [], []
-        if keys:
-            yield keys, values
-        self._check_cursor(cursor)
-
-    def _check_cursor(self, cursor: RdictIter) -> None:
-        # Not optional: a damaged table ends the iteration early, and only the status tells.
-        try:
-            cursor.status()
-        except Exception as error:  # rocksdict raises nothing narrower
-            raise CorruptMetadata(where=self._path, problem=str(error)) from error
 
     def _write(self, entries: Sequence[Entry], last: Commit) -> None:
         """Put a commit into memory. Raises what the database raises."""
@@ -728,12 +630,7 @@ class RocksDbMetadata:
 
     def _counted(self, entries: Sequence[Entry]) -> Commit:
         """Count the next commit: its number and what it leaves, with these changes."""
-        if self._seals is None:
-            for _ in self.sessions():
-                # XOR: each record can be taken out and put in without reading the others, in any order of
-                # commits.
-                continue
-        assert self._seals is not None  # noqa: S101  # the loop has just read them
+        assert self._seals is not None  # noqa: S101  # they were read before the database was opened
         _, count, digest = self._written
         for key, value in entries:
             if key.startswith(records.SESSION_PREFIX):
@@ -748,42 +645,6 @@ class RocksDbMetadata:
                     self._seals.forget(uid)
         self._written = Commit(self._written.sequence + 1, count, digest)
         return self._written
-
-    def _read_last(self) -> tuple[bool, Commit]:
-        """Whether the last commit was noted, and what. Raises CorruptMetadata when it is not the last one."""
-        try:
-            value = self._db.get(records.COMMIT_KEY)
-        except Exception as error:  # rocksdict raises nothing narrower
-            raise CorruptMetadata(where=self._path, problem=str(error)) from error
-        # The witness is outside the database: what was put back from an older copy cannot know.
-        last = records.decode_commit(value) if value else Commit(0, 0, 0)
-        witnessed = self._witness.sequence if self._witness else 0
-        # Metadata that was put back from an earlier copy, or a device that lost what it had synced.
-        if last.sequence < witnessed:
-            problem = f"commits {last.sequence + 1} to {witnessed} were on disk and are gone"
-            raise CorruptMetadata(where=self._path, problem=problem)
-        # No commit at all, and a catalog with some: deleted metadata, not a new store.
-        if value is None and self._catalog:
-            self._catalog.check_new(lambda key: self._db.get(key) is not None)
-        return value is not None, last
-
-    def _check_sessions(self, seals: "Seals") -> None:
-        count, digest = seals.read_count, seals.read_digest
-        if not self._is_counted:
-            # New, or written by a version that did not count. Witnessed at once: from now on it cannot
-            # be gone unnoticed. A process that only looks leaves it to that version.
-            self._seals = seals
-            self._last = self._written = Commit(self._last.sequence, count, digest)
-            self._is_counted = True
-            if self._witness and self._witness.is_open:
-                self._write_now([])
-                self._sync_now()
-        elif self._last[1:] != (count, digest):
-            problem = f"{count} sessions are there, {self._last.session_count} were recorded"
-            if count == self._last.session_count:
-                problem = "sessions are not as they were recorded last"
-            raise CorruptMetadata(where=self._path, problem=problem)
-        self._seals = seals
 
     def _sync(self) -> None:
         # The writing thread: one sync at a time. A sync that follows a failed one may report
@@ -831,46 +692,36 @@ class RocksDbMetadata:
             log.error("metadata_refuses path=%s problem=%s", self._path, self.problem)
 
 
-class Seals(dict[bytes, int]):
-    """The checksum of each session's record by uid, 0 for one that has none.
+def _check_room(path: str, space: os.statvfs_result, needed_bytes: int, needed_inodes: int) -> None:
+    """Raise CapacityExceeded where the filesystem of the database has less."""
+    free_bytes = space.f_bavail * space.f_frsize
+    if free_bytes < needed_bytes:
+        raise CapacityExceeded(
+            tier=f"metadata {path}",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            limit_bytes=space.f_blocks * space.f_frsize,
+        )
+    # Some filesystems count no inodes, and say 0 of 0.
+    if space.f_files and space.f_favail < needed_inodes:
+        raise CapacityExceeded(
+            tier=f"inodes of metadata {path}",
+            needed_bytes=needed_inodes,
+            free_bytes=space.f_favail,
+            limit_bytes=space.f_files,
+        )
 
-    Its items are those of records that were written since. Those that were read, in the order of their keys,
-    take 24 bytes each.
+
+def check_room_to_open(path: Path) -> None:
+    """Raise CapacityExceeded where an opening for writing could run out of room half way.
+
+    Raises DataDirectoryUnusable where that cannot be known.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._uids, self._read = bytearray(), array("Q")
-
-    def __missing__(self, uid: bytes) -> int:
-        """The checksum of a record that was read and not written since."""
-        i = bisect_left(range(len(self._read)), uid, key=self._uid)
-        return self._read[i] if i < len(self._read) and self._uid(i) == uid else 0
-
-    @property
-    def read_count(self) -> int:
-        """How many were read."""
-        return len(self._read)
-
-    @property
-    def read_digest(self) -> int:
-        """XOR of those that were read."""
-        return reduce(xor, self._read, 0)
-
-    def extend(self, keys: list[bytes], values: list[bytes]) -> None:
-        """Sessions' records were read, whose keys ascend and come behind all before them."""
-        self._uids += b"".join([key[len(records.SESSION_PREFIX) :] for key in keys])
-        self._read.extend(records.seals_of(values))
-
-    def forget(self, uid: bytes) -> None:
-        """The session has no record any more."""
-        self.pop(uid, None)
-        # One that was read has an entry of its own, which goes for more than what was read.
-        if self[uid]:
-            self[uid] = 0
-
-    def _uid(self, i: int) -> bytes:
-        return bytes(self._uids[i * records.UID_BYTES : (i + 1) * records.UID_BYTES])
+    try:
+        log_bytes, space = sum(log.stat().st_size for log in path.glob("*.log")), os.statvfs(path)
+    except OSError as error:
+        raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
+    _check_room(str(path), space, log_bytes + OPENING_BYTES, OPENING_INODES)
 
 
 class _Overdue(Exception):
@@ -896,26 +747,6 @@ def _is_passing(said: str) -> bool:
     return "sync" not in said.lower() and any(lack in said for lack in _LACKING)
 
 
-def _open(path: str) -> Rdict:
-    try:
-        # RocksDB's own files have the modes of the umask: in here they are nobody else's.
-        claim_directory(Path(path))
-    except OSError as error:
-        raise DataDirectoryUnusable(path=path, problem=error.strerror or str(error)) from error
-    try:
-        return Rdict(path, _options())
-    except Exception as error:  # rocksdict raises nothing narrower
-        problem = str(error)
-        # The message of RocksDB; the path that it names may have any word in it.
-        said = problem.replace(path, "")
-        # A manifest that is gone is damage; a directory that cannot be entered is not.
-        if "Corruption" in said or ("MANIFEST" in said and "No such file" in said):
-            raise CorruptMetadata(where=path, problem=problem) from error
-        if "LOCK" in said:
-            problem = f"another process holds the metadata ({problem})"
-        raise DataDirectoryUnusable(path=path, problem=problem) from error
-
-
 def _kind_of_filesystem(path: str) -> str:
     """The kernel's word for it, like `ext4`; empty where it does not say."""
     # The longest mount point that the path lies under.
@@ -930,27 +761,22 @@ def _kind_of_filesystem(path: str) -> str:
     return found[1]
 
 
-def _release(database: Rdict) -> None:
-    # Closing also turns the log into a table. Where that fails the log still holds everything, and
-    # dropping the last reference gives up the lock.
-    with contextlib.suppress(Exception):  # rocksdict raises nothing narrower
-        database.close()
+def _check_lock(path: Path) -> None:
+    """Raise DataDirectoryUnusable where another process has the database, before RocksDB begins a new LOG."""
+    try:
+        with os.fdopen(open_private(path / "LOCK", os.O_RDWR | os.O_CREAT), "wb") as file:
+            # Of the kind that RocksDB takes, and given up at once.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DataDirectoryUnusable(path=str(path), problem="another process holds the metadata") from error
+    except OSError as error:
+        problem = f"LOCK: {error.strerror}"
+        raise DataDirectoryUnusable(path=str(path), problem=problem) from error
 
 
-def _options() -> Options:
-    options, _ = Options.load_latest(str(OPTIONS))
-    options.create_if_missing(create_if_missing=True)
-    # The default mode drops everything after a damaged record and says nothing; this one refuses
-    # to open, unless the damage is the torn end that a crash leaves.
-    options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
-    options.set_paranoid_checks(enabled=True)
-    options.set_max_open_files(OPEN_FILES_LIMIT)
-    options.set_write_buffer_size(MEMTABLE_BYTES)
-    options.set_max_total_wal_size(LOG_LIMIT_BYTES)
-    options.set_compression_type(DBCompressionType.lz4())
-    options.set_keep_log_file_num(TEXT_LOG_COUNT)
-    options.set_max_log_file_size(TEXT_LOG_BYTES)
-    tables = BlockBasedOptions()
-    tables.set_format_version(TABLE_FORMAT)
-    options.set_block_based_table_factory(tables)
-    return options
+def _claim(path: str) -> None:
+    try:
+        # RocksDB's own files have the modes of the umask: in here they are nobody else's.
+        claim_directory(Path(path))
+    except OSError as error:
+        raise DataDirectoryUnusable(path=path, problem=error.strerror or str(error)) from error

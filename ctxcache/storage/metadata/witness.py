@@ -45,31 +45,30 @@ class Witness:
         instance_id: str,
         *,
         beside: str | Path | None = None,
-        is_read_only: bool = False,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """Open or create a file in each directory; with `is_read_only` look at those that are there.
+        """Read the files that are there; until `begin` nothing is written.
 
         `beside`: the store, or None where all files count as on other devices. Raises DataDirectoryUnusable.
         """
+        self._paths = [Path(directory) / NAME for directory in directories]
         self._device = None if beside is None else Path(beside).stat().st_dev
         self._store_id = xxh3_64_intdigest(instance_id.encode())
         self._files: list[_File] = []
         self._patience_s = patience_s
         self.sequence = 0
         """The last commit that is known to have been on disk."""
-        for directory in directories:
-            # A directory that was there and has no file yet gets one; a process that only looks makes none.
-            path = Path(directory) / NAME
-            if not is_read_only or path.exists():
-                self._open(path)
-        if is_read_only:
-            self.close()
+        for path in self._paths:
+            self._look_at(path)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether anything can be noted."""
-        return bool(self._files)
+    def begin(self) -> None:
+        """Open or create a file in each directory. Raises DataDirectoryUnusable."""
+        for path in self._paths:
+            try:
+                fd = open_private(path, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
+            self._files.append(_File(fd, path, is_beside=os.fstat(fd).st_dev == self._device))
 
     def note(self, sequence: int) -> None:
         """Every commit up to this one is on disk now. Costs a write to the page cache per file.
@@ -92,13 +91,17 @@ class Witness:
             file.close(self._patience_s)
         self._files.clear()
 
-    def _open(self, path: Path) -> None:
+    def _look_at(self, path: Path) -> None:
         try:
-            fd = open_private(path, os.O_RDWR | os.O_CREAT)
+            fd = open_private(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return
         except OSError as error:
             raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
-        self._files.append(_File(fd, path, is_beside=os.fstat(fd).st_dev == self._device))
-        found = [self._read(fd, place) for place in _PLACES]
+        try:
+            found = [self._read(fd, place) for place in _PLACES]
+        finally:
+            os.close(fd)
         if None in found:
             log.error("witness_damaged path=%s", path)
         # The greatest of all files: one that lagged takes nothing back.

@@ -36,6 +36,7 @@ from gpu_worker.engines.link import GONE, LinkState, StoreLink
 from gpu_worker.engines.llamacpp import LlamaSettings
 from gpu_worker.engines.names import session_id
 from gpu_worker.engines.reasons import Reasons
+from gpu_worker.engines.spaces import model_of
 
 log = logging.getLogger(__name__)
 
@@ -330,6 +331,7 @@ class LlamaServer:
         # same files, even if the names lead elsewhere by then.
         self._files = [path.open("rb") for path in model_files(settings.model)]
         self._stats = [os.fstat(file.fileno()) for file in self._files]
+        self._name = settings.model.stem
         parameters = common_parameters(settings)
         parameters.model.path = str(settings.model)
         # Port 0: the system chooses, and only this process knows which one.
@@ -358,18 +360,28 @@ class LlamaServer:
 
     def space(self, client: Client) -> BlockSpace:
         """Where slots are looked for: what their bytes depend on is in it. Asks the store once."""
-        digest = hashlib.sha256(json.dumps(self._facts, sort_keys=True, default=str).encode())
-        for file, before in zip(self._files, self._stats, strict=True):
+        digest = hashlib.sha256()
+        for file in self._files:
             file.seek(0)
             digest.update(hashlib.file_digest(file, "sha256").digest())
-            now = os.fstat(file.fileno())
-            # A file that changes under llama.cpp: states would be found under the digest of other weights.
-            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                raise ValueError(f"{file.name} changed after llama.cpp had loaded it")
-        space = BlockSpace(digest.digest(), layout_tag="llama.cpp slot")
+        self._check_files()
+        facts = json.dumps(self._facts, sort_keys=True, default=str)
+        spec = model_of(self._name, "llamacpp", f"files:{digest.hexdigest()}", facts)
+        model = client.models.register(spec)
+        space = BlockSpace(model.spec.fingerprint(), layout_tag="llama.cpp slot")
         # For its error: a space that may not be used refuses the link now, and not the first save.
-        client.blocks.look_up(space, [digest.digest()])
+        client.blocks.look_up(space, [space.model_fingerprint])
         return space
+
+    def _check_files(self) -> None:
+        """Raise LlamaRefused where a file was written to: llama.cpp maps it, and computes by what it has now.
+
+        States would be found under the digest of other weights.
+        """
+        for file, before in zip(self._files, self._stats, strict=True):
+            now = os.fstat(file.fileno())
+            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                raise LlamaRefused(f"{file.name} changed after llama.cpp had loaded it")
 
     def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         """One of llama.cpp's own operations. Raises LlamaRefused, OSError."""
@@ -394,12 +406,15 @@ class LlamaServer:
     def save(self, slot: int, file: FileIO) -> int:
         """Write a slot's state into a file; its tokens. Raises LlamaRefused, NotWhole, OSError."""
         said = self._slot(slot, "save", file)
+        # Behind it: what the slot has was computed by now.
+        self._check_files()
         if os.fstat(file.fileno()).st_size != said["n_written"]:
             raise NotWhole(f"of {said['n_written']} bytes not all are in the slot's file")
         return int(said["n_saved"])
 
     def restore(self, slot: int, file: FileIO) -> None:
         """Put a state into a slot. Raises LlamaRefused, OSError."""
+        self._check_files()
         self._slot(slot, "restore", file)
 
     def erase(self, slot: int) -> None:

@@ -7,7 +7,7 @@ of them are.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client import BlockSpace, Client
+from ctxcache.format.model import ModelSpec
 from gpu_worker.engines.link import Refused, StoreLink, StoreSettings
+from gpu_worker.engines.spaces import model_of
 from gpu_worker.model_spec import digest_checkpoint
 
 if TYPE_CHECKING:
@@ -50,22 +52,41 @@ class ChunkSettings(StoreSettings):
             raise Refused(f"{where}.model_directory: {directory} is no directory")
         return settings
 
-    def link(self) -> StoreLink[bytes]:
-        """A link to the store, for the digest of the model's files."""
+    def link(self) -> "StoreLink[Weights]":
+        """A link to the store, for what is known of the model's weights."""
         return StoreLink(self.connect, self._weights)
 
-    def _weights(self, client: Client) -> bytes:
-        """Empty where the settings do not say where the files are."""
+    def _weights(self, client: Client) -> "Weights":
         # Mapped and populated while LMCache starts, and not beside the first chunks.
         client.map_arena(is_written=True)
-        return b"" if self.model_directory is None else digest_checkpoint(Path(self.model_directory)).encode()
+        directory = self.model_directory
+        return Weights("" if directory is None else digest_checkpoint(Path(directory)), self.weights_version)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The digest of a model's files, empty where settings do not say where they are; and the version."""
+
+    digest: str
+    version: str
+    _known: set[str] = field(default_factory=set, compare=False)
+
+    def model(self, name: str) -> ModelSpec:
+        """The model of that name."""
+        return model_of(name, "lmcache", self.digest, "", version=self.version)
+
+    def register(self, client: Client, name: str) -> None:
+        """Let the store know whose chunks are put, once: a version's can be forgotten."""
+        if name not in self._known:
+            client.models.register(self.model(name))
+            self._known.add(name)
 
 
 @lru_cache(SPACES_KEPT)
-def space_of(model_name: str, weights: bytes, *, tag: str, salt: str = "") -> BlockSpace:
+def space_of(model_name: str, weights: Weights, *, tag: str, salt: str = "") -> BlockSpace:
     """Where chunks of a model are looked for."""
     return BlockSpace(
-        hashlib.sha256(b"%s\0%s" % (_encoded(model_name), weights)).digest(),
+        weights.model(model_name).fingerprint(),
         layout_tag=tag,
         salt=hashlib.sha256(_encoded(salt)).digest() if salt else b"",
     )

@@ -34,6 +34,7 @@ from gpu_worker.engines.lmcache import (
     BlockKeys,
     Bytes,
     ChunkSettings,
+    Weights,
     bytes_of,
     cut,
     space_of,
@@ -235,7 +236,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         Of others the layout is not known; the store lets go of them as of what nobody asks for.
         """
 
-        def delete(client: Client, weights: bytes) -> None:
+        def delete(client: Client, weights: Weights) -> None:
             names = self._layouts.names(keys, {})
             for space, places in _by_space(keys, weights).items():
                 client.blocks.delete(space, _names_in([names[i] for i in places]))
@@ -262,8 +263,10 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
     def _store(self, keys: "Sequence[ObjectKey]", objects: "Sequence[MemoryObj]") -> L2StoreResult:
         settings = self._settings
 
-        def store(client: Client, weights: bytes) -> int:
+        def store(client: Client, weights: Weights) -> int:
             size_bytes = 0
+            for name in {key.model_name for key in keys}:
+                weights.register(client, name)
             for space, places in _by_space(keys, weights).items():
                 blocks = _merged(self._blocks(keys[i], objects[i]) for i in places)
                 client.blocks.put(space, blocks, ttl_s=settings.ttl_s, durability=settings.level)
@@ -283,7 +286,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return cut(self._layouts.names_of(key, layout), data)
 
     def _begin_to_look_up(
-        self, keys: "Sequence[ObjectKey]", names: Sequence[Ways], client: Client, weights: bytes
+        self, keys: "Sequence[ObjectKey]", names: Sequence[Ways], client: Client, weights: Weights
     ) -> HoldingLookUp | None:
         """A look-up of chunks of one space; None where they are of several, or it would have to wait."""
         spaces, wanted = _by_space(keys, weights), _names_in(names)
@@ -293,7 +296,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return client.blocks.begin_to_look_up_and_hold(space, wanted, ttl_s=LOCK_S)
 
     def _look_up(self, keys: "Sequence[ObjectKey]", names: Sequence[Ways]) -> list[bool]:
-        def look_up(client: Client, weights: bytes) -> list[bool]:
+        def look_up(client: Client, weights: Weights) -> list[bool]:
             found = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
                 some, own = [keys[i] for i in places], [names[i] for i in places]
@@ -322,7 +325,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return found
 
     def _load(self, keys: "Sequence[ObjectKey]", objects: "Sequence[MemoryObj]") -> list[bool]:
-        def load(client: Client, weights: bytes) -> list[bool]:
+        def load(client: Client, weights: Weights) -> list[bool]:
             found = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
                 # Of each chunk its own, also where two have one key: each is memory that is handed out.
@@ -509,7 +512,7 @@ def _release(holds: "list[Hold]") -> None:
         hold.release_soon()
 
 
-def _by_space(keys: "Sequence[ObjectKey]", weights: bytes) -> dict[BlockSpace, list[int]]:
+def _by_space(keys: "Sequence[ObjectKey]", weights: Weights) -> dict[BlockSpace, list[int]]:
     """The numbers of the keys that are looked for in each space: a model's, and of one salt."""
     spaces: dict[tuple[str, str], list[int]] = {}
     for i, key in enumerate(keys):

@@ -29,6 +29,7 @@ from gpu_worker.engines.lmcache import (
     BlockKeys,
     Bytes,
     ChunkSettings,
+    Weights,
     bytes_of,
     cut,
     space_of,
@@ -102,7 +103,7 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
     def batched_contains(self, keys: "Sequence[CacheEngineKey]") -> int:
         """How many of the first chunks are there."""
 
-        def look_up(client: Client, weights: bytes) -> int:
+        def look_up(client: Client, weights: Weights) -> int:
             found = client.blocks.look_up(self._space(weights), [_head(key) for key in keys])
             are_there = [one.state is LookupState.HIT for one in found]
             return are_there.index(False) if False in are_there else len(are_there)
@@ -157,7 +158,7 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
     def remove_sync(self, key: "CacheEngineKey") -> bool:
         """Delete a chunk's head, without which it is not there; whether it was."""
 
-        def delete(client: Client, weights: bytes) -> bool:
+        def delete(client: Client, weights: Weights) -> bool:
             return client.blocks.delete(self._space(weights), [_head(key)]) == 1
 
         return self._link.call(delete, otherwise=False)
@@ -196,7 +197,8 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
     def _store(self, keys: "Sequence[CacheEngineKey]", chunks: "Sequence[MemoryObj]") -> None:
         settings = self._settings
 
-        def put(client: Client, weights: bytes) -> None:
+        def put(client: Client, weights: Weights) -> None:
+            weights.register(client, self._model_name)
             blocks: dict[bytes, Bytes] = {}
             parents: dict[bytes, bytes] = {}
             for key, chunk in zip(keys, chunks, strict=True):
@@ -222,7 +224,7 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
     def _load(self, keys: "Sequence[CacheEngineKey]") -> "Sequence[MemoryObj | None]":
         rooms: dict[int, MemoryObj] = {}
 
-        def load(client: Client, weights: bytes) -> "Sequence[MemoryObj | None]":
+        def load(client: Client, weights: Weights) -> "Sequence[MemoryObj | None]":
             space = self._space(weights)
             for i, head in enumerate(client.blocks.load(space, [_head(key) for key in keys])):
                 room = None if head is None else self._room_for(head[0].tobytes())
@@ -257,7 +259,7 @@ class CtxcacheConnector(RemoteConnector):  # type: ignore[misc]  # untyped packa
             return None
         return room
 
-    def _space(self, weights: bytes) -> BlockSpace:
+    def _space(self, weights: Weights) -> BlockSpace:
         return space_of(self._model_name, weights, tag="lmcache remote chunk")
 
 

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,6 +34,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
@@ -54,7 +60,9 @@ from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
 from gpu_worker.engines.link import LOOKUP_PART, Bringing, LinkState, Refused, StoreLink, StoreSettings
+from gpu_worker.engines.spaces import model_of
 from gpu_worker.engines.vllm.engine_blocks import layout_of
+from gpu_worker.engines.vllm.pass_rows import model_with
 from gpu_worker.engines.vllm.plan import BlockLayout, hear_layouts
 from gpu_worker.engines.vllm.roles import Role, check_outer, role_of, transfer_of
 from gpu_worker.engines.vllm.said import check_parameters
@@ -65,11 +73,14 @@ from gpu_worker.engines.vllm.settings import (
     engine_facts,
     weights_digest,
 )
+from gpu_worker.engines.vllm.weights import WeightsName, first_version
+from gpu_worker.weights import Sample, WeightsWatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 import gc
 
@@ -128,6 +139,12 @@ class StoreEvents:
         with self._lock:
             waiting, self._waiting = self._waiting, []
             return waiting
+
+    def begin_anew(self) -> None:
+        """Chunks are looked for elsewhere from now on: hear of those that are there."""
+        with self._lock:
+            if self._subscription is not None:
+                self._subscription.close()
 
     def close(self) -> None:
         """End the thread."""
@@ -276,13 +293,26 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         # Tokens that cannot be loaded are computed: a store's failure must never be a request's.
         transfer.kv_load_failure_policy = "recompute"
         self._role_of_engine = role_of(vllm_config)
-        self._modules: Mapping[str, object] = vllm_config.compilation_config.static_forward_context
+        self._modules: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
         self._own_layout: Future[BlockLayout] = Future()
+        given_version = str(given.get("weights_version", ""))
         super().__init__(vllm_config, role, kv_cache_config)
+        self._weights: WeightsName | None = None
+        """On the scheduler's side."""
+        if role is KVConnectorRole.SCHEDULER:
+            self._weights = WeightsName(vllm_config, given_version, self._renewed)
+            if self._weights.version is None:
+                self._renewed()
+        self._version = first_version(vllm_config, given_version)
+        """Of the weights, as the last step had it, on a worker's side."""
+        self._watch: WeightsWatch | None = None
+        self._sample: Sample | None = None
+        """On a worker's side, behind the pass of the last step."""
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """See OffloadingConnector; besides, describe the caches to the scheduler."""
         super().register_kv_caches(kv_caches)
+        self._watch = WeightsWatch(model_with(self._modules[next(iter(kv_caches))]))
         self._own_layout.set_result(layout_of(kv_caches, self._kv_cache_config, self._modules))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -299,6 +329,7 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
     def on_new_request(self, request: "Request") -> None:
         """See OffloadingConnector, which reads what callers say."""
         check_parameters(request)
+        self._scheduler_weights().look()
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -312,11 +343,68 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """See OffloadingConnector. A step that computes nothing gives its time to the tier's threads."""
+        weights = self._scheduler_weights()
+        weights.look()
         meta = super().build_connector_meta(scheduler_output)
-        if not scheduler_output.total_num_scheduled_tokens:
+        if scheduler_output.total_num_scheduled_tokens:
+            weights.computed()
+        else:
             for tier in self._tiers():
                 tier.give_way()
-        return meta
+        assert isinstance(meta, OffloadingConnectorMetadata)  # noqa: S101  by which the connector itself goes
+        return NamedPlan(**_fields(meta), weights=weights.version)
+
+    # -- weights that are changed in place ------------------------------------------------------------------
+
+    def reset_cache(self) -> bool:
+        """Empty host memory, and let what comes be of other weights; whether nothing of old ones is left."""
+        super().reset_cache()
+        manager = self._kv_cache_manager
+        # Once more: vLLM resets connectors also where its own cache was in use, and stays as it is.
+        is_empty = manager is not None and manager.reset_prefix_cache()
+        self._scheduler_weights().reset(is_empty=is_empty)
+        return is_empty
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins, on a worker's side."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, NamedPlan) and connector_metadata.weights != self._version:
+            self._version, self._sample = connector_metadata.weights, None
+            if self._watch is not None:
+                self._watch.mark()
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """See OffloadingConnector; besides, say so where the weights are not those any more."""
+        meta = super().build_connector_worker_meta()
+        if self._watch is None or self._version is None:
+            return meta
+        before, self._sample = self._sample, self._watch.sample()
+        # What is in host memory by now was computed before this sample. Where nothing has come there, the
+        # device need not be waited for: the step before this one is looked at.
+        sample = self._sample if meta is not None or self._sample.is_known else before
+        changed = None if sample is None or sample.is_equal() else self._version
+        if meta is None and changed is None:
+            return None
+        # Also where nothing changed: of two ranks' reports the first one puts them together.
+        return NamedReport(**_fields(meta or OffloadingWorkerMetadata()), changed=changed)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """See OffloadingConnector."""
+        report = connector_output.kv_connector_worker_meta
+        # First: chunks that have come to host memory go to the store with what follows.
+        if isinstance(report, NamedReport) and report.changed is not None:
+            self._scheduler_weights().changed(report.changed)
+        super().update_connector_output(connector_output)
+
+    def _renewed(self) -> None:
+        version = self._scheduler_weights().version
+        for tier in self._tiers():
+            tier.renew(version)
+
+    def _scheduler_weights(self) -> WeightsName:
+        if self._weights is None:
+            raise TypeError("asked of a worker's connector")
+        return self._weights
 
     def wait_until_linked(self, timeout_s: float) -> bool:
         """Wait until the store can be used, or never will be, or the time is over; whether it can be."""
@@ -326,6 +414,31 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         """The store's tier, on the scheduler's side."""
         manager = self.connector_scheduler.manager if self.connector_scheduler is not None else None
         return [tier for tier in getattr(manager, "secondary_tiers", []) if isinstance(tier, CtxcacheTier)]
+
+
+@dataclass
+class NamedPlan(OffloadingConnectorMetadata):
+    """A step's transfers, and the version of the weights. See `WeightsName`."""
+
+    weights: str | None = ""
+
+
+@dataclass
+class NamedReport(OffloadingWorkerMetadata):
+    """A step's transfers that ended, and the version of weights that are not loaded any more."""
+
+    changed: str | None = None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "NamedReport":
+        """Both reports in one."""
+        both = super().aggregate(other)
+        changed = other.changed if isinstance(other, NamedReport) else None
+        return NamedReport(**_fields(both), changed=changed if self.changed is None else self.changed)
+
+
+def _fields(one: "OffloadingConnectorMetadata | OffloadingWorkerMetadata") -> dict[str, Any]:
+    """A message's own fields, for one that says more."""
+    return {field.name: getattr(one, field.name) for field in fields(one)}
 
 
 # A chunk between vLLM's host memory and the store:
@@ -380,6 +493,7 @@ class CtxcacheTier(SecondaryTierManager):
         ]
         self._patience = iter([POPULATE_S])
         """How long the link waits for the arena, the first time alone."""
+        self._version = self._settings.weights_version
         self.link: StoreLink[BlockSpace] = StoreLink(self._settings.connect, self._space, _ask)
         is_told = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = StoreEvents(self.link) if is_told else None
@@ -495,6 +609,13 @@ class CtxcacheTier(SecondaryTierManager):
         is_loading = any(not future.done() for future in loads)
         if self._ended.empty() and (self._lookups.is_asking or is_loading):
             self._progress.wait(PATIENCE_S)
+
+    def renew(self, version: str | None) -> None:
+        """The weights have this version from now on; None: they have no name, and the store is not used."""
+        self._version = version or ""
+        self.link.renew(is_wanted=version is not None)
+        if self._events is not None:
+            self._events.begin_anew()
 
     def drain_jobs(self) -> None:
         """Wait until no job touches host memory."""
@@ -615,10 +736,14 @@ class CtxcacheTier(SecondaryTierManager):
         client.map_arena(is_written=True)
         # The layout comes from the workers, once they have their blocks: until then nothing is looked up.
         layouts = [layout.description for _, layout in sorted(self.layouts.result().items())]
-        facts = [weights_digest(self._directory), self._engine, self._tokens, layouts]
-        digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+        facts = json.dumps([self._engine, self._tokens, layouts])
+        weights, version = weights_digest(self._directory), self._version
+        name = self._directory.resolve().name
+        model = client.models.register(model_of(name, "vllm-chunks", weights, facts, version=version))
         client.map_arena(is_written=True, timeout_s=next(self._patience, 0))
-        return BlockSpace(digest, layout_tag=f"vllm chunks of {self.block_size_bytes} bytes")
+        return BlockSpace(
+            model.spec.fingerprint(), layout_tag=f"vllm chunks of {self.block_size_bytes} bytes"
+        )
 
 
 class _Lookups(AsyncLookupManager):

@@ -48,8 +48,8 @@ class WeightsName:
         self._engine = _engine_being_made()
         self._told = self._told_last = self._told_now()
         """vLLM's own version of the weights, when they got their name, and when it was looked at last."""
-        self._is_empty = False
-        """Whether nothing was computed since vLLM's own caches were emptied."""
+        self._is_empty = True
+        """Whether nothing was computed since vLLM's own caches were empty."""
         if self.version is None:
             log.warning(
                 "the weights are not those of the model's files: nothing is restored or saved until %s", RESET

@@ -1,17 +1,22 @@
 """Bugs that the corruption harness must find. It runs in one process, so each is planted for a while."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from rocksdict import DBRecoveryMode, Options
+from rocksdict import DBRecoveryMode, Options, Rdict
 
 from ctxcache.cache import segments
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.checksums import chunk_checksum
 from ctxcache.format.layout import decode_header
-from ctxcache.storage.metadata import rocksdb
-from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.server import lifecycle
+from ctxcache.storage import rebuild
+from ctxcache.storage.data_directory import DataDirectory
+from ctxcache.storage.metadata import reading, rocksdb
+from ctxcache.storage.metadata.reading import RocksDbRecords, Untouched
+from ctxcache.storage.opening import open_storage
+from ctxcache.storage.ssd_directories import forget_unreadable
 
 PATCHES: dict[str, Callable[[], AbstractContextManager[None]]] = {}
 
@@ -77,10 +82,10 @@ def first_chunk_only() -> Iterator[None]:
 @_register
 def witness_ignored() -> Iterator[None]:
     """The log is replayed as far as it goes, as RocksDB does by default, and nobody asks the witness."""
-    options = rocksdb._options
+    options = reading.options
 
-    def lenient() -> Options:
-        found = options()
+    def lenient(**named: Any) -> Options:
+        found = options(**named)
         found.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
         return found
 
@@ -88,14 +93,48 @@ def witness_ignored() -> Iterator[None]:
         store._witness = None
         return original(store)
 
-    original = RocksDbMetadata._read_last
-    uncounted = (RocksDbMetadata, "_check_sessions", lambda store, seals: setattr(store, "_seals", seals))
-    yield from planted((rocksdb, "_options", lenient), (RocksDbMetadata, "_read_last", read_last), uncounted)
+    original = RocksDbRecords._read_last
+    uncounted = (RocksDbRecords, "_check_sessions", lambda store, seals: setattr(store, "_seals", seals))
+    lenient_ones = [(module, "options", lenient) for module in (reading, rocksdb)]
+    yield from planted(*lenient_ones, (RocksDbRecords, "_read_last", read_last), uncounted)
 
 
 @_register
 def sessions_uncounted() -> Iterator[None]:
     """The sessions found are not compared with those recorded."""
     yield from planted(
-        (RocksDbMetadata, "_check_sessions", lambda store, seals: setattr(store, "_seals", seals))
+        (RocksDbRecords, "_check_sessions", lambda store, seals: setattr(store, "_seals", seals))
     )
+
+
+@_register
+def tidied_first() -> Iterator[None]:
+    """The database is opened for writing, and compared afterwards; where there is none one is made."""
+    original = Untouched.__init__
+
+    def tidied(store: Any, path: str) -> None:
+        with suppress(Exception):  # rocksdict raises nothing narrower
+            Rdict(path, reading.options(is_new=True)).close()
+        original(store, path)
+
+    yield from planted((Untouched, "__init__", tidied))
+
+
+@_register
+def verify_begins() -> Iterator[None]:
+    """A verify opens all as a start does, and has sessions end before what is bad for good."""
+    yield from planted((lifecycle, "open_untouched", open_storage))
+
+
+@_register
+def rebuild_mends_first() -> Iterator[None]:
+    """A rebuild writes the directory's facts anew before it knows what it will make."""
+    original = rebuild._read
+
+    def mended(directories: Any, instance_id: str) -> Any:
+        data = directories[0].parent / "data"
+        DataDirectory.mend(data, instance_id=instance_id, crash_count=9, created_by="planted")
+        forget_unreadable(data, directories)
+        return original(directories, instance_id)
+
+    yield from planted((rebuild, "_read", mended))

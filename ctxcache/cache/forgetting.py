@@ -1,0 +1,127 @@
+"""Forgetting a version of a model's weights: sessions, blocks, what prefixes find of them, then the models.
+
+    looked for ──► none is being written ──► a few at a time, each few one commit ──► none is left: models go
+
+Owned by the event loop. Others have their turn all the while, and may make more of the same: that goes too,
+unless it is being written when all else is gone. Worst case: a look at every session and block of the store.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from ctxcache.cache.eviction import Departures
+from ctxcache.cache.models import Models
+from ctxcache.cache.state import STEP_BY_STEP, Pace, State
+from ctxcache.core.history import Event
+from ctxcache.core.ledger.session import Session, block_model
+from ctxcache.errors import ModelNotFound, WriteInProgress
+from ctxcache.format.model import has_version
+from ctxcache.storage.metadata.base import MetadataStore, ModelRecord
+
+AT_A_TIME = 64
+"""Sessions and blocks of one commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was forgotten, or would be: ids of models, and counts."""
+
+    model_ids: tuple[str, ...]
+    session_count: int = 0
+    token_count: int = 0
+    block_count: int = 0
+
+
+class Forgetting:
+    """The use case of forgetting."""
+
+    def __init__(self, state: State, metadata: MetadataStore, departures: Departures, models: Models) -> None:
+        self._state, self._ledger, self._metadata = state, state.ledger, metadata
+        self._departures, self._models = departures, models
+
+    async def forget(
+        self, tenant: str, model_id: str, version: str, *, is_trial: bool, pace: Pace = STEP_BY_STEP
+    ) -> Forgotten:
+        """Forget all of a version of a model's weights; of one that `is_trial` only what it is.
+
+        Raises ModelNotFound, WriteInProgress, TierFailure.
+        """
+        models = [*self._of_version(tenant, model_id, version)]
+        if not models:
+            raise ModelNotFound(model=f"models/{model_id}")
+        ids = tuple(sorted(one.spec.model_id for one in models))
+        owners = {*ids, *(block_model(one.fingerprint) for one in models)}
+        done = Forgotten(ids)
+        found = await self._all_of(tenant, owners, pace)
+        if is_trial:
+            return _with(done, found)
+        # Deleting needs no room, and is what makes some.
+        self._metadata.check(is_growing=False)
+        if writing := [one for one in found if one.is_writing]:
+            raise WriteInProgress(session=writing[0].name)
+        while found:
+            done = _with(done, await self._remove(found))
+            # What came meanwhile; what is being written by now stays, and is told.
+            found = await self._all_of(tenant, owners, pace)
+            if found and all(one.is_writing for one in found):
+                raise WriteInProgress(session=found[0].name)
+        for one in ids:
+            # In one step with its look for sessions; another caller may have forgotten it.
+            if (tenant, one) in self._state.models:
+                await self._models.delete(tenant, one)
+        return done
+
+    def _of_version(self, tenant: str, model_id: str, version: str) -> Iterator[ModelRecord]:
+        for one in self._state.model_ids.get(tenant, ()):
+            # With their ends: ranks, layouts and versions of one model have ids that go on behind a dot.
+            if one == model_id or one.startswith(f"{model_id}."):
+                record = self._state.models[tenant, one]
+                if has_version(record.spec.weights_digest, version):
+                    yield record
+
+    async def _all_of(self, tenant: str, owners: Collection[str], pace: Pace) -> list[Session]:
+        """The tenant's sessions and blocks of these models. A dormant session is one for this look."""
+        found: list[Session] = []
+        for name in [*self._ledger.names(tenant)]:
+            if pace.is_over:
+                await pace.rest()
+            session = self._ledger.glance(tenant, name)
+            if session is not None and session.model_id in owners:
+                found.append(session)
+        for block in [*self._ledger.blocks()]:
+            if pace.is_over:
+                await pace.rest()
+            if block.tenant == tenant and block.model_id in owners and not block.is_gone:
+                found.append(block)
+        return [one for one in found if not one.is_gone]
+
+    async def _remove(self, found: list[Session]) -> list[Session]:
+        """Those of these that went."""
+        gone: list[Session] = []
+        for begin in range(0, len(found), AT_A_TIME):
+            # By name once more: there was an await, and a dormant one has to be known to go.
+            named = (
+                (one, self._ledger.named(one.tenant, one.session_id))
+                for one in found[begin : begin + AT_A_TIME]
+            )
+            some = [
+                now for one, now in named if now is not None and now.uid == one.uid and not now.is_writing
+            ]
+            for session in some:
+                self._state.seen.deleted_session_count += not session.is_block
+                self._state.journal.happened(
+                    session, Event.DELETED, detail="its model's", token_count=session.token_count
+                )
+            gone += some
+            await self._departures.remove(some)
+        return gone
+
+
+def _with(done: Forgotten, more: list[Session]) -> Forgotten:
+    sessions = [one for one in more if not one.is_block]
+    return replace(
+        done,
+        session_count=done.session_count + len(sessions),
+        token_count=done.token_count + sum(one.token_count for one in sessions),
+        block_count=done.block_count + len(more) - len(sessions),
+    )
