@@ -246,6 +246,11 @@ class RowRoutes:
         )
         return reserve(attachment, arena, snapshot, request, specs)
 
+    def opens_ssd_files(self) -> bool:
+        """Whether this process can read rows out of the files of the SSD tier."""
+        attachment = self.attach()
+        return attachment is not None and attachment.arena.ssd_files().is_open
+
     def lease(self, request: AcquireLease, streams: Sequence[Stream]) -> SessionRows | None:
         """Lease rows in the arena; None when they have to come by the transport."""
         attachment = self.attach()

@@ -30,7 +30,7 @@ from ctxcache.client.types import CallerModel, Durability, LookupResult, Session
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import SessionWriter, check_append
 from ctxcache.errors import InvalidArgument, Unavailable
-from ctxcache.format.streams import Content, Stream
+from ctxcache.format.streams import TOKENS, Content, Stream
 from ctxcache.v1 import session_pb2
 from ctxcache.v1.arena_pb2 import AcquireLease
 
@@ -444,6 +444,19 @@ class SessionHandle:
         size_bytes = token_count * sum(self._row_sizes(snapshot).values())
         # Of the session that is read, which may have been made anew with other streams.
         return StreamedRows(self._routes.transport, request, self._row_sizes, size_bytes=size_bytes)
+
+    def token_ids(self) -> tuple[SessionInfo, builtins.list[int]]:
+        """The session as it is, and the ids of all of its tokens. Brings nothing to DRAM.
+
+        Takes milliseconds, however large the session's other rows are and wherever they lie. May count as no
+        access. Raises what `read` raises.
+        """
+        # A lease brings whole segments to DRAM, which takes longer for a long session than a look-up may.
+        # Where this process cannot read past DRAM itself, a quiet stream does.
+        with self.read(
+            streams=[TOKENS], leave_on_ssd=True, is_quiet=not self._routes.opens_ssd_files()
+        ) as rows:
+            return rows.session, rows.token_ids()
 
     # -- the session itself --------------------------------------------------------------------
 

@@ -352,8 +352,7 @@ MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
 
 def tokens_of(client: Client, model: CallerModel, session: SessionInfo) -> list[int]:
     """Token ids of a session of `model`. Raises what a read raises."""
-    with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
-        return rows.token_ids()
+    return client.sessions.open(session, model).token_ids()[1]
 
 
 def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:

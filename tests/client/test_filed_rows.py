@@ -135,6 +135,18 @@ def test_rows_of_files_are_those_of_the_arena(live: LiveServer, client: Client, 
     assert client.sessions.get(NAME).dram_bytes > 0
 
 
+@pytest.mark.parametrize("access", ["auto", "local-socket", "local-grpc", "remote", "grpc"])
+def test_token_ids_are_had_without_the_rows_beside_them(
+    live: LiveServer, client: Client, access: Route
+) -> None:
+    """A look-up has a second: a session on SSD comes to DRAM for who reads its rows, and takes longer."""
+    expected = make_rows(TOKEN_COUNT)[TOKENS].view("<i4").ravel().tolist()
+    with ctxcache.connect(live.target, **route_options(access)) as other:
+        session, ids = other.sessions.open(NAME, OWN).token_ids()
+    assert (session.token_count, ids) == (TOKEN_COUNT, expected)
+    assert client.sessions.get(NAME).dram_bytes == 0
+
+
 @pytest.mark.parametrize(("begin", "end"), [(0, 1), (63, 65), (100, 200), (64, 128), (5, 5)])
 def test_a_part_is_read_as_a_part(client: Client, begin: int, end: int) -> None:
     """Whatever it cuts."""

@@ -24,7 +24,7 @@ from ctxcache.errors import (
     SessionAlreadyExists,
     SessionNotFound,
 )
-from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.format.streams import Stream
 from gpu_worker.engines.link import GONE
 from gpu_worker.engines.names import part_of
 from gpu_worker.engines.vllm.counts import Misses
@@ -117,8 +117,7 @@ class Lookup:
         """The session as it is now, and its tokens: others may have changed it since it was looked up."""
         while session.token_count:
             try:
-                with client.sessions.open(session, model).read(streams=[TOKENS]) as rows:
-                    return rows.session, rows.token_ids()
+                return client.sessions.open(session, model).token_ids()
             except CorruptSegment as error:
                 # The store has cut the session before what is damaged, and there may be more before that.
                 self._misses.tell(session.name, "damaged", error)
