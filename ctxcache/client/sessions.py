@@ -29,7 +29,7 @@ from ctxcache.client.streamed_rows import BufferedWriter, StreamedRows, append_b
 from ctxcache.client.types import CallerModel, Durability, LookupResult, SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import SessionWriter, check_append
-from ctxcache.errors import InvalidArgument, Unavailable
+from ctxcache.errors import CorruptSegment, InvalidArgument, Unavailable
 from ctxcache.format.streams import TOKENS, Content, Stream
 from ctxcache.v1 import session_pb2
 from ctxcache.v1.arena_pb2 import AcquireLease
@@ -453,10 +453,14 @@ class SessionHandle:
         """
         # A lease brings whole segments to DRAM, which takes longer for a long session than a look-up may.
         # Where this process cannot read past DRAM itself, a quiet stream does.
-        with self.read(
-            streams=[TOKENS], leave_on_ssd=True, is_quiet=not self._routes.opens_ssd_files()
-        ) as rows:
-            return rows.session, rows.token_ids()
+        is_quiet = not self._routes.opens_ssd_files()
+        try:
+            with self.read(streams=[TOKENS], leave_on_ssd=True, is_quiet=is_quiet) as rows:
+                return rows.session, rows.token_ids()
+        except CorruptSegment:
+            # This process found it, and the store has not looked: it does for a lease, and cuts the session.
+            with self.read(streams=[TOKENS]) as rows:
+                return rows.session, rows.token_ids()
 
     # -- the session itself --------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +197,19 @@ _HEADER_PLACES = {
     "layer": HEADER_FIXED_BYTES,
     "chunk checksum": HEADER_FIXED_BYTES + 24 + 16,
 }
+
+
+@pytest.mark.parametrize("access", ["auto", "remote"])
+def test_damaged_token_ids_are_a_miss_once(live: LiveServer, client: Client, access: Route) -> None:
+    """The store hears of what the reader found: the session ends before it, and can be read again."""
+    number = 2
+    flip(live, slots_of(live)[number], segments_of(live)[number].layout.rows(TOKENS, 0, 8).start)
+
+    with ctxcache.connect(live.target, **route_options(access)) as other:
+        with suppress(CorruptSegment):
+            other.sessions.open(NAME, OWN).token_ids()
+        session, ids = other.sessions.open(NAME, OWN).token_ids()
+    assert session.token_count == len(ids) == client.sessions.get(NAME).token_count == 64 * number
 
 
 @pytest.mark.parametrize("place", [*_HEADER_PLACES, "first row", "last row"])

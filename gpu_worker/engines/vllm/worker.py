@@ -22,8 +22,8 @@ from vllm.logger import init_logger
 
 from ctxcache.client import SessionRows
 from ctxcache.client.types import HintAction
-from ctxcache.errors import CacheError, DeadlineExceeded, SessionNotFound
-from ctxcache.format.streams import Stream
+from ctxcache.errors import CacheError, CorruptSegment, DeadlineExceeded, SessionNotFound
+from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.engines.link import Bringing
 from gpu_worker.engines.vllm.counts import Misses
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
@@ -300,6 +300,8 @@ class WorkerSide:
             # Of one that was given up the link has heard: by now the store may be back.
             if not loading.is_given_up:
                 self.link.failed(error)
+            if isinstance(error, CorruptSegment):
+                self._waiters.submit(self._have_cut, item.sessions[self._rank].name)
         except Exception as error:
             # Any error of a device or a model: the request goes on without the store.
             logger.exception("%s is computed again", item.sessions[self._rank].name)
@@ -308,6 +310,25 @@ class WorkerSide:
             return True
         self._forsake(loading)
         return False
+
+    def _have_cut(self, name: str) -> None:
+        """Have the store look at all of a damaged session, so that its next turn finds what is whole."""
+        use, token_count = self.link.use(), None
+        while use is not None:
+            client, model = use
+            try:
+                session = client.sessions.get(name)
+                # A session that was damaged and did not become shorter is another one's to mend.
+                if not session.token_count or session.token_count == token_count:
+                    return
+                token_count = session.token_count
+                with client.sessions.open(session, model).read(streams=[TOKENS]):
+                    return
+            except CorruptSegment:
+                continue
+            except CacheError as error:
+                self.misses.tell(name, "not mended", error)
+                return
 
     def _restore(self, loading: Loading) -> None:
         item = loading.item
