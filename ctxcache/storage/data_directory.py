@@ -206,11 +206,6 @@ class FreshDirectory:
         (self.path / RESTORING).unlink()
 
 
-def rocksdb_path(path: Path) -> str:
-    """The path as RocksDB takes it: UTF-8, whatever the locale. Raises UnicodeDecodeError."""
-    return os.fsencode(path).decode()
-
-
 def entries(path: Path) -> list[Path]:
     """The server's entries in the directory, sockets apart; also metadata that a rebuild has kept.
 
@@ -241,16 +236,21 @@ def _check_fresh(path: Path) -> None:
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
     try:
-        rocksdb_path(path)
+        _check_locale(path)
         yield
-    except UnicodeDecodeError as error:
-        problem = "its path is not UTF-8, and RocksDB takes no other: name another directory"
-        raise DataDirectoryUnusable(path=ascii(str(path)), problem=problem) from error
     except FileExistsError as error:
         raise DataDirectoryUnusable(path=str(path), problem="it is not a directory") from error
     except OSError as error:
         problem = f"{error.strerror}: {error.filename or path}"
         raise DataDirectoryUnusable(path=str(path), problem=problem) from error
+
+
+def _check_locale(path: Path) -> None:
+    """RocksDB and messages take the text of a path as UTF-8, and the system takes its bytes."""
+    # A byte that the locale has no character for is a surrogate, of which "replace" makes a question mark.
+    if str(path).encode(errors="replace") != os.fsencode(path):
+        problem = "its path is not UTF-8 in this locale: name another one, or start with LC_ALL=C.UTF-8"
+        raise DataDirectoryUnusable(path=ascii(str(path)), problem=problem)
 
 
 def _check_not_foreign(path: Path) -> None:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from command_line import Ran, ctxcache
+from command_line import Ran, ctxcache, started_anew
 from failing_places import powerless, small_filesystem
 from server_process import ServerDidNotStart, ServerProcess
 
@@ -116,11 +116,18 @@ def test_an_ssd_file_too_small_for_a_segment(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
-def test_a_path_that_is_not_utf_8(tmp_path: Path) -> None:
-    """RocksDB takes paths of UTF-8 alone, whatever the locale: another one is refused in our words."""
-    data = tmp_path / os.fsdecode(b"d\xe4ten")
+@pytest.mark.parametrize("name", [b"d\xe4ten", "d\u00e4ten".encode()], ids=["latin-1", "utf-8"])
+def test_a_path_that_is_not_utf_8_in_its_locale(tmp_path: Path, name: bytes) -> None:
+    """RocksDB takes the text of a path as UTF-8, and the system its bytes: refused in our words."""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    data = tmp_path / os.fsdecode(name)
+    given = ("--data-directory", str(data), "--arena-directory", str(tmp_path), *SMALL)
 
-    check_refused(serve(data), ExitCode.DATA_DIRECTORY_UNUSABLE, "its path is not UTF-8")
+    check_refused(
+        started_anew("serve", *given, environment=locale),
+        ExitCode.DATA_DIRECTORY_UNUSABLE,
+        "its path is not UTF-8 in this locale",
+    )
     assert not data.exists()
 
 
