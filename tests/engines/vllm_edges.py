@@ -4,6 +4,7 @@ Run by `make engines`. Each reply is compared with that of an engine that has no
 """
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ def three_turns_more(engine: VllmEngine, plain: VllmEngine, session: str, prompt
     return prompt
 
 
+def until_used(engine: VllmEngine) -> None:
+    """Wait until the engine uses a store that has restarted: an engine that met its absence rests first."""
+    deadline_s = time.monotonic() + 60
+    while not engine.turn(opening(5), "another", COUNT).cached_count:
+        assert time.monotonic() < deadline_s, engine.log
+
+
 @pytest.mark.parametrize("state", ["blocks", "kv", "hidden"])
 def test_a_session_that_lost_its_state_is_saved_again(
     state: str, store: ServerProcess, plain: VllmEngine, model: Path, tmp_path: Path
@@ -106,6 +114,7 @@ def test_a_session_that_lost_its_state_is_saved_again(
         store.terminate()
         damage(store)
         store.start()
+        until_used(engine)
         for user in users:
             prompts[user] = three_turns_more(engine, plain, user, prompts[user])
         lines = [line for line in engine.log.splitlines() if "conversation 'sessions/user-3' is " in line]
