@@ -51,6 +51,12 @@ PLAUSIBLE: dict[str, dict[str, list[Any]]] = {
     "/tokenize": {"content": ["Hi"]},
     "/detokenize": {"tokens": [[1, 2]]},
 }
+DANGEROUS = {
+    "grammar": [b'"root ::= %b"' % (b"(" * 50_000), b'"root ::= %b \\"a\\" %b"' % (b"(" * 90, b")" * 90)],
+    "json_schema": [b'{"type": "string", "pattern": "^%b$"}' % (b"(" * 9000)],
+    "lora": [b'[{"id": 0, "scale": 1.0}]', b'[{"id": -1}]'],
+    "id_slot": [b"0", b"1", b"7", b"-2"],
+}
 OPTIONS = ("--slots", "2", "--ctx-size", "512", "--param", "n_ubatch=64")
 
 
@@ -68,7 +74,7 @@ class Fuzz:
             # Most of what can go wrong is on the paths that run in a slot of their own.
             path = self.hostile.draw.choice(PATHS if self.hostile.draw.random() < 0.5 else PATHS[:3])
             known = PLAUSIBLE.get(path) or self.hostile.draw.choice(list(PLAUSIBLE.values()))
-            self._ask(path, self.hostile.body(known, FIELDS))
+            self._ask(path, self.hostile.body(known, FIELDS, DANGEROUS))
             if self.llama.process.poll() is not None:
                 self.problems.append(f"the server ended: {self.llama.process.returncode}")
                 return
