@@ -60,7 +60,7 @@ OWN: dict[tuple[str, str], Sequence[str]] = {
     ("history", "durable_wish_forgotten"): ("--acts", "100", "--power"),
     ("history", "slots_not_synced"): ("--acts", "30", "--power"),
     ("history", "truncation_not_recorded"): ("--acts", "300"),
-    ("powercut", "durable_wish_forgotten"): ("--cuts", "60"),
+    ("powercut", "durable_wish_forgotten"): ("--cuts", "40"),
     ("soak", "reads_remembered"): ("--operations", "1200"),
 }
 """Options that single controls need besides, or instead."""

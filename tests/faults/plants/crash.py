@@ -4,7 +4,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from ctxcache.core.ledger.ledger import Flushed, Ledger
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Watermarks
-from ctxcache.errors import CacheError
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.server.upkeep import Upkeep
 from ctxcache.storage.metadata.base import Changes, SessionRecord
@@ -34,7 +32,6 @@ from tests.faults.planted import plant
 from tests.integrity import check_integrity
 
 LATE_S = 0.03
-NOTE_S = 0.001
 _late: set["asyncio.Task[None]"] = set()
 
 
@@ -131,22 +128,20 @@ def _turn_often() -> None:
 
 
 @plant
-def notes_accesses_always(_: int) -> None:
-    """No bug: accesses are written down at once, so that each write of the log has commits of both kinds."""
-    run = Upkeep.run
+def commits_have_company(_: int) -> None:
+    """No bug: a durable commit shares its write of the log with another one, behind it, that is not."""
+    put = RocksDbMetadata._put
 
-    async def note(upkeep: Upkeep) -> None:
-        while True:
-            with suppress(CacheError):
-                await upkeep._cache.sessions.save_access_times()
-            await asyncio.sleep(NOTE_S)
+    def put_among(store: RocksDbMetadata, entries: Sequence[Entry], *, is_durable: bool) -> Any:
+        if not is_durable:
+            return put(store, entries, is_durable=False)
+        # This one begins a write of the log where none is under way: the durable one has to wait.
+        put(store, (), is_durable=False)
+        done = put(store, entries, is_durable=True)
+        put(store, (), is_durable=False)
+        return done
 
-    async def run_and_note(upkeep: Upkeep) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(run(upkeep))
-            tasks.create_task(note(upkeep))
-
-    _patch(Upkeep, "run", run_and_note)
+    _patch(RocksDbMetadata, "_put", put_among)
 
 
 @plant
