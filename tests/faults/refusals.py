@@ -45,7 +45,7 @@ class Damage:
     """One way to damage a file, given the same file of an earlier day."""
 
     name: str
-    do: Callable[[Path, Path], None]
+    do: Callable[[Path, Path], object]
     is_of: Callable[[Path], bool] = lambda _: True
 
 
@@ -80,7 +80,7 @@ DAMAGES = (
     Damage("emptied", lambda path, _: os.truncate(path, 0), lambda path: path.stat().st_size > 0),
     Damage("missing", lambda path, _: path.unlink()),
     Damage("flipped", _flip, lambda path: path.stat().st_size > 0),
-    Damage("older", lambda path, older: shutil.copyfile(older, path) and None),
+    Damage("older", lambda path, older: shutil.copyfile(older, path)),
     Damage("a directory", _replace_by_directory),
     Damage("somebody's", lambda path, _: os.chown(path, NOBODY, NOBODY), lambda _: os.geteuid() == 0),
     Damage("beside a strange table", _add("009999.sst"), _is_current),

@@ -44,7 +44,8 @@ class Reached:
     def of(self, file: str, lines: Iterable[int], most_s: float) -> list[str]:
         """The tests that run one of these lines, the shortest first, as many as take so long together."""
         found = set().union(*(self.tests[file][line] for line in lines))
-        chosen, left_s = [], most_s
+        chosen: list[str] = []
+        left_s = most_s
         for test in sorted(found, key=lambda test: self.seconds.get(test, 0.0)):
             left_s -= self.seconds.get(test, 0.0)
             if chosen and left_s < 0:
