@@ -2,9 +2,9 @@
 
     python -m tests.mutants.reached TEST_FILE MAP
 
-runs one test file and writes its map, JSON: `seconds` by test, and by source file and line the tests that
-run it. Lines that only another process runs are not in it. Worst case: tests that fail, or hang for longer
-than the limit; the map is then of those before.
+runs one test file and writes its map, JSON: its `tests`, the `seconds` of each, and by source file and line
+the numbers of those that run it. Lines that only another process runs are not in it. Worst case: tests that
+fail, or hang for longer than the limit; the map is then of those before.
 """
 
 import json
@@ -36,10 +36,11 @@ class Reached:
     def add(self, path: Path) -> None:
         """Take one test file's map."""
         told = json.loads(path.read_text())
-        self.seconds |= told["seconds"]
+        names: list[str] = told["tests"]
+        self.seconds |= zip(names, told["seconds"], strict=True)
         for file, lines in told["lines"].items():
-            for line, tests in lines.items():
-                self.tests[file][int(line)].update(tests)
+            for line, numbers in lines.items():
+                self.tests[file][int(line)].update(names[number] for number in numbers)
 
     def of(self, file: str, lines: Iterable[int], most_s: float) -> list[str]:
         """The tests that run one of these lines, the shortest first, as many as take so long together."""
@@ -97,13 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pytest.main([*options, file], plugins=[contexts])
     cover.stop()
     data = cover.get_data()
-    lines: dict[str, dict[int, list[str]]] = {}
+    numbers = {test: number for number, test in enumerate(contexts.seconds)}
+    lines: dict[str, dict[int, list[int]]] = {}
     for name in data.measured_files():
         by_line = data.contexts_by_lineno(name)
-        told = {line: [test for test in tests if test] for line, tests in by_line.items()}
+        told = {line: [numbers[test] for test in tests if test in numbers] for line, tests in by_line.items()}
         if any(told.values()):
             lines[str(Path(name).relative_to(ROOT))] = {line: tests for line, tests in told.items() if tests}
-    Path(path).write_text(json.dumps({"seconds": contexts.seconds, "lines": lines}))
+    answer = {"tests": list(numbers), "seconds": list(contexts.seconds.values()), "lines": lines}
+    Path(path).write_text(json.dumps(answer))
     return 0
 
 

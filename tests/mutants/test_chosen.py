@@ -80,8 +80,8 @@ def test_a_seed_chooses_the_same_again_and_of_every_kind() -> None:
 def test_the_shortest_tests_that_run_a_line_are_taken(tmp_path: Path) -> None:
     """As many as take so long together, and one at least."""
     path = tmp_path / "map.json"
-    seconds = {"a": 3.0, "b": 1.0, "c": 2.0}
-    path.write_text(json.dumps({"seconds": seconds, "lines": {"x.py": {"5": ["a", "b"], "6": ["c"]}}}))
+    told = {"tests": ["a", "b", "c"], "seconds": [3, 1, 2], "lines": {"x.py": {"5": [0, 1], "6": [2]}}}
+    path.write_text(json.dumps(told))
     reached = Reached()
     reached.add(path)
 
