@@ -27,7 +27,7 @@ from ctxcache.wire.address import Address
 GIB = 1 << 30
 MIB = 1 << 20
 ARENA_CAP_BYTES = 8 * GIB
-SSD_LEAST_BYTES = MIB
+SSD_LEAST_BYTES = 64 << 10
 SSD_CAP_BYTES = 32 * GIB
 PREFIX = "CTXCACHE_"
 Source = Literal["option", "environment", "file", "default"]

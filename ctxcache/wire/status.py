@@ -60,6 +60,7 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.TlsFailed: grpc.StatusCode.UNAVAILABLE,
     errors.CorruptSegment: grpc.StatusCode.DATA_LOSS,
     errors.CorruptMetadata: grpc.StatusCode.DATA_LOSS,
+    errors.NothingToRebuild: grpc.StatusCode.DATA_LOSS,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.DataDirectoryUnusable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.FormatTooNew: grpc.StatusCode.FAILED_PRECONDITION,

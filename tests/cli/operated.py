@@ -8,6 +8,8 @@ from pathlib import Path
 from server_process import ServerProcess
 from stored import connected, model_spec, store_session
 
+from ctxcache.format.model import with_version
+
 SESSION = "chat-17"
 
 
@@ -20,11 +22,12 @@ def operated_server(directory: Path) -> ServerProcess:
 
 
 def prepare(target: str) -> None:
-    """Leave one session and a model without any, whatever there was, on a server that takes work."""
+    """Leave a session, and a model of two versions without any, on a server that takes work."""
     with connected(target) as client:
         client.admin.undrain()
         client.admin.clear_faults()
         for name in [session.name for session in client.sessions.list()]:
             client.sessions.delete(name)
         client.models.register(model_spec("llama"))
+        client.models.register(with_version(model_spec("llama"), "step-100"))
     store_session(target, SESSION)

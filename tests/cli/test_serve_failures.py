@@ -112,7 +112,7 @@ def test_an_ssd_file_too_small_for_a_segment(tmp_path: Path) -> None:
     """A tier that could hold nothing is refused, and nothing is made."""
     ran = serve(tmp_path / "data", "--ssd-size-bytes", "1")
 
-    check_refused(ran, ExitCode.CONFIGURATION, "ssd_size_bytes", "at least 1048576 B")
+    check_refused(ran, ExitCode.CONFIGURATION, "ssd_size_bytes", "at least 65536 B")
     assert not (tmp_path / "data").exists()
 
 
