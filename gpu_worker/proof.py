@@ -35,7 +35,7 @@ from gpu_worker.families.adapter import (
 )
 from gpu_worker.families.detection import Anatomy, anatomy, as_cached, candidates, without
 from gpu_worker.generation import Capture, count_positions, run_pass
-from gpu_worker.pipeline.compute import Modules, inputs_of
+from gpu_worker.pipeline.compute import Modules, inputs_of, recompute_layers
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method
 from gpu_worker.snapshots import Snapshot
@@ -92,7 +92,9 @@ def _adapted(model: PreTrainedModel) -> Adapter:
         # An engine may have torch make tensors on its GPU (`torch.set_default_device`); passes and probes
         # here name a device where they need one, and compare on the host.
         with _resting(model), torch.device("cpu"):
-            return _proven(model, found)
+            proven = _proven(model, found)
+            _check_recomputed(proven)
+            return proven
     if any(found.recurrences) or not all(found.has_rows):
         raise refuse(model, "its layers without keys and values are not proven, as it is not loaded")
     adapter = next(_trials(model, found), "no projections of K and V were found")
@@ -371,6 +373,22 @@ def _check_cut(model: PreTrainedModel, kept: Cached) -> None:
     problem = _unequal(whole, kept, [_WAY_ROUNDING[model.dtype]] * len(kept), far=_mostly_far)
     if problem:
         raise refuse(model, f"its rows depend on how passes are cut, one of three tokens or two: {problem}")
+
+
+def _check_recomputed(adapter: Adapter) -> None:
+    """Raise UnsupportedArchitecture where token ids at their positions give another cache than passes do."""
+    model = adapter.model
+    ids, positions, cache = token_ids(model), torch.arange(TOKEN_COUNT), DynamicCache(config=model.config)
+    try:
+        recompute_layers(adapter, cache, torch.tensor(ids), positions, len(adapter.layers))
+        found = contents(cache)
+    except _LIKE as error:
+        raise refuse(model, f"its layers do not come back from token ids: {_line(error)}") from error
+    # A model may count positions its own way unless it is told (RoBERTa's begin behind the padding's).
+    bounds = [_WAY_ROUNDING[model.dtype]] * len(found)
+    problem = _unequal(found, _contents_of(model, (ids,)), bounds, far=_mostly_far)
+    if problem:
+        raise refuse(model, f"its layers do not come back from token ids: {problem}")
 
 
 def run(model: PreTrainedModel, cache: DynamicCache, ids: list[int]) -> Tensor:

@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import ctxcache
 from ctxcache.format.streams import StateKind
-from gpu_worker.errors import UnsupportedArchitecture
+from gpu_worker.errors import UnsupportedArchitecture, WeightsNotVisible
 from gpu_worker.families import Adapter
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
@@ -68,9 +68,9 @@ def tried(name: str, target: str) -> Outcome:
         return Outcome(name, NOT_BUILT, _line(error))
     try:
         adapter = adapt(model)
-    except UnsupportedArchitecture as error:
+        _run_twice(adapter)
+    except (UnsupportedArchitecture, WeightsNotVisible) as error:
         return Outcome(name, REFUSED, str(error).partition(": ")[2])
-    _run_twice(adapter)
     cells = []
     with ctxcache.connect(target) as client:
         for kind in (*adapter.kinds, StateKind.TOKENS):

@@ -257,6 +257,13 @@ def test_an_encoder_is_refused_and_its_decoder_is_served(name: str) -> None:
             adapt(random_model(model.config))
 
 
+@pytest.mark.parametrize("name", ["roberta", "camembert", "xlm-roberta-xl", "xmod"])
+def test_a_model_that_counts_positions_its_own_way_is_refused(name: str) -> None:
+    """Layers that are computed again from token ids would stand at other positions."""
+    with pytest.raises(UnsupportedArchitecture, match="do not come back from token ids"):
+        adapt(build_study(name, torch.float32))
+
+
 def _no_count(model: Any) -> None:
     vars(model.config)["num_hidden_layers"] = None
 
