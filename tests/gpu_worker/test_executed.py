@@ -88,7 +88,7 @@ def _dynamic(model: Any, scale: float = 1.0) -> None:
         warnings.simplefilter("ignore")
         model.model.layers[1].mlp.up_proj.weight[0] *= scale
         for layer in model.model.layers:
-            torch.ao.quantization.quantize_dynamic(layer.mlp, {nn.Linear}, inplace=True)  # type: ignore[no-untyped-call]
+            torch.ao.quantization.quantize_dynamic(layer.mlp, {nn.Linear}, torch.float16, inplace=True)  # type: ignore[no-untyped-call]
 
 
 def _scaled_forward(model: Any, factor: float) -> None:

@@ -190,7 +190,7 @@ def test_packed_weights_are_another_model(client: Client, session_id: str) -> No
     """A quantised model takes neither the rows of its original nor those of one with other weights."""
     plain, packed = build("llama"), build("llama")
     for layer in packed.model.layers:
-        torch.ao.quantization.quantize_dynamic(layer.mlp, {torch.nn.Linear}, inplace=True)  # type: ignore[no-untyped-call]
+        torch.ao.quantization.quantize_dynamic(layer.mlp, {torch.nn.Linear}, torch.float16, inplace=True)  # type: ignore[no-untyped-call]
     with TransformersEngine(plain, client, model_spec(plain, model_id=session_id), PLAN) as engine:
         engine.turn(session_id, PROMPT, max_new_tokens=1)
         engine.wait(session_id)
