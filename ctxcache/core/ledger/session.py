@@ -137,7 +137,7 @@ def block_id(space: bytes, key: bytes) -> str:
 
 
 def block_model(fingerprint: bytes) -> str:
-    """Whose a block is, in the place of a model's id: no model has to be registered for it."""
+    """Stands for the model's id of a block, whose model need not be registered."""
     # One text for all blocks of a model, of which there may be a million.
     return sys.intern(fingerprint.hex())
 

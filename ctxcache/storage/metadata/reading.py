@@ -144,7 +144,7 @@ class Untouched:
         self._unlink()
 
     def _link(self, path: Path) -> None:
-        # What a look left that was killed.
+        # Links of an earlier read-only opening whose process was killed.
         self._unlink()
         self._links.mkdir(mode=DIRECTORY_MODE)
         for entry in path.iterdir():

@@ -510,7 +510,7 @@ class RocksDbMetadata(RocksDbRecords):
                 records.verify(keys, values)
                 seals.extend(keys, values)
             found = Commit(last.sequence, seals.read_count, seals.read_digest)
-            # What is not gone on with stays as it is.
+            # A database that is not reopened stays as it is.
             if self._is_possible(found):
                 self._let_go()
                 self._db = Rdict(self._path, options())

@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 def read_body(body: bytes) -> Any:
-    """What a body of JSON says. Raises Refused."""
+    """The value that a body of JSON encodes. Raises Refused."""
     try:
         read = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number, parse_float=_number)
     except UnicodeDecodeError as error:
