@@ -336,11 +336,12 @@ def test_saves_that_do_not_fit_are_refused(client: WorkerClient, weights: Path, 
         assert case.restore().is_restored
 
 
-def test_plans_profiles_and_stats(client: WorkerClient, weights: Path) -> None:
+def test_plans_profiles_and_stats(client: WorkerClient, tmp_path: Path) -> None:
     """A plan names every layer's way and why; after measuring, plans are by what was measured."""
     with (
         running_engine("llama") as engine,
-        client.attach(engine.hello(write_weights("llama", weights))) as attached,
+        # Weights of this test alone: a model that others restored plans by what their restores took.
+        client.attach(engine.hello(write_weights("llama", tmp_path))) as attached,
     ):
         plan = attached.plan(64)
         assert plan.methods == "kv:0-2"
