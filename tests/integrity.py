@@ -69,7 +69,7 @@ def _claims(cache: Cache) -> Iterator[str]:
 
 
 def _uses(cache: Cache) -> Iterator[str]:
-    uses = Counter(uid for lease in cache.leases.holding() for uid in (lease.view.uid, *lease.others))
+    uses = Counter(uid for lease in cache.leases.leases() for uid in (lease.view.uid, *lease.others))
     uses.update(reservation.session.uid for reservation in cache.appends.reservations())
     if any(session.use_count != uses[session.uid] for session in cache.ledger.listing()):
         yield "sessions in use, as the ledger knows them, are not those that are leased or written"
@@ -119,7 +119,7 @@ def _holds(known: Iterable[Segment], holders: Counter[Segment]) -> Iterator[str]
 
 def _pins(cache: Cache) -> Iterator[str]:
     leased = {
-        segment_id: size for lease in cache.leases.holding() for segment_id, size in lease.pinned.items()
+        segment_id: size for lease in cache.leases.leases() for segment_id, size in lease.pinned.items()
     }
     reserved = {segment.segment_id: segment.layout.size_bytes for segment in cache.appends.held()}
     for what, pins, held in (

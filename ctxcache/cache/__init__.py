@@ -200,8 +200,6 @@ class Cache:
         So is what SSD has no free room for and is not worth its place there, the best kept first. Raises the
         first failure when everything else is done.
         """
-        # No reader is left. A lease that lingers would only hold rows.
-        self.leases.end_lingering()
         dirty = self._worth_keeping()
         results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)
         # A flush under way makes no room for others: sessions that found none are flushed one by one.

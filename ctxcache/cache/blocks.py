@@ -403,14 +403,15 @@ class Blocks:
             self._leases.let_go(one.lease for one in held.values())
             raise
         tokens, blocks = self._leases.tokens, list(map(held.get, range(len(keys))))
-        return tokens.hold(tenant, blocks, tokens.ticket(ttl_ns))
+        return tokens.hold(tenant, blocks, ttl_ns)
 
-    def to_hold(
+    def hold_at_hand(
         self, tenant: str, space: bytes, keys: Sequence[bytes], client: int | None
-    ) -> "ToHold | None":
-        """Of these, the first ones in DRAM, up to half of what `client` may pin, without waiting.
+    ) -> list[Held | None]:
+        """Hold the first of these that lie in DRAM, up to half of what `client` may pin, without waiting.
 
-        The other half is for who brings blocks, or reads them. To be held in this turn; None: nothing is.
+        The other half is for who brings blocks, or reads them. In the order of the keys; the caller puts what
+        is held under a token.
         """
         owner, now_ns = Pinner(tenant, client), self._state.clock.now_ns()
         there = self._shown(tenant, space, keys, now_ns)
@@ -418,12 +419,10 @@ class Blocks:
         # Half of them, where others hold too much for all.
         while some and not self._leases.has_room_for_blocks(some, owner):
             some = dict(islice(some.items(), len(some) // 2))
-        return ToHold(owner, there, some, now_ns) if some else None
-
-    def hold(self, chosen: "ToHold") -> list[Held | None]:
-        """Lease what was chosen in this turn, in the order of the keys. The caller puts it under a token."""
-        lease = self._leases.acquire_blocks(chosen.some, chosen.owner, chosen.now_ns)
-        segments = [None if block is None else chosen.some.get(block) for block in chosen.there]
+        if not some:
+            return [None] * len(keys)
+        lease = self._leases.acquire_blocks(some, owner, now_ns)
+        segments = [None if block is None else some.get(block) for block in there]
         return [None if segment is None else Held(lease, segment) for segment in segments]
 
     def _within(self, owner: Pinner, blocks: Mapping[Session, Segment]) -> dict[Session, Segment]:
@@ -655,7 +654,7 @@ class Blocks:
     async def _hold(self, request: ReadRequest, held: dict[int, Held], number: int) -> None:
         """Lease a block, and put the lease under that number, unless the block is gone, or bad."""
         try:
-            lease = await self._leases.acquire(request, is_tried=True)
+            lease = await self._leases.acquire(request)
         except (SessionNotFound, CorruptSegment):
             return
         self._keep(lease, held, number)
@@ -666,15 +665,6 @@ class Blocks:
         else:
             # It was cut while its bytes were brought.
             self._leases.release(lease.lease_id)
-
-
-class ToHold(NamedTuple):
-    """Blocks that are to be held: `some` of those `there`, in the order of their keys."""
-
-    owner: Pinner
-    there: Sequence[Session | None]
-    some: Mapping[Session, Segment]
-    now_ns: int
 
 
 def _at_hand(blocks: Iterable[Session | None]) -> dict[Session, Segment]:

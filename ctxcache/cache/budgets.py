@@ -57,8 +57,6 @@ class Pins(Budget):
         """The line of waiting callers, one per tenant, or one for all where the budget is not divided."""
         self._freed = asyncio.Event()
         self._waiting: Counter[str] = Counter()
-        self.let_go: Callable[[], None] = lambda: None
-        """Unpins what is pinned for nobody any more, before a caller has to wait."""
 
     @property
     def waiting_count(self) -> int:
@@ -105,10 +103,7 @@ class Pins(Budget):
         """
         if not self.fits(client, sizes_bytes):
             self.check_ever(client, sum(sizes_bytes.values()))
-            # Leases that linger without a reader end before a caller has to wait.
-            self.let_go()
-            if not self.fits(client, sizes_bytes):
-                return False
+            return False
         # A caller of this tenant that waits already goes first, even if this one would fit.
         return not self._waiting or self._account(client) not in self._waiting
 

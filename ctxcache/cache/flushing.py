@@ -364,8 +364,6 @@ class Flushing:
     async def demote(self, session: Session) -> None:
         """Flush a session and drop its segments from memory, held ones excepted. Raises as `flush`."""
         await self.flush(session)
-        if self._ledger.lingering:
-            self._ledger.let_go()
         # Rows or readers may have come since the flush: their segments stay.
         for segment in session.segments:
             if self._ledger.is_clean(segment):

@@ -298,9 +298,6 @@ class Hints:
         return HintAnswer(HintVerdict.CLIPPED if given_bytes else HintVerdict.REJECTED, IN_USE, given_bytes)
 
     def _expect(self, hint: Hint, session: Session) -> None:
-        # A lingering lease counts as use, and a session in use is not idle to any hint.
-        if self._ledger.lingering:
-            self._ledger.let_go()
         if hint.return_in_ns is None:
             # It does not return: nothing is kept for it.
             self._release(session)

@@ -4,17 +4,8 @@
 
 A lease holds its segments: neither eviction nor truncation nor deletion takes the bytes away before the lease
 ends. A session that does not fit into DRAM can still be read as a stream, chunk by chunk.
-
-    Lease ──set_down──► lingers ──take_up──► Lease
-                           └──LINGER_NS are over, or room is looked for──► released
-
-An engine that reads a session often, such as once a layer or once a token, would begin and end a use of the
-session each time. A lease that is set down goes on holding its rows for a moment, without a reader, and the
-same client may take it up again for a few microseconds. It never keeps anybody from room: whatever looks for
-something that may leave, or for room to pin, ends all that lingers first.
 """
 
-import asyncio
 import mmap
 import secrets
 from collections import Counter
@@ -22,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -127,6 +117,11 @@ class ReadPlan:
             self.sizes_bytes[segment.segment_id] = segment.layout.size_bytes
         return self.sizes_bytes
 
+    @property
+    def sum_count(self) -> int:
+        """Checksums of its pieces, as an answer says them."""
+        return len(self.pieces) * len(self.session.layout.specs)
+
     def look_for_stream(self, budget: Budget) -> dict[int, int]:
         """As `look`.
 
@@ -153,11 +148,7 @@ class ReadPlan:
 SECOND_NS = 10**9
 LEASE_LIFETIME_NS = 300 * SECOND_NS
 NEVER_NS = 1 << 62
-LINGER_NS = SECOND_NS // 4
-"""Rows are held without an end between two readers for this long at most; then the session rests."""
 NOTHING: Mapping[int, Slot] = MappingProxyType({})
-LINGER_LIMIT = 1024
-"""Leases that linger at a time."""
 
 
 # Two ways in, and one way out:
@@ -185,8 +176,6 @@ class Lease:
     # Both books use it: the pin that the client's share counts, and the hold that the ledger counts.
     deadline_ns: int = NEVER_NS
     begun_ns: int = 0
-    held_ns: int = 0
-    """Since when its rows are held; its reader may have come later, and taken up what lingered."""
     on_ssd: Mapping[int, Slot] = field(default_factory=dict)
     """Slots, by segment id, of what was left on SSD for who reads it there."""
     is_quiet: bool = False
@@ -269,14 +258,6 @@ TOKEN_TTL_LIMIT_NS = LEASE_LIFETIME_NS
 """How long what a token names lasts at most."""
 
 
-class Ticket(NamedTuple):
-    """A token that names nothing yet, and until when it is going to."""
-
-    token: bytes
-    deadline_ns: int
-    ttl_ns: int
-
-
 class Held(NamedTuple):
     """A block under a lease, which may be of others as well."""
 
@@ -313,35 +294,35 @@ class TokenLeases:
         """How many tokens are known."""
         return len(self._held)
 
-    def ticket(self, ttl_ns: int) -> Ticket:
-        """A new token, for so long from now on."""
+    def hold_prefix(self, tenant: str, lease: Lease, *, ttl_ns: int) -> TokenLease:
+        """Name the lease of a prefix by a new token for so long."""
+        return self._hold(tenant, (lease,), None, ttl_ns)
+
+    def hold(self, tenant: str, blocks: Sequence[Held | None], ttl_ns: int) -> TokenLease:
+        """Name what is held of these blocks by a new token for so long. A token of nothing is forgotten."""
+        leases = dict.fromkeys([block.lease for block in blocks if block is not None])
+        return self._hold(tenant, tuple(leases), tuple(blocks), ttl_ns)
+
+    def _hold(
+        self, tenant: str, leases: tuple[Lease, ...], blocks: tuple[Held | None, ...] | None, ttl_ns: int
+    ) -> TokenLease:
+        # Bounded like a lease: a token is no way to hold rows for ever.
+        ttl_ns = min(ttl_ns, TOKEN_TTL_LIMIT_NS)
+        deadline_ns = self._state.clock.monotonic_ns() + ttl_ns
+        for lease in leases:
+            lease.deadline_ns = deadline_ns
+        named = TokenLease(self._draw(), tenant, leases, blocks, deadline_ns, ttl_ns)
+        # A token of nothing would only fill the table.
+        if leases:
+            self._held[named.token] = named
+        return named
+
+    def _draw(self) -> bytes:
         if not self._unused:
             # Together: each draw lets go of the interpreter, which another thread may keep for a while.
             drawn = secrets.token_bytes(TOKENS_DRAWN * TOKEN_BYTES)
             self._unused = [drawn[begin : begin + TOKEN_BYTES] for begin in range(0, len(drawn), TOKEN_BYTES)]
-        # Bounded like a lease: a token is no way to hold rows for ever.
-        ttl_ns = min(ttl_ns, TOKEN_TTL_LIMIT_NS)
-        return Ticket(self._unused.pop(), self._state.clock.monotonic_ns() + ttl_ns, ttl_ns)
-
-    def hold_prefix(self, tenant: str, lease: Lease, *, ttl_ns: int) -> TokenLease:
-        """Name the lease of a prefix by a new token for so long."""
-        return self._hold(tenant, (lease,), None, self.ticket(ttl_ns))
-
-    def hold(self, tenant: str, blocks: Sequence[Held | None], ticket: Ticket) -> TokenLease:
-        """Name what is held by this token; a token of nothing is not remembered."""
-        leases = dict.fromkeys([one.lease for one in blocks if one is not None])
-        return self._hold(tenant, tuple(leases), tuple(blocks), ticket)
-
-    def _hold(
-        self, tenant: str, leases: tuple[Lease, ...], blocks: tuple[Held | None, ...] | None, ticket: Ticket
-    ) -> TokenLease:
-        for lease in leases:
-            lease.deadline_ns = ticket.deadline_ns
-        found = TokenLease(ticket.token, tenant, leases, blocks, ticket.deadline_ns, ticket.ttl_ns)
-        # A token of nothing would only fill the table.
-        if leases:
-            self._held[found.token] = found
-        return found
+        return self._unused.pop()
 
     def find(self, tenant: str, token: bytes) -> TokenLease:
         """The leases behind a token of the tenant, for any of its connections. Raises LeaseNotFound."""
@@ -408,12 +389,6 @@ class Leases:
         self._counts: Counter[str] = Counter()
         """Leases by tenant."""
         self._last_id = 0
-        self._lingering: dict[int, Lease] = {}
-        """Leases without a reader, by the number that they had."""
-        self._linger_timer: asyncio.TimerHandle | None = None
-        # The ledger and the pins end lingering leases by themselves when room is wanted.
-        self._ledger.lingering = self._lingering
-        self._ledger.let_go = pins.let_go = self.end_lingering
         self.tokens = TokenLeases(state, self)
 
     @property
@@ -431,10 +406,6 @@ class Leases:
         """Leases held now."""
         return self._leases.values()
 
-    def holding(self) -> Iterator[Lease]:
-        """Leases held now, and those that linger."""
-        return chain(self._leases.values(), self._lingering.values())
-
     def lease(self, lease_id: int) -> Lease:
         """One that is held now. Raises LeaseNotFound."""
         try:
@@ -448,16 +419,15 @@ class Leases:
 
     def held(self) -> Iterator[Segment]:
         """Segments held by leases, once per hold."""
-        return (piece.segment for lease in self.holding() for piece in lease.pieces)
+        return (piece.segment for lease in self._leases.values() for piece in lease.pieces)
 
-    async def acquire(self, request: ReadRequest, *, is_tried: bool = False) -> Lease:
+    async def acquire(self, request: ReadRequest) -> Lease:
         """Bring tokens into DRAM and hold them there. Pieces left on SSD are held, not verified.
 
-        `is_tried`: `acquire_at_once` has given up just now. Raises SessionNotFound, ModelFingerprintMismatch,
-        GenerationMismatch, TokenRangeOutOfBounds, CapacityExceeded, TooManyRequests, CorruptSegment,
-        TierFailure.
+        Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, TokenRangeOutOfBounds,
+        CapacityExceeded, TooManyRequests, CorruptSegment, TierFailure.
         """
-        lease = None if is_tried else self.acquire_at_once(request)
+        lease = self.acquire_at_once(request)
         if lease is not None:
             return lease
         # Held before the promotion: the segments on their way must not be evicted again by other readers.
@@ -499,7 +469,6 @@ class Leases:
             lease_id=self._last_id,
             client=owner,
             begun_ns=now_ns,
-            held_ns=now_ns,
             deadline_ns=now_ns + LEASE_LIFETIME_NS,
         )
         for piece in lease.pieces:
@@ -522,10 +491,11 @@ class Leases:
             if lease.lease_id in self._leases:
                 self.release(lease.lease_id)
 
-    def acquire_at_once(self, request: ReadRequest) -> Lease | None:
+    def acquire_at_once(self, request: ReadRequest, *, sum_limit: int | None = None) -> Lease | None:
         """Acquire without waiting: all rows are in DRAM, or left on SSD, and there is room.
 
-        Returns None and changes nothing otherwise. Raises as `acquire`, except CorruptSegment and
+        Returns None and changes nothing otherwise, and where the answer is to say more checksums than
+        `sum_limit`. Raises as `acquire`, except CorruptSegment and
         TierFailure.
         """
         # A recheck reads every byte, and belongs on the way that may wait.
@@ -537,6 +507,8 @@ class Leases:
             sizes_bytes = plan.look()
             # `has_room` pins nothing. Nothing awaits until `_begin` does.
             if not plan.is_ready or not self.pins.has_room(plan.owner, sizes_bytes):
+                return None
+            if sum_limit is not None and request.is_summed and plan.sum_count > sum_limit:
                 return None
         except CacheError as error:
             self._missed(request, error)
@@ -606,121 +578,23 @@ class Leases:
 
     def release(self, lease_id: int) -> None:
         """End a lease. Raises LeaseNotFound."""
-        now_ns = self._state.clock.monotonic_ns()
-        lease = self._end(lease_id, now_ns)
-        self._free(lease, now_ns)
-        if self._state.journal.listening is not None:
-            self._state.journal.did(Call.RELEASE, lease.view, lease=lease_id)
-
-    def set_down(self, lease_id: int) -> bool:
-        """End a lease as `release` does, but for its rows: they are held a moment longer, for `take_up`.
-
-        False where they are not. Raises LeaseNotFound.
-        """
-        now_ns = self._state.clock.monotonic_ns()
-        lease = self._leases.get(lease_id)
-        if (
-            # Not set down, but ended: a lease that is unknown, held too long without an end, one too many, or
-            # while somebody records calls, for a recording must show each read.
-            lease is None
-            or now_ns - lease.held_ns >= LINGER_NS
-            or len(self._lingering) >= LINGER_LIMIT
-            or self._state.journal.listening is not None
-        ):
-            self.release(lease_id)
-            # At most a quarter of a second, however often the client comes back: a session that is read all
-            # the time would never rest otherwise, and its policy would never hear of its turns.
-            return False
-        self._lingering[lease_id] = self._end(lease_id, now_ns)
-        # One timer for all: it ends whatever lingers by then, so that nothing lingers longer than LINGER_NS.
-        if self._linger_timer is None:
-            loop = asyncio.get_running_loop()
-            self._linger_timer = loop.call_later(LINGER_NS / SECOND_NS, self._linger_is_over)
-        return True
-
-    def lingers(self, lease: Lease) -> bool:
-        """Whether `take_up` may find it."""
-        return self._lingering.get(lease.lease_id) is lease
-
-    def take_up(self, lease: Lease) -> Session | None:
-        """Make a lease that lingers one of its client again, under a new number: for the same request.
-
-        Returns its session. None, and its rows are let go, where they are not held any more, or where the
-        request would be refused or find others.
-        """
-        if not self.lingers(lease):
-            return None
-        clock, view = self._state.clock, lease.view
-        now_ns, session = clock.now_ns(), self._ledger.get(view.uid)
-        if (
-            # Everything that a look would check, by numbers that change with the content:
-            #
-            #     generation, token count    cut, appended to, or written anew
-            #     expiry                     others were told that it is gone
-            #     to reckon                  a path was lost or came back: some rows may not be shown any more
-            #     limits                     the number of leases, as for any other
-            session is None
-            or session.generation != view.generation
-            or session.token_count != view.token_count
-            or session.expire_time_ns <= now_ns
-            or self._ledger.is_to_reckon(session)
-            or self._state.journal.listening is not None
-            or self._is_full(view.tenant)
-        ):
-            self._let_linger_no_more(lease)
-            return None
-        del self._lingering[lease.lease_id]
-        self._ledger.touched(session, now_ns)
-        token_count = lease.end - lease.begin
-        counters = self._state.counters
-        counters.read_token_count += token_count
-        counters.dram_hit_token_count += token_count
-        # Under a new number: a late release of the old one must not end this one.
-        self._last_id = lease.lease_id = self._last_id + 1
-        lease.begun_ns = clock.monotonic_ns()
-        lease.deadline_ns = lease.begun_ns + LEASE_LIFETIME_NS
-        lease.dram_token_count = token_count
-        self._leases[lease.lease_id] = lease
-        self._counts[view.tenant] += 1
-        self._state.journal.found(READ, view, tokens=token_count)
-        return session
-
-    def end_lingering(self) -> None:
-        """Let go of all that is held without a reader."""
-        while self._lingering:
-            self._let_linger_no_more(next(iter(self._lingering.values())))
-
-    def _linger_is_over(self) -> None:
-        self._linger_timer = None
-        self.end_lingering()
-
-    def _let_linger_no_more(self, lease: Lease) -> None:
-        # First: the ledger may ask for the end of all that lingers.
-        del self._lingering[lease.lease_id]
-        self._free(lease, self._state.clock.monotonic_ns())
-
-    def _end(self, lease_id: int, now_ns: int) -> Lease:
-        """A reader is done; its lease's rows are held yet. Raises LeaseNotFound."""
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             raise LeaseNotFound(lease_id=lease_id)
-        tenant = lease.view.tenant
+        now_ns, tenant = self._state.clock.monotonic_ns(), lease.view.tenant
         self._counts[tenant] -= 1
         if not self._counts[tenant]:
             del self._counts[tenant]
         self._state.seen.lease_s.observe((now_ns - lease.begun_ns) / SECOND_NS)
-        return lease
-
-    def _free(self, lease: Lease, now_ns: int) -> None:
-        """Let go of a lease's rows."""
         if not lease.is_quiet:
             # Its use first, then its rows: the policy ranks the session before its segments may leave.
             self._ledger.read_ended(lease.view.uid, now_ns / SECOND_NS)
             for uid in lease.others:
                 self._ledger.read_ended(uid, now_ns / SECOND_NS)
-        for piece in lease.pieces:
-            self._ledger.released(piece.segment, is_past=piece.segment.segment_id not in lease.pinned)
+        self._let_go(lease)
         self.pins.unpin(lease.client, lease.pinned)
+        if self._state.journal.listening is not None:
+            self._state.journal.did(Call.RELEASE, lease.view, lease=lease_id)
 
     def expire_due(self) -> None:
         """End leases past their deadline."""
@@ -896,7 +770,6 @@ class Leases:
             sizes_bytes,
             dram_token_count,
             begun_ns=now_ns,
-            held_ns=now_ns,
             on_ssd=on_ssd,
             is_quiet=is_quiet,
             others=tuple([one.uid for one in others]) if others else (),

@@ -316,10 +316,6 @@ class Queues:
         session = self._state.ledger.get(uid)
         if session is None:
             return
-        # Lingering, a returning reader would be no new access, and the job would never be seen to run.
-        # A reader that comes back from here on is the job's.
-        if self._state.ledger.lingering:
-            self._state.ledger.let_go()
         if order is not None:
             self._starting.pop(uid, None)
             self._state.ledger.placement.hinted(session, order)

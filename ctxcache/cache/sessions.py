@@ -384,9 +384,6 @@ class Sessions:
             problem = "has other contents than the source"
         if problem:
             raise InvalidArgument(field="session_id", problem=problem)
-        # A lease without a reader is no use.
-        if self._ledger.lingering:
-            self._ledger.let_go()
         # Somebody reads it, or has been told that it stays: not replaced under them.
         if not found.is_idle or self._ledger.placement.is_awaited(found.uid):
             raise SessionInUse(session=found.name)

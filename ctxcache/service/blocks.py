@@ -18,8 +18,8 @@ from xxhash import xxh3_64
 
 from ctxcache.cache import Cache
 from ctxcache.cache.block_news import BlockNews
-from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, ToHold, Wanted, WrittenPart
-from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Held, Ticket, TokenLease
+from ctxcache.cache.blocks import BlockState, FoundBlock, Room, Wanted, WrittenPart
+from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Held, TokenLease
 from ctxcache.cache.state import Pace
 from ctxcache.core.ledger.session import Expiration, Session, block_model
 from ctxcache.core.prefix.keys import (
@@ -301,87 +301,60 @@ async def look_up(
     cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, client: int | None, pace: Pace
 ) -> block_pb2.LookupBlocksResponse:
     """See the proto. Held blocks count in the share of `client`. Raises InvalidArgument."""
-    space, keys = _space(request.space), _keys(request.keys)
-    ttl_ns = _hold_ns(request)
-    response, held = block_pb2.LookupBlocksResponse(), list[Held | None]()
+    look = _LookUp(cache, request, tenant, client)
     try:
-        for begin in range(0, len(keys), KEYS_PER_LOOK):
+        for begin in range(0, len(look.keys), KEYS_PER_LOOK):
             if begin and pace.is_over:
                 await pace.rest()
-            some = keys[begin : begin + KEYS_PER_LOOK]
-            _tell(cache.blocks.look_up(tenant, space.fingerprint, some), response)
-            chosen = cache.blocks.to_hold(tenant, space.fingerprint, some, client) if ttl_ns else None
-            held += [None] * len(some) if chosen is None else cache.blocks.hold(chosen)
+            look.add(look.keys[begin : begin + KEYS_PER_LOOK])
     except BaseException:
-        cache.leases.let_go(one.lease for one in held if one)
+        look.let_go()
         raise
-    if any(held):
-        ticket = cache.leases.tokens.ticket(ttl_ns)
-        cache.leases.tokens.hold(tenant, held, ticket)
-        _tell_ticket(cache, ticket, response)
-    return response
+    return look.answer()
 
 
-class Answered(NamedTuple):
-    """An encoded answer, and what is to be held by a token that it tells, in this turn."""
-
-    encoded: bytes
-    ticket: Ticket | None = None
-    chosen: ToHold | None = None
-
-
-# A caller waits for the answer, and holding blocks takes longer than finding them. The answer goes first:
-#
-#     one turn of the loop   looked up, chosen ──► answer sent ──► held
-#
-# Nothing else runs in between that could let go of a block, and what the caller asks next is read afterwards.
 def look_up_at_once(
     cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, client: int
-) -> Answered | None:
-    """As `look_up`, but that `hold` is to be called behind it.
-
-    None, and nothing is done, for more keys than take a moment. Raises InvalidArgument.
-    """
-    ttl_ns = _hold_ns(request)
-    if len(request.keys) > (KEYS_HELD_AT_ONCE if ttl_ns else KEYS_PER_LOOK):
+) -> block_pb2.LookupBlocksResponse | None:
+    """As `look_up`. None, and nothing is done, for more keys than take a moment. Raises InvalidArgument."""
+    if len(request.keys) > (KEYS_HELD_AT_ONCE if request.HasField("hold") else KEYS_PER_LOOK):
         return None
-    space, keys = _space(request.space), list(request.keys)
-    found = cache.blocks.look_up(tenant, space.fingerprint, keys)
-    if ABSENT in found or not found:
-        # A key of another length is none of a block: it is among those that are not there.
-        _keys(keys)
-    chosen = cache.blocks.to_hold(tenant, space.fingerprint, keys, client) if ttl_ns else None
-    if chosen is None:
-        return Answered(_encoded(found))
-    ticket, response = cache.leases.tokens.ticket(ttl_ns), block_pb2.LookupBlocksResponse()
-    _tell_ticket(cache, ticket, response)
-    # Encoded messages one behind the other are one message.
-    return Answered(_encoded(found) + response.SerializeToString(), ticket, chosen)
+    look = _LookUp(cache, request, tenant, client)
+    look.add(look.keys)
+    return look.answer()
 
 
-def hold(cache: Cache, tenant: str, answered: Answered) -> bytes:
-    """Hold what an answer of this turn says is held; returns its token, empty where nothing is."""
-    if answered.chosen is None or answered.ticket is None:
-        return b""
-    return cache.leases.tokens.hold(tenant, cache.blocks.hold(answered.chosen), answered.ticket).token
+class _LookUp:
+    """The answer to a look-up, made part by part, and the blocks that it holds."""
 
+    def __init__(
+        self, cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, client: int | None
+    ) -> None:
+        """Raises InvalidArgument."""
+        self._cache, self._tenant, self._client = cache, tenant, client
+        self._space, self.keys = _space(request.space).fingerprint, _keys(request.keys)
+        self._ttl_ns = _hold_ns(request)
+        self._response = block_pb2.LookupBlocksResponse()
+        self._held: list[Held | None] = []
 
-def _encoded(found: Sequence[FoundBlock]) -> bytes:
-    """The encoded answer that says what was found."""
-    if found.count(found[0]) == len(found):
-        # Mostly one answer, and one object, for all: no key is looked at again.
-        return _alike(found[0], len(found))
-    response = block_pb2.LookupBlocksResponse()
-    _tell(found, response)
-    return response.SerializeToString()
+    def add(self, keys: list[bytes]) -> None:
+        """Say what is there of these keys, which follow those before, and hold it where that is asked for."""
+        blocks = self._cache.blocks
+        _tell(blocks.look_up(self._tenant, self._space, keys), self._response)
+        if self._ttl_ns:
+            self._held += blocks.hold_at_hand(self._tenant, self._space, keys, self._client)
 
+    def let_go(self) -> None:
+        """End what is held."""
+        self._cache.leases.let_go(one.lease for one in self._held if one)
 
-@lru_cache(ANSWERS_KEPT)
-def _alike(one: FoundBlock, count: int) -> bytes:
-    """The encoded answer that says the same of so many keys."""
-    response = block_pb2.LookupBlocksResponse()
-    _tell([one] * count, response)
-    return response.SerializeToString()
+    def answer(self) -> block_pb2.LookupBlocksResponse:
+        """The answer to all keys; what is held has a token from here on."""
+        if any(self._held):
+            named = self._cache.leases.tokens.hold(self._tenant, self._held, self._ttl_ns)
+            self._response.token = named.token
+            self._response.expire_time.FromNanoseconds(_expire_ns(self._cache, named.deadline_ns))
+        return self._response
 
 
 def _tell(found: Sequence[FoundBlock], response: block_pb2.LookupBlocksResponse) -> None:
@@ -391,11 +364,6 @@ def _tell(found: Sequence[FoundBlock], response: block_pb2.LookupBlocksResponse)
     response.states.extend([_STATES[one.state] for one in found])
     response.size_bytes.extend([sums[one.part_bytes] for one in found])
     response.are_in_dram.extend([one.is_in_memory for one in found])
-
-
-def _tell_ticket(cache: Cache, ticket: Ticket, response: block_pb2.LookupBlocksResponse) -> None:
-    response.token = ticket.token
-    response.expire_time.FromNanoseconds(_expire_ns(cache, ticket.deadline_ns))
 
 
 def _expire_ns(cache: Cache, deadline_ns: int) -> int:

@@ -408,11 +408,9 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None  # noqa: S101  # frames come after it was made
         if isinstance(answer, bytes):
             self._transport.write(encode_frame(FrameKind.ACCESS, answer))
-            if self._client is not None and self._client.answered is not None:
-                self._client.settle()
         # Carried out in a task: only this client waits for it.
         elif self._client is not None:
-            self._finish_later(self._client.carry_out(answer, is_tried=True))
+            self._finish_later(self._client.carry_out(answer))
 
 
 def _bad(field: str, problem: str) -> InvalidArgument:

@@ -23,7 +23,7 @@ from ctxcache.cache.leases import Lease
 from ctxcache.cache.models import Registered
 from ctxcache.cache.queues import Change, LayerRun, LayerWhere, Readiness
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import Piece, Session, SessionView
+from ctxcache.core.ledger.session import Piece, SessionView
 from ctxcache.core.placement.schedule import PRIORITY_LIMIT, Job
 from ctxcache.errors import CacheError, CapacityExceeded, InvalidArgument
 from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout, slot_bytes
@@ -362,77 +362,6 @@ def fill_lease(
     message.expire_time.seconds, message.expire_time.nanos = divmod(expire_time_ns, SECOND_NS)
     if is_brief:
         _fill_runs(message.runs, lease.pieces)
-
-
-# The bytes of such an answer. What is in brackets is made for each reader, all else once:
-#
-#     results │ lease │ [lease_id, expire_time] │ session │ facts, [access_time, expire_time] │ rest: runs, …
-#
-# Each of the three has its length in front, and is put together anew with it.
-class LeaseAnswer:
-    """The answer to a lease, made once for its rows; `encoded` adds what each reader is told anew."""
-
-    def __init__(self, lease: Lease, session: Session, clock: Clock, *, is_brief: bool) -> None:
-        """`lease`: of rows in DRAM alone."""
-        # Facts that may change while the rows stay: a taken-up answer is right if they are equal.
-        self._facts = _changing(session, clock.wall_ahead_ns())
-        message = arena_pb2.Lease()
-        told = replace(lease, view=session.view())
-        fill_lease(message, told, clock, is_brief=is_brief, limit_bytes=SEGMENT_BYTES_LIMIT)
-        if not is_brief:
-            fill_segments(message, lease, 0, len(lease.pieces))
-        message.session.ClearField("access_time")
-        message.session.ClearField("expire_time")
-        # Anew each time: number, times and what changes; the rest is bytes.
-        self._session = message.session.SerializeToString()
-        message.ClearField("lease_id")
-        message.ClearField("expire_time")
-        message.ClearField("session")
-        self._rest = message.SerializeToString()
-        self._lease, self._times = arena_pb2.Lease(), session_pb2.Session()
-        self._lease_end = self._lease.expire_time
-        self._accessed, self._session_end = self._times.access_time, self._times.expire_time
-
-    def encoded(self, lease: Lease, session: Session, clock: Clock) -> bytes | None:
-        """An AccessResponse of one result, without its number: a lease of these rows that has just begun.
-
-        None where the session is no longer what was said of it.
-        """
-        ahead_ns = clock.wall_ahead_ns()
-        # Compared before the bytes are used: an answer that is taken up must be what a new one would be.
-        if self._facts != _changing(session, ahead_ns):
-            return None
-        accessed_ns = session.access_time_ns + ahead_ns
-        self._lease.lease_id = lease.lease_id
-        # The moment of the access, and from it the time that the lease has: both of one clock, read once.
-        for told, time_ns in (
-            (self._lease_end, accessed_ns + lease.deadline_ns - lease.begun_ns),
-            (self._accessed, accessed_ns),
-            (self._session_end, session.expire_time_ns + ahead_ns),
-        ):
-            told.seconds, told.nanos = divmod(time_ns, SECOND_NS)
-        own = entry(_LEASE_SESSION, self._session + self._times.SerializeToString())
-        told_lease = entry(_RESULT_LEASE, self._lease.SerializeToString() + own + self._rest)
-        return entry(_RESULTS, told_lease)
-
-
-def _changing(session: Session, ahead_ns: int) -> tuple[object, ...]:
-    """The facts of a session's message that a lease of all its rows outlives, but for its times."""
-    amounts = session.amounts()
-    return (
-        session.durable_token_count,
-        session.expiration,
-        session.is_pinned,
-        session.copies,
-        amounts.memory_bytes,
-        amounts.durable_bytes,
-        ahead_ns,
-    )
-
-
-_LEASE_SESSION = arena_pb2.Lease.DESCRIPTOR.fields_by_name["session"].number
-_RESULT_LEASE = arena_pb2.OperationResult.DESCRIPTOR.fields_by_name["lease"].number
-_RESULTS = arena_pb2.AccessResponse.DESCRIPTOR.fields_by_name["results"].number
 
 
 def too_large(size_bytes: int, limit_bytes: int) -> CapacityExceeded:

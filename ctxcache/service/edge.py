@@ -16,7 +16,6 @@ logged there too, by `callers.py`.
 
 import asyncio
 import contextlib
-import contextvars
 import json
 import logging
 import time
@@ -26,8 +25,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
-    Generator,
     Iterable,
     Mapping,
 )
@@ -503,11 +500,10 @@ class Incoming:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._read: Coroutine[Any, Any, Any] | None = None
-        self._awaited: asyncio.Future[Any] | None = None
-        """The future of gRPC that the read waits for."""
-        self._wait: _Wait | None = None
-        """The rpc's wait for that."""
+        self._read: asyncio.Task[Any] | None = None
+        """The read of the next message, which outlives whoever waits for it."""
+        self._patience: asyncio.Timeout | None = None
+        """Over the wait for that read."""
         self._returned: list[bytes] = []
         self._is_over = False
 
@@ -529,23 +525,22 @@ class Incoming:
             return self._returned.pop()
         if self._is_over:
             return None
-        # The read is taken step by step here: a task of its own for each message would cost more than
-        # the message, and a cancellation of this one would reach the read.
         if self._read is None:
-            self._read = self._context.read()
-        while True:
-            if self._awaited is None or self._awaited.done():
-                try:
-                    self._awaited = self._read.send(None)
-                except StopIteration as end:
-                    message, self._read = end.value, None
-                    break
-                except BaseException:
-                    self._read = None
-                    raise
-            # One that waits for nothing has left the loop to others.
-            self._wait = None if self._awaited is None else _Wait(self._awaited)
-            await (self._wait or asyncio.sleep(0))
+            self._read = asyncio.create_task(self._context.read())
+            # A read whose rpc has ended meanwhile fails, and nobody waits for it any more.
+            self._read.add_done_callback(lambda read: read.cancelled() or read.exception())
+        try:
+            # `wait` leaves the read alone when this task is cancelled or has to give way.
+            async with asyncio.timeout(None) as self._patience:
+                await asyncio.wait([self._read])
+        except TimeoutError:
+            # The message may have come in the same turn of the loop.
+            if not self._read.done():
+                raise
+        finally:
+            self._patience = None
+        read, self._read = self._read, None
+        message = read.result()
         if message is grpc.aio.EOF:
             self._is_over = True
             return None
@@ -554,8 +549,8 @@ class Incoming:
 
     def give_way(self) -> None:
         """End the wait for the next message, if it has not come."""
-        if self._wait is not None:
-            self._wait.give_up(TimeoutError())
+        if self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time())
 
     def give_back(self, message: bytes | None) -> None:
         """Let it be the next one again."""
@@ -580,56 +575,6 @@ class Incoming:
             if message is None:
                 return
             left_bytes -= len(message)
-
-
-class _Wait:
-    """A task's wait for a future that outlives it: given up or cancelled, the future goes on.
-
-    To the task it is a future, and the future itself wakes the task. One between the two would cost a turn of
-    the loop, a tenth of a small call.
-    """
-
-    # The first is the mark of what a task waits for, see asyncio.isfuture; the task takes it off.
-    __slots__ = ("_asyncio_future_blocking", "_awaited", "_context", "_wake", "get_loop")
-
-    def __init__(self, awaited: "asyncio.Future[Any]") -> None:
-        self._asyncio_future_blocking = True
-        self._awaited, self.get_loop = awaited, awaited.get_loop
-        self._wake: Callable[[Any], object] | None = None
-        self._context: contextvars.Context | None = None
-
-    def __await__(self) -> "Generator[_Wait, None, None]":
-        try:
-            yield self
-        except Exception:
-            # The future's own error is for whoever asks for its result.
-            if not self._awaited.done():
-                raise
-
-    def add_done_callback(
-        self, wake: Callable[[Any], object], *, context: contextvars.Context | None = None
-    ) -> None:
-        """See asyncio.Future: by the task that waits."""
-        self._wake, self._context = wake, context
-        self._awaited.add_done_callback(wake, context=context)
-
-    def cancel(self, msg: str | None = None) -> bool:
-        """See asyncio.Future: when the task is cancelled."""
-        return self._end(lambda end: end.cancel(msg))
-
-    def give_up(self, error: Exception) -> None:
-        """Wake the task with an error, unless it is being woken."""
-        self._end(lambda end: end.set_exception(error))
-
-    def _end(self, bring_about: "Callable[[asyncio.Future[None]], object]") -> bool:
-        # Nothing is taken off where the future is done: then the task is on its way.
-        if self._wake is None or not self._awaited.remove_done_callback(self._wake):
-            return False
-        loop = self._awaited.get_loop()
-        end: asyncio.Future[None] = loop.create_future()
-        bring_about(end)
-        loop.call_soon(self._wake, end, context=self._context)
-        return True
 
 
 class Arrivals:

@@ -20,7 +20,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -29,7 +28,6 @@ from google.protobuf.message import DecodeError, Message
 from ctxcache.cache import Cache
 from ctxcache.cache.appends import Reservation
 from ctxcache.cache.leases import Lease, ReadRequest
-from ctxcache.core.ledger.session import Session
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -39,7 +37,6 @@ from ctxcache.errors import (
     PermissionDenied,
     ReservationNotFound,
 )
-from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.spans import TRACE_PARENT
 from ctxcache.service import blocks, convert, prefixes, validate
 from ctxcache.service.admission import OK, Admission
@@ -50,13 +47,12 @@ from ctxcache.v1 import arena_pb2, arena_pb2_grpc, block_pb2, session_pb2
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-# Three ways to answer a request, from the quickest:
+# Two ways to answer a request, with the same answers and errors:
 #
-#     the same bytes again    a lease that lingers is taken up; nothing is parsed       `_answer_again`
-#     at once                 one operation that needs no wait: no task, no lock        `answer_at_once`
-#     carried out             a batch, or an operation that may wait, in a task         `carry_out`
+#     at once        one operation that needs no wait: no task, no lock     `answer_at_once`
+#     carried out    a batch, or an operation that may wait, in a task      `carry_out`
 #
-# All give the same answers and errors. The quicker ones refuse to decide what they cannot do at once.
+# The first changes nothing where it cannot finish.
 OPERATIONS_LIMIT = 1024
 RESERVE_LIMIT = 1 << 20
 COMMITS_LIMIT = 1 << 16
@@ -64,14 +60,10 @@ LOOK_INTERVAL_S = 0.5
 """How often one looks, in a drain, whether what a silent client holds has ended by itself."""
 PIECES_PER_PAUSE = 16
 """Pieces of a lease that an answer tells of before others may have their turn."""
-PIECES_AT_ONCE, SUMS_AT_ONCE = 128, 1024
-"""Pieces of a lease, and their checksums, in an answer that is made at once: a quarter of a millisecond.
-Others have their turn while a longer one is made.
+SUMS_AT_ONCE = 1024
+"""Checksums in the answer to a lease that is made at once: a quarter of a millisecond. Others have their turn
+while a longer answer is made.
 """
-REPEATED_LIMIT_BYTES = 512
-"""Longer requests are not known again."""
-LINGERING_LIMIT = 256
-"""Requests of one client that are known again."""
 LEAST_PRUNED = 64
 """With fewer leases and reservations, what ended by itself is not looked for."""
 _AT_ONCE = frozenset(
@@ -101,20 +93,6 @@ _BY_KEYS = frozenset(
 """Operations on what is found by keys."""
 _OPTIONAL = frozenset({"range", "if_generation_match"})
 """Fields of AcquireLease that are there or not."""
-_NUMBER = b"\x08"
-"""The beginning of a request, of an answer and of ReleaseLease: the field of a number."""
-_OPERATION, _RELEASE = (
-    message.fields_by_name[name].number << 3 | convert.LENGTH_DELIMITED
-    for message, name in (
-        (arena_pb2.AccessRequest.DESCRIPTOR, "operations"),
-        (arena_pb2.Operation.DESCRIPTOR, "release_lease"),
-    )
-)
-_RELEASED = arena_pb2.AccessResponse(
-    results=[arena_pb2.OperationResult(released=arena_pb2.Released())]
-).SerializeToString()
-_RESULTS = arena_pb2.AccessResponse.RESULTS_FIELD_NUMBER
-_FOUND_BLOCKS = arena_pb2.OperationResult.FOUND_BLOCKS_FIELD_NUMBER
 _CLIENTS = itertools.count(1)
 
 
@@ -153,27 +131,13 @@ class LocalClient:
         self._tokens: set[bytes] = set()
         """Tokens of block leases that end with this client."""
         self._prune_count = LEAST_PRUNED
-        # A lease that exists before its answer: if the answer is never made, `end` finds it among `_leases`.
-        self._begun: Lease | None = None
-        """The lease of the request under way, where only its answer is still to be made."""
-        self.answered: blocks.Answered | None = None
-        """The look-up that was answered just now, and whose blocks are still to be held: for `settle`."""
-        self._repeatable: dict[int, Repeatable] = {}
-        """Leases that may be asked for again, by number."""
-        self._lingering: dict[bytes, Repeatable] = {}
-        """Leases that linger, by the request that they answer."""
 
     def answer_at_once(self, message: bytes) -> bytes | arena_pb2.AccessRequest:
         """Answer an encoded request of one operation that needs not wait.
 
         The request, and nothing is done, where it may have to: that is for `carry_out`, whose answers and
-        errors are the same. Call `settle` once the answer went out. Raises InvalidArgument.
+        errors are the same. Raises InvalidArgument.
         """
-        # No look at the message where nothing could be found.
-        if self._lingering or self._repeatable:
-            answer = self._answer_again(message)
-            if answer is not None:
-                return answer
         request = parsed(arena_pb2.AccessRequest.FromString, message)
         # A span needs a context of its own, which is a task's.
         if len(request.operations) != 1 or self._cache.state.spans.is_on:
@@ -184,15 +148,10 @@ class LocalClient:
             return request
         # The connection's trace parent belongs to an earlier request.
         TRACE_PARENT.set(request.trace_parent)
-        if kind == "lookup_blocks":
-            return self._look_up_at_once(request, message)
         response = arena_pb2.AccessResponse(request_id=request.request_id)
         result, end = response.results.add(), OK
         try:
-            if kind == "acquire_lease":
-                is_done = self._acquire_at_once(operation.acquire_lease, result, message)
-            else:
-                is_done = self._do_at_once(kind, operation, result)
+            is_done = self._do_at_once(kind, operation, result)
         except CacheError as error:
             is_done, end = True, _refuse(result, error)
         # Nothing was done: the long way begins from the start.
@@ -201,103 +160,30 @@ class LocalClient:
         self._cache.state.seen.operations[kind, end] += 1
         return response.SerializeToString()
 
-    def _look_up_at_once(
-        self, request: arena_pb2.AccessRequest, message: bytes
-    ) -> bytes | arena_pb2.AccessRequest:
-        """See `answer_at_once`. No message is made for the answer: it is mostly one that was given before."""
-        # A number that is not at the front cannot be cut off: such a request is answered the long way.
-        end = _number_end(message)
-        if request.request_id and not end:
-            return request
-        asked = request.operations[0].lookup_blocks
-        # Looks go on in a drain; what is to be held does not begin.
-        if self._admission.is_draining and asked.HasField("hold"):
-            return request
-        try:
-            answered = blocks.look_up_at_once(self._cache, asked, self._tenant, self.client)
-        except CacheError:
-            # The long way says so.
-            return request
-        if answered is None:
-            return request
-        self.answered = answered
-        self._cache.state.seen.operations["lookup_blocks", OK] += 1
-        return message[:end] + convert.entry(_RESULTS, convert.entry(_FOUND_BLOCKS, answered.encoded))
-
-    def settle(self) -> None:
-        """Hold what the answer of `answer_at_once` says is held: to be called in the same turn."""
-        answered, self.answered = self.answered, None
-        if answered is not None:
-            self._own_token(blocks.hold(self._cache, self._tenant, answered))
-
     def _own_token(self, token: bytes) -> None:
-        """What it names ends with this client; empty: nothing."""
+        """Release this token's lease when the client ends. Ignores an empty token."""
         if token:
             self._tokens.add(token)
             self._prune_if_many()
 
-    def _answer_again(self, message: bytes) -> bytes | None:
-        """Answer an encoded request that came before, but for its number, with the lease that it got then.
-
-        None, and nothing is done, where that lease does not linger. The request is not looked into: the same
-        bytes from the same client ask for the same, and `Leases.take_up` says whether it still is the same.
-        """
-        # Long requests name many streams, and come again seldom.
-        if len(message) > REPEATED_LIMIT_BYTES:
-            return None
-        number_end, state = _number_end(message), self._cache.state
-        asked = message[number_end:]
-        # Taken out: one lease answers one request at a time.
-        again = self._lingering.pop(asked, None)
-        if again is None:
-            return self._release_again(message, number_end)
-        # Spans would be missing, and a drain must not give out new leases.
-        if self._admission.is_draining or state.spans.is_on:
-            return None
-        session = self._cache.leases.take_up(again.lease)
-        if session is None:
-            return None
-        lease_id = again.lease.lease_id
-        self._leases.add(lease_id)
-        self._repeatable[lease_id] = again
-        state.seen.operations["acquire_lease", OK] += 1
-        # The request's own number is the answer's, and is put before it as it came.
-        return message[:number_end] + again.encoded(session, state.clock)
-
-    def _release_again(self, message: bytes, number_end: int) -> bytes | None:
-        """Release a lease that may be asked for again; None, and nothing is done, for any other request."""
-        lease_id = _released_id(message, number_end)
-        if lease_id not in self._repeatable or self._cache.state.spans.is_on:
-            return None
-        try:
-            self._release_lease(lease_id)
-        # The lease is over: only the long way has an answer for that.
-        except LeaseNotFound:
-            # It ended by itself: the long way says so.
-            return None
-        self._cache.state.seen.operations["release_lease", OK] += 1
-        return message[:number_end] + _RELEASED
-
-    async def carry_out(self, request: arena_pb2.AccessRequest, *, is_tried: bool = False) -> bytes:
+    async def carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
         """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch.
 
-        `is_tried`: `answer_at_once` has given up just now. Returns an encoded AccessResponse.
+        Returns an encoded AccessResponse.
         """
         TENANT.set(self._tenant)
         TRACE_PARENT.set(request.trace_parent)
         spans = self._cache.state.spans
-        # Tried without spans a moment ago: nothing can have come since.
-        is_tried = is_tried and not spans.is_on
         if spans.is_on and request.trace_parent:
             with spans.local(request.trace_parent, len(request.operations)):
-                return await self._carry_out(request, is_tried=is_tried)
-        return await self._carry_out(request, is_tried=is_tried)
+                return await self._carry_out(request)
+        return await self._carry_out(request)
 
-    async def _carry_out(self, request: arena_pb2.AccessRequest, *, is_tried: bool) -> bytes:
+    async def _carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
         response = arena_pb2.AccessResponse(request_id=request.request_id)
         # One operation is not encoded twice.
         if len(request.operations) == 1:
-            await self._do(request.operations[0], response.results.add(), is_tried=is_tried)
+            await self._do(request.operations[0], response.results.add())
             return response.SerializeToString()
         validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
         # A batch is cut at operations, and its answer at bytes: a client asks again for what was left out.
@@ -317,7 +203,6 @@ class LocalClient:
         result: arena_pb2.OperationResult,
         *,
         before_bytes: int = 0,
-        is_tried: bool = False,
     ) -> None:
         """Do an operation, and say what came of it; `before_bytes` of the answer are made already."""
         kind, end = operation.WhichOneof("operation"), OK
@@ -327,7 +212,7 @@ class LocalClient:
                 raise convert.too_large(before_bytes, self._batch_limit_bytes)
             match kind:
                 case "acquire_lease":
-                    await self._acquire(operation.acquire_lease, result.lease, is_tried=is_tried)
+                    await self._acquire(operation.acquire_lease, result.lease)
                 case "recheck_lease":
                     await self._recheck(operation.recheck_lease.lease_id)
                     result.rechecked.SetInParent()
@@ -411,6 +296,19 @@ class LocalClient:
         self._own_token(found.token)
         result.found_blocks.CopyFrom(found)
 
+    def _look_up_at_once(
+        self, request: block_pb2.LookupBlocksRequest, result: arena_pb2.OperationResult
+    ) -> bool:
+        """See `_look_up`. False, and nothing is done, for more keys than take a moment."""
+        if self._admission.is_draining and request.HasField("hold"):
+            raise Draining
+        found = blocks.look_up_at_once(self._cache, request, self._tenant, self.client)
+        if found is None:
+            return False
+        self._own_token(found.token)
+        result.found_blocks.CopyFrom(found)
+        return True
+
     def check_empty(self) -> None:
         """Raise Draining unless something is still held."""
         self._prune()
@@ -436,10 +334,6 @@ class LocalClient:
         for token in self._tokens:
             with suppress(LeaseNotFound):
                 self._cache.leases.tokens.release(self._tenant, token)
-        # Lingering leases of others end as well: their next requests are answered the long way.
-        self._cache.leases.end_lingering()
-        self._repeatable.clear()
-        self._lingering.clear()
         self._leases.clear()
         self._reservations.clear()
         self._puts.clear()
@@ -448,8 +342,12 @@ class LocalClient:
     def _do_at_once(
         self, kind: str | None, operation: arena_pb2.Operation, result: arena_pb2.OperationResult
     ) -> bool:
-        """Do an operation that never waits. False, and nothing is done, for one that may."""
+        """Do an operation that does not wait. False, and nothing is done, for one that may have to."""
         match kind:
+            case "acquire_lease":
+                return self._acquire_at_once(operation.acquire_lease, result.lease)
+            case "lookup_blocks":
+                return self._look_up_at_once(operation.lookup_blocks, result)
             case "release_lease":
                 self._release_lease(operation.release_lease.lease_id)
                 result.released.SetInParent()
@@ -487,20 +385,15 @@ class LocalClient:
 
     def _prune(self) -> None:
         self._leases = {i for i in self._leases if self._cache.leases.is_held(i)}
-        self._repeatable = {i: one for i, one in self._repeatable.items() if i in self._leases}
         self._reservations = {i for i in self._reservations if self._cache.appends.is_open(i)}
         self._puts = {i for i in self._puts if self._cache.blocks.is_open(i)}
         self._tokens = {token for token in self._tokens if self._cache.leases.tokens.is_held(token)}
 
-    async def _acquire(
-        self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease, *, is_tried: bool
-    ) -> None:
-        # The lease of the quick way, of which only the answer is missing.
-        lease, self._begun = self._begun, None
-        if lease is None and request.token:
+    async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> None:
+        if request.token:
             lease = await self._acquire_by_token(request)
-        elif lease is None:
-            lease = await self._cache.leases.acquire(self._asked(request), is_tried=is_tried)
+        else:
+            lease = await self._cache.leases.acquire(self._asked(request))
         self._grant(request, lease, message)
         if request.is_brief:
             return
@@ -513,30 +406,18 @@ class LocalClient:
                     await part.rest()
             convert.fill_segments(message, lease, begin, begin + PIECES_PER_PAUSE)
 
-    def _acquire_at_once(
-        self, request: arena_pb2.AcquireLease, result: arena_pb2.OperationResult, message: bytes
-    ) -> bool:
+    def _acquire_at_once(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> bool:
         """Lease rows that are in DRAM. False where they are not, and where the answer takes long to make."""
         # Those may have to wait, or take long.
         if request.token or request.leave_on_ssd:
             return False
-        lease = self._cache.leases.acquire_at_once(self._asked(request))
+        # Thousands of sums in one turn would hold up everybody: such an answer is made in a task.
+        lease = self._cache.leases.acquire_at_once(self._asked(request), sum_limit=SUMS_AT_ONCE)
         if lease is None:
             return False
-        self._grant(request, lease, result.lease)
-        # Thousands of sums in one turn would hold up everybody: the lease is kept, and its answer is made in
-        # a task.
-        count = len(lease.pieces)
-        is_long = count > PIECES_AT_ONCE or count * len(lease.view.layout.specs) > SUMS_AT_ONCE
-        if is_long and not request.is_brief:
-            self._begun = lease
-            return False
+        self._grant(request, lease, message)
         if not request.is_brief:
-            convert.fill_segments(result.lease, lease, 0, len(lease.pieces))
-        # Short answers of short requests: what a decode loop asks for again and again.
-        if len(message) <= REPEATED_LIMIT_BYTES and len(lease.pieces) <= PIECES_PER_PAUSE:
-            asked = message[_number_end(message) :]
-            self._repeatable[lease.lease_id] = Repeatable(lease, asked, is_brief=request.is_brief)
+            convert.fill_segments(message, lease, 0, len(lease.pieces))
         return True
 
     async def _acquire_by_token(self, request: arena_pb2.AcquireLease) -> Lease:
@@ -594,21 +475,7 @@ class LocalClient:
         if lease_id not in self._leases:
             raise LeaseNotFound(lease_id=lease_id)
         self._leases.discard(lease_id)
-        # Leases that may come again are set down; the others end.
-        repeatable, leases = self._repeatable.pop(lease_id, None), self._cache.leases
-        if repeatable is None:
-            leases.release(lease_id)
-            return
-        # Another one for the same request lingers already.
-        other = self._lingering.get(repeatable.asked)
-        if other is not None and leases.lingers(other.lease):
-            leases.release(lease_id)
-        elif leases.set_down(lease_id):
-            # Forgotten and not ended: each of them ends by the timer.
-            if len(self._lingering) >= LINGERING_LIMIT:
-                # Most of them are over by now, and the others are let go a moment later.
-                self._lingering.clear()
-            self._lingering[repeatable.asked] = repeatable
+        self._cache.leases.release(lease_id)
 
     async def _recheck(self, lease_id: int) -> None:
         if lease_id not in self._leases:
@@ -725,64 +592,12 @@ class LocalClient:
         self._reservations.discard(reservation_id)
 
 
-@dataclass(slots=True, eq=False)
-class Repeatable:
-    """A lease that answered a request which may come again: `asked` is that request without its number."""
-
-    lease: Lease
-    asked: bytes
-    is_brief: bool = field(kw_only=True)
-    answer: convert.LeaseAnswer | None = None
-
-    def encoded(self, session: Session, clock: Clock) -> bytes:
-        """The answer to the request, but for its number, now that the lease was taken up again."""
-        encoded = None if self.answer is None else self.answer.encoded(self.lease, session, clock)
-        # Facts may change between the making of the answer and its use: it is made anew until they agree.
-        while encoded is None:
-            self.answer = convert.LeaseAnswer(self.lease, session, clock, is_brief=self.is_brief)
-            encoded = self.answer.encoded(self.lease, session, clock)
-        return encoded
-
-
 def parsed(parse: Callable[[bytes], M], message: bytes) -> M:
     """A message from its bytes. Raises InvalidArgument."""
     try:
         return parse(message)
     except DecodeError as error:
         raise InvalidArgument(field="request", problem="is not a message of this rpc") from error
-
-
-def _number_end(message: bytes) -> int:
-    """Where the number at the beginning of an encoded request or answer ends; 0 where none is there."""
-    # The field of a number is left out where the number is 0.
-    if message[:1] != _NUMBER:
-        return 0
-    end = 1
-    while end < len(message) and message[end] & 0x80:
-        end += 1
-    return end + 1
-
-
-def _released_id(message: bytes, begin: int) -> int:
-    """The lease that an encoded request releases and does nothing else; 0 for any other request."""
-    size = len(message) - begin
-    # Five bytes and a number of at most ten.
-    # Read without protobuf: one field in one field in one field.
-    #
-    #     operations len | release_lease len | lease_id varint
-    if not 5 < size <= 15:
-        return 0
-    if message[begin : begin + 5] != bytes((_OPERATION, size - 2, _RELEASE, size - 4, _NUMBER[0])):
-        return 0
-    lease_id = shift = 0
-    # All bytes but the last must say that another follows, or this is no number.
-    for byte in message[begin + 5 : -1]:
-        if byte < 0x80:
-            return 0
-        lease_id |= (byte & 0x7F) << shift
-        shift += 7
-    last = message[-1]
-    return lease_id | last << shift if last < 0x80 else 0
 
 
 def _is_durable_batch(request: arena_pb2.CommitReservations) -> bool:

@@ -441,10 +441,8 @@ async def test_blocks_that_are_held_together_have_one_lease(rig: MemoryRig) -> N
     await put(rig, 1, 2, 3)
     leases, blocks = rig.cache.leases, rig.cache.blocks
     read_count = rig.cache.state.journal.counts["read", "hit"]
-    chosen = blocks.to_hold(TENANT, SPACE, list(map(key_of, (2, 9, 1, 2))), WRITER)
-    assert chosen is not None
-    assert not leases.lease_count
-    found = leases.tokens.hold(TENANT, blocks.hold(chosen), leases.tokens.ticket(SECOND_NS))
+    held_blocks = blocks.hold_at_hand(TENANT, SPACE, list(map(key_of, (2, 9, 1, 2))), WRITER)
+    found = leases.tokens.hold(TENANT, held_blocks, SECOND_NS)
     assert leases.lease_count == len(found.leases) == 1
     assert rig.cache.state.journal.counts["read", "hit"] == read_count + 2
     assert await blocks.delete(TENANT, SPACE, [key_of(1), key_of(2)]) == 2
@@ -476,11 +474,8 @@ async def test_of_blocks_that_are_to_be_held_the_first_ones_are_that_fit(rig: Me
         await put(rig, number, is_durable=True)
 
     def held(*some: int, client: int = WRITER) -> int:
-        chosen = blocks.to_hold(TENANT, SPACE, list(map(key_of, some)), client)
-        if chosen is None:
-            return 0
-        found = blocks.hold(chosen)
-        leases.tokens.hold(TENANT, found, leases.tokens.ticket(SECOND_NS))
+        found = blocks.hold_at_hand(TENANT, SPACE, list(map(key_of, some)), client)
+        leases.tokens.hold(TENANT, found, SECOND_NS)
         count = sum(one is not None for one in found)
         assert None not in found[:count]
         return count

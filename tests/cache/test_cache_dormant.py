@@ -418,7 +418,6 @@ async def test_what_somebody_waits_for_stays_awake(rig: MemoryRig) -> None:
     rig.cache.leases.release(lease.lease_id)
     ledger.placement.withdrawn(ledger.find(TENANT, "f"))
     await rig.cache.flushing.flush(ledger.find(TENANT, "d"))
-    rig.cache.leases.end_lingering()
     del lease
     assert await lull(rig) == set("cdfh")
     await rig.check()

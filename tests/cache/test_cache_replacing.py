@@ -226,19 +226,6 @@ async def test_what_others_do_while_the_source_is_flushed_is_seen(
         assert await read(rig, "chat", is_quiet=True) == expected(left)
 
 
-async def test_a_lease_that_lingers_is_no_reader(rig: MemoryRig, tokens: list[Token]) -> None:
-    """It is let go, and cannot be taken up again."""
-    await rig.create("chat")
-    await rig.append("chat", tokens, is_durable=True)
-    await staged(rig, "staged", tokens)
-    lease = await rig.acquire("chat")
-    assert rig.cache.leases.set_down(lease.lease_id)
-    await put_in_place(rig, "staged", "chat")
-
-    assert rig.cache.leases.take_up(lease) is None
-    await rig.check()
-
-
 async def test_rows_that_are_held_outlive_the_form(rig: MemoryRig, tokens: list[Token]) -> None:
     """A quiet reader is no user: it reads what it began to read, and then its bytes are given back."""
     await rig.create("chat")

@@ -47,11 +47,11 @@ from tests.server_process import ServerProcess
 ABORTS = int(os.environ.get("CTXCACHE_ABORTS", "60"))
 """How many a test makes."""
 CALLERS = 8
-BLOCKS = 40
-"""Of 32 tokens: for some three requests of eight."""
-LONGEST_TOKENS = 400
-COUNT = 120
-"""Tokens of an answer: long enough that blocks run out."""
+BLOCKS = 33
+"""Of 32 tokens, one more than vLLM needs. The prompts of eight requests fit, their answers do not."""
+FIRST_TOKENS, LONGEST_TOKENS = 60, 400
+COUNT = 200
+"""Tokens of an answer."""
 SETTLE_S = 60.0
 LONGEST_S = 3000.0
 """After which a run that has not made what it was to make is a finding."""
@@ -109,7 +109,7 @@ class Callers:
 
     def _call(self, number: int) -> None:
         draw = random.Random(1000 * self._options.seed + number)
-        prompt, began = words(draw, 150), 0
+        prompt, began = words(draw, FIRST_TOKENS), 0
         while not self._is_over.is_set():
             # One of four names nobody; names of two of the others are no ids.
             name = (None, f"caller-{number}-{began}", f"caller {number}@{began}", f"{number}/{began}")[
@@ -133,7 +133,7 @@ class Callers:
                 return
             prompt = [*prompt, *expected, *words(draw, 20)]
             if len(prompt) > LONGEST_TOKENS:
-                prompt, began = words(draw, 150), began + 1
+                prompt, began = words(draw, FIRST_TOKENS), began + 1
 
     def _cut_off(self, body: bytes, draw: random.Random) -> None:
         """Ask, and go away: before anything came, or behind the first words of the answer."""
@@ -143,7 +143,8 @@ class Callers:
         )
         with socket.create_connection(("127.0.0.1", self._server.port), timeout=60) as connection:
             connection.sendall(head.encode() + body)
-            wanted = draw.choice([0, 0, 1, 1000, 4000])
+            # Bytes of the answer, of which a token takes some 250.
+            wanted = draw.choice([0, 1, 4000, 20000, 40000])
             if not wanted:
                 # Somewhere between its arrival and its first token.
                 self._is_over.wait(draw.uniform(0, 0.3))

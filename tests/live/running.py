@@ -77,8 +77,6 @@ class RunningServer:
                 await asyncio.sleep(0)
 
     async def _rest(self) -> None:
-        # A quarter of a second later its own timer would do it, and this clock stands still until it jumps.
-        self.cache.leases.end_lingering()
         await self._upkeep.end_what_is_over()
         await self._upkeep.write_behind()
         await self._upkeep.make_room()

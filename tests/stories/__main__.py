@@ -12,7 +12,6 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.stories import bounds
 from tests.stories.store import STORIES
 from tests.stories.store import tell as tell_store
 from tests.stories.tracer import Told
@@ -47,14 +46,10 @@ def _print_figures(told: dict[str, Told], *, as_json: bool) -> None:
         found = {story: asdict(each.figures) for story, each in told.items()}
         sys.stdout.write(f"{json.dumps(found, indent=2)}\n")
         return
-    limits = bounds.load()
-    sys.stdout.write(f"{'story':<16}{'files':>8}{'calls':>8}{'hops':>8}   bound\n")
+    sys.stdout.write(f"{'story':<16}{'files':>8}{'calls':>8}{'hops':>8}\n")
     for story, each in told.items():
-        figures, limit = each.figures, limits[story]
-        sys.stdout.write(
-            f"{story:<16}{figures.files:>8}{figures.calls:>8}{figures.hops:>8}"
-            f"   {limit.files} / {limit.calls} / {limit.hops}\n"
-        )
+        figures = each.figures
+        sys.stdout.write(f"{story:<16}{figures.files:>8}{figures.calls:>8}{figures.hops:>8}\n")
 
 
 def _print_walk(told: dict[str, Told], *, as_json: bool) -> None:

@@ -17,7 +17,6 @@ import grpc
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from ctxcache.cache import leases
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.server.server import Server
 from ctxcache.service import fairness
@@ -172,14 +171,13 @@ async def _store(tracer: Tracer, directory: Path) -> AsyncIterator[Store]:
 def undisturbed() -> Iterator[None]:
     """Let each request run in one slice of time: a traced request is slow enough to lose its turn.
 
-    Nor does a lease stop lingering in the middle of another request, nor a session come into another bin of
-    idle time, however slow the machine is. The catalog's write has come back when a commit asks for it.
+    Nor does a session come into another bin of idle time, however slow the machine is. The catalog has its
+    write back when a commit asks for it.
     """
     steps_ns = itertools.count(time.monotonic_ns(), 1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SystemClock, "monotonic_ns", staticmethod(lambda: next(steps_ns)))
         patch.setattr(fairness, "SLICE_NS", 10**18)
-        patch.setattr(leases, "LINGER_NS", 10**15)
         patch.setattr(Catalog, "wait", _wait_at_once)
         yield
 

@@ -33,10 +33,6 @@ class Figures:
         found = [walk.figures for walk in walks]
         return cls(*(min(getattr(each, name) for each in found) for name in ("files", "calls", "hops")))
 
-    def is_within(self, bound: "Figures") -> bool:
-        """Whether no figure is above the bound's."""
-        return self.files <= bound.files and self.calls <= bound.calls and self.hops <= bound.hops
-
 
 @dataclass(slots=True)
 class Walk:

@@ -165,13 +165,6 @@ class Ledger:
     """How many sessions are known in any case, and for how long others are idle. May be replaced."""
     _looked_ns = 0
     """When it was last asked whether one is drowsy: a request does not look at the clock for that."""
-    lingering: Collection[object] = ()
-    """Reads that go on without a reader.
-
-    The part of `cache` that lets reads linger sets this, and `let_go`.
-    """
-    let_go: Callable[[], None] = staticmethod(lambda: None)
-    """Ends all of these."""
 
     def __init__(
         self,
@@ -1047,9 +1040,6 @@ class Ledger:
 
     def forgotten(self, segment: Segment) -> None:
         """The segment's record is gone: its slots are free as soon as nothing holds them."""
-        # Lingering leases hold without a reader. They end now, or the slots would wait for their deadline.
-        if self.lingering and segment.hold_count:
-            self.let_go()
         segment.happened(SegmentEvent.FORGOTTEN)
         self._empty(segment)
 
@@ -1154,9 +1144,6 @@ class Ledger:
         `among`: accounts, in the order in which they are asked. `is_due` says of a session in memory alone
         whether it is to be written anyway. `may_give`: see Resident. None when nothing may leave.
         """
-        if self.lingering:
-            # Leases that linger without a reader make segments look held. Room is wanted: they end first.
-            self.let_go()
         # No path can take these rows any more, so that keeping them back saves nothing.
         if self._kept_back and not self._devices.has_open_path:
             self._reconsider()
@@ -1225,8 +1212,6 @@ class Ledger:
         self, accepts: Callable[[Session], bool], among: Sequence[str] | None
     ) -> Session | None:
         """The coldest session that is to be written, of these accounts, of those that `accepts` takes."""
-        if self.lingering:
-            self.let_go()
         # By rank, not by age: the coldest session leaves memory next, once it is written.
         uid = self._unwritten.ranking.first(lambda uid: accepts(self._by_uid[uid]), among)
         return None if uid is None else self._by_uid[uid]
@@ -1285,28 +1270,20 @@ class Ledger:
 
     def next_from_memory(self, among: Sequence[str] | None) -> Session | None:
         """See Leaving.from_memory."""
-        if self.lingering:
-            self.let_go()
         return self._leaving.from_memory(among)
 
     def next_from_below(
         self, for_session: Session, size_bytes: int, besides: Collection[int] = ()
     ) -> Session | None:
         """See Leaving.from_below."""
-        if self.lingering:
-            self.let_go()
         return self._leaving.from_below(for_session, size_bytes, besides)
 
     def next_of_tenant(self, for_session: Session) -> Session | None:
         """See Leaving.of_tenant."""
-        if self.lingering:
-            self.let_go()
         return self._leaving.of_tenant(for_session)
 
     def next_over_share(self, dirty: Session) -> Session | None:
         """See Leaving.over_share."""
-        if self.lingering:
-            self.let_go()
         return self._leaving.over_share(dirty)
 
     # -- placement ---------------------------------------------------------------------------------

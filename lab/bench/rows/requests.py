@@ -200,7 +200,7 @@ def _many_layers(place: Place) -> Iterator[Sides]:
 
 @contextmanager
 def _by_turns(place: Place) -> Iterator[Sides]:
-    """Leases of many sessions by turns: most of them linger when they are asked for again, and some rest."""
+    """Leases of many sessions by turns."""
     scale = replace(place.scale, context_count=1, layer_count=4, token_count=64, row_bytes=256)
     with contexts(replace(place, scale=scale), access(*LOCAL), room_bytes=64 << 20) as c:
         handles = [

@@ -4,6 +4,7 @@ from typing import Any
 
 from ctxcache.cache import appends
 from ctxcache.cache.leases import Leases
+from ctxcache.service.local_client import LocalClient
 from tests.faults.planted import plant
 
 
@@ -29,13 +30,14 @@ def lease_kept_on_cancel(_: int) -> None:
 @plant
 def lease_kept_on_release(_: int) -> None:
     """One lease in ten that a local reader gives back is kept until its deadline."""
-    set_down, count = Leases.set_down, [0]
+    release, count = LocalClient._release_lease, [0]
 
-    def forgetful(reading: Leases, lease_id: int) -> bool:
+    def forgetful(client: LocalClient, lease_id: int) -> None:
         count[0] += 1
-        return set_down(reading, lease_id) if count[0] % 10 else False
+        if count[0] % 10:
+            release(client, lease_id)
 
-    setattr(Leases, "set_down", forgetful)  # noqa: B010
+    setattr(LocalClient, "_release_lease", forgetful)  # noqa: B010
 
 
 @plant
