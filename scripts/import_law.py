@@ -33,10 +33,17 @@ def _violations(law: Law, module: str, targets: set[str]) -> Iterator[str]:
     allowed = next((law[name]["only"] for name in reversed(rules) if "only" in law[name]), None)
     spared = {name for rule in rules for name in law[rule].get("may", ())}
     banned = {name for rule in rules for name in law[rule].get("never", ())} - spared
+    rooms = [f"{rule}.{room}" for rule in rules for room in law[rule].get("order", ())]
+    own = next((level for level, room in enumerate(rooms) if _is_within(module, room)), None)
+    above = [] if own is None else rooms[own + 1 :]
+    if rooms and own is None and module not in rules:
+        yield f"  {module} stands in no room"
     for target in sorted(targets):
         is_ours = target.partition(".")[0] in PACKAGES
         if any(_is_within(target, name) for name in banned):
             yield f"  {module} must never import {target}"
+        elif any(_is_within(target, room) for room in above):
+            yield f"  {module} may not import {target}, whose room is above its own"
         elif allowed is not None and is_ours and not any(_is_within(target, name) for name in allowed):
             yield f"  {module} may not import {target}; only: {', '.join(allowed) or 'nothing of ours'}"
 

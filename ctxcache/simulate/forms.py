@@ -1,11 +1,11 @@
 """Forms: a trace's sessions kept as K/V, in fewer bits, as token ids alone, or each for as long as it pays.
 
 A form takes bytes while a session is idle, and prefill when it returns. A pure strategy has one form. The
-mixed one goes from form to form with the time that a session is idle, as `gpu_worker.aging` does: it has the
-form that would have been the cheapest for a return just now. `learned` does so for a return as likely as
-those so far: what never returns is not worth its rent. `knows` picks the best form for each return that
-it foresees, and no store can. Turns take no time, and room is never short: it is paid for. Memory: an entry
-per session. Worst case: a trace without second turns, in which nothing is worth keeping.
+mixed one goes from form to form with the time that a session is idle, as `gpu_worker.saving.aging` does: it
+has the form that would have been the cheapest for a return just now. `learned` does so for a return as
+likely as those so far: what never returns is not worth its rent. `knows` picks the best form for each return
+that it foresees, and no store can. Turns take no time, and room is never short: it is paid for. Memory: an
+entry per session. Worst case: a trace without second turns, in which nothing is worth keeping.
 """
 
 import math

@@ -23,8 +23,8 @@ from gpu_worker.cli.serve import LOG_FORMAT, Ca, Certificate, Key, TokenFile
 from gpu_worker.planning.layout import Return
 
 if TYPE_CHECKING:
-    from gpu_worker.aging import Aged, SessionLook
-    from gpu_worker.upkeep import SessionUpkeep
+    from gpu_worker.saving.aging import Aged, SessionLook
+    from gpu_worker.sidecar.upkeep import SessionUpkeep
 
 ModelDirectory = Annotated[
     Path, typer.Argument(help="A local transformers model directory.", exists=True, file_okay=False)
@@ -191,7 +191,7 @@ def _upkeep(
     **wanted: Any,
 ) -> "Iterator[SessionUpkeep]":
     # Any: the fields of upkeep.UpkeepSettings.
-    from gpu_worker import upkeep  # noqa: PLC0415  --help needs no torch
+    from gpu_worker.sidecar import upkeep  # noqa: PLC0415  --help needs no torch
 
     token_file, ca, certificate, key = credentials
     tls = None if ca is None and certificate is None else ClientTls(ca, certificate, key)

@@ -37,7 +37,7 @@ from ctxcache.client import BlockPart, BlockSpace, Client
 from ctxcache.client.types import LookupState
 from gpu_worker.engines.link import LinkState, Refused, StoreLink, StoreSettings
 from gpu_worker.engines.spaces import model_of
-from gpu_worker.model_spec import digest_checkpoint
+from gpu_worker.model.spec import digest_checkpoint
 
 log = logging.getLogger(__name__)
 

@@ -41,27 +41,35 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS, loss_nats
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.aging import RENT_S_PER_GB_HOUR, THAW_S, Aging
 from gpu_worker.engines import names
+from gpu_worker.engines.transformers_host import HostCache, check_host
 from gpu_worker.errors import IncompleteRestore, LaneStuck, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
-from gpu_worker.generation import SINK_TOKENS, Capture, Stops, common_prefix, fit, prefill, stream_greedy
-from gpu_worker.host_cache import HostCache, check_host
+from gpu_worker.families.generation import (
+    SINK_TOKENS,
+    Capture,
+    Stops,
+    common_prefix,
+    fit,
+    prefill,
+    stream_greedy,
+)
+from gpu_worker.forms.snapshots import GRAIN_TOKENS, Snapshot, Snapshots
+from gpu_worker.model.probe import probe_of
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.unchanged import Unchanged
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.planned import Choice, Chooser, ReturnCost, Wanted
 from gpu_worker.pipeline.sources import ArenaPins
 from gpu_worker.pipeline.target import CacheTarget, LayerRoom, Target
-from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
 from gpu_worker.planning.decoding import DecodeRates, searched_split
 from gpu_worker.planning.layout import Return
+from gpu_worker.planning.plan import Method, RestorePlan, RestoreSchedule
 from gpu_worker.planning.profile import Profile, StatePlace
-from gpu_worker.probe import probe_of
-from gpu_worker.proof import adapt
 from gpu_worker.saving import Saver, Slice
-from gpu_worker.snapshots import GRAIN_TOKENS, Snapshot, Snapshots
-from gpu_worker.unchanged import Unchanged
+from gpu_worker.saving.aging import RENT_S_PER_GB_HOUR, THAW_S, Aging
 
 
 # The first pass of a turn, while later layers are still restored:

@@ -25,12 +25,12 @@ from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.transformers import DAMAGED, MISSES, Restoring, TransformersEngine, Turn, _Start
+from gpu_worker.engines.transformers_packed import ATTENTION, PackedModel, SequenceCache, Work
 from gpu_worker.errors import RestoreFailed
 from gpu_worker.families.adapter import refuse
-from gpu_worker.generation import Capture, end_token_ids, prefill
-from gpu_worker.packed import ATTENTION, PackedModel, SequenceCache, Work
+from gpu_worker.families.generation import Capture, end_token_ids, prefill
 from gpu_worker.pipeline.planned import Choice, Wanted
-from gpu_worker.plan import RestorePlan
+from gpu_worker.planning.plan import RestorePlan
 from gpu_worker.saving import Saver, Slice
 
 # Sessions A, B, C of one batch:

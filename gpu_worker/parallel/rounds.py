@@ -34,7 +34,7 @@ from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.target import LayerRoom, Target
-from gpu_worker.plan import Method, RestoreSchedule, Stage
+from gpu_worker.planning.plan import Method, RestoreSchedule, Stage
 
 
 class Gather(Protocol):

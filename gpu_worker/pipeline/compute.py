@@ -28,7 +28,6 @@ from transformers.pytorch_utils import Conv1D
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import LOSSY_KINDS, packing_of
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.deltas import Chain
 from gpu_worker.errors import IncompleteRestore, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import (
@@ -48,7 +47,9 @@ from gpu_worker.families.adapter import (
     rounds_before_gain,
     with_index,
 )
-from gpu_worker.generation import cache_argument, is_empty, layer_input, pieces
+from gpu_worker.families.generation import cache_argument, is_empty, layer_input, pieces
+from gpu_worker.forms.deltas import Chain
+from gpu_worker.forms.rows import quantized, widen
 from gpu_worker.kernels.kv_projection import reference as projection_reference
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
 from gpu_worker.kernels.operands import (
@@ -63,8 +64,7 @@ from gpu_worker.kernels.operands import (
 )
 from gpu_worker.kernels.rope_scatter import reference as scatter_reference
 from gpu_worker.pipeline.target import LayerRoom, Target
-from gpu_worker.plan import Method, RestoreSchedule
-from gpu_worker.rows import quantized, widen
+from gpu_worker.planning.plan import Method, RestoreSchedule
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ctxcache.errors import CacheError
 from gpu_worker.errors import LaneStuck, RestoreFailed, RestoreTooLate
-from gpu_worker.rows import BATCH_TOKENS
+from gpu_worker.forms.rows import BATCH_TOKENS
 
 LONGEST_S = 86_400.0
 

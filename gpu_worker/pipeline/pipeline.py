@@ -48,7 +48,7 @@ from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.lane import Deadline, Device, Lane, LaneEvent, Work
 from gpu_worker.pipeline.sources import Arrival, Cuts, LandingRows, RowSource
 from gpu_worker.pipeline.target import Target
-from gpu_worker.plan import LayerPart, RestoreSchedule, Stage
+from gpu_worker.planning.plan import LayerPart, RestoreSchedule, Stage
 
 # -- rings and restores ------------------------------------------------------------------------------
 

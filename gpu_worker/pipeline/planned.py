@@ -13,17 +13,17 @@ from itertools import accumulate
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.families import Adapter
+from gpu_worker.families.model_shape import model_shape
 from gpu_worker.pipeline.pipeline import Restoration
 from gpu_worker.pipeline.target import Target
-from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.assignment import Step, Timeline, simulate
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.layout import Return, choose_layout, snapshot_every, snapshot_every_by_bytes
+from gpu_worker.planning.plan import Method, RestorePlan, RestoreSchedule
 from gpu_worker.planning.planner import Plan, alternatives
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import LayerKind
-from gpu_worker.profiling.model_shape import model_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from ctxcache.format.streams import Stream
 from gpu_worker.errors import RestoreFailed, ShapeMismatch
 from gpu_worker.kernels.chunk_checksum import reference
 from gpu_worker.kernels.chunk_checksum.reference import ChunkPiece, Sums, is_fit
-from gpu_worker.libcuda import MOST_PITCH_BYTES, Libcuda
+from gpu_worker.kernels.libcuda import MOST_PITCH_BYTES, Libcuda
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.plan import Stage
 from gpu_worker.planning.holding import EngineAbilities, Holding
+from gpu_worker.planning.plan import Stage
 from gpu_worker.planning.planner import Plan, PlanRequest, plan
 from gpu_worker.planning.profile import NO_LIMIT, Profile
 from gpu_worker.planning.shape import ModelShape

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpu_worker.plan import Method
 from gpu_worker.planning.block import StreamBlock
 from gpu_worker.planning.option import LayerOptions, LayerPiece, Option
+from gpu_worker.planning.plan import Method
 
 
 class Step(NamedTuple):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from gpu_worker.plan import Method
 from gpu_worker.planning.assignment import Assignment
 from gpu_worker.planning.option import LayerOptions, LayerPiece, Option
+from gpu_worker.planning.plan import Method
 
 
 @dataclass(frozen=True, slots=True)

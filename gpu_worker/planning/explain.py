@@ -9,9 +9,9 @@ from itertools import groupby
 
 from ctxcache.format.packing import LOSSES_NATS, loss_nats
 from ctxcache.format.streams import StateKind
-from gpu_worker.plan import Method
 from gpu_worker.planning.assignment import PREFILL
 from gpu_worker.planning.option import LayerPiece
+from gpu_worker.planning.plan import Method
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.shape import LayerKind, LayerShape
 

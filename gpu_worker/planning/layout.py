@@ -20,8 +20,8 @@ from itertools import combinations, takewhile
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS, LOSSES_NATS, LOSSY_KINDS, loss_nats
 from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
-from gpu_worker.plan import Method
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
+from gpu_worker.planning.plan import Method
 from gpu_worker.planning.planner import PlanRequest, plan
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape

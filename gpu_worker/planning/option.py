@@ -9,9 +9,9 @@ from operator import le
 
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
-from gpu_worker.plan import Method
 from gpu_worker.planning.block import NOTHING, StreamBlock, step
 from gpu_worker.planning.holding import SPLIT_TOKENS, EngineAbilities, LayerHolding
+from gpu_worker.planning.plan import Method
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import LayerKind, LayerShape
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import CHAIN_KINDS, DELTAS
 from ctxcache.format.streams import StateKind
-from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.assignment import PREFILL, Assignment, Pass, Timeline, pieces_of, timeline
 from gpu_worker.planning.baselines import SplitAt, baselines, split_everywhere
 from gpu_worker.planning.block import StreamBlock
@@ -25,6 +24,7 @@ from gpu_worker.planning.option import (
     split_option,
     token_ids_block,
 )
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.search import Choices, Solution, solve
 from gpu_worker.planning.shape import ModelShape

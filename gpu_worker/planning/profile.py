@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.plan import Method, Stage
+from gpu_worker.planning.plan import Method, Stage
 from gpu_worker.planning.shape import LayerShape
 
 NO_LIMIT = float("inf")

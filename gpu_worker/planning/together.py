@@ -22,10 +22,10 @@ from functools import reduce
 from typing import NamedTuple
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.plan import Stage
 from gpu_worker.planning.assignment import Step, Timeline, simulate
 from gpu_worker.planning.block import NOTHING, START, State, StreamBlock, step
 from gpu_worker.planning.option import LayerPiece
+from gpu_worker.planning.plan import Stage
 from gpu_worker.planning.planner import Plan, PlanRequest, alternatives, plan
 
 # A session alone would use all of bus and device. A dear device favours plans that copy, a cheap one those

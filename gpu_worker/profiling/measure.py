@@ -26,15 +26,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS
 from gpu_worker.families import Adapter
+from gpu_worker.families.model_shape import model_shape, representatives
+from gpu_worker.forms.rows import pack
+from gpu_worker.model.proof import adapt
 from gpu_worker.pipeline.compute import Restorer, recompute_layers
-from gpu_worker.plan import Method, Stage
 from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.plan import Method, Stage
 from gpu_worker.planning.profile import Curve, Link, Profile
 from gpu_worker.planning.shape import LayerShape, ModelShape
-from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured
-from gpu_worker.proof import adapt
-from gpu_worker.rows import pack
 
 
 def hardware_name(device: torch.device) -> str:

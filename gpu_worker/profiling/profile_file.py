@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxcache.errors import CacheError, InvalidArgument
-from gpu_worker.plan import Stage
+from gpu_worker.planning.plan import Stage
 from gpu_worker.planning.profile import NO_LIMIT, Curve, Link, Profile
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
 

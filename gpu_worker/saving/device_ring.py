@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Stream, StreamSpec
-from gpu_worker.rows import stored_dtype
+from gpu_worker.forms.rows import stored_dtype
 from gpu_worker.saving.staging import RingRun, RowRing, RowRun
 
 RING_BYTES = 256 << 20

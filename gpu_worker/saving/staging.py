@@ -37,10 +37,10 @@ from torch import Tensor
 from ctxcache.errors import DeadlineExceeded, IncompleteAppend, InvalidArgument
 from ctxcache.format.packing import CHAIN_KINDS, DELTAS, is_on_tokens
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from gpu_worker.deltas import Chain, chained_layers
 from gpu_worker.errors import DeviceFailed
-from gpu_worker.libcuda import Libcuda
-from gpu_worker.rows import as_stored, stored_dtype
+from gpu_worker.forms.deltas import Chain, chained_layers
+from gpu_worker.forms.rows import as_stored, stored_dtype
+from gpu_worker.kernels.libcuda import Libcuda
 
 _INPUTS = Stream(0, StateKind.HIDDEN)
 Rows = slice | npt.NDArray[np.int64]

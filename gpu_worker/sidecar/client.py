@@ -22,7 +22,7 @@ from ctxcache.client.wire import Closing, trace_metadata
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument, Unavailable
 from ctxcache.format.streams import Stream
 from ctxcache.wire.status import from_rpc_error
-from gpu_worker.libcuda import NO_IPC, Libcuda
+from gpu_worker.kernels.libcuda import NO_IPC, Libcuda
 from gpu_worker.sidecar import errors as _errors  # noqa: F401  their codes are in the table then
 from gpu_worker.v1 import attachment_pb2, worker_pb2, worker_pb2_grpc
 

@@ -27,24 +27,24 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec, mismatch
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import DType, StateKind, Stream
-from gpu_worker.executed import digest_weights
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import DecoderLayer
-from gpu_worker.model_spec import digest_checkpoint, model_spec
+from gpu_worker.families.model_shape import model_shape
+from gpu_worker.model.executed import digest_weights
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import digest_checkpoint, model_spec
 from gpu_worker.parallel.sharded import cached_heads, shard
 from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
-from gpu_worker.plan import Stage
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.datasheets import HOST_GATHER, NVLINK, known_profile
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
+from gpu_worker.planning.plan import Stage
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Link, Profile, StatePlace
 from gpu_worker.planning.shape import ModelShape
 from gpu_worker.profiling.measure import hardware_name
-from gpu_worker.profiling.model_shape import model_shape
 from gpu_worker.profiling.profile_file import profile_path, read_profile
-from gpu_worker.proof import adapt
 from gpu_worker.sidecar.cache_layout import HeadShape
 
 FIELD = "weights.safetensors_directory"

@@ -23,13 +23,13 @@ from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import InvalidArgument, SessionNotFound, TokenRangeOutOfBounds, WriteOffsetMismatch
 from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.direct.storage import DirectStorage
-from gpu_worker.generation import common_prefix
+from gpu_worker.families.generation import common_prefix
 from gpu_worker.parallel.rounds import Alone, Gathering, SharedRound, StageTarget, taking_part
 from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.lane import device_of
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.target import Target
-from gpu_worker.plan import Method, RestoreSchedule, Stage
+from gpu_worker.planning.plan import Method, RestoreSchedule, Stage
 from gpu_worker.planning.planner import Plan
 from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, RestoreControl, slots_of
 from gpu_worker.sidecar.errors import TokensDiffer

@@ -19,8 +19,8 @@ from transformers import DynamicCache
 
 from ctxcache.errors import InvalidArgument, PositionsNotRelocatable
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.generation import SINK_TOKENS, prefill, stream_greedy
-from gpu_worker.plan import Method
+from gpu_worker.families.generation import SINK_TOKENS, prefill, stream_greedy
+from gpu_worker.planning.plan import Method
 from lab.demo.embedded_store import EmbeddedStore
 from lab.demo.replay import Replay
 from lab.demo.results import ModelResult, ReferenceTurn, RestoredTurn, Stopwatch, TurnResult, WindowTurn

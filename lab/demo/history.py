@@ -24,9 +24,9 @@ from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.generation import PREFILL_PIECE_TOKENS, Capture, continue_greedy, prefill
-from gpu_worker.plan import Method
-from gpu_worker.proof import adapt
+from gpu_worker.families.generation import PREFILL_PIECE_TOKENS, Capture, continue_greedy, prefill
+from gpu_worker.model.proof import adapt
+from gpu_worker.planning.plan import Method
 from gpu_worker.saving import Saver, Slice
 from lab.demo.embedded_store import EmbeddedStore
 from lab.demo.replay import first_difference, source_of

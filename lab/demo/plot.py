@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from gpu_worker.plan import Method
+from gpu_worker.planning.plan import Method
 from lab.demo.machine import Machine
 from lab.demo.results import ModelResult, Source
 from lab.demo.subject import METHOD_TITLES

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from ctxcache.client import Client
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.generation import common_prefix
-from gpu_worker.plan import Method
+from gpu_worker.families.generation import common_prefix
+from gpu_worker.planning.plan import Method
 from lab.demo.results import ReferenceTurn, RestoredTurn, Source, Stored
 from lab.demo.subject import METHOD_TITLES, Subject
 

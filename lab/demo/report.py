@@ -23,7 +23,7 @@ from typing import TypeAlias
 from rich.table import Table
 from rich.text import Text
 
-from gpu_worker.plan import Method
+from gpu_worker.planning.plan import Method
 from lab.demo.machine import Machine
 from lab.demo.results import (
     HistoryPoint,

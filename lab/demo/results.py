@@ -7,7 +7,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
-from gpu_worker.plan import Method
+from gpu_worker.planning.plan import Method
 
 
 class Source(enum.StrEnum):

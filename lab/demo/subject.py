@@ -17,9 +17,9 @@ from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import StateKind
 from gpu_worker.errors import UnsupportedArchitecture, UnsupportedDtype
-from gpu_worker.model_spec import model_spec
-from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.proof import adapt
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
+from gpu_worker.planning.plan import Method, RestorePlan
 from lab.demo.building import Progress
 from lab.demo.models import load_model, mha_twin, smollm2
 from lab.demo.text import ChatFormat, chat_format

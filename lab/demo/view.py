@@ -15,7 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from gpu_worker.plan import Method
+from gpu_worker.planning.plan import Method
 from lab.demo.results import ReferenceTurn, RestoredTurn, Source, WindowTurn
 from lab.demo.subject import METHOD_TITLES
 

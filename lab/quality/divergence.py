@@ -21,11 +21,11 @@ from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.families import Adapter
-from gpu_worker.generation import Capture
+from gpu_worker.families.generation import Capture
 from gpu_worker.kernels.quantization import OUTLIERS, dequantize, quantize
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.sources import LeasedSource
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.saving import Saver, Slice
 from lab.quality.restoring import HeldRows, pipeline_for, restored_cache
 

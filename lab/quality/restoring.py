@@ -18,7 +18,7 @@ from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.sources import RowSource
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import RestorePlan, RestoreSchedule
+from gpu_worker.planning.plan import RestorePlan, RestoreSchedule
 
 TIMEOUT_S = 600.0
 

@@ -25,8 +25,8 @@ from transformers.cache_utils import CacheLayerMixin
 from ctxcache.errors import InvalidArgument, PositionsNotRelocatable
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.families import Adapter
-from gpu_worker.generation import Capture
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.families.generation import Capture
+from gpu_worker.planning.plan import Method, RestorePlan
 from lab.quality.restoring import HeldRows, pipeline_for, restored_cache
 
 

@@ -24,17 +24,17 @@ from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
 from gpu_worker.engines.transformers import SessionRestorer
 from gpu_worker.errors import IncompleteRestore
-from gpu_worker.generation import PREFILL_PIECE_TOKENS, Capture, prefill
-from gpu_worker.model_spec import model_spec
+from gpu_worker.families.generation import PREFILL_PIECE_TOKENS, Capture, prefill
+from gpu_worker.families.model_shape import model_shape
+from gpu_worker.forms.rows import pack_rows
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.planned import Choice, Chooser
-from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import StatePlace
-from gpu_worker.profiling.model_shape import model_shape
-from gpu_worker.proof import adapt
-from gpu_worker.rows import pack_rows
 from lab.demo.embedded_store import EmbeddedStore
 from lab.restoring.figures import FIRST, LEAD, VERIFIED, WIDE_KINDS
 

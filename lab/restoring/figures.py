@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.plan import Method
 from gpu_worker.planning.baselines import HCACHE, HIDDEN, KV, KVPR, NAIVE_HYBRID, RECOMPUTE, MethodCounts
 from gpu_worker.planning.datasheets import known_model
+from gpu_worker.planning.plan import Method
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import StatePlace
 

@@ -27,17 +27,17 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import SessionInfo
 from ctxcache.format.packing import LOSSY_KINDS, loss_nats
 from ctxcache.format.streams import TOKENS
-from gpu_worker.aging import RENT_S_PER_GB_HOUR, kinds_text
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.families import Adapter
-from gpu_worker.generation import continue_greedy, prefill
-from gpu_worker.model_spec import model_spec
+from gpu_worker.families.generation import continue_greedy, prefill
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.sources import LeasedSource
-from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.layout import Kinds
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.planning.profile import Profile
 from gpu_worker.profiling.measure import measure
-from gpu_worker.proof import adapt
+from gpu_worker.saving.aging import RENT_S_PER_GB_HOUR, kinds_text
 from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import physical_core_count, this_machine
 from lab.demo.models import load_model, smollm2

@@ -35,10 +35,10 @@ import ctxcache
 from ctxcache.format.streams import StateKind
 from gpu_worker.errors import UnsupportedArchitecture, WeightsNotVisible
 from gpu_worker.families import Adapter
-from gpu_worker.generation import prefill
-from gpu_worker.model_spec import model_spec
-from gpu_worker.proof import adapt
-from gpu_worker.unchanged import Unchanged
+from gpu_worker.families.generation import prefill
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
+from gpu_worker.model.unchanged import Unchanged
 from lab.bench.server import serving
 from lab.studies.families import build, configured, conversation
 

@@ -27,10 +27,10 @@ import typer
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from gpu_worker.generation import prefill, stream_greedy
-from gpu_worker.host_cache import HostCache, transfer
+from gpu_worker.engines.transformers_host import HostCache, transfer
+from gpu_worker.families.generation import prefill, stream_greedy
+from gpu_worker.model.proof import adapt
 from gpu_worker.planning.decoding import DecodeRates, closed_split, searched_split, step_s
-from gpu_worker.proof import adapt
 from lab.demo.machine import physical_core_count
 from lab.restoring.models import SHAPES, subjects
 

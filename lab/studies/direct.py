@@ -32,15 +32,15 @@ from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.direct import Wanted, storage
 from gpu_worker.direct.storage import DirectStorage, probe_kvikio
 from gpu_worker.families import Adapter
-from gpu_worker.model_spec import model_spec
+from gpu_worker.forms.rows import pack_rows
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.compute import KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.sources import BatchLanding
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
-from gpu_worker.proof import adapt
-from gpu_worker.rows import pack_rows
+from gpu_worker.planning.plan import Method, RestorePlan, RestoreSchedule
 from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import this_machine
 from lab.restoring.models import SHAPES, random_model

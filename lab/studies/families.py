@@ -30,14 +30,13 @@ import ctxcache
 from ctxcache.client import Client
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind
-from gpu_worker import generation
 from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.families import Adapter
+from gpu_worker.families import Adapter, generation
 from gpu_worker.families.adapter import NO_ROPE, Rope
-from gpu_worker.generation import prefill
-from gpu_worker.model_spec import model_spec
-from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.proof import adapt, difference
+from gpu_worker.families.generation import prefill
+from gpu_worker.model.proof import adapt, difference
+from gpu_worker.model.spec import model_spec
+from gpu_worker.planning.plan import Method, RestorePlan
 from lab.bench.server import serving
 
 VOCABULARY = 97

@@ -18,13 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from ctxcache.format.model import ModelProbe, ModelSpec
-from gpu_worker.executed import digest_execution, digest_weights
-from gpu_worker.generation import prefill
-from gpu_worker.model_spec import model_spec
-from gpu_worker.packed import PackedModel, SequenceCache, Work
-from gpu_worker.probe import probe_of
-from gpu_worker.proof import adapt
-from gpu_worker.unchanged import Unchanged
+from gpu_worker.engines.transformers_packed import PackedModel, SequenceCache, Work
+from gpu_worker.families.generation import prefill
+from gpu_worker.model.executed import digest_execution, digest_weights
+from gpu_worker.model.probe import probe_of
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
+from gpu_worker.model.unchanged import Unchanged
 
 T = TypeVar("T")
 

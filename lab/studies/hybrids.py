@@ -30,15 +30,15 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import IncompleteRestore, SnapshotMismatch
 from gpu_worker.families import Adapter
-from gpu_worker.generation import Capture, prefill
+from gpu_worker.families.generation import Capture, prefill
+from gpu_worker.families.model_shape import model_shape
+from gpu_worker.forms.snapshots import Bytes, Snapshot, decoded, encoded, identities, states_of
+from gpu_worker.model.proof import adapt
 from gpu_worker.pipeline.compute import Modules, Restorer
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import Method
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.layout import Return, snapshot_every
-from gpu_worker.profiling.model_shape import model_shape
-from gpu_worker.proof import adapt
-from gpu_worker.snapshots import Bytes, Snapshot, decoded, encoded, identities, states_of
+from gpu_worker.planning.plan import Method
 from lab.studies.families import VOCABULARY, build
 
 NAMES = ("qwen3_next", "mamba2", "falcon_h1", "jamba", "lfm2")

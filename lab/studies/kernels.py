@@ -33,11 +33,11 @@ from gpu_worker.kernels.chunk_checksum.reference import ChunkPiece
 from gpu_worker.kernels.kv_projection import fused as projection_fused
 from gpu_worker.kernels.kv_projection import reference as projection_reference
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
+from gpu_worker.kernels.libcuda import Libcuda
 from gpu_worker.kernels.operands import Norm, NormKind, Pages, ProjectionWeights, Rotation
 from gpu_worker.kernels.quantization import quantize
 from gpu_worker.kernels.rope_scatter import fused as scatter_fused
 from gpu_worker.kernels.rope_scatter import reference as scatter_reference
-from gpu_worker.libcuda import Libcuda
 
 GIGA = 1e9
 PAGE_TOKENS = 16

@@ -21,15 +21,15 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.families import Adapter
-from gpu_worker.model_spec import model_spec
+from gpu_worker.forms.rows import pack_rows
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline, device_of
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
-from gpu_worker.proof import adapt
-from gpu_worker.rows import pack_rows
+from gpu_worker.planning.plan import Method, RestorePlan, RestoreSchedule
 from lab.demo.embedded_store import EmbeddedStore
 
 SHAPE: dict[str, Any] = {

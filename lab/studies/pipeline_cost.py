@@ -43,7 +43,8 @@ from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import align
 from ctxcache.format.streams import Stream
 from gpu_worker.kernels.chunk_checksum import fused as sums
-from gpu_worker.libcuda import Libcuda
+from gpu_worker.kernels.libcuda import Libcuda
+from gpu_worker.model.proof import adapt
 from gpu_worker.pipeline import pipeline as pipeline_module
 from gpu_worker.pipeline import sources
 from gpu_worker.pipeline.compute import Compute, Kernels, KernelWeights
@@ -51,8 +52,7 @@ from gpu_worker.pipeline.lane import Cuda, Deadline
 from gpu_worker.pipeline.pipeline import BufferRing, Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.sources import ArenaPins, ArenaSource, BatchLanding, LeasedSource
 from gpu_worker.pipeline.target import PagedTarget
-from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
-from gpu_worker.proof import adapt
+from gpu_worker.planning.plan import Method, RestorePlan, RestoreSchedule
 
 METHODS = (Method.KV, Method.HIDDEN)
 LAYERS = 8

@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import StateKind
 from gpu_worker.families import Adapter
-from gpu_worker.model_spec import model_spec
-from gpu_worker.proof import adapt
-from gpu_worker.rounding import Roundings
+from gpu_worker.forms.rounding import Roundings
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import physical_core_count, this_machine
 from lab.demo.models import load_model, mha_twin, smollm2

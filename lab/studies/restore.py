@@ -28,10 +28,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from gpu_worker.families.model_shape import model_shape
+from gpu_worker.model.proof import adapt
 from gpu_worker.planning.datasheets import MODEL_NAMES
 from gpu_worker.profiling.measure import Stopwatch, measure
-from gpu_worker.profiling.model_shape import model_shape
-from gpu_worker.proof import adapt
 from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import physical_core_count
 from lab.restoring.bed import SAVED_KINDS, Bed

@@ -44,12 +44,12 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
+from gpu_worker.engines.transformers_packed import PackedModel, SequenceCache, Work
 from gpu_worker.families import Adapter
-from gpu_worker.generation import Capture, Sink
-from gpu_worker.model_spec import model_spec
-from gpu_worker.packed import PackedModel, SequenceCache, Work
-from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.proof import adapt
+from gpu_worker.families.generation import Capture, Sink
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.saving import CapturedPass, Saver, Slice
 from gpu_worker.saving.device_ring import RING_BYTES
 from lab.bench.server import serving

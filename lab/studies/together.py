@@ -31,7 +31,7 @@ from ctxcache.client import Client
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import StateKind
 from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
-from gpu_worker.model_spec import model_spec
+from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.assignment import simulate
 from gpu_worker.planning.block import NOTHING, START, StreamBlock, step
 from gpu_worker.planning.datasheets import known_model, known_profile

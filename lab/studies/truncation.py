@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from gpu_worker.proof import adapt
+from gpu_worker.model.proof import adapt
 from lab.demo.machine import physical_core_count, this_machine
 from lab.demo.models import load_model, smollm2
 from lab.demo.text import passages

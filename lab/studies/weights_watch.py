@@ -11,7 +11,7 @@ import time
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gpu_worker.weights import WeightsWatch
+from gpu_worker.model.weights import WeightsWatch
 
 
 def main() -> int:

@@ -36,8 +36,8 @@ from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.vllm import scheduler
 from gpu_worker.engines.vllm.plan import BlockLayout
 from gpu_worker.engines.vllm.settings import ConnectorSettings
-from gpu_worker.model_spec import describe_directory
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.model.spec import describe_directory
+from gpu_worker.planning.plan import Method, RestorePlan
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import Reply, VllmEngine
 from tests.engines.stalling_proxy import StallingProxy

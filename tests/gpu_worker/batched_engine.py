@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from ctxcache.client.types import Durability, SessionInfo
-from gpu_worker.packed import PackedModel, SequenceCache, Work
-from gpu_worker.probe import probe_of
-from gpu_worker.proof import adapt
+from gpu_worker.engines.transformers_packed import PackedModel, SequenceCache, Work
+from gpu_worker.model.probe import probe_of
+from gpu_worker.model.proof import adapt
 from gpu_worker.saving import Saver, Slice
 
 PASS_TOKENS = 512

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from gpu_worker.generation import prefill
+from gpu_worker.families.generation import prefill
 
 Halves = tuple[Tensor, Tensor]
 """Keys and values [1, H, T, C] of one layer."""

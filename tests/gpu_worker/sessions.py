@@ -16,14 +16,14 @@ from transformers.cache_utils import CacheLayerMixin
 from ctxcache.client.arena import Bytes
 from ctxcache.format.streams import StateKind, Stream, StreamSpec
 from gpu_worker.families import Adapter
-from gpu_worker.generation import Capture, continue_greedy
+from gpu_worker.families.generation import Capture, continue_greedy
+from gpu_worker.forms.rows import stored_dtype
+from gpu_worker.model.proof import adapt
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline, Host
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import RestorePlan, RestoreSchedule
-from gpu_worker.proof import adapt
-from gpu_worker.rows import stored_dtype
+from gpu_worker.planning.plan import RestorePlan, RestoreSchedule
 
 PROMPT_TOKENS = 70
 DECODED_TOKENS = 12

@@ -25,14 +25,14 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.aging import STAGED, Aging, kinds_text
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.generation import continue_greedy, prefill
-from gpu_worker.model_spec import model_spec
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.families.generation import continue_greedy, prefill
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.layout import Kinds
-from gpu_worker.proof import adapt
+from gpu_worker.planning.plan import Method, RestorePlan
+from gpu_worker.saving.aging import STAGED, Aging, kinds_text
 
 PROMPTS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
 REPLY_TOKENS = 4

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.errors import UnsupportedBatch
-from gpu_worker.generation import Capture, continue_greedy, prefill
-from gpu_worker.proof import adapt
+from gpu_worker.families.generation import Capture, continue_greedy, prefill
+from gpu_worker.model.proof import adapt
 
 
 def _hook_count(model: nn.Module) -> int:

@@ -7,7 +7,7 @@ import torch
 from tiny_models import build
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.model_spec import describe_directory, model_spec, spec_from_directory
+from gpu_worker.model.spec import describe_directory, model_spec, spec_from_directory
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "neox"])

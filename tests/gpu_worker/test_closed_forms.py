@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.plan import Method
 from gpu_worker.planning.baselines import (
     LayerTimes,
     MethodCounts,
@@ -19,6 +18,7 @@ from gpu_worker.planning.baselines import (
 from gpu_worker.planning.datasheets import PM9A3_BYTES_PER_S, known_model
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, LayerHolding
 from gpu_worker.planning.option import layer_options
+from gpu_worker.planning.plan import Method
 from gpu_worker.planning.profile import Link, Profile, StatePlace
 from lab.restoring.papers import hcache_profile, read_buffer_bytes
 

@@ -9,10 +9,10 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS
 from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
 from gpu_worker.pipeline.planned import schedule_of
-from gpu_worker.plan import Method
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.layout import Return, allowed_loss, choose_layout
+from gpu_worker.planning.plan import Method
 from gpu_worker.planning.planner import PlanRequest, plan
 from gpu_worker.planning.profile import Link, StatePlace
 from gpu_worker.planning.shape import LayerKind, ModelShape

@@ -12,11 +12,11 @@ from torch import Tensor
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS, PACKINGS, is_on_tokens, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from gpu_worker.deltas import Chain, add_delta, chained_layers, marks_of, pack_delta
 from gpu_worker.errors import BaseMismatch, RowNotRepresentable, ShapeMismatch
-from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
-from gpu_worker.proof import adapt
-from gpu_worker.rounding import Roundings
+from gpu_worker.forms.deltas import Chain, add_delta, chained_layers, marks_of, pack_delta
+from gpu_worker.forms.rounding import Roundings
+from gpu_worker.model.proof import adapt
+from gpu_worker.planning.plan import Method, RestorePlan, RestoreSchedule
 
 DELTA4, INT8 = StateKind.HIDDEN_DELTA_INT4, StateKind.HIDDEN_INT8
 each_kind = pytest.mark.parametrize("kind", DELTAS, ids=lambda kind: kind.name.lower())

@@ -19,11 +19,11 @@ from ctxcache.errors import IncompleteAppend, InvalidArgument, TooManyRequests
 from ctxcache.format.packing import packing_of
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import ShapeMismatch
-from gpu_worker.generation import Capture
-from gpu_worker.libcuda import Libcuda, _Planes
-from gpu_worker.model_spec import model_spec
-from gpu_worker.proof import adapt
-from gpu_worker.rows import stored_dtype
+from gpu_worker.families.generation import Capture
+from gpu_worker.forms.rows import stored_dtype
+from gpu_worker.kernels.libcuda import Libcuda, _Planes
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.saving import CapturedPass, Saver, Slice, device_ring
 from gpu_worker.saving.device_ring import DeviceRing
 from gpu_worker.saving.staging import (

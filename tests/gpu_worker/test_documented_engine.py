@@ -13,7 +13,7 @@ from documents import DOCUMENTS, ROOT, aimed_at, blocks
 from server_process import ServerProcess
 from tiny_models import build
 
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.plan import Method, RestorePlan
 
 
 class Tokenizer:

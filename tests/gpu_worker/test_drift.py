@@ -5,9 +5,9 @@ import random
 import pytest
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.plan import Stage
 from gpu_worker.planning.adaptive import Drift, DriftBounds, DriftDetector
 from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.plan import Stage
 from gpu_worker.planning.profile import StatePlace
 
 

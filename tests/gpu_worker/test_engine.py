@@ -22,9 +22,9 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines import names
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.generation import continue_greedy, prefill
-from gpu_worker.model_spec import model_spec
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.families.generation import continue_greedy, prefill
+from gpu_worker.model.spec import model_spec
+from gpu_worker.planning.plan import Method, RestorePlan
 
 REPLY_TOKENS = 12
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]

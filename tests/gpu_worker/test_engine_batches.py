@@ -20,11 +20,11 @@ from ctxcache.format.streams import Stream
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.generation import continue_greedy, prefill
-from gpu_worker.model_spec import model_spec
+from gpu_worker.families.generation import continue_greedy, prefill
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.sources import LeasedSource
-from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.planning.profile import Link
 
 REPLY_TOKENS = 9

@@ -14,7 +14,7 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.ids import SESSION_ID
 from gpu_worker.engines.link import Refused, StoreSettings
 from gpu_worker.engines.names import part_of, session_id
-from gpu_worker.model_spec import model_spec
+from gpu_worker.model.spec import model_spec
 
 PLAIN = ["alice", "A", "0", "a.b:c-d_e", "rank1", "alice.rank", "x" * 128, "chat-2026:11:28"]
 """Names that are ids as they are."""

@@ -29,15 +29,15 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RestoreTooLate
-from gpu_worker.generation import continue_greedy, prefill
-from gpu_worker.model_spec import model_spec
+from gpu_worker.families.generation import continue_greedy, prefill
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.planned import Chooser
 from gpu_worker.pipeline.sources import LeasedSource
-from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.plan import RestorePlan
 from gpu_worker.planning.profile import Link
-from gpu_worker.proof import adapt
 
 REPLY_TOKENS = 6
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]

@@ -25,11 +25,11 @@ from ctxcache.errors import CacheError, Unavailable
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.generation import continue_greedy, prefill
-from gpu_worker.model_spec import model_spec
+from gpu_worker.families.generation import continue_greedy, prefill
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.sources import LeasedSource
-from gpu_worker.plan import RestorePlan
+from gpu_worker.planning.plan import RestorePlan
 
 REPLY_TOKENS = 3
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.generation import Truncation, common_prefix, fit
+from gpu_worker.families.generation import Truncation, common_prefix, fit
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tiny_models import CONFIGS, build
 from transformers import DynamicCache, PreTrainedModel
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.generation import continue_greedy, prefill, stream_greedy
+from gpu_worker.families.generation import continue_greedy, prefill, stream_greedy
 
 PROMPT = list(range(3, 60))
 

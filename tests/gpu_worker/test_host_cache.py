@@ -18,17 +18,17 @@ from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.streams import StateKind
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_batch import TransformersBatchEngine
+from gpu_worker.engines.transformers_host import HostCache, transfer
 from gpu_worker.errors import IncompleteRestore, UnsupportedArchitecture, UnsupportedBatch
 from gpu_worker.families import Adapter
-from gpu_worker.generation import continue_greedy, prefill
-from gpu_worker.host_cache import HostCache, transfer
-from gpu_worker.model_spec import model_spec
+from gpu_worker.families.generation import continue_greedy, prefill
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.lane import Host, HostEvent
-from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.assignment import Step, simulate
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.decoding import DecodeRates, closed_split, searched_split, step_s
-from gpu_worker.proof import adapt
+from gpu_worker.planning.plan import Method, RestorePlan
 
 PROMPT = [(number * 37) % 90 + 3 for number in range(70)]
 REPLY_TOKENS = 12

@@ -13,20 +13,20 @@ from ctxcache.client import Client
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_host import HostCache
+from gpu_worker.engines.transformers_packed import PackedModel
 from gpu_worker.errors import IncompleteRestore, UnsupportedArchitecture
 from gpu_worker.families import Adapter
-from gpu_worker.generation import Capture, continue_greedy, prefill
-from gpu_worker.host_cache import HostCache
-from gpu_worker.model_spec import model_spec
-from gpu_worker.packed import PackedModel
+from gpu_worker.families.generation import Capture, continue_greedy, prefill
+from gpu_worker.families.model_shape import model_shape
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.parallel.sharded import shard
 from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.compute import Modules, Restorer, recompute_layers
 from gpu_worker.pipeline.target import CacheTarget, LayerRoom
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.planning.shape import LayerKind
-from gpu_worker.profiling.model_shape import model_shape
-from gpu_worker.proof import adapt
 from lab.studies.families import VOCABULARY
 from lab.studies.hybrids import remembering
 

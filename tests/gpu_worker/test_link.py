@@ -16,7 +16,7 @@ from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.format.model import ModelSpec, with_version
 from gpu_worker.engines import link as link_module
 from gpu_worker.engines.link import Bringing, LinkState, StoreLink
-from gpu_worker.model_spec import model_spec
+from gpu_worker.model.spec import model_spec
 
 TIMEOUT_S = 30
 

@@ -22,10 +22,10 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS, StateKind
 from gpu_worker.engines.transformers import TransformersEngine, _Start
-from gpu_worker.generation import common_prefix, fit, prefill
-from gpu_worker.model_spec import model_spec
+from gpu_worker.families.generation import common_prefix, fit, prefill
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
-from gpu_worker.plan import RestorePlan
+from gpu_worker.planning.plan import RestorePlan
 from gpu_worker.planning.profile import Link, Profile
 
 WALKS = int(os.environ.get("WALKS", "4"))

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import UnsupportedDtype
-from gpu_worker.executed import digest_weights
-from gpu_worker.model_spec import digest_checkpoint, digest_tokenizer, model_spec
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.model.executed import digest_weights
+from gpu_worker.model.spec import digest_checkpoint, digest_tokenizer, model_spec
+from gpu_worker.planning.plan import Method, RestorePlan
 
 
 def _tokenizer(*words: str) -> PreTrainedTokenizerFast:
@@ -72,7 +72,7 @@ def test_fingerprint_is_the_same_in_another_process(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     code = (
         "import sys; from transformers import AutoModelForCausalLM as M\n"
-        "from gpu_worker.model_spec import model_spec\n"
+        "from gpu_worker.model.spec import model_spec\n"
         "print(model_spec(M.from_pretrained(sys.argv[1]), model_id='other').fingerprint().hex())"
     )
 

@@ -13,11 +13,11 @@ from transformers import DynamicCache
 
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.families import Adapter
-from gpu_worker.generation import Capture, continue_greedy
+from gpu_worker.families.generation import Capture, continue_greedy
+from gpu_worker.model.proof import adapt
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.proof import adapt
+from gpu_worker.planning.plan import Method, RestorePlan
 
 TURNS = [list(range(40)), [9, 41, 3], [7, 7, 60, 12, 33]]
 REPLY_TOKENS = 6

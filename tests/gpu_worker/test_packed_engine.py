@@ -21,11 +21,11 @@ from ctxcache.format.packing import LOSSES_NATS, LOSSY_KINDS, PACKINGS
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RowNotRepresentable
-from gpu_worker.model_spec import model_spec
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.forms.rows import widen
+from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.planning.profile import Link
-from gpu_worker.rows import widen
 
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
 REPLY_TOKENS = 4

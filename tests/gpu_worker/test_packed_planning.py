@@ -12,7 +12,6 @@ from planning_requests import request
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import DELTAS, LOSSES_NATS, LOSSY_KINDS, PACKINGS, loss_nats
 from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
-from gpu_worker.plan import Method, Stage
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.explain import reason
 from gpu_worker.planning.holding import EngineAbilities, Holding, LayerHolding
@@ -23,6 +22,7 @@ from gpu_worker.planning.layout import (
     choose_layout,
     kinds_within,
 )
+from gpu_worker.planning.plan import Method, Stage
 from gpu_worker.planning.planner import LOSSLESS, compare, plan
 from gpu_worker.planning.profile import StatePlace
 from gpu_worker.planning.shape import LayerKind, ModelShape

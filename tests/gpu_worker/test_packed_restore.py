@@ -17,12 +17,12 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import LOSSY_KINDS, PACKINGS, unpacked
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
-from gpu_worker.generation import Capture, prefill
-from gpu_worker.model_spec import model_spec
+from gpu_worker.families.generation import Capture, prefill
+from gpu_worker.forms.rows import pack, widen
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.compute import Restorer
-from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.proof import adapt
-from gpu_worker.rows import pack, widen
+from gpu_worker.planning.plan import Method, RestorePlan
 
 KEPT_BOUNDS = {
     StateKind.HIDDEN_INT8: 0.03,

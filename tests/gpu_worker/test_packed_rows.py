@@ -15,8 +15,8 @@ from sessions import rows_of
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import RowNotRepresentable, ShapeMismatch, UnsupportedDtype
+from gpu_worker.forms.rows import pack, pack_rows, widen
 from gpu_worker.kernels.quantization import dequantize, quantize
-from gpu_worker.rows import pack, pack_rows, widen
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "segments.json").read_text(encoding="utf-8"))
 each_kind = pytest.mark.parametrize("kind", PACKINGS, ids=lambda kind: kind.name.lower())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.plan import Method, RestorePlan
 
 
 def _spec(layer_count: int = 2) -> ModelSpec:
@@ -114,6 +114,6 @@ def test_plan_for_another_model_is_refused(plan: str, problem: str) -> None:
 
 def test_plan_imports_no_torch() -> None:
     """The planner runs where torch is not installed."""
-    code = "import sys, gpu_worker.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, gpu_worker.planning.plan; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,10 +11,10 @@ from planning_requests import request
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
-from gpu_worker.plan import Method
 from gpu_worker.planning.assignment import Step, simulate
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.holding import EngineAbilities
+from gpu_worker.planning.plan import Method
 from gpu_worker.planning.planner import PlanRequest, plan
 from gpu_worker.planning.profile import Link, Profile, StatePlace
 from gpu_worker.planning.shape import ModelShape

@@ -13,11 +13,11 @@ from planning_requests import request
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
-from gpu_worker.plan import Method, RestorePlan, Stage
 from gpu_worker.planning.assignment import PREFILL
 from gpu_worker.planning.datasheets import MODEL_NAMES, PROFILE_NAMES, known_model, known_profile
 from gpu_worker.planning.explain import reason
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
+from gpu_worker.planning.plan import Method, RestorePlan, Stage
 from gpu_worker.planning.planner import PlanRequest, compare, plan
 from gpu_worker.planning.profile import Curve, Link, StatePlace
 from gpu_worker.planning.search import LEAST_FRONT, STEP_LIMIT

@@ -18,13 +18,13 @@ from ctxcache.errors import ModelFingerprintMismatch, ModelProbeMismatch
 from ctxcache.format.model import Difference, ModelProbe, ModelSpec
 from ctxcache.format.streams import DType
 from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_packed import PackedModel, SequenceCache, Work
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.generation import prefill
-from gpu_worker.model_spec import model_spec
-from gpu_worker.packed import PackedModel, SequenceCache, Work
-from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.probe import probe_of
-from gpu_worker.proof import adapt
+from gpu_worker.families.generation import prefill
+from gpu_worker.model.probe import probe_of
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.saving import Saver
 
 PLAN = RestorePlan.uniform(Method.KV, 3)

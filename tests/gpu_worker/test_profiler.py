@@ -13,10 +13,12 @@ from tiny_models import LAYER_COUNT, WINDOW, build
 from ctxcache.client.arena import Bytes
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.plan import Method, Stage
+from gpu_worker.families.model_shape import model_shape, representatives
+from gpu_worker.model.proof import adapt
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding
+from gpu_worker.planning.plan import Method, Stage
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import NO_LIMIT, StatePlace
 from gpu_worker.planning.shape import LayerKind
@@ -27,9 +29,7 @@ from gpu_worker.profiling.measure import (
     measure,
     read_bytes_per_s,
 )
-from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile, write_profile
-from gpu_worker.proof import adapt
 from lab.restoring.papers import hcache_profile
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from planning_requests import request
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.parallel.share import ModelShare
-from gpu_worker.plan import Stage
 from gpu_worker.planning.adaptive import stage_seconds
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.holding import EngineAbilities
+from gpu_worker.planning.plan import Stage
 from gpu_worker.planning.planner import Plan, plan
 from gpu_worker.planning.profile import Link, Profile
 

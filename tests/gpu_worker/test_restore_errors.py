@@ -21,11 +21,11 @@ from gpu_worker.errors import (
     UnsupportedArchitecture,
     UnsupportedDtype,
 )
+from gpu_worker.model.proof import adapt
 from gpu_worker.pipeline.compute import Modules, Restorer
 from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.proof import adapt
+from gpu_worker.planning.plan import Method, RestorePlan
 
 T = 82
 KV_SIZE = 64

@@ -6,7 +6,7 @@ from sessions import rows_of
 
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
-from gpu_worker.rows import pack_rows, row_dtype, stored_dtype
+from gpu_worker.forms.rows import pack_rows, row_dtype, stored_dtype
 
 _STREAM = Stream(0, StateKind.KV)
 

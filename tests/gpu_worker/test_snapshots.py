@@ -21,18 +21,18 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import IncompleteRestore, SnapshotMismatch, UnsupportedDtype
-from gpu_worker.generation import Stops, continue_greedy, pieces, prefill
-from gpu_worker.model_spec import model_spec
+from gpu_worker.families.generation import Stops, continue_greedy, pieces, prefill
+from gpu_worker.forms.snapshots import Identity, Snapshot, Snapshots, decoded, encoded, identities, states_of
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.layout import Return, snapshot_every, snapshot_every_by_bytes
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.planning.planner import Plan, PlanRequest, plan
 from gpu_worker.planning.profile import StatePlace
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
-from gpu_worker.snapshots import Identity, Snapshot, Snapshots, decoded, encoded, identities, states_of
 
 SMALLEST = "lfm2"
 

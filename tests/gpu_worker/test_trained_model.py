@@ -14,9 +14,9 @@ import ctxcache
 from ctxcache.client import Client
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import ModelChanged
-from gpu_worker.generation import continue_greedy
-from gpu_worker.model_spec import model_spec
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.families.generation import continue_greedy
+from gpu_worker.model.spec import model_spec
+from gpu_worker.planning.plan import Method, RestorePlan
 
 REPLY_TOKENS = 80
 """More than a segment: some are committed while the turn goes on."""

@@ -13,8 +13,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_llama
 
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.generation import prefill
-from gpu_worker.plan import RestorePlan
+from gpu_worker.families.generation import prefill
+from gpu_worker.planning.plan import RestorePlan
 
 LIVE = [(0, 4), (40, 82)]
 

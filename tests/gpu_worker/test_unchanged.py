@@ -18,9 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from ctxcache.client import Client
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import ModelChanged, WeightsNotVisible
-from gpu_worker.model_spec import model_spec
-from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.unchanged import ModelSnapshot, Unchanged
+from gpu_worker.model.spec import model_spec
+from gpu_worker.model.unchanged import ModelSnapshot, Unchanged
+from gpu_worker.planning.plan import Method, RestorePlan
 
 PLAN = RestorePlan.uniform(Method.KV, 3)
 PROMPT = list(range(5, 75))

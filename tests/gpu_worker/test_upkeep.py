@@ -21,16 +21,16 @@ from ctxcache.client import Client
 from ctxcache.client.types import SessionInfo
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import StateKind
-from gpu_worker.aging import STAGED
 from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.model_spec import model_spec
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.families.model_shape import model_shape
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.profiling.measure import hardware_name
-from gpu_worker.profiling.model_shape import model_shape
 from gpu_worker.profiling.profile_file import Measured, profile_path, write_profile
-from gpu_worker.proof import adapt
-from gpu_worker.upkeep import SessionUpkeep, Stop, UpkeepSettings
+from gpu_worker.saving.aging import STAGED
+from gpu_worker.sidecar.upkeep import SessionUpkeep, Stop, UpkeepSettings
 from tests.nursery import Forked
 
 PROMPT = list(range(5, 75))

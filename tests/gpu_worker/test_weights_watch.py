@@ -9,7 +9,7 @@ from tiny_models import build
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gpu_worker.weights import RUN_VALUES, RUNS, WeightsWatch
+from gpu_worker.model.weights import RUN_VALUES, RUNS, WeightsWatch
 
 
 def step(model: PreTrainedModel) -> None:

@@ -70,7 +70,7 @@ def mortal_engine(worker: Path, hello: Path, session: str, token_count: int) -> 
 @functools.cache
 def nursery() -> Nursery:
     """The nursery of this test process for programs that need torch, whose import takes seconds."""
-    made = Nursery(("gpu_worker.cli", "gpu_worker.sidecar", "gpu_worker.upkeep"))
+    made = Nursery(("gpu_worker.cli", "gpu_worker.sidecar", "gpu_worker.sidecar.upkeep"))
     atexit.register(made.close)
     return made
 

@@ -14,8 +14,8 @@ import ctxcache
 from ctxcache.client import Client
 from ctxcache.settings.config import Settings
 from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.model_spec import model_spec
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.model.spec import model_spec
+from gpu_worker.planning.plan import Method, RestorePlan
 from tests.client.live_server import LiveServer
 from tests.gpu_worker.tiny_models import build
 from tests.stories.store import still, undisturbed

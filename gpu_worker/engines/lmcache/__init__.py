@@ -19,7 +19,7 @@ from ctxcache.client import BlockSpace, Client
 from ctxcache.format.model import ModelSpec
 from gpu_worker.engines.link import Refused, StoreLink, StoreSettings
 from gpu_worker.engines.spaces import model_of
-from gpu_worker.model_spec import digest_checkpoint
+from gpu_worker.model.spec import digest_checkpoint
 
 if TYPE_CHECKING:
     from lmcache.v1.memory_management import MemoryObj

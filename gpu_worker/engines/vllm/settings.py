@@ -28,8 +28,8 @@ from ctxcache.format.model import ModelSpec, id_of_version, with_version
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.engines.link import Level, ModelId, Refused, Seconds, StoreLink, StoreSettings
 from gpu_worker.engines.vllm.plan import BlockLayout
-from gpu_worker.model_spec import DescribedModel, describe_directory, digest_checkpoint
-from gpu_worker.rows import row_dtype
+from gpu_worker.forms.rows import row_dtype
+from gpu_worker.model.spec import DescribedModel, describe_directory, digest_checkpoint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

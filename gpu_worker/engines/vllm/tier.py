@@ -74,7 +74,7 @@ from gpu_worker.engines.vllm.settings import (
     weights_digest,
 )
 from gpu_worker.engines.vllm.weights import WeightsName, first_version
-from gpu_worker.weights import Sample, WeightsWatch
+from gpu_worker.model.weights import Sample, WeightsWatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

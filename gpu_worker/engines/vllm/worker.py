@@ -35,8 +35,8 @@ from gpu_worker.engines.vllm.roles import transfer_of
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of, unit_tokens
 from gpu_worker.engines.vllm.weights import first_version
 from gpu_worker.errors import ModelChanged
+from gpu_worker.model.weights import WeightsWatch
 from gpu_worker.saving import Saver
-from gpu_worker.weights import WeightsWatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.libcuda import IPC_HANDLE_BYTES, NO_IPC, Libcuda
+from gpu_worker.kernels.libcuda import IPC_HANDLE_BYTES, NO_IPC, Libcuda
 
 
 class Driver(Protocol):

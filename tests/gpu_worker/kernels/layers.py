@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ctxcache.format.streams import StateKind
+from gpu_worker.forms.rows import pack, quantized
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
 from gpu_worker.kernels.operands import (
     MOST_BITS,
@@ -23,7 +24,6 @@ from gpu_worker.kernels.operands import (
     Rotation,
     Rows,
 )  # fmt: skip
-from gpu_worker.rows import pack, quantized
 
 if triton.knobs.runtime.interpret:
     from triton.runtime import interpreter

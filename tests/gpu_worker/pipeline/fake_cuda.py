@@ -19,7 +19,7 @@ from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Cuda, CudaLane, Deadline, HostLane, Lane, LaneEvent, OnError, Work
 from gpu_worker.pipeline.sources import BatchLanding
 from gpu_worker.pipeline.target import LayerRoom
-from gpu_worker.plan import Method
+from gpu_worker.planning.plan import Method
 
 _JOIN_S = 30.0
 

@@ -25,12 +25,12 @@ from gpu_worker.direct import KvikioFound, Wanted
 from gpu_worker.direct import storage as storage_module
 from gpu_worker.direct.source import DeviceFiles
 from gpu_worker.direct.storage import DirectStorage
-from gpu_worker.model_spec import model_spec
+from gpu_worker.forms.rows import pack, pack_rows
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.rows import pack, pack_rows
 
 CPU = torch.device("cpu")
 PATIENCE_S = 30.0

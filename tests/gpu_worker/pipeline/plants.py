@@ -11,7 +11,7 @@ from gpu_worker.families import Adapter
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import CudaEvent, LaneEvent, passed
 from gpu_worker.pipeline.pipeline import BufferRing, Restoration
-from gpu_worker.plan import LayerPart
+from gpu_worker.planning.plan import LayerPart
 
 PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 

@@ -23,7 +23,7 @@ from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings
 from gpu_worker.pipeline.target import PagedTarget
-from gpu_worker.plan import RestorePlan, RestoreSchedule
+from gpu_worker.planning.plan import RestorePlan, RestoreSchedule
 
 SETTINGS = PipelineSettings(slot_bytes=1 << 14, slot_count=2, batch_tokens=32, is_poisoned=True)
 PAGE_TOKENS = 16

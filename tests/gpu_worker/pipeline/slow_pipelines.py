@@ -14,7 +14,7 @@ from gpu_worker.pipeline.compute import Compute, Modules
 from gpu_worker.pipeline.lane import Deadline, Host, HostLane, Lane, LaneEvent, OnError, Work
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.target import CacheTarget, Target
-from gpu_worker.plan import RestorePlan, RestoreSchedule
+from gpu_worker.planning.plan import RestorePlan, RestoreSchedule
 
 DELAY_S = 0.003
 DEADLINE_S = 20.0

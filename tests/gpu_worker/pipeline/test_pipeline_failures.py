@@ -33,7 +33,7 @@ from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import LayerState, Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.planned import Choice, Chooser
-from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.plan import Method, RestorePlan
 
 LAYERS = range(3)
 

@@ -11,10 +11,10 @@ from tiny_models import CONFIGS, build
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from gpu_worker.model.proof import adapt
 from gpu_worker.pipeline.compute import Compute, Kernels, KernelWeights, Modules
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import Method
-from gpu_worker.proof import adapt
+from gpu_worker.planning.plan import Method
 
 BF16_BOUND = 0.02
 INTERPRETED_S = 100.0

@@ -8,10 +8,10 @@ from slow_pipelines import poisoned_target, slowed, start
 
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.pipeline.planned import Chooser, lead
-from gpu_worker.plan import Stage
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding
 from gpu_worker.planning.option import LayerOptions, layer_options
+from gpu_worker.planning.plan import Stage
 from gpu_worker.planning.planner import Plan, PlanRequest, plan
 from gpu_worker.planning.profile import StatePlace
 from gpu_worker.planning.shape import LayerShape

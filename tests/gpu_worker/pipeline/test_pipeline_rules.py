@@ -19,7 +19,7 @@ from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline, Device, HostLane, Lane
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import Method
+from gpu_worker.planning.plan import Method
 
 __all__ = ["driver"]
 LANES = ["read", "copy", "compute", "announce"]

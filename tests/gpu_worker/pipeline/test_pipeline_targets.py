@@ -16,7 +16,7 @@ from ctxcache.errors import InvalidArgument
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.target import PagedTarget
-from gpu_worker.plan import Method, RestorePlan, RestoreSchedule
+from gpu_worker.planning.plan import Method, RestorePlan, RestoreSchedule
 
 BLOCK_TOKENS = 16
 BLOCK_COUNT = 12

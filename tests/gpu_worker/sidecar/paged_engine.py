@@ -21,11 +21,11 @@ from ctxcache.client.convert import model_to_wire
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.families import Adapter
-from gpu_worker.generation import Capture, continue_greedy, prefill
-from gpu_worker.model_spec import model_spec
-from gpu_worker.probe import probe_of
-from gpu_worker.proof import adapt
-from gpu_worker.rows import pack_rows
+from gpu_worker.families.generation import Capture, continue_greedy, prefill
+from gpu_worker.forms.rows import pack_rows
+from gpu_worker.model.probe import probe_of
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.sidecar.client import cuda_region
 from gpu_worker.v1 import attachment_pb2
 

@@ -19,7 +19,7 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, LeaseNotFound
 from ctxcache.format.streams import StateKind, Stream, ranges_of
 from gpu_worker.direct.storage import DirectStorage
-from gpu_worker.rows import pack_rows
+from gpu_worker.forms.rows import pack_rows
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.handles.host import DescriptorSocket
 from gpu_worker.sidecar.model import AttachedModels

@@ -15,10 +15,10 @@ from tiny_models import CONFIGS
 
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from ctxcache.format.streams import StateKind
-from gpu_worker.model_spec import digest_checkpoint, model_spec
+from gpu_worker.model.spec import digest_checkpoint, model_spec
 from gpu_worker.pipeline.compute import Kernels, Modules, Restorer
-from gpu_worker.plan import Method
 from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.plan import Method
 from gpu_worker.sidecar.attachment import BlocksTarget, slots_of
 from gpu_worker.sidecar.model import AttachedModel, AttachedModels, LazyWeights
 

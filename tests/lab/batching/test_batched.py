@@ -16,12 +16,12 @@ from ctxcache.client import Client
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_packed import ATTENTION, PackedModel, SequenceCache, Work
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.generation import Capture, continue_greedy, prefill
-from gpu_worker.model_spec import model_spec
-from gpu_worker.packed import ATTENTION, PackedModel, SequenceCache, Work
-from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.proof import adapt
+from gpu_worker.families.generation import Capture, continue_greedy, prefill
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
+from gpu_worker.planning.plan import Method, RestorePlan
 from gpu_worker.saving import Saver, Slice
 
 PROMPTS = [list(range(5, 75)), [3, 4, 5] * 9, [60, 8, 7] * 5, list(range(90, 10, -2)), [11]]

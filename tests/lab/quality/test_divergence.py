@@ -4,7 +4,7 @@ import torch
 from tiny_models import VOCABULARY_SIZE, build
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.proof import adapt
+from gpu_worker.model.proof import adapt
 from lab.quality.divergence import Form, divergences, few_bits, half
 
 

@@ -4,7 +4,7 @@ import pytest
 from tiny_models import build
 
 from ctxcache.errors import InvalidArgument, PositionsNotRelocatable
-from gpu_worker.proof import adapt
+from gpu_worker.model.proof import adapt
 from lab.quality.truncation import positions_after_truncation
 
 LIVE = [(0, 4), (40, 82)]

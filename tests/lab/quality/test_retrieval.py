@@ -5,7 +5,7 @@ import torch
 from tiny_models import VOCABULARY_SIZE, build
 from transformers import DynamicCache
 
-from gpu_worker.proof import adapt
+from gpu_worker.model.proof import adapt
 from lab.quality.divergence import logits_of
 from lab.quality.retrieval import Fact, Trial, recalled, trials
 

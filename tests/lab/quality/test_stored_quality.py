@@ -5,8 +5,8 @@ from tiny_models import VOCABULARY_SIZE, build
 
 from ctxcache.client import Client
 from ctxcache.format.packing import PACKINGS
-from gpu_worker.model_spec import model_spec
-from gpu_worker.proof import adapt
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from lab.quality.divergence import stored
 
 

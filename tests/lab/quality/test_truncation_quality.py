@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY_SIZE, build
 
-from gpu_worker.proof import adapt
+from gpu_worker.model.proof import adapt
 from lab.quality.truncation import Context, Cut, accuracies, perplexities
 
 WINDOW, SINKS = 48, 4

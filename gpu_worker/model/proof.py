@@ -34,11 +34,11 @@ from gpu_worker.families.adapter import (
     states_in,
 )
 from gpu_worker.families.detection import Anatomy, anatomy, as_cached, candidates, without
-from gpu_worker.generation import Capture, count_positions, run_pass
+from gpu_worker.families.generation import Capture, count_positions, run_pass
+from gpu_worker.forms.snapshots import Snapshot
 from gpu_worker.pipeline.compute import Modules, inputs_of, recompute_layers
 from gpu_worker.pipeline.target import CacheTarget
-from gpu_worker.plan import Method
-from gpu_worker.snapshots import Snapshot
+from gpu_worker.planning.plan import Method
 
 # The comparison, for each candidate and kind:
 #

@@ -33,8 +33,8 @@ from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import Halves, refuse
 from gpu_worker.pipeline.compute import Restorer
 from gpu_worker.pipeline.lane import Deadline, LaneEvent, device_of
-from gpu_worker.plan import Method
 from gpu_worker.planning.decoding import DecodeRates
+from gpu_worker.planning.plan import Method
 
 Splitter = Callable[[int], int]
 """Tokens of history -> how many of them are projected from layer inputs, in each layer of a pass."""

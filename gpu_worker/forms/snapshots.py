@@ -34,8 +34,8 @@ from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument
 from ctxcache.format.streams import DType
 from gpu_worker.errors import SnapshotMismatch
 from gpu_worker.families.adapter import STATE_LAYERS, Adapter, States, put_states, states_in
+from gpu_worker.forms.rows import row_dtype, torch_dtype
 from gpu_worker.planning.layout import SNAPSHOT_GRAIN_TOKENS
-from gpu_worker.rows import row_dtype, torch_dtype
 
 log = logging.getLogger(__name__)
 

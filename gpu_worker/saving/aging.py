@@ -41,17 +41,17 @@ from ctxcache.core.placement.returns import ReturnShare
 from ctxcache.errors import CacheError, GenerationMismatch, InvalidArgument, SessionNotFound, Unavailable
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS, is_on_tokens, unpacked
 from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
-from gpu_worker.deltas import Chain, chained_layers
 from gpu_worker.families import Adapter
-from gpu_worker.generation import Capture, prefill
+from gpu_worker.families.generation import Capture, prefill
+from gpu_worker.families.model_shape import model_shape
+from gpu_worker.forms.deltas import Chain, chained_layers
+from gpu_worker.forms.rounding import Roundings
+from gpu_worker.forms.rows import as_stored
 from gpu_worker.pipeline.compute import inputs_of
 from gpu_worker.planning.adaptive import AdaptivePlanner
 from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.layout import Kinds, kinds_of_form
 from gpu_worker.planning.profile import NO_LIMIT, Profile, StatePlace
-from gpu_worker.profiling.model_shape import model_shape
-from gpu_worker.rounding import Roundings
-from gpu_worker.rows import as_stored
 
 log = logging.getLogger(__name__)
 

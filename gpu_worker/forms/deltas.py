@@ -24,9 +24,9 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import CHAIN_KINDS, DELTAS, FAR_OUTLIER, PACKINGS, DeltaPacking, is_on_tokens
 from ctxcache.format.streams import StateKind, Stream, StreamSpec
 from gpu_worker.errors import BaseMismatch, RowNotRepresentable, ShapeMismatch, UnsupportedDtype
+from gpu_worker.forms.rounding import rounded
+from gpu_worker.forms.rows import as_stored, widen
 from gpu_worker.kernels.quantization import MOST_MAGNITUDE, NotRepresentable, check_held
-from gpu_worker.rounding import rounded
-from gpu_worker.rows import as_stored, widen
 
 ZERO_STEPS = 16
 """A group's zero is stored in so many parts of its step."""

@@ -21,12 +21,12 @@ from ctxcache.format.model import ModelProbe, ModelSpec, with_version
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import UnsupportedDtype
-from gpu_worker.executed import digest_execution, digest_weights, has_merged_adapters
 from gpu_worker.families import Adapter
-from gpu_worker.generation import prefill
-from gpu_worker.probe import probe_of
-from gpu_worker.proof import adapt, check_whole
-from gpu_worker.rows import row_dtype
+from gpu_worker.families.generation import prefill
+from gpu_worker.forms.rows import row_dtype
+from gpu_worker.model.executed import digest_execution, digest_weights, has_merged_adapters
+from gpu_worker.model.probe import probe_of
+from gpu_worker.model.proof import adapt, check_whole
 
 _READ_BYTES = 1 << 20
 _TRANSIENT_TOKENIZER_KEYS = ("truncation", "padding")

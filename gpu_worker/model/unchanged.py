@@ -32,7 +32,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ctxcache.format.model import ModelSpec
 from gpu_worker.errors import ModelChanged
-from gpu_worker.executed import (
+from gpu_worker.model.executed import (
     TENSORS_SCHEME,
     digest_weights,
     filled_cells,
@@ -40,7 +40,7 @@ from gpu_worker.executed import (
     look_into,
     slots_of,
 )
-from gpu_worker.weights import WeightsWatch
+from gpu_worker.model.weights import WeightsWatch
 
 _VERSION = attrgetter("_version")
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")

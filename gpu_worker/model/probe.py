@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import DType
 from gpu_worker.families import Adapter
-from gpu_worker.rows import row_dtype
+from gpu_worker.forms.rows import row_dtype
 
 TOKEN_COUNT = 16
 GROUP_SIZE = 64

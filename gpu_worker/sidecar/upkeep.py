@@ -31,18 +31,18 @@ from ctxcache.errors import (
 )
 from ctxcache.format.model import ModelSpec, mismatch
 from ctxcache.format.packing import LOSSY_KINDS
-from gpu_worker.aging import Aged, Aging, SessionLook, kinds_text
 from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.executed import TENSORS_SCHEME, digest_weights
-from gpu_worker.model_spec import digest_checkpoint, model_spec
+from gpu_worker.families.model_shape import model_shape
+from gpu_worker.forms.rows import torch_dtype
+from gpu_worker.model.executed import TENSORS_SCHEME, digest_weights
+from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import digest_checkpoint, model_spec
 from gpu_worker.pipeline.planned import ReturnCost
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Profile
 from gpu_worker.profiling.measure import hardware_name
-from gpu_worker.profiling.model_shape import model_shape
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile
-from gpu_worker.proof import adapt
-from gpu_worker.rows import torch_dtype
+from gpu_worker.saving.aging import Aged, Aging, SessionLook, kinds_text
 from gpu_worker.sidecar.metrics import MetricsServer, UpkeepCounts
 
 FIELD = "DIRECTORY"
