@@ -23,7 +23,7 @@ from ctxcache.cli.main import app
 from tests.nursery import shared, without_settings
 
 PLUGINS = {("bench",), ("demo",), ("trace", "replay"), ("worker",)}
-"""Commands of the lab and of gpu_worker: tests/lab and tests/gpu_worker/test_worker_command.py run these."""
+"""Commands of the lab and of gpu_worker: tests/lab and test_worker_command.py run these."""
 SMALL = {
     "CTXCACHE_ARENA_SIZE_BYTES": "64MiB",
     "CTXCACHE_SSD_SIZE_BYTES": "64MiB",

@@ -18,7 +18,7 @@ from gpu_worker.errors import RowNotRepresentable, ShapeMismatch, UnsupportedDty
 from gpu_worker.forms.rows import pack, pack_rows, widen
 from gpu_worker.kernels.quantization import dequantize, quantize
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "segments.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "segments.json").read_text(encoding="utf-8"))
 each_kind = pytest.mark.parametrize("kind", PACKINGS, ids=lambda kind: kind.name.lower())
 
 

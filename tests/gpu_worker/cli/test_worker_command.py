@@ -39,7 +39,7 @@ def _json(*arguments: str) -> dict[str, Any]:
 
 def test_worker_is_a_command_of_ctxcache() -> None:
     """The distribution's entry point is the app of all worker commands."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     value = project["entry-points"]["ctxcache.commands"]["worker"]
 
     assert isinstance(EntryPoint("worker", value, "ctxcache.commands").load(), Typer)

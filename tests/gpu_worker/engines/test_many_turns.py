@@ -1,6 +1,6 @@
 """Random walks of many turns: whatever became of a session, each turn begins on the right cache.
 
-`WALKS=500 pytest tests/gpu_worker/test_many_turns.py` walks for long; a walk's number is its seed.
+`WALKS=500 pytest tests/gpu_worker/engines/test_many_turns.py` walks for long; a walk's number is its seed.
 """
 
 import os
