@@ -33,6 +33,7 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/python scripts/import_law.py
 	$(BIN)/python scripts/generate_chart.py --check
 	$(BIN)/python scripts/generate_observability.py --check
+	$(BIN)/python scripts/generate_client_types.py --check
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/mypy --explicit-package-bases $(wildcard tests/engines/*.py tests/faults/*.py tests/faults/plants/*.py tests/live/*.py tests/mutants/*.py tests/stories/*.py)
 
@@ -55,8 +56,9 @@ image: setup ## Build the images by buildah, where no container engine runs (roo
 pod: setup ## Run the images and the chart's pods by bubblewrap, as a kubelet does (root; after `make image`)
 	$(BIN)/python -m pytest -q -rs tests/helm/pod_matrix.py
 
-proto: setup ## Generate the Python code of proto/
+proto: setup ## Generate the Python code of proto/, and the client's plain types
 	$(BIN)/python scripts/generate_proto.py
+	$(BIN)/python scripts/generate_client_types.py
 
 check-proto: setup
 	scripts/check_proto.sh

@@ -17,7 +17,8 @@ from ctxcache.cli.call import CliCall, online
 from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.units import human_size, parsed
-from ctxcache.client.convert import document, from_wire
+from ctxcache.client.convert import document
+from ctxcache.client.messages import read_verify_progress
 from ctxcache.client.types import BadSegment, VerifyProgress
 from ctxcache.runtime.files import keep_private
 from ctxcache.server.lifecycle import verify_directory
@@ -98,7 +99,7 @@ def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> Iter
     with asyncio.Runner() as runner:
         reports = verify_directory(settings, bytes_per_second=rate)
         while (report := runner.run(anext(reports, None))) is not None:
-            yield from_wire(VerifyProgress, verify_message(report))
+            yield read_verify_progress(verify_message(report))
 
 
 def _follow(reports: Iterable[VerifyProgress], call: CliCall) -> dict[str, Plain]:

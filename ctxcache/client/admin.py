@@ -6,7 +6,23 @@ from datetime import timedelta
 from grpc_health.v1 import health_pb2
 
 from ctxcache.client.convert import duration as duration_to_wire
-from ctxcache.client.convert import from_wire, session_from_wire
+from ctxcache.client.messages import (
+    read_activity,
+    read_backup_part,
+    read_drain_status,
+    read_engine_use,
+    read_held_lease,
+    read_injected_fault,
+    read_miss_report,
+    read_recording_part,
+    read_session_info,
+    read_setting_value,
+    read_settings_reload,
+    read_store_stats,
+    read_tenant_stats,
+    read_tier_stats,
+    read_verify_progress,
+)
 from ctxcache.client.types import (
     Activity,
     BackupPart,
@@ -37,7 +53,7 @@ class AdminCalls:
 
     def stats(self) -> StoreStats:
         """Return what the server holds and has done."""
-        return from_wire(StoreStats, self._wire.call(self._wire.admin.GetStats, admin_pb2.GetStatsRequest()))
+        return read_store_stats(self._wire.call(self._wire.admin.GetStats, admin_pb2.GetStatsRequest()))
 
     def list_tenants(self, *, page_size: int = 0) -> Iterator[TenantStats]:
         """Yield what each tenant has, by name. Raises InvalidArgument."""
@@ -45,7 +61,7 @@ class AdminCalls:
         while True:
             page = self._wire.call(self._wire.admin.ListTenants, request)
             for one in page.tenants:
-                yield from_wire(TenantStats, one)
+                yield read_tenant_stats(one)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
@@ -56,24 +72,22 @@ class AdminCalls:
         Either by the session's name, or by the W3C trace id of a request. Raises InvalidArgument.
         """
         request = admin_pb2.WhyMissRequest(name=name, tenant=tenant, trace_id=trace_id)
-        return from_wire(MissReport, self._wire.call(self._wire.admin.WhyMiss, request))
+        return read_miss_report(self._wire.call(self._wire.admin.WhyMiss, request))
 
     def settings(self) -> list[SettingValue]:
         """Every setting that the server runs with."""
         answer = self._wire.call(self._wire.admin.GetSettings, admin_pb2.GetSettingsRequest())
-        return [from_wire(SettingValue, one) for one in answer.settings]
+        return [read_setting_value(one) for one in answer.settings]
 
     def reload_settings(self) -> SettingsReload:
         """Have the server read its settings again. Raises InvalidConfiguration; then nothing has changed."""
-        return from_wire(
-            SettingsReload,
+        return read_settings_reload(
             self._wire.call(self._wire.admin.ReloadSettings, admin_pb2.ReloadSettingsRequest()),
         )
 
     def activity(self, *, limit: int = 0) -> Activity:
         """The server's activity; `limit` sessions and tenants at most."""
-        return from_wire(
-            Activity,
+        return read_activity(
             self._wire.call(self._wire.admin.GetActivity, operations_pb2.GetActivityRequest(limit=limit)),
         )
 
@@ -83,7 +97,7 @@ class AdminCalls:
         while True:
             page = self._wire.call(self._wire.admin.ListLeases, request)
             for one in page.leases:
-                yield from_wire(HeldLease, one)
+                yield read_held_lease(one)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
@@ -102,7 +116,7 @@ class AdminCalls:
         while True:
             page = self._wire.call(self._wire.admin.ListEngines, request)
             for one in page.engines:
-                yield from_wire(EngineUse, one)
+                yield read_engine_use(one)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
@@ -120,12 +134,12 @@ class AdminCalls:
     ) -> TenantStats:
         """Change a tenant's share. Raises InvalidArgument."""
         request = operations_pb2.UpdateTenantRequest(tenant=tenant, guaranteed=guaranteed, limit=limit)
-        return from_wire(TenantStats, self._wire.call(self._wire.admin.UpdateTenant, request))
+        return read_tenant_stats(self._wire.call(self._wire.admin.UpdateTenant, request))
 
     def update_path(self, path: str, *, resting: bool) -> TierStats:
         """Take an SSD path out of use, or back. Raises InvalidArgument."""
         request = operations_pb2.UpdatePathRequest(path=path, resting=resting)
-        return from_wire(TierStats, self._wire.call(self._wire.admin.UpdatePath, request))
+        return read_tier_stats(self._wire.call(self._wire.admin.UpdatePath, request))
 
     # Without a deadline, as `verify` and `backup`: they take as long as what is there. A server that dies
     # ends the stream, and keepalive finds a cut cable.
@@ -133,7 +147,7 @@ class AdminCalls:
         """Have the server take no more work; yields its progress until none is left, with no deadline."""
         with self._wire.errors():
             for one in self._wire.admin.Drain(operations_pb2.DrainRequest()):
-                yield from_wire(DrainStatus, one)
+                yield read_drain_status(one)
 
     def record(self, duration: timedelta | None = None) -> Generator[RecordingPart]:
         """Yield what the server is asked, without content, until then; an hour unless said otherwise.
@@ -145,7 +159,7 @@ class AdminCalls:
             call = self._wire.admin.Record(request)
             try:
                 for one in call:
-                    yield from_wire(RecordingPart, one)
+                    yield read_recording_part(one)
             finally:
                 call.cancel()
 
@@ -171,12 +185,12 @@ class AdminCalls:
             count=count,
             duration=duration_to_wire(duration),
         )
-        return from_wire(InjectedFault, self._wire.call(self._wire.admin.InjectFault, request))
+        return read_injected_fault(self._wire.call(self._wire.admin.InjectFault, request))
 
     def list_faults(self) -> Iterator[InjectedFault]:
         """Yield the faults that may strike yet. Raises FaultsNotEnabled."""
         for one in self._wire.call(self._wire.admin.ListFaults, faults_pb2.ListFaultsRequest()).faults:
-            yield from_wire(InjectedFault, one)
+            yield read_injected_fault(one)
 
     def clear_faults(self) -> int:
         """Let none strike any more; returns how many would have. Raises FaultsNotEnabled."""
@@ -190,7 +204,7 @@ class AdminCalls:
     def demote_session(self, name: str) -> SessionInfo:
         """Make a session durable and take it out of DRAM. Raises SessionNotFound, CapacityExceeded."""
         request = admin_pb2.DemoteSessionRequest(name=name)
-        return session_from_wire(self._wire.call(self._wire.admin.DemoteSession, request))
+        return read_session_info(self._wire.call(self._wire.admin.DemoteSession, request))
 
     def verify(self, *, bytes_per_second: int = 0, release: bool = False) -> Iterator[VerifyProgress]:
         """Verify every record and segment; yields how far it is, without a deadline. See the proto.
@@ -200,7 +214,7 @@ class AdminCalls:
         request = admin_pb2.VerifyRequest(bytes_per_second=bytes_per_second, release=release)
         with self._wire.errors():
             for one in self._wire.admin.Verify(request):
-                yield from_wire(VerifyProgress, one)
+                yield read_verify_progress(one)
 
     def backup(self, *, bytes_per_second: int = 0) -> Iterator[BackupPart]:
         """Yield the bytes of a backup, and how far it is, without a deadline. See the proto.
@@ -212,7 +226,7 @@ class AdminCalls:
             call = self._wire.admin.Backup(request)
             try:
                 for one in call:
-                    yield from_wire(BackupPart, one)
+                    yield read_backup_part(one)
             finally:
                 # Left in the middle, it would go on.
                 call.cancel()

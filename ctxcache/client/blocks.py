@@ -25,8 +25,9 @@ from ctxcache.client.access import AccessStream, ArenaAttachment, Begun, ClockPa
 from ctxcache.client.arena import Bytes, MappedArena
 from ctxcache.client.block_bytes import Array, BlockData, PartMemory, Writing, check_sizes, parts_of
 from ctxcache.client.block_files import BlockFiles
-from ctxcache.client.convert import checked_token, durability_to_wire, to_wire
+from ctxcache.client.convert import checked_token, durability_to_wire
 from ctxcache.client.futures import Completions
+from ctxcache.client.messages import write_block_space
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.streamed_rows import draw_end
 from ctxcache.client.types import BlockChange, BlockNews, BlockSpace, Durability, FoundBlock, LookupState
@@ -849,9 +850,7 @@ def _answer(encoded: bytes) -> list[FoundBlock] | OperationError:
 
 @lru_cache(SPACES_KEPT)
 def _space(space: BlockSpace) -> block_pb2.BlockSpace:
-    message = to_wire(space)
-    assert isinstance(message, block_pb2.BlockSpace)  # noqa: S101  # by its type
-    return message
+    return write_block_space(space)
 
 
 @lru_cache(SPACES_KEPT)

@@ -21,11 +21,11 @@ from google.protobuf.message import DecodeError
 from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import (
     durability_to_wire,
-    session_from_wire,
     stream_from_wire,
     stream_to_wire,
 )
 from ctxcache.client.forks import end_in_children
+from ctxcache.client.messages import read_session_info
 from ctxcache.client.rows import Landing, OpenRead, RowPiece, RowTransport
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Wire
@@ -453,7 +453,7 @@ def _append(
     talk.send(SocketFrameKind.FINISH)
     answer = AppendSessionResponse.FromString(talk.receive(SocketFrameKind.APPENDED).message)
     talk.end()
-    return session_from_wire(answer.session)
+    return read_session_info(answer.session)
 
 
 def _send_rows(talk: _Talk, rows: Mapping[Stream, Bytes], write_offset: int) -> bool:

@@ -18,8 +18,9 @@ from typing import SupportsIndex
 
 import grpc
 
-from ctxcache.client.convert import duration, from_wire
+from ctxcache.client.convert import duration
 from ctxcache.client.forks import end_in_children, of_parent
+from ctxcache.client.messages import read_session_event
 from ctxcache.client.types import SessionEvent, seconds
 from ctxcache.client.wire import Closing, Wire
 from ctxcache.errors import (
@@ -462,7 +463,7 @@ class EngineQueue(Closing):
                     return self._answered(link, response.acknowledgement)
                 case "events":
                     for told in response.events.events:
-                        event = from_wire(SessionEvent, told)
+                        event = read_session_event(told)
                         # Popped and put back: the order of the dict is by the newest event, and what is
                         # forgotten is the oldest.
                         self._events[event.session] = _merged(self._events.pop(event.session, None), event)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from uuid import uuid4
 
-from ctxcache.client.convert import duration, from_wire
+from ctxcache.client.convert import duration
 from ctxcache.client.engine_queue import EngineQueue
+from ctxcache.client.messages import read_hint_result
 from ctxcache.client.types import HintAction, HintKind, HintResult
 from ctxcache.client.wire import Wire
 from ctxcache.v1 import hints_pb2
@@ -25,7 +26,7 @@ class HintCalls:
         """Give hints; each is answered by itself, in order. Raises InvalidArgument for the whole batch."""
         request = hints_pb2.HintRequest(message_id=uuid4().hex, actions=map(_to_wire, actions))
         results = self._wire.call(self._wire.hints.Hint, request).results
-        return [from_wire(HintResult, result) for result in results]
+        return [read_hint_result(result) for result in results]
 
     def share(self, session: str, *, token_count: int | None = None) -> HintResult:
         """Make a session, or its first tokens, durable and closed: a fork of it has nothing to wait for."""

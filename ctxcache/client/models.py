@@ -5,7 +5,8 @@ Knows nothing of sessions. Worst case: one deadline per page.
 
 from collections.abc import Iterator
 
-from ctxcache.client.convert import from_wire, model_to_wire, probe_from_wire
+from ctxcache.client.convert import model_to_wire, probe_from_wire
+from ctxcache.client.messages import read_forgotten, read_model_info
 from ctxcache.client.types import CallerModel, Forgotten, ModelInfo
 from ctxcache.client.wire import Wire
 from ctxcache.errors import ModelProbeMismatch
@@ -40,7 +41,7 @@ class ModelCalls:
     def get(self, name: str) -> ModelInfo:
         """Return the model `models/{model_id}`. Raises ModelNotFound."""
         request = model_pb2.GetModelRequest(name=name)
-        return from_wire(ModelInfo, self._wire.call(self._wire.models.GetModel, request))
+        return read_model_info(self._wire.call(self._wire.models.GetModel, request))
 
     def forget(self, name: str, weights: str, *, is_trial: bool = False) -> Forgotten:
         """Forget sessions and blocks of a version of the weights of `models/{model_id}`, and its models.
@@ -49,7 +50,7 @@ class ModelCalls:
         go. Raises ModelNotFound, InvalidArgument, WriteInProgress, TierFailure.
         """
         request = model_pb2.ForgetModelRequest(name=name, weights=weights, dry_run=is_trial)
-        return from_wire(Forgotten, self._wire.call(self._wire.models.ForgetModel, request))
+        return read_forgotten(self._wire.call(self._wire.models.ForgetModel, request))
 
     def list(self, *, page_size: int = 0) -> Iterator[ModelInfo]:
         """Iterate over all models by name, asking for a page when one is used up."""
@@ -57,7 +58,7 @@ class ModelCalls:
         while True:
             page = self._wire.call(self._wire.models.ListModels, request)
             for model in page.models:
-                yield from_wire(ModelInfo, model)
+                yield read_model_info(model)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token

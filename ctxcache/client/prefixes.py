@@ -13,13 +13,11 @@ import numpy.typing as npt
 
 from ctxcache.client.convert import (
     checked_token,
-    contents_to_wire,
     duration,
-    from_wire,
     ranges_to_wire,
-    session_from_wire,
 )
 from ctxcache.client.futures import Completions
+from ctxcache.client.messages import read_prefix_match, read_session_info, read_shared_prefix, write_content
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.types import CallerModel, ModelInfo, PrefixMatch, SessionInfo, SharedPrefix
@@ -85,9 +83,9 @@ class PrefixCalls:
         )
         # The same question by two ways; over the control socket no gRPC call stands between.
         if attachment is None:
-            return from_wire(PrefixMatch, self._wire.call(self._wire.prefixes.MatchPrefix, request))
+            return read_prefix_match(self._wire.call(self._wire.prefixes.MatchPrefix, request))
         result = attachment.stream.carry_out(Operation(match_prefix=request))
-        return from_wire(PrefixMatch, result.matched)
+        return read_prefix_match(result.matched)
 
     def match_async(
         self,
@@ -143,7 +141,7 @@ class PrefixCalls:
         """Prefixes of several sessions, most saved bytes first; at most `limit`, by default 50."""
         request = ListSharedPrefixesRequest(page_size=limit)
         found = self._wire.call(self._wire.prefixes.ListSharedPrefixes, request).prefixes
-        return [from_wire(SharedPrefix, one) for one in found]
+        return [read_shared_prefix(one) for one in found]
 
     def adopt(
         self,
@@ -166,9 +164,9 @@ class PrefixCalls:
         )
         attachment = self._routes.attach()
         if attachment is None:
-            return session_from_wire(self._wire.call(self._wire.prefixes.AdoptPrefix, request).session)
+            return read_session_info(self._wire.call(self._wire.prefixes.AdoptPrefix, request).session)
         result = attachment.stream.carry_out(Operation(adopt_prefix=request))
-        return session_from_wire(result.adopted.session)
+        return read_session_info(result.adopted.session)
 
 
 def _streams(model: CallerModel | ModelInfo) -> Iterable[Stream]:
@@ -179,7 +177,9 @@ def _streams(model: CallerModel | ModelInfo) -> Iterable[Stream]:
 
 
 def _prefix(token_ids: TokenIds, contents: Iterable[Content], keys: Sequence[bytes] = ()) -> Prefix:
-    return Prefix(token_ids=_packed(token_ids), keys=keys, contents=contents_to_wire(contents))
+    return Prefix(
+        token_ids=_packed(token_ids), keys=keys, contents=[write_content(part) for part in contents]
+    )
 
 
 def _packed(token_ids: TokenIds) -> bytes:

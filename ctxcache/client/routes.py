@@ -21,7 +21,7 @@ from ctxcache.client.access import (
 )
 from ctxcache.client.arena import MappedArena, map_arena, map_descriptors
 from ctxcache.client.bulk_rows import BulkChannel, BulkRows
-from ctxcache.client.convert import contents_to_wire
+from ctxcache.client.messages import write_content
 from ctxcache.client.rows import RowTransport, SessionRows, lease_rows
 from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.streamed_rows import GrpcRows
@@ -242,7 +242,7 @@ class RowRoutes:
             if_generation_match=if_generation_match,
             token_count=token_count,
             is_all_coming=is_all_coming,
-            contents=contents_to_wire(contents) if contents else None,
+            contents=[write_content(part) for part in contents] if contents else None,
         )
         return reserve(attachment, arena, snapshot, request, specs)
 

@@ -29,7 +29,7 @@ from ctxcache.client.arena import (
     spans_of_runs,
     spans_of_segments,
 )
-from ctxcache.client.convert import session_from_wire
+from ctxcache.client.messages import read_session_info
 from ctxcache.client.ssd_files import SsdReader, aligned, is_aligned
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Closing
@@ -84,7 +84,7 @@ class SessionRows(Closing):
     def session(self) -> SessionInfo:
         """The session as it is read."""
         # Made when asked for: most readers want the rows alone.
-        return session_from_wire(self._told)
+        return read_session_info(self._told)
 
     @property
     def token_count(self) -> int:

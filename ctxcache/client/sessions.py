@@ -13,15 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.convert import (
-    contents_to_wire,
     duration,
-    from_wire,
     ranges_to_wire,
-    session_from_wire,
     timestamp,
     token_range,
 )
 from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
+from ctxcache.client.messages import read_lookup_result, read_session_info, write_content
 from ctxcache.client.prefixes import PrefixCalls, TokenIds
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.rows import SessionRows
@@ -77,7 +75,7 @@ class SessionCalls:
             salt=salt,
             copies=copies,
         )
-        made = session_from_wire(self._wire.call(self._wire.sessions.CreateSession, request))
+        made = read_session_info(self._wire.call(self._wire.sessions.CreateSession, request))
         return self.open(made, model)
 
     def open(self, session: str | SessionInfo, model: CallerModel) -> "SessionHandle":
@@ -106,7 +104,7 @@ class SessionCalls:
     def get(self, name: str) -> SessionInfo:
         """Return a session without counting as an access. Raises SessionNotFound."""
         request = session_pb2.GetSessionRequest(name=name)
-        return session_from_wire(self._wire.call(self._wire.sessions.GetSession, request))
+        return read_session_info(self._wire.call(self._wire.sessions.GetSession, request))
 
     def list(self, model: str = "", *, page_size: int = 0) -> Iterator[SessionInfo]:
         """Iterate over sessions by name, all or one model's, asking for a page when one is used up."""
@@ -114,7 +112,7 @@ class SessionCalls:
         request = session_pb2.ListSessionsRequest(model=model, page_size=page_size)
         while True:
             page = self._wire.call(self._wire.sessions.ListSessions, request)
-            yield from map(session_from_wire, page.sessions)
+            yield from map(read_session_info, page.sessions)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
@@ -140,7 +138,7 @@ class SessionCalls:
             is_pinned=is_pinned,
             copies=copies,
         )
-        return session_from_wire(self._wire.call(self._wire.sessions.UpdateSession, request))
+        return read_session_info(self._wire.call(self._wire.sessions.UpdateSession, request))
 
     def keep_recent(
         self,
@@ -212,12 +210,12 @@ class SessionCalls:
             if_generation_match=if_generation_match,
             replaces_generation=replaces_generation,
         )
-        return session_from_wire(self._wire.call(self._wire.sessions.ForkSession, request))
+        return read_session_info(self._wire.call(self._wire.sessions.ForkSession, request))
 
     def flush(self, name: str) -> SessionInfo:
         """Make every committed token durable. Raises CapacityExceeded, TierFailure."""
         request = session_pb2.FlushSessionRequest(name=name)
-        return session_from_wire(self._wire.call(self._wire.sessions.FlushSession, request))
+        return read_session_info(self._wire.call(self._wire.sessions.FlushSession, request))
 
     def delete(self, name: str, *, if_generation_match: int | None = None) -> None:
         """Delete a session. Raises SessionNotFound, GenerationMismatch, WriteInProgress."""
@@ -238,13 +236,13 @@ class SessionCalls:
                 ]
             )
             answer = self._wire.call(self._wire.sessions.LookupSessions, request)
-            results += [from_wire(LookupResult, one) for one in answer.results]
+            results += [read_lookup_result(one) for one in answer.results]
             # A large answer ends early; one without results does not go on.
             batch = batch[len(answer.results) :] if answer.results else []
         return results
 
     def _truncate(self, request: session_pb2.TruncateSessionRequest) -> SessionInfo:
-        return session_from_wire(self._wire.call(self._wire.sessions.TruncateSession, request))
+        return read_session_info(self._wire.call(self._wire.sessions.TruncateSession, request))
 
 
 class SessionHandle:
@@ -556,7 +554,7 @@ class SessionHandle:
             model_fingerprint=self.model.fingerprint,
             write_offset=snapshot.token_count,
             if_generation_match=generation,
-            contents=contents_to_wire(contents) if contents else None,
+            contents=[write_content(part) for part in contents] if contents else None,
         )
 
 

@@ -17,14 +17,13 @@ import numpy as np
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import (
-    contents_to_wire,
     durability_to_wire,
     ranges_to_wire,
-    session_from_wire,
     stream_from_wire,
     streams_from_wire,
     token_range,
 )
+from ctxcache.client.messages import read_session_info, write_content
 from ctxcache.client.rows import Landing, OpenRead, RowPiece, RowTransport, SessionRows
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import ReadMessage, Wire, trace_metadata
@@ -78,7 +77,7 @@ class ChunkStream:
         self._size_bytes = size_bytes
         self._read = self._open(request)
         self.header = self._read.header
-        self.row_sizes = sizes_of(session_from_wire(self.header.session))
+        self.row_sizes = sizes_of(read_session_info(self.header.session))
         self.streams = tuple(streams_from_wire(self.header.streams))
         self.begin, self.end = self.header.range.begin, self.header.range.end
         # The tokens that have not arrived: the first of these from `_next_token` on, the others whole.
@@ -316,7 +315,7 @@ class BufferedWriter(SessionWriter):
             model_fingerprint=self._header.model_fingerprint,
             write_offset=session.token_count,
             if_generation_match=session.generation,
-            contents=contents_to_wire(contents),
+            contents=[write_content(part) for part in contents],
         )
         if not keep_open:
             self._release()
@@ -360,7 +359,7 @@ class GrpcRows:
             messages = _messages(header, rows, durability)
             timeout_s = self._wire.bulk_timeout_s(size_bytes)
             answer = self._wire.append_session(messages, timeout=timeout_s, metadata=trace_metadata())
-            return session_from_wire(answer.session)
+            return read_session_info(answer.session)
 
 
 class GrpcRead:

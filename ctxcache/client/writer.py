@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from ctxcache.client.access import AccessStream, ArenaAttachment, ClockPair, Hold, acquire
 from ctxcache.client.arena import Bytes, SlotRows, copied, slot_layout, spans_of_runs
-from ctxcache.client.convert import durability_to_wire, session_from_wire
+from ctxcache.client.convert import durability_to_wire
+from ctxcache.client.messages import read_session_info
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Closing
 from ctxcache.errors import CacheError, IncompleteAppend, InvalidArgument, ReservationNotFound
@@ -279,7 +280,7 @@ class ReservedWriter(SessionWriter):
             checksums=self._checksums(begin, end),
         )
         # A lost answer does not say whether the rows are visible; the session's token count does.
-        session = session_from_wire(self._hold.stream.carry_out(Operation(commit=commit)).committed)
+        session = read_session_info(self._hold.stream.carry_out(Operation(commit=commit)).committed)
         # Room that is full is nobody's any more, and there is nothing to give back.
         self._hold.is_released = not keep_open
         # Committed rows are written no more, and their sums are the server's now.

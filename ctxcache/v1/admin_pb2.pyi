@@ -211,7 +211,7 @@ Global___ReloadSettingsRequest: _TypeAlias = ReloadSettingsRequest  # noqa: Y015
 
 @_typing.final
 class ReloadSettingsResponse(_message.Message):
-    """The settings that were found to differ."""
+    """The outcome of a reload of the settings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -442,7 +442,7 @@ Global___TierStats: _TypeAlias = TierStats  # noqa: Y015
 
 @_typing.final
 class Stats(_message.Message):
-    """The server's contents now, and its work since it started."""
+    """The server's contents, and its counts since it started."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -499,7 +499,7 @@ class Stats(_message.Message):
     read_token_count: _builtins.int
     """Tokens read or leased."""
     dram_hit_token_count: _builtins.int
-    """The part of these tokens that was in DRAM already."""
+    """Tokens read that were in DRAM already."""
     expired_session_count: _builtins.int
     """Sessions ended by expiry."""
     evicted_session_count: _builtins.int
@@ -523,13 +523,13 @@ class Stats(_message.Message):
     prefetched_segment_count: _builtins.int
     """Segments brought from SSD into DRAM ahead of need, because a hint or the placement policy asked for it."""
     prefetch_used_segment_count: _builtins.int
-    """The part of these segments that was read afterwards."""
+    """Prefetched segments that were read afterwards."""
     prefetch_unused_segment_count: _builtins.int
-    """The part of these segments that left DRAM without having been read."""
+    """Prefetched segments that left DRAM unread."""
     prefetch_late_segment_count: _builtins.int
-    """The part of the segments read that was still on its way when it was asked for."""
+    """Prefetched segments that were still on their way when they were asked for."""
     unadmitted_session_count: _builtins.int
-    """Of the sessions ended to make room, those that were never written to SSD: they were not worth it."""
+    """Sessions ended to make room that were never written to SSD, because they were not worth it."""
     spared_bytes: _builtins.int
     """Bytes of sessions that only DRAM has and that are not to be written for now: what a crash would lose all of."""
     mended_segment_count: _builtins.int
@@ -656,7 +656,7 @@ Global___ListTenantsResponse: _TypeAlias = ListTenantsResponse  # noqa: Y015
 
 @_typing.final
 class TenantUse(_message.Message):
-    """The room that one tenant has. A segment counts once, however many forks share it."""
+    """One tenant's sessions and bytes. A segment counts once, however many forks share it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -681,15 +681,15 @@ class TenantUse(_message.Message):
     kept_bytes: _builtins.int
     """Bytes of its segments, those in both places counted once and those of two copies twice: what its limit bounds."""
     guaranteed_dram_bytes: _builtins.int
-    """Bytes of DRAM that nobody else's need takes from it. 0: it has no share."""
+    """Bytes of DRAM that no other tenant takes from it. 0: it has no share."""
     guaranteed_ssd_bytes: _builtins.int
-    """Bytes of SSD that nobody else's need takes from it. 0: it has no share."""
+    """Bytes of SSD that no other tenant takes from it. 0: it has no share."""
     limit_bytes: _builtins.int
     """Most bytes that it may keep. Unset: what SSD has."""
     retained_bytes: _builtins.int
-    """Bytes that are retained on SSD on request. Of a tenant without a share: of all of those together."""
+    """Bytes that are retained on SSD on request. For a tenant without a share: of all such tenants together."""
     pinned_bytes: _builtins.int
-    """Bytes that are kept in DRAM on request. Of a tenant without a share: of all of those together."""
+    """Bytes that are kept in DRAM on request. For a tenant without a share: of all such tenants together."""
     def __init__(
         self,
         *,
@@ -760,7 +760,7 @@ class SessionHappening(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
     event: Global___MissEvent.ValueType
-    """The event."""
+    """The sort of event."""
     count: _builtins.int
     """How often. At least 1."""
     detail: _builtins.str
@@ -798,7 +798,7 @@ Global___SessionHappening: _TypeAlias = SessionHappening  # noqa: Y015
 
 @_typing.final
 class RequestMiss(_message.Message):
-    """A session that a request asked for in vain."""
+    """One miss of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -812,7 +812,7 @@ class RequestMiss(_message.Message):
     access: _builtins.str
     """How it asked: `lookup`, `read` or `write`."""
     result: _builtins.str
-    """The outcome, as the metric `ctxcache_accesses_total` says it."""
+    """The result, in the words of the metric `ctxcache_accesses_total`."""
     count: _builtins.int
     """How often without another miss in between. At least 1."""
     @_builtins.property
@@ -838,7 +838,7 @@ Global___RequestMiss: _TypeAlias = RequestMiss  # noqa: Y015
 
 @_typing.final
 class WhyMissResponse(_message.Message):
-    """Response of WhyMiss."""
+    """Why a session is not there, or has less than was stored; or what a request missed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -882,8 +882,8 @@ class WhyMissResponse(_message.Message):
 
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestMiss]:
-        """Misses of its request, the oldest first, at most 8. The latest 4096 requests that named their trace and
-        missed are remembered.
+        """The misses of its request, the oldest first, at most 8. The latest 4096 requests that named their trace and missed
+        are remembered.
         """
 
     @_builtins.property

@@ -76,7 +76,7 @@ class Fault(_message.Message):
     fault_id: _builtins.int
     """Its number. Never used again while the server runs."""
     kind: Global___FaultKind.ValueType
-    """The failure."""
+    """The sort of fault."""
     path: _builtins.str
     """The one file of the SSD tier that it is of. Empty: every one, or the metadata."""
     error_number: _builtins.int

@@ -521,7 +521,7 @@ Global___SessionEvents: _TypeAlias = SessionEvents  # noqa: Y015
 
 @_typing.final
 class SessionEvent(_message.Message):
-    """Changes of one session since its last event, and its state now."""
+    """The changes of one session since its last event, and its state now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -898,7 +898,7 @@ class HintResult(_message.Message):
     GRANTED_BYTES_FIELD_NUMBER: _builtins.int
     VALID_UNTIL_FIELD_NUMBER: _builtins.int
     action_id: _builtins.str
-    """Of the hint."""
+    """The hint's own id."""
     outcome: Global___HintOutcome.ValueType
     """The outcome."""
     reason: _builtins.str

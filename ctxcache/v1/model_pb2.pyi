@@ -460,7 +460,7 @@ Global___ForgetModelRequest: _TypeAlias = ForgetModelRequest  # noqa: Y015
 
 @_typing.final
 class ForgetModelResponse(_message.Message):
-    """Response of ForgetModel: what was forgotten."""
+    """Response of ForgetModel: what was forgotten of a version of a model's weights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -542,7 +542,7 @@ Global___GetActivityRequest: _TypeAlias = GetActivityRequest  # noqa: Y015
 
 @_typing.final
 class Activity(_message.Message):
-    """The work in progress: counts since the start, for whoever asks twice to divide by the time in between."""
+    """The server's activity. Counts are since the start: a caller divides the difference of two by the time between."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -571,7 +571,7 @@ class Activity(_message.Message):
     hit_count: _builtins.int
     """Reads and look-ups that found the session."""
     miss_count: _builtins.int
-    """Those that did not, or were refused."""
+    """Reads and look-ups that did not, or were refused."""
     refused_rpc_count: _builtins.int
     """Rpcs refused because too many ran, or because of a drain."""
     @_builtins.property
@@ -643,9 +643,9 @@ class MethodActivity(_message.Message):
     method: _builtins.str
     """`Service/Method`; of local clients' operations `local/kind`, whose times are not taken."""
     count: _builtins.int
-    """Those that ended."""
+    """The calls that ended."""
     failed_count: _builtins.int
-    """The part of these calls that ended with an error."""
+    """Calls that ended with an error."""
     total_seconds: _builtins.float
     """Seconds they took together."""
     @_builtins.property

@@ -118,7 +118,7 @@ Global___MatchPrefixRequest: _TypeAlias = MatchPrefixRequest  # noqa: Y015
 
 @_typing.final
 class MatchPrefixResponse(_message.Message):
-    """Response of MatchPrefix."""
+    """Response of MatchPrefix: the longest prefix of a prompt that was found."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -261,7 +261,7 @@ Global___ListSharedPrefixesRequest: _TypeAlias = ListSharedPrefixesRequest  # no
 
 @_typing.final
 class SharedPrefix(_message.Message):
-    """A beginning that several sessions share: segments that all of them list."""
+    """A prefix of several sessions: segments that all of them list."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -319,7 +319,7 @@ class RecordedCall(_message.Message):
     at_ns: _builtins.int
     """Nanoseconds since the recording began, by a clock that never goes back."""
     kind: Global___RecordedKind.ValueType
-    """The kind of the call."""
+    """The sort of call."""
     session: _builtins.int
     """The session: a hash of its tenant and name with a key that nobody has and that no other recording uses."""
     tenant: _builtins.int

@@ -792,7 +792,7 @@ Global___LayerRange: _TypeAlias = LayerRange  # noqa: Y015
 
 @_typing.final
 class KindAvailability(_message.Message):
-    """The tokens that a session holds of one state kind."""
+    """A session's rows of one state kind."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -824,7 +824,7 @@ Global___KindAvailability: _TypeAlias = KindAvailability  # noqa: Y015
 
 @_typing.final
 class LookupResult(_message.Message):
-    """The answer about one session."""
+    """The answer of a look-up for one session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -852,7 +852,7 @@ class LookupResult(_message.Message):
     """How many of those lie in DRAM; the others come from SSD."""
     @_builtins.property
     def kinds(self) -> _containers.RepeatedCompositeFieldContainer[Global___KindAvailability]:
-        """The tokens that are there, by kind."""
+        """The rows that are there, by kind."""
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:

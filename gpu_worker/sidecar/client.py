@@ -16,7 +16,8 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from ctxcache.client.convert import durability_to_wire, session_from_wire, stream_to_wire
+from ctxcache.client.convert import durability_to_wire, stream_to_wire
+from ctxcache.client.messages import read_session_info
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Closing, trace_metadata
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument, Unavailable
@@ -259,7 +260,7 @@ class AttachedEngine(Closing):
                 for stream, offset in offsets.items()
             ],
         )
-        return session_from_wire(self._client.call(self._client.stub.Save, request, timeout_s).session)
+        return read_session_info(self._client.call(self._client.stub.Save, request, timeout_s).session)
 
     def plan(self, token_count: int, *, new_token_count: int = 0) -> worker_pb2.PlanResponse:
         """How a restore would be done, if the store had all kinds."""

@@ -16,7 +16,8 @@ import torch
 from google.protobuf.duration_pb2 import Duration
 
 from ctxcache.client import Client
-from ctxcache.client.convert import kind_to_wire, session_to_wire
+from ctxcache.client.convert import kind_to_wire
+from ctxcache.client.messages import write_session_info
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument
 from ctxcache.runtime.spans import NO_SPANS, Spans
@@ -286,7 +287,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
         work.add_done_callback(over)
         # An engine that gives up must not stop a save between its reservation and its commit.
-        return worker_pb2.SaveResponse(session=session_to_wire(await asyncio.shield(work)))
+        return worker_pb2.SaveResponse(session=write_session_info(await asyncio.shield(work)))
 
     # -- planning ----------------------------------------------------------------------------------
 

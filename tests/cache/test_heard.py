@@ -4,8 +4,7 @@ import io
 import json
 
 from ctxcache.cache.state import Call, Heard, Listening
-from ctxcache.client.convert import from_wire
-from ctxcache.client.types import RecordingPart
+from ctxcache.client.messages import read_recording_part
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.recordings import Lines
@@ -44,7 +43,7 @@ def test_a_file_has_the_gap_at_its_place() -> None:
         part = recorder.part([heard(name)])
         part.lost_count = lost_count
         part.elapsed.FromMilliseconds(1500)
-        lines.write(from_wire(RecordingPart, part))
+        lines.write(read_recording_part(part))
     lines.end()
     layout, first, gap, second, end = map(json.loads, file.getvalue().splitlines())
 

@@ -21,11 +21,11 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import (
     model_to_wire,
     ranges_to_wire,
-    session_from_wire,
     stream_from_wire,
     stream_to_wire,
     streams_from_wire,
 )
+from ctxcache.client.messages import read_session_info
 from ctxcache.client.types import SessionInfo
 from ctxcache.format.checksums import rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
@@ -152,7 +152,7 @@ class FarSide(
             generation=1,
             token_count=token_count,
         )
-        return session_from_wire(self.sessions[name])
+        return read_session_info(self.sessions[name])
 
     def GetModel(self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext) -> model_pb2.Model:
         return model_to_wire(SPEC)
