@@ -8,8 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
+from ledger_faults import faults
+
 from ctxcache.cache import Cache
 from ctxcache.core import ranges
+from ctxcache.core.ledger.places import Backlog
 from ctxcache.core.ledger.segment import Segment, Usage
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.shares import NO_SHARES
@@ -28,7 +31,7 @@ def check_integrity(cache: Cache) -> list[str]:
         *_pins(cache),
         *_claims(cache),
         *_uses(cache),
-        *cache.ledger.faults(),
+        *faults(cache.ledger),
         *_space(cache, known),
         *_usage(cache, known),
     ]
@@ -36,7 +39,7 @@ def check_integrity(cache: Cache) -> list[str]:
 
 def _dormant(cache: Cache) -> list[Session]:
     """The dormant sessions as they would be, were they known: they stay dormant."""
-    dormant, usage = cache.ledger.dormant, Usage(NO_SHARES)
+    dormant, usage = cache.ledger.sleep.dormant, Usage(NO_SHARES)
     found = [dormant.revived(number, usage.of(dormant.tenant(number))) for number in dormant]
     for session in found:
         for segment in session.segments:
@@ -50,22 +53,22 @@ def _claims(cache: Cache) -> Iterator[str]:
     spared = {
         segment
         for session in ledger.listing()
-        if ledger.is_spared(session)
-        for segment in ledger.unwritten_segments(session)
+        if (session.backlog is Backlog.SPARED)
+        for segment in ledger.unwritten.segments(session)
     }
     reserved = {run.segment for r in cache.appends.reservations() for run in r.runs}
     for what, known_bytes, segments in (
-        ("dirty", ledger.dirty_bytes, dirty),
-        ("due", ledger.due_bytes, dirty - spared),
-        ("claimed", ledger.claimed_bytes, (dirty | reserved) - spared),
+        ("dirty", ledger.unwritten.dirty_bytes, dirty),
+        ("due", ledger.unwritten.due_bytes, dirty - spared),
+        ("claimed", ledger.unwritten.claimed_bytes, (dirty | reserved) - spared),
     ):
         if known_bytes != sum(segment.size_bytes for segment in segments):
             yield f"{known_bytes} B are counted as {what}, and are not"
     claimed_by: Counter[str] = Counter()
     for segment in (dirty | reserved) - spared:
         claimed_by[segment.tenant] += segment.size_bytes
-    if ledger.claimed_by != claimed_by:
-        yield f"{ledger.claimed_by} B are counted as claimed by tenants, and {claimed_by} B are"
+    if ledger.unwritten.claimed_by != claimed_by:
+        yield f"{ledger.unwritten.claimed_by} B are counted as claimed by tenants, and {claimed_by} B are"
 
 
 def _uses(cache: Cache) -> Iterator[str]:
@@ -103,7 +106,7 @@ def _references(cache: Cache) -> Iterator[str]:
     for segment, count in counts.items():
         if segment.reference_count != count or not segment.is_listed:
             yield f"segment {segment.segment_id}: {count} sessions list it, {segment.reference_count} counted"
-        if len(cache.ledger.listers(segment)) != count:
+        if len(cache.ledger.names.listers(segment)) != count:
             yield f"segment {segment.segment_id}: not all that list it are found"
         if not segment.memory and (not segment.durable or segment.is_unwritten):
             yield f"segment {segment.segment_id}: rows that are nowhere"

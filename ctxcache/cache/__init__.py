@@ -28,6 +28,7 @@ from ctxcache.cache.scrubbing import Mending, Scrubbing
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import Background, State
+from ctxcache.core.ledger.places import Backlog
 from ctxcache.core.ledger.segment import Segment, Shelf
 from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.limits import (
@@ -219,18 +220,18 @@ class Cache:
         """Sessions with rows that only DRAM has; others of these are given up."""
         kept: list[Session] = []
         kept_bytes = 0
-        for session in self.ledger.unwritten_sessions():
+        for session in self.ledger.unwritten.sessions():
             # The best kept first: with each one less room is free for those behind it.
             if self.staging.spares(session, kept_bytes):
                 self.ssd_room.give_up(session)
             else:
                 kept.append(session)
-                kept_bytes += self.ledger.unwritten_bytes(session)
+                kept_bytes += self.ledger.unwritten.size_bytes(session)
         return kept
 
     async def flush_due(self) -> None:
         """Write what SSD is to have; others go on. Raises the first failure when the rest is done."""
-        due = [s for s in self.ledger.unwritten_sessions() if not self.ledger.is_spared(s)]
+        due = [s for s in self.ledger.unwritten.sessions() if s.backlog is not Backlog.SPARED]
         results = await self._flush_all(due, at_a_time=PARALLEL_FLUSHES, is_last=False)
         for result in results.values():
             if result is not None and not isinstance(result, SessionNotFound):
@@ -249,7 +250,7 @@ class Cache:
 
     def _check_paths(self) -> None:
         """Refuse what would cost every session its tokens on a path that nobody has named."""
-        segments, dormant = self.ledger.segments(), self.ledger.dormant
+        segments, dormant = self.ledger.segments(), self.ledger.sleep.dormant
         number = max((slot.path_index for s in segments for slot in s.places), default=0)
         number = max(number, dormant.last_path)
         if number >= len(self.ssd.paths):

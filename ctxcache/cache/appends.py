@@ -489,7 +489,7 @@ class Appends:
         if is_limited or not self.pins.has_room(reservation.client, needed):
             return None
         if last is not None:
-            new_bytes += self._ledger.claim_bytes(last)
+            new_bytes += self._ledger.unwritten.new_bytes(last)
         if new_bytes and not self._dirty_bound.admits_at_once(new_bytes, own_bytes):
             return None
         # Taken last: slots are the only thing here that has to be given back.
@@ -519,7 +519,7 @@ class Appends:
         finally:
             # Promised while this call waited. By now the bytes are claimed, or are not needed.
             if reservation.promised_bytes:
-                self._ledger.promised(reservation.session.tenant, -reservation.promised_bytes)
+                self._ledger.unwritten.promise(reservation.session.tenant, -reservation.promised_bytes)
                 reservation.promised_bytes = 0
 
     def renew(self, reservation: Reservation) -> None:
@@ -653,7 +653,7 @@ class Appends:
             # The writer may be alive and still write: for a while no other session may have the slot.
             # Its claim ends now, for no commit will come. Its slot and its pin stay for the grace.
             if is_abandoned:
-                self._ledger.unclaimed(segment)
+                self._ledger.unwritten.release(segment)
                 self._ledger.closed([segment])
                 self._quarantine.append((now_ns + GRACE_NS, segment, client))
             else:
@@ -778,7 +778,7 @@ class Appends:
         needed = reservation.needed(token_count)
         last, _ = reservation.last()
         new_bytes = sum(size_bytes for segment_id, size_bytes in needed.items() if segment_id < 0)
-        return new_bytes + (self._ledger.claim_bytes(last) if last and needed else 0)
+        return new_bytes + (self._ledger.unwritten.new_bytes(last) if last and needed else 0)
 
     async def _admit(self, reservation: Reservation, token_count: int) -> None:
         """Wait until so many more tokens may be kept and become dirty, and promise it.
@@ -845,7 +845,7 @@ class Appends:
 
     # Three books of one hold: what is claimed, the ledger's hold, the client's pin.
     def _release(self, segment: Segment, client: Pinner) -> None:
-        self._ledger.unclaimed(segment)
+        self._ledger.unwritten.release(segment)
         self._ledger.released(segment)
         self.pins.unpin(client, {segment.segment_id: segment.layout.size_bytes})
 
@@ -882,13 +882,13 @@ class Appends:
             reservation.runs[-1] = replace(last, row_end=row_end)
         else:
             self._ledger.held(segment)
-            taken_bytes = self._ledger.claimed(segment)
+            taken_bytes = self._ledger.unwritten.reserve(segment)
             self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
             # Promised bytes become claimed bytes: counted twice, the bound would be reached at half of its
             # value.
             if reservation.promised_bytes:
                 # The promised bytes are taken.
-                self._ledger.promised(reservation.session.tenant, -taken_bytes)
+                self._ledger.unwritten.promise(reservation.session.tenant, -taken_bytes)
                 reservation.promised_bytes -= taken_bytes
             reservation.runs.append(Run(segment, row, row_end, reservation.end))
         reservation.end += row_end - row

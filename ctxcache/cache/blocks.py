@@ -208,7 +208,7 @@ class Blocks:
         block = self._ledger.named(tenant, block_id(space, key))
         if block is None or block.expire_time_ns <= now_ns:
             return None
-        self._ledger.reckon(block)
+        self._ledger.lost.reckon(block)
         return block if block.token_count or block.uid in self._puts else None
 
     # -- put -----------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ class MemoryRoom:
 
         False when there is neither.
         """
-        victim = self._ledger.coldest_to_write(accepts, among)
+        victim = self._ledger.unwritten.coldest(accepts, among)
         if victim is not None:
             # A flush cuts rows that it finds to be bad, and a cut makes room as well.
             with suppress(SessionNotFound, CorruptSegment):
@@ -293,7 +293,7 @@ class MemoryRoom:
         Where SSD takes nothing of it memory is all there is, and one session goes, as from a full SSD. That
         is while no path takes writes, or where its tenant has all that its share gives it.
         """
-        from_memory = partial(self._ledger.next_from_memory, among)
+        from_memory = partial(self._ledger.leaving.from_memory, among)
         # No flush can succeed: a session in memory alone has to go, as it would from a full SSD.
         if not self._io.has_open_path and await self._ssd_room.evict(from_memory):
             return
@@ -303,7 +303,7 @@ class MemoryRoom:
         try:
             await self._flushing.flush(victim)
         except CapacityExceeded as error:
-            choose = partial(self._ledger.next_over_share, victim)
+            choose = partial(self._ledger.leaving.over_share, victim)
             # Only a refusal by the tenant's own share is answered by giving up one of the tenant's sessions.
             if error.facts.get("tier") != "SSD" or not await self._ssd_room.evict(choose):
                 raise
@@ -348,14 +348,14 @@ class MemoryRoom:
         return None
 
     def _is_any_dirty(self, session: Session) -> bool:
-        return bool(self._ledger.unwritten_segments(session))
+        return bool(self._ledger.unwritten.segments(session))
 
     def _may_leave(self, session: Session) -> bool:
         """Whether a flush would let something leave: a segment that only its own write holds."""
         return any(
             # Held by nothing, or by its own staged write, which ends with the flush.
             segment.memory_hold_count == self._staging.is_under_way(segment)
-            for segment in self._ledger.unwritten_segments(session)
+            for segment in self._ledger.unwritten.segments(session)
         )
 
 
@@ -373,7 +373,7 @@ class DirtyBound:
     def __init__(self, state: State, io: SegmentIO, room: MemoryRoom) -> None:
         self._state, self._io, self._room = state, io, room
         ledger = self._ledger = state.ledger
-        self._line = WaitingLine("room for unwritten rows", ledger.usage.shares, ledger.claimed_by)
+        self._line = WaitingLine("room for unwritten rows", ledger.usage.shares, ledger.unwritten.claimed_by)
         self._turns: dict[RoomRequest, asyncio.Event] = {}
         """Set when the request may be the first one. Only the first one makes room."""
 
@@ -401,7 +401,7 @@ class DirtyBound:
             await self._wait_in_line(tenant, needed_bytes, own_bytes)
         # Asked once more: the wait may have changed what is needed. No await follows before the promise.
         promised_bytes = needed_bytes()
-        self._ledger.promised(tenant, promised_bytes)
+        self._ledger.unwritten.promise(tenant, promised_bytes)
         return promised_bytes
 
     async def _wait_in_line(
@@ -462,14 +462,14 @@ class DirtyBound:
 
     def _fits(self, needed_bytes: int, own_bytes: int) -> bool:
         is_within = self._ledger.watermarks.admits(
-            needed_bytes, self._ledger.claimed_bytes, own_bytes, self._ledger.memory.capacity_bytes
+            needed_bytes, self._ledger.unwritten.claimed_bytes, own_bytes, self._ledger.memory.capacity_bytes
         )
         # While no path takes writes memory is a cache of its own, and waiting would not make it less so.
         return is_within or not self._io.has_open_path
 
     def _refusal(self, request: RoomRequest) -> CapacityExceeded:
         limit_bytes, needed_bytes = self._limit_bytes(), request.needed_bytes
-        free_bytes = max(limit_bytes - self._ledger.claimed_bytes, 0)
+        free_bytes = max(limit_bytes - self._ledger.unwritten.claimed_bytes, 0)
         # Bytes that are free, but not for this request.
         if not self._is_first(request):
             # Free room is for requests that came first.

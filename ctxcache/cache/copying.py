@@ -124,7 +124,7 @@ class Copying:
 
     async def _copy(self, segment: Segment) -> Slot | None:
         """Write a segment's copy; the slot it is in, None where there is none. Raises TierFailure."""
-        listers = self._ledger.listers(segment)
+        listers = self._ledger.names.listers(segment)
         source = self._ledger.best_place(segment)
         if not listers or source is None:
             return None

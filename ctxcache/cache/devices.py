@@ -82,7 +82,7 @@ class Devices:
     async def give_up(self, path_indexes: Iterable[int]) -> None:
         """Cut the sessions that have segments on these paths, for good: their files are new and empty."""
         emptied = {i: self._ssd.paths[i] for i in path_indexes}
-        for _ in self._ledger.wake_on(emptied):
+        for _ in self._ledger.sleep.wake_on(emptied):
             continue
         # Segments that have nothing left are cut; those with a copy elsewhere lose a place.
         gone = [s for s in self._ledger.segments() if lies_on(s, emptied)]
@@ -116,19 +116,19 @@ class Devices:
         # Set before the pass: news that comes during it makes another pass.
         self._is_reckoned = True
         count = 0
-        lost = set(self._ledger.lost)
-        for session in chain(list(self._ledger.listing()), self._ledger.wake_on(lost)):
+        lost = set(self._ledger.lost.paths)
+        for session in chain(list(self._ledger.listing()), self._ledger.sleep.wake_on(lost)):
             if not session.is_gone:
-                self._ledger.reckon(session)
+                self._ledger.lost.reckon(session)
                 count += 1 + len(session.segments)
             if count >= SEGMENTS_PER_TURN:
                 count = 0
                 await asyncio.sleep(0)
-        withheld = self._ledger.withheld
+        withheld = self._ledger.lost.withheld
         log.log(
             logging.ERROR if withheld else logging.WARNING,
             "sessions_reckoned lost=%s withheld_sessions=%d withheld_tokens=%d",
-            list(self._ledger.lost.values()),
+            list(self._ledger.lost.paths.values()),
             len(withheld),
             sum(withheld.values()),
         )
@@ -136,18 +136,18 @@ class Devices:
     async def _write_elsewhere(self) -> None:
         """Write what only DRAM and a lost path have to another path, a session at a time."""
         # One session at a time, a few segments with each sync.
-        for session in self._ledger.exposed():
+        for session in self._ledger.lost.exposed():
             await asyncio.sleep(0)
             while not session.is_gone and (some := list(islice(self._exposed(session), SEGMENTS_PER_MOVE))):
                 if not await self._flushing.write_elsewhere(session, some):
                     break
-            self._ledger.rescued(session)
+            self._ledger.lost.rescued(session)
 
     def _exposed(self, session: Session) -> Iterator[Segment]:
         """Its segments that lie on lost paths and in DRAM, but for those that a flush will move."""
         # A tail that is written will be flushed by its writer, to another path.
         tail = session.growing_tail if session.is_writing else None
         for segment in session.segments:
-            is_exposed = segment.memory and self._ledger.is_on_lost_path(segment)
+            is_exposed = segment.memory and self._ledger.lost.has(segment)
             if is_exposed and not segment.is_unwritten and segment is not tail:
                 yield segment

@@ -241,7 +241,7 @@ class SsdRoom:
                 # It was made while this call waited.
                 if quotas.excess_bytes(session.tenant, size_bytes) <= 0:
                     continue
-                victim = self._ledger.next_of_tenant(session)
+                victim = self._ledger.leaving.of_tenant(session)
                 if victim is None:
                     raise quotas.refusal(session.tenant, size_bytes)
                 await self._evict(victim, "its tenant's limit on SSD")
@@ -272,7 +272,7 @@ class SsdRoom:
             return
         if await self._departures.wait_for_one():
             return
-        victim = self._ledger.next_from_below(for_session, size_bytes, besides)
+        victim = self._ledger.leaving.from_below(for_session, size_bytes, besides)
         if victim is None:
             raise CapacityExceeded(
                 tier="SSD",

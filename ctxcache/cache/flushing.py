@@ -123,7 +123,7 @@ class Staging:
         """
         if not self._ledger.spares(session, ahead_bytes):
             return False
-        for segment in self._ledger.unwritten_segments(session):
+        for segment in self._ledger.unwritten.segments(session):
             self.unstage(segment)
         return True
 
@@ -424,7 +424,7 @@ class Flushing:
         now_ns = self._state.clock.monotonic_ns()
         dirty: dict[Segment, int] = {}
         # The ledger's own order is that of positions: `dirty` keeps it, and records name segments in order.
-        for segment in self._ledger.unwritten_segments(session):
+        for segment in self._ledger.unwritten.segments(session):
             if segment is not tail:
                 dirty[segment] = segment.row_count
         # Durable already: another flush was quicker, or nothing was committed.
@@ -588,7 +588,7 @@ class Flushing:
         for slot in replaced:
             self._ledger.below.give(slot)
         # Rows that were shown from memory, or withheld, can be had now.
-        self._ledger.reckon_again([item.segment for item in moved])
+        self._ledger.lost.reckon_again([item.segment for item in moved])
         return bool(moved)
 
 
@@ -643,7 +643,7 @@ class WriteBehind:
             await due.aclose()
             # At the end only: what fails is not tried again in the same turn.
             for item in taken:
-                self._ledger.put_back(item.session)
+                self._ledger.unwritten.put_back(item.session)
         return not failure_count
 
     async def write(self, due: DueFlush) -> None:
@@ -655,7 +655,7 @@ class WriteBehind:
 
     async def _due(self) -> AsyncGenerator[DueFlush]:
         begun_ns = self._state.clock.monotonic_ns()
-        for session in self._ledger.changed():
+        for session in list(self._ledger.unwritten.changed.values()):
             await self._look()
             # The moment the turn began: an allowance that refills during a long turn would make it endless.
             if not self.allowance.is_left(begun_ns):
@@ -671,7 +671,7 @@ class WriteBehind:
                 # A tail that a writer has room in is dirty again with the next token, and keeps its slot: to
                 # write it makes no room. It is written for its age alone.
                 is_tail_left = session.is_writing and not is_old
-                if is_tail_left and not self._ledger.has_full(session):
+                if is_tail_left and not self._ledger.unwritten.has_full(session):
                     passed.append(session)
                 elif not self._spares(session):
                     yield self._take(session, is_tail_left=is_tail_left)
@@ -679,7 +679,7 @@ class WriteBehind:
         finally:
             # At the end only: else the same ones would be found again.
             for session in passed:
-                self._ledger.put_back(session)
+                self._ledger.unwritten.put_back(session)
 
     async def _look(self) -> None:
         self.looked_at_count += 1
@@ -693,13 +693,13 @@ class WriteBehind:
         """
         age_ns = self._ledger.watermarks.tail_age_ns
         # 0 switches ages off.
-        if age_ns and (old := self._ledger.take_old(now_ns - age_ns)) is not None:
+        if age_ns and (old := self._ledger.unwritten.take_old(now_ns - age_ns)) is not None:
             return old, True
         # Bytes under way are clean soon: counted as dirty they would make each turn write too much.
-        due_bytes = self._ledger.due_bytes - self._under_way_bytes
+        due_bytes = self._ledger.unwritten.due_bytes - self._under_way_bytes
         capacity_bytes = self._ledger.memory.capacity_bytes
         if self._ledger.watermarks.excess_dirty_bytes(due_bytes, capacity_bytes) > 0:
-            oldest = self._ledger.take_oldest(now_ns)
+            oldest = self._ledger.unwritten.take_oldest(now_ns)
             return None if oldest is None else (oldest, False)
         return None
 
@@ -707,8 +707,8 @@ class WriteBehind:
         return self._staging.spares(session, self._under_way_bytes)
 
     def _take(self, session: Session, *, is_tail_left: bool) -> DueFlush:
-        self._ledger.taken(session)
-        segments = self._ledger.unwritten_segments(session)
+        self._ledger.unwritten.taken(session)
+        segments = self._ledger.unwritten.segments(session)
         tail = session.growing_tail if is_tail_left else None
         size_bytes = sum(s.size_bytes for s in segments if s is not tail)
         self._under_way_bytes += size_bytes

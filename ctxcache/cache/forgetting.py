@@ -82,7 +82,7 @@ class Forgetting:
     async def _all_of(self, tenant: str, owners: Collection[str], pace: Pace) -> list[Session]:
         """The tenant's sessions and blocks of these models. A dormant session is one for this look."""
         found: list[Session] = []
-        for name in [*self._ledger.names(tenant)]:
+        for name in [*self._ledger.names.ids(tenant)]:
             if pace.is_over:
                 await pace.rest()
             session = self._ledger.glance(tenant, name)

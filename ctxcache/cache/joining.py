@@ -203,11 +203,11 @@ class Joining:
         """
         home = parts[0].home
         # While a path is lost sessions withhold tokens, and a part may be unreadable.
-        if session.is_gone or self._ledger.lost:
+        if session.is_gone or self._ledger.lost.paths:
             return []
         if isinstance(home, Kin) and len(home.uids) > KIN_LIMIT:
             return []
-        sessions = self._ledger.listers(parts[0])
+        sessions = self._ledger.names.listers(parts[0])
         if len(sessions) > 1 and sum(len(one.segments) for one in sessions) > LISTINGS_LIMIT:
             return []
         # `reference_count` tells quickly whether others list a part; `listers` would walk the kin for each.

@@ -168,7 +168,9 @@ class _Loader:
         for found in self._metadata.kept_sessions():
             self._look_at(found)
         # A session whose path is lost is reckoned at once, so that all are known then.
-        self._set_apart(self._plain.set_apart(self._listed_by, None if self._ledger.lost else last_used))
+        self._set_apart(
+            self._plain.set_apart(self._listed_by, None if self._ledger.lost.paths else last_used)
+        )
         self._load_segments()
         self._set_apart(self._plain.unfit())
         # In the order of their accesses, as policies hear of them.
@@ -179,7 +181,7 @@ class _Loader:
         if self._repairs.sessions:
             self._forget_unlisted()
         self._plain.settle(is_by_tenant=bool(self._ledger.usage.shares))
-        self._ledger.asleep(self._plain.dormant, self._plain.models)
+        self._ledger.slept_before(self._plain.dormant, self._plain.models)
         return Loaded(self._repairs, self._plain.slots())
 
     def _look_at(self, found: KeptSessions) -> None:

@@ -100,7 +100,7 @@ class Models:
         """Forget a model that no session is of. Raises ModelNotFound, InvalidArgument, TierFailure."""
         self._state.model(tenant, model_id)
         # In one step with the removal: a session of it cannot be made between.
-        if count := self._state.ledger.model_session_count(tenant, model_id):
+        if count := self._state.ledger.names.model_count(tenant, model_id):
             raise InvalidArgument(field="name", problem=f"{count} sessions are of models/{model_id}")
         # Deleting needs no room, and is what makes some.
         self._metadata.check(is_growing=False)

@@ -260,9 +260,9 @@ class Prefixes:
         For sessions that part from each other several times, the prefix that all of them share.
         """
         found: dict[int, SharedPrefix] = {}
-        for i, session_id in enumerate(list(self._ledger.names(tenant)), 1):
+        for i, session_id in enumerate(list(self._ledger.names.ids(tenant)), 1):
             # A dormant session shares nothing.
-            is_dormant = self._ledger.dormant.named(tenant, session_id) is not None
+            is_dormant = self._ledger.sleep.dormant.named(tenant, session_id) is not None
             session = None if is_dormant else self._ledger.named(tenant, session_id)
             first = session.segments[0] if session and session.segments else None
             if session and first and first.reference_count > 1 and first.segment_id not in found:

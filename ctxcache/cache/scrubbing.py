@@ -115,7 +115,7 @@ class Mending:
                 failed = failed or (left[0], failure)
             else:
                 # A slot that is there and cannot be read is bad; a lost path may come back as it was.
-                if failed is not None and failed[0].path_index not in self._ledger.lost:
+                if failed is not None and failed[0].path_index not in self._ledger.lost.paths:
                     self.drop_place(segment, failed[0], str(failed[1]))
                 return found
 
@@ -174,7 +174,7 @@ class Mending:
         cut: list[Session] = []
         dead: list[Segment] = []
         # All that list any of them, each once: a fork has the same bad segment.
-        for session in {s.uid: s for segment in bad for s in self._ledger.listers(segment)}.values():
+        for session in {s.uid: s for segment in bad for s in self._ledger.names.listers(segment)}.values():
             # The first of several bad segments: behind it nothing is of use.
             begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
             if begin < session.log_end:
@@ -247,7 +247,7 @@ class Mending:
     def _mended(self, segment: Segment, problem: str) -> None:
         self._state.counters.mended_segment_count += 1
         log.error("dram_rows_mended segment=%d problem=%r", segment.segment_id, problem)
-        for session in self._ledger.listers(segment):
+        for session in self._ledger.names.listers(segment):
             detail = "memory had other bytes than were written; what SSD has took their place"
             self._state.journal.happened(session, Event.MENDED, detail=detail)
 
@@ -370,7 +370,7 @@ class Scrubbing:
         segment_ids = await self._last_first()
         began_ns, done_bytes = self._state.clock.monotonic_ns(), 0
         bad: list[Bad] = []
-        count = len(segment_ids) + self._ledger.dormant.segment_count
+        count = len(segment_ids) + self._ledger.sleep.dormant.segment_count
         # One slot's memory for the whole pass. A failed read past this ends the pass, so that no late write
         # of a device meets the next segment.
         bounce = memoryview(mmap.mmap(-1, 4096))
@@ -383,7 +383,7 @@ class Scrubbing:
                 continue
             if len(bounce) < segment.layout.size_bytes:
                 bounce = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
-            if self._ledger.is_dormant(segment):
+            if self._ledger.sleep.dormant.lister(segment.segment_id) is not None:
                 done_bytes += segment.durable_bytes
                 bad += await self._check_dormant(segment, bounce)
                 await self._pause(began_ns, done_bytes, bytes_per_second, is_over)
@@ -394,7 +394,7 @@ class Scrubbing:
                 done_bytes += segment.memory.size_bytes
                 bad += await self._check_dram(segment)
             # On a lost path there is nothing to verify.
-            if segment.durable and segment.is_listed and not self._ledger.is_on_lost_path(segment):
+            if segment.durable and segment.is_listed and not self._ledger.lost.has(segment):
                 done_bytes += segment.durable_bytes
                 bad += await self._check(segment, bounce)
             await self._pause(began_ns, done_bytes, bytes_per_second, is_over)
@@ -404,7 +404,7 @@ class Scrubbing:
 
     def _dormant(self) -> Iterator[Segment]:
         """Segments of dormant sessions, made for this look. Sessions may come to be known meanwhile."""
-        dormant, nowhere = self._ledger.dormant, Usage(NO_SHARES)
+        dormant, nowhere = self._ledger.sleep.dormant, Usage(NO_SHARES)
         for number in dormant:
             session = dormant.revived(number, nowhere.of(dormant.tenant(number)))
             yield from reversed(session.segments)
@@ -473,7 +473,7 @@ class Scrubbing:
         if slot is None:
             return []
         # Before the verification, which may cut them.
-        names = sorted(session.name for session in self._ledger.listers(segment))
+        names = sorted(session.name for session in self._ledger.names.listers(segment))
         self._ledger.held(segment)
         is_mended = True
         try:
@@ -506,7 +506,7 @@ class Scrubbing:
             places, row_count = segment.places, segment.durable_row_count
             self._ledger.held(segment)
             try:
-                there = [place for place in places if place.path_index not in self._ledger.lost]
+                there = [place for place in places if place.path_index not in self._ledger.lost.paths]
                 problems = {place: await self._problem(segment, place, bounce) for place in there}
                 if segment.durable_row_count != row_count or segment.places != places:
                     # Written elsewhere meanwhile, and perhaps back again; or another reader has found it bad.
@@ -541,7 +541,7 @@ class Scrubbing:
         return ""
 
     def _describe(self, segment: Segment, place: Slot, problem: str, *, is_mended: bool) -> Bad:
-        names = sorted(session.name for session in self._ledger.listers(segment))
+        names = sorted(session.name for session in self._ledger.names.listers(segment))
         return Bad(
             segment.segment_id,
             segment.tenant,

@@ -152,7 +152,7 @@ class Sessions:
         now_ns = self._state.clock.now_ns()
         # By name and not by place: what comes and goes meanwhile moves places.
         while True:
-            names = self._ledger.names(tenant)
+            names = self._ledger.names.ids(tenant)
             begin = bisect_right(names, after)
             some = names[begin : begin + NAMES_PER_TURN]
             for name in some:
@@ -161,7 +161,7 @@ class Sessions:
                     # Expired, and not removed yet.
                     continue
                 if model_id in ("", session.model_id):
-                    self._ledger.reckon(session)
+                    self._ledger.lost.reckon(session)
                     yield session.view()
             if len(some) < NAMES_PER_TURN:
                 return
@@ -539,13 +539,15 @@ class Sessions:
     async def let_sleep(self) -> None:
         """Let sessions be dormant that nobody has used for long, a few at a time, so many a call."""
         for _ in range(ASLEEP_A_CALL // ASLEEP_AT_ONCE):
-            if not self._ledger.is_drowsy:
+            if not self._ledger.sleep.is_any_drowsy:
                 return
-            for session in self._ledger.drowsy(limit=ASLEEP_AT_ONCE):
+            for session in self._ledger.sleep.drowsy(limit=ASLEEP_AT_ONCE):
                 # Without keys, which are found by their segments all the while.
                 segments = [segment_record_of(self._ledger, s)._replace(keys=()) for s in session.segments]
                 kept = self._metadata.kept
-                self._ledger.fell_asleep(session, kept(record_of(session)), [kept(each) for each in segments])
+                self._ledger.sleep.fell_asleep(
+                    session, kept(record_of(session)), [kept(each) for each in segments]
+                )
             await asyncio.sleep(0)
 
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Lookup:
@@ -617,7 +619,7 @@ class Sessions:
 
     def _check_new(self, tenant: str, session_id: str) -> None:
         limit = self._state.limits.session_count
-        own = len(self._ledger.names(tenant))
+        own = len(self._ledger.names.ids(tenant))
         if self._state.limits.bound(limit).is_reached(self._ledger.session_count, own):
             # The limit counts sessions, and blocks have their own.
             raise TooManyRequests(what="sessions", limit=limit)

@@ -187,7 +187,7 @@ class State:
 
     def tokens_withheld(self, session: Session, token_count: int) -> None:
         """See Wishes."""
-        paths = ", ".join(self.ledger.lost_paths_of(session))
+        paths = ", ".join(self.ledger.lost.of(session))
         self.journal.happened(session, Event.DEVICE_LOST, detail=paths, token_count=token_count)
 
 

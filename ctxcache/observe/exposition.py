@@ -96,7 +96,7 @@ def _tiers(cache: Cache) -> Iterator[Sample]:
     # A path that is told to be lost is lost to look-ups too, though upkeep has not come to it.
     cache.devices.note()
     yield from _tier("ssd", cache.ssd, ledger.below)
-    withheld = cache.ledger.withheld
+    withheld = cache.ledger.lost.withheld
     yield Sample("ctxcache_withheld_sessions", len(withheld))
     yield Sample("ctxcache_withheld_tokens", sum(withheld.values()))
     yield Sample("ctxcache_quarantined_slots", len(ledger.below.quarantined))
@@ -142,13 +142,13 @@ def _moves(cache: Cache) -> Iterator[Sample]:
     yield Sample("ctxcache_flushed_segments_total", counters.flushed_segment_count)
     yield Sample("ctxcache_flush_seconds", taken(seen.flush_s))
     yield Sample("ctxcache_flushes", cache.flushing.flush_count)
-    since_ns, now_ns = ledger.oldest_unwritten_ns(), state.clock.monotonic_ns()
+    since_ns, now_ns = ledger.unwritten.oldest_ns(), state.clock.monotonic_ns()
     yield Sample("ctxcache_flush_lag_seconds", 0 if since_ns is None else (now_ns - since_ns) / SECOND_NS)
-    yield Sample("ctxcache_dirty_bytes", ledger.due_bytes)
-    yield Sample("ctxcache_spared_bytes", ledger.dirty_bytes - ledger.due_bytes)
+    yield Sample("ctxcache_dirty_bytes", ledger.unwritten.due_bytes)
+    yield Sample("ctxcache_spared_bytes", ledger.unwritten.dirty_bytes - ledger.unwritten.due_bytes)
     yield Sample("ctxcache_unadmitted_sessions_total", counters.unadmitted_session_count)
-    yield Sample("ctxcache_claimed_bytes", ledger.claimed_bytes)
-    yield Sample("ctxcache_unwritten_sessions", ledger.unwritten_session_count)
+    yield Sample("ctxcache_claimed_bytes", ledger.unwritten.claimed_bytes)
+    yield Sample("ctxcache_unwritten_sessions", len(ledger.unwritten))
     yield Sample("ctxcache_delayed_writes_total", counters.delayed_write_count)
     yield Sample("ctxcache_corrupt_segments_total", counters.corrupt_segment_count)
     yield Sample("ctxcache_mended_segments_total", counters.mended_segment_count)
@@ -185,7 +185,7 @@ def _tenants(cache: Cache) -> Iterator[Sample]:
     for name in names:
         # Those that are not shown are added up under one name: labels stay bounded, sums stay right.
         use, own, as_name = ledger.usage.of(name), quotas.own(name), name if name in shown else OTHER
-        sums["ctxcache_tenant_sessions", as_name, ""] += len(ledger.names(name))
+        sums["ctxcache_tenant_sessions", as_name, ""] += len(ledger.names.ids(name))
         for tier, size_bytes in (
             ("dram", use.memory_bytes),
             ("ssd", use.durable_bytes),

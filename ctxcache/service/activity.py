@@ -41,7 +41,7 @@ def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) 
     )
     if reading.lease_count:
         found.oldest_lease_age.FromNanoseconds(int(reading.oldest_lease_s * SECOND_NS))
-    since_ns = cache.ledger.oldest_unwritten_ns()
+    since_ns = cache.ledger.unwritten.oldest_ns()
     if since_ns is not None:
         found.oldest_dirty_age.FromNanoseconds(max(state.clock.monotonic_ns() - since_ns, 0))
     return found
@@ -96,7 +96,7 @@ def _tenants(cache: Cache, limit: int) -> Iterator[TenantActivity]:
         yield TenantActivity(
             tenant=tenant,
             access_count=count,
-            session_count=len(ledger.names(tenant)),
+            session_count=len(ledger.names.ids(tenant)),
             dram_bytes=use.memory_bytes,
             ssd_bytes=use.durable_bytes,
         )
@@ -110,7 +110,7 @@ def _problems(cache: Cache, admissions: Admissions) -> Iterator[str]:
     if admissions.calls.is_draining:
         yield "no new work is taken: it drains"
     ledger = cache.ledger
-    if ledger.claimed_bytes > ledger.watermarks.dirty_limit * ledger.memory.capacity_bytes:
+    if ledger.unwritten.claimed_bytes > ledger.watermarks.dirty_limit * ledger.memory.capacity_bytes:
         yield "writers wait: too much is not on SSD yet"
     if cache.leases.pins.waiting_count or cache.appends.pins.waiting_count:
         yield "readers or writers wait for room in DRAM"

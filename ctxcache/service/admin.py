@@ -130,8 +130,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             tiers=self._tiers(),
             quarantined_slot_count=len(quarantined),
             quarantined_bytes=sum(slot.size_bytes for slot in quarantined),
-            dirty_bytes=ledger.due_bytes,
-            spared_bytes=ledger.dirty_bytes - ledger.due_bytes,
+            dirty_bytes=ledger.unwritten.due_bytes,
+            spared_bytes=ledger.unwritten.dirty_bytes - ledger.unwritten.due_bytes,
             single_copy_segment_count=len(ledger.copies.single),
             arena_prefaulted_bytes=self._about.arena_prefaulted_bytes(),
             **{name: getattr(counters, name) for name in counters.__slots__},
@@ -176,15 +176,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         session = ledger.named(tenant, session_id)
         if session is not None and session.expire_time_ns > state.clock.now_ns():
             # Notes about a session are reckoned late: before its history is told.
-            ledger.reckon(session)
+            ledger.lost.reckon(session)
             happened = state.journal.history.of(tenant, session_id)
             answer.is_there, answer.token_count = True, session.token_count
             answer.durable_token_count = session.durable_token_count
             answer.reason = _EVENTS[happened[-1].event] if happened else admin_pb2.MISS_EVENT_UNSPECIFIED
             if session.withheld:
                 answer.reason = admin_pb2.MISS_EVENT_DEVICE_LOST
-                answer.withheld_token_count = ledger.withheld[session.uid]
-                answer.lost_paths.extend(ledger.lost.values())
+                answer.withheld_token_count = ledger.lost.withheld[session.uid]
+                answer.lost_paths.extend(ledger.lost.paths.values())
         else:
             # One that is over is cleared away a moment later.
             end = state.journal.history.end_of(tenant, session_id) if session is None else Event.EXPIRED
@@ -315,7 +315,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         retained_bytes, pinned_bytes = self._cache.placement.retaining.used_bytes(tenant)
         return admin_pb2.TenantUse(
             tenant=tenant,
-            session_count=len(ledger.names(tenant)),
+            session_count=len(ledger.names.ids(tenant)),
             dram_bytes=use.memory_bytes,
             ssd_bytes=use.durable_bytes,
             kept_bytes=use.kept_bytes,
@@ -524,8 +524,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             local_client_count=admissions.local_clients.running_count,
             lease_count=cache.leases.lease_count,
             reservation_count=cache.appends.reservation_count,
-            dirty_bytes=ledger.due_bytes,
-            spared_bytes=ledger.dirty_bytes - ledger.due_bytes,
+            dirty_bytes=ledger.unwritten.due_bytes,
+            spared_bytes=ledger.unwritten.dirty_bytes - ledger.unwritten.due_bytes,
             problem=problem,
         )
         status.is_done = not (

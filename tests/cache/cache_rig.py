@@ -297,7 +297,7 @@ class Rig:
         """Sessions that are there."""
         now_ns = self.cache.state.clock.now_ns()
         ledger = self.cache.ledger
-        there = [ledger.glance(self.tenant, name) for name in ledger.names(self.tenant)]
+        there = [ledger.glance(self.tenant, name) for name in ledger.names.ids(self.tenant)]
         return {session.session_id for session in there if session and session.expire_time_ns > now_ns}
 
     async def let_go(self) -> None:

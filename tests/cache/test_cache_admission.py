@@ -178,7 +178,7 @@ async def test_a_bound_on_dirty_rows_holds_up_nobody_for_what_is_not_written(hou
     for number in range(5):
         await house.write(f"once{number}-1", 3)
     ledger = house.rig.cache.ledger
-    assert ledger.dirty_bytes > MARKS.limit_bytes(ledger.memory.capacity_bytes)
+    assert ledger.unwritten.dirty_bytes > MARKS.limit_bytes(ledger.memory.capacity_bytes)
     await house.write("better-7", 8)
 
     assert house.is_on_ssd("better-7")
@@ -354,7 +354,7 @@ async def test_it_expires_and_is_cut_like_any_other(house: House) -> None:
     await house.turn()
 
     assert house.rig.names() == set()
-    assert house.rig.cache.ledger.dirty_bytes == 0
+    assert house.rig.cache.ledger.unwritten.dirty_bytes == 0
 
 
 async def test_a_clean_stop_keeps_what_there_is_room_for(house: House) -> None:

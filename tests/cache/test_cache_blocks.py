@@ -56,7 +56,7 @@ async def test_a_block_is_put_once_and_found_by_its_key_in_its_space(rig: Memory
     assert found == FoundBlock(BlockState.HIT, (SIZE_BYTES,), is_in_memory=True)
     assert rig.names() == set()
     assert rig.cache.ledger.newest(10) == []
-    assert not rig.cache.ledger.names(TENANT)
+    assert not rig.cache.ledger.names.ids(TENANT)
     await rig.check()
 
 

@@ -81,7 +81,7 @@ class _Budget:
 
     def claimed(self) -> dict[str, int]:
         """Segments that each tenant has claimed."""
-        claimed = self.rig.cache.ledger.claimed_by
+        claimed = self.rig.cache.ledger.unwritten.claimed_by
         some = next(iter(self.rig.cache.ledger.segments()))
         return {tenant: size // some.layout.size_bytes for tenant, size in claimed.items()}
 

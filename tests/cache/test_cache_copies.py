@@ -77,7 +77,7 @@ async def test_the_loss_of_either_path_costs_nothing(pair: MemoryRig, lost: int)
         assert (found.token_count, found.reason) == (LENGTH, "")
         assert pair.cache.sessions.get(pair.tenant, name).durable_token_count == LENGTH
         assert await pair.read(name) == expected(tokens)
-    assert pair.cache.ledger.withheld == {}
+    assert pair.cache.ledger.lost.withheld == {}
     assert len(pair.cache.ledger.copies.single) == 4 * 4
     await pair.crash()
 

@@ -155,7 +155,7 @@ async def test_a_writer_that_goes_on_gives_up_what_is_withheld(rig: MemoryRig) -
 
     assert await rig.read(name) == expected(tokens)
     assert rig.token_count(next(iter(made.keys() - {name}))) == 138
-    assert rig.cache.ledger.withheld == {}
+    assert rig.cache.ledger.lost.withheld == {}
     await rig.check()
 
 

@@ -20,7 +20,7 @@ from cache_rig import (
     expected,
 )
 
-from ctxcache.core.ledger import ledger
+from ctxcache.core.ledger import sleep
 from ctxcache.core.ledger.ledger import Drop
 from ctxcache.core.ledger.rankings import Evictable
 from ctxcache.core.ledger.session import SessionView
@@ -48,7 +48,7 @@ async def filled(rig: Rig, count: int = COUNT, *, ttl_s: int = 3600) -> dict[str
 
 def dormant(rig: Rig) -> set[str]:
     """The sessions that are dormant."""
-    return {name for names in rig.cache.ledger.dormant.names.values() for name in names}
+    return {name for names in rig.cache.ledger.sleep.dormant.names.values() for name in names}
 
 
 async def views(rig: Rig) -> list[SessionView]:
@@ -63,8 +63,8 @@ def told(rig: Rig) -> dict[str, object]:
     return {
         "sessions": ledger.session_count,
         "segments": ledger.segment_count,
-        "names": {tenant: list(ledger.names(tenant)) for tenant in sorted(ledger.tenants())},
-        "of the model": ledger.model_session_count(TENANT, MODEL.model_id),
+        "names": {tenant: list(ledger.names.ids(tenant)) for tenant in sorted(ledger.tenants())},
+        "of the model": ledger.names.model_count(TENANT, MODEL.model_id),
         "bytes": {t: (use.memory_bytes, use.durable_bytes, use.kept_bytes) for t, use in uses.items()},
         "taken": ledger.below.used_bytes,
         "uids": sorted(ledger.uids()),
@@ -251,7 +251,7 @@ async def test_a_search_for_room_wakes_no_more_than_it_may(
     rig: MemoryRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where none of them may leave, as on a path that was just lost; the next search goes on behind them."""
-    monkeypatch.setattr(ledger, "WAKES", 3)
+    monkeypatch.setattr(sleep, "WAKES", 3)
     await filled(rig)
     await rig.restart()
     count = len(dormant(rig))
@@ -260,7 +260,7 @@ async def test_a_search_for_room_wakes_no_more_than_it_may(
 
     left = []
     for _ in range(3):
-        rig.cache.ledger._let_coldest_in(None)
+        rig.cache.ledger.sleep.let_coldest_in(None)
         left.append(len(dormant(rig)))
 
     assert left == [count - 3, count - 6, 0]
@@ -301,12 +301,12 @@ def test_nothing_is_learned_of_one_that_was_dormant() -> None:
 async def lull(rig: Rig, awake_count: int = 0) -> set[str]:
     """Let all sessions be idle for long, with nothing in memory; returns the dormant ones."""
     ledger = rig.cache.ledger
-    ledger.awake_count = awake_count
+    ledger.sleep.awake_count = awake_count
     await rig.cache.sessions.save_access_times()
     while isinstance(move := ledger.next_out_of_memory(None, lambda _: False), Drop):
         ledger.dropped(move.segment)
     await rig.let_go()
-    rig.clock.advance(seconds=ledger.sleep_ns / 10**9)
+    rig.clock.advance(seconds=ledger.sleep.sleep_ns / 10**9)
     await rig.cache.sessions.let_sleep()
     return dormant(rig)
 
@@ -326,11 +326,11 @@ async def test_what_nobody_uses_falls_asleep_with_the_records_on_disk(disk_rig: 
     assert not ledger.segments()
     recorded = {record.uid: record for record in metadata.sessions()}
     segments = {record.segment_id: record for record in metadata.segments()}
-    for number in ledger.dormant:
-        uid = ledger.dormant.uid(number)
-        assert metadata.session(uid, ledger.dormant.kept(number)) == recorded[uid]
+    for number in ledger.sleep.dormant:
+        uid = ledger.sleep.dormant.uid(number)
+        assert metadata.session(uid, ledger.sleep.dormant.kept(number)) == recorded[uid]
         for segment_id in recorded[uid].segment_ids:
-            kept = metadata.segment(segment_id, ledger.dormant.kept_segment(segment_id))
+            kept = metadata.segment(segment_id, ledger.sleep.dormant.kept_segment(segment_id))
             assert kept == segments[segment_id]._replace(keys=())
     await disk_rig.check()
     for name, written in tokens.items():
@@ -497,7 +497,7 @@ async def test_their_time_comes_in_their_sleep(tmp_path: Path) -> None:
     await lull(rig)
 
     assert dormant(rig) == {"c", "d", "late"}
-    assert set(rig.cache.ledger.dormant) <= set(range(4))
+    assert set(rig.cache.ledger.sleep.dormant) <= set(range(4))
     assert await rig.read("late") == expected(tokens)
     await rig.check()
     await rig.close()

@@ -36,7 +36,7 @@ async def lose_what_hangs(rig: DiskRig) -> None:
 
 async def come_back(rig: DiskRig) -> None:
     """Look at the devices until none is lost."""
-    while rig.cache.ledger.lost:
+    while rig.cache.ledger.lost.paths:
         await rig.cache.devices.look()
         await asyncio.sleep(0)
 

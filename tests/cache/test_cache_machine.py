@@ -490,13 +490,13 @@ class CacheMachine(RuleBasedStateMachine):
     def doze(self) -> None:
         """All fall asleep that may: what is asked of them next is what others would be asked."""
         ledger = self.rig.cache.ledger
-        ledger.awake_count, ledger.sleep_ns = 0, -(10**18)
-        for uid in ledger._awake:
-            ledger._awake[uid] = 0
+        ledger.sleep.awake_count, ledger.sleep.sleep_ns = 0, -(10**18)
+        for uid in ledger.sleep._awake:
+            ledger.sleep._awake[uid] = 0
         self.run(self.rig.cache.sessions.save_access_times())
         self.run(self.rig.let_go())
         self.run(self.rig.cache.sessions.let_sleep())
-        del ledger.awake_count, ledger.sleep_ns
+        del ledger.sleep.awake_count, ledger.sleep.sleep_ns
 
     @rule()
     def turn(self) -> None:
@@ -535,7 +535,9 @@ class CacheMachine(RuleBasedStateMachine):
         """
         ledger = self.rig.cache.ledger
         sessions = (*ledger.sessions(), *ledger.blocks())
-        return 2 * sum(ledger.unwritten_bytes(session) for session in sessions) <= ledger.below.free_bytes
+        return (
+            2 * sum(ledger.unwritten.size_bytes(session) for session in sessions) <= ledger.below.free_bytes
+        )
 
     def check_old(self, seconds: int) -> None:
         """Rows that had the time to be written are on SSD, unless it has no room or failed."""
@@ -543,7 +545,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.is_faulty or seconds * 10**9 < cache.ledger.watermarks.tail_age_ns:
             return
         for session in cache.ledger.sessions():
-            sizes_bytes = [segment.size_bytes for segment in cache.ledger.unwritten_segments(session)]
+            sizes_bytes = [segment.size_bytes for segment in cache.ledger.unwritten.segments(session)]
             # Free in all is not free in one piece, which is what the longest of them needs.
             longest_bytes = max(cache.ledger.below.largest_free_bytes_by_path)
             has_room = sum(sizes_bytes) <= cache.ledger.below.free_bytes

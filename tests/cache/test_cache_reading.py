@@ -183,7 +183,7 @@ async def test_readers_of_overlapping_ranges_promote_a_segment_once(rig: MemoryR
 
     assert (
         rig.cache.ledger.memory.used_bytes
-        == 10 * rig.cache.ledger._by_uid[leases[0].view.uid].layout.size_bytes
+        == 10 * rig.cache.ledger.names.by_uid[leases[0].view.uid].layout.size_bytes
     )
     assert rig.leased(leases[3]) == expected(tokens)
 

@@ -169,7 +169,7 @@ async def test_a_lookup_changes_nothing(rig: MemoryRig, writer: Writer) -> None:
         before.token_count,
         before.expire_time_ns,
     )
-    assert [rig.cache.ledger._by_uid[uid].session_id for uid in order] == ["a", "b"]
+    assert [rig.cache.ledger.names.by_uid[uid].session_id for uid in order] == ["a", "b"]
     rig.clock.advance(seconds=10)
     missed = rig.cache.sessions.lookup(TENANT, "a", MODEL.fingerprint())
     assert (missed.reason, missed.layout) == ("SESSION_NOT_FOUND", None)

@@ -231,12 +231,12 @@ async def test_sessions_fall_asleep_and_wake_in_short_turns(
         while isinstance(move := ledger.next_out_of_memory(None, lambda _: False), Drop):
             ledger.dropped(move.segment)
     await made.cache.sessions.save_access_times()
-    ledger.awake_count = 0
-    made.clock.advance(seconds=ledger.sleep_ns / 10**9)
+    ledger.sleep.awake_count = 0
+    made.clock.advance(seconds=ledger.sleep.sleep_ns / 10**9)
     await made.let_go()
     with turns(monkeypatch) as counts:
         await asyncio.create_task(made.cache.sessions.let_sleep())
-    assert ledger.dormant.count == 40
+    assert ledger.sleep.dormant.count == 40
     assert max(counts) <= 20_000, max(counts)
     with turns(monkeypatch) as counts:
         await asyncio.create_task(glance(made, "s10"))

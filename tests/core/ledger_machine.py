@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ledger_faults import faults
 from ledger_rig import SECOND_NS, SIZE, SUM, TTL_NS, Flush, LedgerRig, Writer
 
 from ctxcache.core import ranges
 from ctxcache.core.ledger.ledger import Drop, Flushed, GiveUp
+from ctxcache.core.ledger.places import Backlog
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import SessionNotFound
@@ -115,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return found
 
     def _is_lost(self, rows: Rows) -> bool:
-        return rows.below is not None and rows.below.path_index in self.ledger.lost
+        return rows.below is not None and rows.below.path_index in self.ledger.lost.paths
 
     def _shown(self, known: Known) -> list[tuple[int, Segment]]:
         missing = [
@@ -519,7 +521,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if (
             not flush.is_told
             and is_well
-            and not any(i.slot.path_index in self.ledger.lost for i in flush.items)
+            and not any(i.slot.path_index in self.ledger.lost.paths for i in flush.items)
         ):
             self.rig.flushed(flush)
             if not known.session.is_gone:
@@ -565,8 +567,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """A session is looked at to be written, and put back."""
         known = self._pick(pick)
         if known is not None and known.is_behind and not known.is_spared:
-            self.ledger.taken(known.session)
-            self.ledger.put_back(known.session)
+            self.ledger.unwritten.taken(known.session)
+            self.ledger.unwritten.put_back(known.session)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -577,7 +579,7 @@ class LedgerMachine(RuleBasedStateMachine):
         move = self.ledger.next_out_of_memory(None, lambda session: session.is_idle)
         for known in self.known.values():
             if known.is_spared:
-                known.is_spared = self.ledger.is_spared(known.session)
+                known.is_spared = known.session.backlog is Backlog.SPARED
         if isinstance(move, Drop):
             rows = self.rows[move.segment]
             assert rows.listers
@@ -644,7 +646,7 @@ class LedgerMachine(RuleBasedStateMachine):
         comer = self._pick(pick)
         if comer is None:
             return
-        victim = self.ledger.next_from_below(comer.session, SIZE)
+        victim = self.ledger.leaving.from_below(comer.session, SIZE)
         fit = {known.session.uid for known in self.known.values() if self._gives_room(known, comer)}
         assert (victim is None) == (not fit)
         if victim is not None:
@@ -661,7 +663,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def evict_from_memory(self) -> None:
         """The coldest session that memory alone has goes."""
-        victim = self.ledger.next_from_memory(None)
+        victim = self.ledger.leaving.from_memory(None)
         fit = {k.session.uid for k in self.known.values() if k.is_behind and self._is_removable(k)}
         assert (victim is None) == (not fit)
         if victim is not None:
@@ -735,14 +737,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(path=st.sampled_from([0, 1]), is_lost=st.booleans(), is_refusing=seldom)
     def lose_or_return(self, path: int, *, is_lost: bool, is_refusing: bool) -> None:
         """A path is lost, comes back, or takes no writes."""
-        lost = dict(self.ledger.lost)
+        lost = dict(self.ledger.lost.paths)
         lost.pop(path, None)
         self.rig.paths.closed_paths.discard(path)
         if is_lost or is_refusing:
             self.rig.paths.closed_paths.add(path)
         if is_lost:
             lost[path] = f"path {path}"
-        is_news = lost.keys() != self.ledger.lost.keys()
+        is_news = lost.keys() != self.ledger.lost.paths.keys()
         assert self.ledger.paths_lost(lost) == is_news
 
     @precondition(lambda self: self.known)
@@ -750,12 +752,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def reckon(self) -> None:
         """Every session shows what can be had."""
         for known in self.known.values():
-            self.ledger.reckon(known.session)
+            self.ledger.lost.reckon(known.session)
             assert known.session.token_count == len(self._shown(known))
         fewer = {k.session.uid: len(k.tokens) - len(self._shown(k)) for k in self.known.values()}
-        assert self.ledger.withheld == {uid: count for uid, count in fewer.items() if count}
+        assert self.ledger.lost.withheld == {uid: count for uid, count in fewer.items() if count}
 
-    @precondition(lambda self: self.ledger.lost)
+    @precondition(lambda self: self.ledger.lost.paths)
     @rule(pick=picks, is_well=often)
     def rescue(self, pick: int, *, is_well: bool) -> None:
         """Rows of a lost path that memory has are written elsewhere."""
@@ -772,14 +774,14 @@ class LedgerMachine(RuleBasedStateMachine):
             if not is_well and slot:
                 self.stranded.add(slot)
             rows[item.segment].below = item.slot
-        self.ledger.rescued(known.session)
+        self.ledger.lost.rescued(known.session)
 
     # -- what must be so after every step ------------------------------------------------------------
 
     @invariant()
     def adds_up(self) -> None:
         """The ledger says of itself that nothing is wrong."""
-        assert list(self.ledger.faults()) == []
+        assert list(faults(self.ledger)) == []
 
     @invariant()
     def segments_are_as_the_model_has_them(self) -> None:
@@ -828,10 +830,10 @@ class LedgerMachine(RuleBasedStateMachine):
             below[self.rows[item.segment].tenant] += SIZE
         usage = self.ledger.usage
         assert (usage.in_memory, usage.below, usage.kept) == (+in_memory, +below, +kept)
-        assert self.ledger.dirty_bytes == SIZE * len(dirty)
-        assert self.ledger.due_bytes == SIZE * len(dirty - spared)
-        assert self.ledger.claimed_bytes == claimed.total()
-        assert self.ledger.claimed_by == +claimed
+        assert self.ledger.unwritten.dirty_bytes == SIZE * len(dirty)
+        assert self.ledger.unwritten.due_bytes == SIZE * len(dirty - spared)
+        assert self.ledger.unwritten.claimed_bytes == claimed.total()
+        assert self.ledger.unwritten.claimed_by == +claimed
 
     @invariant()
     def sessions_are_as_the_model_has_them(self) -> None:
@@ -839,17 +841,17 @@ class LedgerMachine(RuleBasedStateMachine):
         assert {f"{s.tenant}/{s.session_id}" for s in self.ledger.sessions()} == set(self.known)
         for tenant in "ab":
             names = sorted(k.session.session_id for k in self.known.values() if k.session.tenant == tenant)
-            assert list(self.ledger.names(tenant)) == names
-            assert self.ledger.model_session_count(tenant, "m") == len(names)
+            assert list(self.ledger.names.ids(tenant)) == names
+            assert self.ledger.names.model_count(tenant, "m") == len(names)
             for name in set("stuv") - set(names):
                 self._is_not_found(tenant, name)
         behind = {known.session.uid for known in self.known.values() if known.is_behind}
-        assert {session.uid for session in self.ledger.unwritten_sessions()} == behind
+        assert {session.uid for session in self.ledger.unwritten.sessions()} == behind
         for known in self.known.values():
             assert known.session.segments == known.segments
             assert known.session.log_end == known.log_end
             assert known.session.durable_end == known.durable_end
-            assert self.ledger.is_spared(known.session) == known.is_spared
+            assert (known.session.backlog is Backlog.SPARED) == known.is_spared
             if known.expire_ns <= self.rig.clock.ns:
                 self._is_not_found(known.session.tenant, known.session.session_id)
 

@@ -217,9 +217,9 @@ class LedgerRig:
             if writer.runs and writer.runs[-1][0] is segment:
                 writer.runs[-1] = segment, row + added
             else:
-                self.ledger.promised(writer.session.tenant, self.ledger.claim_bytes(segment))
+                self.ledger.unwritten.promise(writer.session.tenant, self.ledger.unwritten.new_bytes(segment))
                 self.ledger.held(segment)
-                self.ledger.promised(writer.session.tenant, -self.ledger.claimed(segment))
+                self.ledger.unwritten.promise(writer.session.tenant, -self.ledger.unwritten.reserve(segment))
                 writer.runs.append((segment, row + added))
             token_count -= added
         return True
@@ -244,7 +244,7 @@ class LedgerRig:
         writer.committed = session.token_count
         while len(writer.runs) > 1 and writer.runs[0][0].row_count == writer.runs[0][1]:
             segment, _ = writer.runs.pop(0)
-            self.ledger.unclaimed(segment)
+            self.ledger.unwritten.release(segment)
             self.ledger.released(segment)
         return token_count - left
 
@@ -252,7 +252,7 @@ class LedgerRig:
         """The writer is done; what it did not commit is given back."""
         writer.is_open = False
         for segment, _ in writer.runs:
-            self.ledger.unclaimed(segment)
+            self.ledger.unwritten.release(segment)
             segment.forget_sums(segment.row_count)
             if not segment.row_count:
                 self.ledger.abandoned(segment)
@@ -271,7 +271,7 @@ class LedgerRig:
     def flush_began(self, session: Session) -> Flush | None:
         """Slots below are taken for all that is unwritten; None where there are not enough."""
         flush = Flush(session, session.log_end, self.clock.ns)
-        for segment in list(self.ledger.unwritten_segments(session)):
+        for segment in list(self.ledger.unwritten.segments(session)):
             slot = self.below.take(SIZE, closed=self.paths.closed_paths, on_path=session.path)
             if slot is None:
                 self.flush_failed(flush)
@@ -354,7 +354,7 @@ class LedgerRig:
         else:
             for slot in replaced:
                 self.below.give(slot)
-            self.ledger.reckon_again([item.segment for item in kept])
+            self.ledger.lost.reckon_again([item.segment for item in kept])
         for item in items:
             if item not in kept:
                 self._unstaged(item)

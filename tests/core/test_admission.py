@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.core.ledger.rankings import Ages
+from ctxcache.core.ledger.unwritten import Ages
 from ctxcache.core.placement.policy import Candidate, is_worth_writing
 
 LEAVING = st.lists(st.builds(Candidate, st.booleans(), st.integers(0, 40)), max_size=12)

@@ -9,9 +9,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from ledger_machine import LedgerMachine
 
 from ctxcache.core.ledger.ledger import Ledger
-from ctxcache.core.ledger.rankings import Unwritten
 from ctxcache.core.ledger.segment import Segment, Shelf
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.unwritten import Unwritten
 from ctxcache.format.layout import Slot
 
 SETTINGS = settings(
@@ -47,7 +47,7 @@ def ended_leaves_the_name(patch: pytest.MonkeyPatch) -> None:
 
     def ended(ledger: Ledger, session: Session, *, is_evicted: bool = False) -> list[Segment]:
         dead = right(ledger, session, is_evicted=is_evicted)
-        insort(ledger._names[session.tenant], session.session_id)
+        insort(ledger.names._ids[session.tenant], session.session_id)
         return dead
 
     patch.setattr(Ledger, "ended", ended)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from ledger_faults import faults
 from ledger_rig import SIZE, SUM, LedgerRig
 
 from ctxcache.core.ledger import places, segment, session
@@ -54,7 +55,7 @@ def at_place(rig: LedgerRig, place: Place) -> tuple[Session, Segment]:
     if place in (Place.BELOW, Place.DORMANT):
         rig.ledger.dropped(found)
         if place is Place.DORMANT:
-            rig.ledger.fell_asleep(owner, b"record", [b"record"])
+            rig.ledger.sleep.fell_asleep(owner, b"record", [b"record"])
         return owner, found
     if place is Place.HELD:
         rig.ledger.held(found)
@@ -70,7 +71,7 @@ def in_use(rig: LedgerRig, use: Use) -> Session:
     if use in (Use.IDLE, Use.DORMANT):
         rig.ledger.visited(found)
         if use is Use.DORMANT:
-            rig.ledger.fell_asleep(found, b"record", [])
+            rig.ledger.sleep.fell_asleep(found, b"record", [])
     elif use is Use.READ:
         rig.ledger.read_began(found, (), rig.clock.ns / 10**9)
     elif use is Use.WRITTEN:
@@ -95,7 +96,7 @@ def with_backlog(rig: LedgerRig, backlog: Backlog) -> Session:
         return found
     rig.wrote(found, 2)
     if backlog is Backlog.TAKEN:
-        rig.ledger.taken(found)
+        rig.ledger.unwritten.taken(found)
     elif backlog is Backlog.GONE:
         rig.ledger.ended(found)
     elif backlog is Backlog.SPARED:
@@ -111,7 +112,7 @@ def test_events_lead_to_every_place(place: Place) -> None:
     """The refusals below begin where they say."""
     rig = LedgerRig()
     assert at_place(rig, place)[1].place is place
-    assert list(rig.ledger.faults()) == []
+    assert list(faults(rig.ledger)) == []
 
 
 @pytest.mark.parametrize("use", Use)
@@ -119,7 +120,7 @@ def test_events_lead_to_every_use(use: Use) -> None:
     """The refusals below begin where they say."""
     rig = LedgerRig()
     assert in_use(rig, use).use is use
-    assert list(rig.ledger.faults()) == []
+    assert list(faults(rig.ledger)) == []
 
 
 @pytest.mark.parametrize("backlog", Backlog)
@@ -127,7 +128,7 @@ def test_events_lead_to_every_backlog(backlog: Backlog) -> None:
     """The refusals below begin where they say."""
     rig = LedgerRig()
     assert with_backlog(rig, backlog).backlog is backlog
-    assert list(rig.ledger.faults()) == []
+    assert list(faults(rig.ledger)) == []
 
 
 # -- every step is taken -----------------------------------------------------------------------------
@@ -248,18 +249,18 @@ def write_behind() -> None:
     """Due sessions are taken, put back, spared and recalled."""
     rig = LedgerRig()
     found = with_backlog(rig, Backlog.TAKEN)
-    rig.ledger.taken(found)
+    rig.ledger.unwritten.taken(found)
     rig.wrote(found, 1)
-    rig.ledger.put_back(found)
-    rig.ledger.put_back(found)
-    rig.ledger.taken(found)
+    rig.ledger.unwritten.put_back(found)
+    rig.ledger.unwritten.put_back(found)
+    rig.ledger.unwritten.taken(found)
     rig.wrote_below(found)
     rig.wrote(found, 1)
     rig.wrote_below(found)
     rig = LedgerRig()
     spared = with_backlog(rig, Backlog.SPARED)
     rig.write_ended(rig.write_began(spared))
-    rig.ledger.taken(spared)
+    rig.ledger.unwritten.taken(spared)
     for name in ("worthy", "worthier"):
         rig.clock.ns += 1
         rig.ledger.visited(rig.ledger.find("a", name))
@@ -328,7 +329,7 @@ def test_what_the_drives_leave_adds_up(drive: Callable[[], None], monkeypatch: p
     monkeypatch.setattr(LedgerRig, "__init__", noted)
     drive()
     assert rigs
-    assert [list(rig.ledger.faults()) for rig in rigs] == [[] for _ in rigs]
+    assert [list(faults(rig.ledger)) for rig in rigs] == [[] for _ in rigs]
 
 
 # -- every other pair is refused ---------------------------------------------------------------------
@@ -351,12 +352,12 @@ def facts(rig: LedgerRig, *of: object) -> list[Any]:
     found: list[Any] = [
         set(rig.memory.taken),
         set(rig.below.taken),
-        rig.ledger.dirty_bytes,
-        rig.ledger.claimed_bytes,
+        rig.ledger.unwritten.dirty_bytes,
+        rig.ledger.unwritten.claimed_bytes,
         dict(rig.ledger.usage.in_memory),
         dict(rig.ledger.usage.below),
         dict(rig.ledger.usage.kept),
-        list(rig.ledger.faults()),
+        list(faults(rig.ledger)),
     ]
     for each in of:
         if isinstance(each, Segment):

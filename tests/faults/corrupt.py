@@ -144,7 +144,7 @@ class Segments:
             cache = await self._open()
             names = list(self._image.sessions)
             if segment:
-                listers = cache.ledger.listers(cache.ledger._segments[segment.segment_id])
+                listers = cache.ledger.names.listers(cache.ledger._segments[segment.segment_id])
                 touched = [(s.tenant, s.session_id) for s in listers]
                 names = [*touched, self._random.choice(names)]
             broken, refused = await judge(cache, self._image.sessions, names)

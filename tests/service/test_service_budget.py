@@ -62,7 +62,7 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     await made.stop()
     await made._cache.drain()
     assert check_integrity(made._cache) == []
-    assert made._cache.ledger.claimed_bytes == 0
+    assert made._cache.ledger.unwritten.claimed_bytes == 0
 
 
 class _Grants:
@@ -72,7 +72,7 @@ class _Grants:
         self.passed_counts: list[int] = []
         self._passed_count: int | None = None
         writing, ledger = server._cache.appends, server._cache.ledger
-        self._admit, self._promise = writing._admit, ledger.promised
+        self._admit, self._promise = writing._admit, ledger.unwritten.promise
         self._reserve_at_once = writing.reserve_at_once
         setattr(writing, "_admit", self._asked)  # noqa: B010  # mypy would have it typed
         setattr(writing, "reserve_at_once", self._taken_at_once)  # noqa: B010

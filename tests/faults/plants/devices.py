@@ -8,7 +8,7 @@ from typing import Any
 
 from ctxcache.cache import eviction, flushing, sessions
 from ctxcache.core.extents import SlotAllocator
-from ctxcache.core.ledger.ledger import Ledger
+from ctxcache.core.ledger.lost_paths import LostPaths
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import SessionRecord
@@ -34,7 +34,7 @@ def paths_in_turn(_: int) -> None:
 @plant
 def claims_what_is_lost(_: int) -> None:
     """Sessions show what lies on a lost path."""
-    setattr(Ledger, "reckon", lambda *_: None)  # noqa: B010
+    setattr(LostPaths, "reckon", lambda *_: None)  # noqa: B010
 
 
 @plant
