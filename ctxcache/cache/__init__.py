@@ -24,7 +24,7 @@ from ctxcache.cache.models import Models
 from ctxcache.cache.prefixes import Prefixes
 from ctxcache.cache.promotion import Prefetching, Promotions
 from ctxcache.cache.queues import Queues
-from ctxcache.cache.scrubbing import Mending, Scrubbing
+from ctxcache.cache.scrubbing import Bad, Mending, Scrubbing
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import Background, State
@@ -180,7 +180,8 @@ class Cache:
         self._check_paths()
         # Repairs give slots back. Given back before all were taken, they could be adopted by the wrong
         # segment.
-        misplaced, halved = self._adopt(loaded.dormant)
+        misplaced, halved, losses = self._adopt(loaded.dormant)
+        self.scrubbing.lost_at_start((*loaded.losses, *losses))
         # Everything was read and nothing refused: only now may anything be written.
         self._metadata.begin()
         if loaded.repairs:
@@ -260,10 +261,11 @@ class Cache:
             )
             raise DataDirectoryUnusable(path=self.ssd.paths[0], problem=problem)
 
-    def _adopt(self, dormant: DormantSlots) -> tuple[set[Segment], list[Segment]]:
+    def _adopt(self, dormant: DormantSlots) -> tuple[set[Segment], list[Segment], list[Bad]]:
         """Take the segments' slots.
 
-        Returns the segments that have no slot that is theirs to have, and those that have one of two.
+        Returns the segments that have no slot that is theirs to have, those that have one of two, and what is
+        lost by the first.
         """
         # All slots that records name, against what there is. Two records may name one place after damage: the
         # first in order of offset has it, and the other's segment is cut.
@@ -288,13 +290,15 @@ class Cache:
             else:
                 quarantined.discard(kept_from_use[i - len(dormant) - len(slots)])
         below.quarantined = quarantined
-        halved: dict[Segment, None] = {}
+        halved, losses = dict[Segment, None](), list[Bad]()
         misplaced = {segment for segment in segments if not segment.places}
         for slot, segment in wrong:
             if len(segment.places) > 1:
                 self.ledger.place_lost(segment, slot, is_bad=False)
                 halved[segment] = None
             else:
+                problem = "the place that its record names is another's, or not there"
+                losses.append(self.scrubbing.described(segment, slot, problem))
                 self.ledger.disowned(segment, is_bad=False)
                 misplaced.add(segment)
-        return misplaced, [segment for segment in halved if segment not in misplaced]
+        return misplaced, [segment for segment in halved if segment not in misplaced], losses

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.cache.eviction import record_of
+from ctxcache.cache.scrubbing import Bad
 from ctxcache.cache.state import State
 from ctxcache.core.ledger.dormant import UID_BYTES, Dormant, Line
 from ctxcache.core.ledger.ledger import SECOND_NS
@@ -72,6 +73,8 @@ class Loaded(NamedTuple):
 
     repairs: Changes
     dormant: DormantSlots
+    losses: Sequence[Bad]
+    """The sessions that were cut or removed."""
 
 
 def load(state: State, metadata: MetadataStore, last_used: int = LAST_USED) -> Loaded:
@@ -152,6 +155,7 @@ class _Loader:
         self._metadata = metadata
         self._reviver = Reviver(state, metadata)
         self._repairs = Changes()
+        self._losses: list[Bad] = []
         self._listings: list[tuple[Session, tuple[int, ...]]] = []
         """The sessions that are to be known, without segments, and the ids of those that each lists."""
         self._listed_by: dict[int, Session] = {}
@@ -182,7 +186,7 @@ class _Loader:
             self._forget_unlisted()
         self._plain.settle(is_by_tenant=bool(self._ledger.usage.shares))
         self._ledger.slept_before(self._plain.dormant, self._plain.models)
-        return Loaded(self._repairs, self._plain.slots())
+        return Loaded(self._repairs, self._plain.slots(), self._losses)
 
     def _look_at(self, found: KeptSessions) -> None:
         for uid, kept in found.others:
@@ -205,7 +209,9 @@ class _Loader:
     def _model_of(self, record: SessionRecord) -> ModelRecord | None:
         model = self._state.models.get((record.tenant, record.model_id))
         if model is None:
-            log.error("session_without_model session=%s model=%s", record.session_id, record.model_id)
+            problem = f"the record of its model {record.model_id} is gone"
+            name = f"sessions/{record.session_id}"
+            self._losses.append(Bad(0, record.tenant, (name,), 0, record.log_end, "", 0, problem))
             self._repairs.deleted_session_uids.append(record.uid)
         return model
 
@@ -289,7 +295,8 @@ class _Loader:
         self._repairs.deleted_segment_ids += [segment.segment_id for segment in unlisted]
 
     def _cut(self, session: Session, gap: int) -> None:
-        log.error("tokens_without_segment session=%s position=%d", session.name, gap)
+        problem = "the record of a segment is gone"
+        self._losses.append(Bad(0, session.tenant, (session.name,), gap, session.log_end, "", 0, problem))
         self._state.counters.corrupt_segment_count += 1
         session.drop_positions(((gap, session.log_end),))
         self._repairs.sessions.append(record_of(session))

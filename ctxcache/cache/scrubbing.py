@@ -319,6 +319,7 @@ class Scrubbing:
         self._ledger = state.ledger
         self._io, self._metadata = io, metadata
         self._is_running = self._is_releasing = False
+        self._lost_at_start: list[Bad] = []
         self._asked_count = 0
         """Passes that were asked for."""
         self._next_ns = state.clock.monotonic_ns() + PASS_NS
@@ -340,6 +341,34 @@ class Scrubbing:
                     yield report
         finally:
             self._is_running = False
+
+    def lost_at_start(self, losses: Iterable[Bad]) -> None:
+        """These were lost when the records were read: the first pass tells of them, and this logs each."""
+        for loss in losses:
+            log.error(
+                "lost_at_start sessions=%s begin=%d end=%d path=%s problem=%r",
+                ",".join(loss.sessions),
+                loss.begin,
+                loss.end,
+                loss.path,
+                loss.problem,
+            )
+            self._lost_at_start.append(loss)
+
+    def described(self, segment: Segment, place: Slot, problem: str, *, is_mended: bool = False) -> Bad:
+        """A segment's slot on SSD that is not what it should be. The sessions list the segment still."""
+        names = sorted(session.name for session in self._ledger.names.listers(segment))
+        return Bad(
+            segment.segment_id,
+            segment.tenant,
+            tuple(names),
+            segment.begin,
+            segment.begin + segment.durable_row_count,
+            self._io.path_of(place),
+            place.offset_bytes,
+            problem,
+            is_mended=is_mended,
+        )
 
     async def verify_unasked(self) -> None:
         """Make a whole pass at the rate that the limits say, if it is time for one; 0 is never.
@@ -369,7 +398,7 @@ class Scrubbing:
         record_count = await self._records(records_pause_s)
         segment_ids = await self._last_first()
         began_ns, done_bytes = self._state.clock.monotonic_ns(), 0
-        bad: list[Bad] = []
+        bad, self._lost_at_start = self._lost_at_start, []
         count = len(segment_ids) + self._ledger.sleep.dormant.segment_count
         # One slot's memory for the whole pass. A failed read past this ends the pass, so that no late write
         # of a device meets the next segment.
@@ -513,7 +542,7 @@ class Scrubbing:
                     continue
                 is_mended = "" in problems.values()
                 bad = [
-                    self._describe(segment, place, problem, is_mended=is_mended)
+                    self.described(segment, place, problem, is_mended=is_mended)
                     for place, problem in problems.items()
                     if problem
                 ]
@@ -539,20 +568,6 @@ class Scrubbing:
         except CorruptSegment as error:
             return str(error.facts["problem"])
         return ""
-
-    def _describe(self, segment: Segment, place: Slot, problem: str, *, is_mended: bool) -> Bad:
-        names = sorted(session.name for session in self._ledger.names.listers(segment))
-        return Bad(
-            segment.segment_id,
-            segment.tenant,
-            tuple(names),
-            segment.begin,
-            segment.begin + segment.durable_row_count,
-            self._io.path_of(place),
-            place.offset_bytes,
-            problem,
-            is_mended=is_mended,
-        )
 
     async def _pause(
         self, began_ns: int, done_bytes: int, bytes_per_second: int, is_over: Callable[[], bool]

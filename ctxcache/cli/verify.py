@@ -112,9 +112,10 @@ def _follow(reports: Iterable[VerifyProgress], call: CliCall) -> dict[str, Plain
         task = bar.add_task("verifying")
         for last in reports:
             released += last.released_slot_count
-            # One segment of several sessions is lost once, and is bad in each of them.
-            lost.update(found.segment_id for found in last.bad if not found.is_mended)
             for found in last.bad:
+                # A segment of several sessions is lost once, and bad in each. A lost record names no segment.
+                if not found.is_mended:
+                    lost.add(found.segment_id or -1 - len(bad))
                 bad.append(plain := document(found))
                 copy = "in memory" if plain["tier"] == "TIER_DRAM" else "on SSD"
                 for session in found.sessions or [""]:

@@ -103,6 +103,28 @@ def test_damage_is_found_by_a_server(golden: Path) -> None:
     assert (again[0], again[1]["bad"]) == (0, [])
 
 
+def test_what_a_cut_file_has_no_more_is_lost(golden: Path) -> None:
+    """A start ends the sessions there before anything is verified: both ways to verify tell of them."""
+    path = golden / SSD_NAMES[1] / "segments.dat"
+    listed = [f for f in scan(path) if (f.header.identity.begin, f.header.identity.token_count) == (128, 22)]
+    os.truncate(path, listed[0].offset_bytes)
+    before = files_of(golden)
+    offline = verify(*stopped(golden))
+    unchanged = files_of(golden)
+    with server(golden, *SSD_NAMES) as running:
+        online = verify("--target", running.target)
+        again = verify("--target", running.target)
+        running.terminate()
+
+    for code, told in (offline, online):
+        assert code == 8
+        assert told["lost_segment_count"] == len(told["bad"]) > 0
+        cut = [bad for bad in told["bad"] if bad["sessions"] == ["sessions/s2"]]
+        assert [(bad["position_begin"], bad["path"]) for bad in cut] == [(128, str(path))]
+    assert unchanged == before
+    assert (again[0], again[1]["bad"]) == (0, [])
+
+
 def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     """A misspelt path is refused: a store that has just been made would be whole, and says nothing."""
     (tmp_path / "empty").mkdir()
