@@ -18,8 +18,9 @@ import pytest
 from cache_rig import FINGERPRINT, MODEL, TENANT, MemoryRig, Writer
 
 from ctxcache.cache.leases import ReadRequest
-from ctxcache.core.ledger.ledger import MANY_SEGMENTS, SEGMENTS_ASLEEP, Drop
+from ctxcache.core.ledger.ledger import MANY_SEGMENTS, Drop
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration
+from ctxcache.core.ledger.sleep import SEGMENTS_ASLEEP
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 
 MILLION = 1 << 20

@@ -76,7 +76,7 @@ class _Grants:
         self._reserve_at_once = writing.reserve_at_once
         setattr(writing, "_admit", self._asked)  # noqa: B010  # mypy would have it typed
         setattr(writing, "reserve_at_once", self._taken_at_once)  # noqa: B010
-        setattr(ledger, "promised", self._promised)  # noqa: B010
+        setattr(ledger.unwritten, "promise", self._promised)  # noqa: B010
 
     def _taken_at_once(self, tenant: str, session_id: str, **named: Any) -> Reservation | None:
         """An append that waits for nothing: none of the flood passes it."""
