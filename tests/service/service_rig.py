@@ -355,7 +355,7 @@ async def _drained(call: Any) -> None:
 
 async def until(condition: Callable[[], Any]) -> None:
     """Wait for the server to get there; the condition may be an awaitable's."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             found = condition()
             if await found if inspect.isawaitable(found) else found:
