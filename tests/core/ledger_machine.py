@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ledger_faults import faults
+from integrity import ledger_faults
 from ledger_rig import SECOND_NS, SIZE, SUM, TTL_NS, Flush, LedgerRig, Writer
 
 from ctxcache.core import ranges
@@ -781,7 +781,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         """The ledger says of itself that nothing is wrong."""
-        assert list(faults(self.ledger)) == []
+        assert list(ledger_faults(self.ledger)) == []
 
     @invariant()
     def segments_are_as_the_model_has_them(self) -> None:

@@ -1,6 +1,6 @@
 """Slots that are kept from use: none comes back while a reason is left, and none is given back twice."""
 
-from ledger_faults import faults
+from integrity import ledger_faults
 from ledger_rig import LedgerRig
 
 from ctxcache.core.ledger.ledger import Drop
@@ -83,5 +83,5 @@ def test_what_was_kept_for_a_lost_path_leaves_memory_when_that_is_over() -> None
             rig.ledger.paths_lost({})
         else:
             rig.paths.closed_paths.add(1 - slot.path_index)
-        assert list(faults(rig.ledger)) == []
+        assert list(ledger_faults(rig.ledger)) == []
         assert rig.ledger.next_out_of_memory(None, lambda _: False) == Drop(segment)

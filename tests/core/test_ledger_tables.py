@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from ledger_faults import faults
+from integrity import ledger_faults
 from ledger_rig import SIZE, SUM, LedgerRig
 
 from ctxcache.core.ledger import places, segment, session
@@ -112,7 +112,7 @@ def test_events_lead_to_every_place(place: Place) -> None:
     """The refusals below begin where they say."""
     rig = LedgerRig()
     assert at_place(rig, place)[1].place is place
-    assert list(faults(rig.ledger)) == []
+    assert list(ledger_faults(rig.ledger)) == []
 
 
 @pytest.mark.parametrize("use", Use)
@@ -120,7 +120,7 @@ def test_events_lead_to_every_use(use: Use) -> None:
     """The refusals below begin where they say."""
     rig = LedgerRig()
     assert in_use(rig, use).use is use
-    assert list(faults(rig.ledger)) == []
+    assert list(ledger_faults(rig.ledger)) == []
 
 
 @pytest.mark.parametrize("backlog", Backlog)
@@ -128,7 +128,7 @@ def test_events_lead_to_every_backlog(backlog: Backlog) -> None:
     """The refusals below begin where they say."""
     rig = LedgerRig()
     assert with_backlog(rig, backlog).backlog is backlog
-    assert list(faults(rig.ledger)) == []
+    assert list(ledger_faults(rig.ledger)) == []
 
 
 # -- every step is taken -----------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_what_the_drives_leave_adds_up(drive: Callable[[], None], monkeypatch: p
     monkeypatch.setattr(LedgerRig, "__init__", noted)
     drive()
     assert rigs
-    assert [list(faults(rig.ledger)) for rig in rigs] == [[] for _ in rigs]
+    assert [list(ledger_faults(rig.ledger)) for rig in rigs] == [[] for _ in rigs]
 
 
 # -- every other pair is refused ---------------------------------------------------------------------
@@ -357,7 +357,7 @@ def facts(rig: LedgerRig, *of: object) -> list[Any]:
         dict(rig.ledger.usage.in_memory),
         dict(rig.ledger.usage.below),
         dict(rig.ledger.usage.kept),
-        list(faults(rig.ledger)),
+        list(ledger_faults(rig.ledger)),
     ]
     for each in of:
         if isinstance(each, Segment):

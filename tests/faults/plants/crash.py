@@ -20,6 +20,7 @@ from ctxcache.core.ledger import ledger
 from ctxcache.core.ledger.ledger import Flushed, Ledger
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.sleep import Sleep
 from ctxcache.core.limits import Watermarks
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.server.upkeep import Upkeep
@@ -91,9 +92,9 @@ ASLEEP = "a session fell asleep"
 @plant
 def sleeps_early(_: int) -> None:
     """No bug: clean rows leave memory, and sessions are dormant, as soon as they may."""
-    fell_asleep = Ledger.fell_asleep
+    fell_asleep = Sleep.fell_asleep
 
-    def told(book: Ledger, session: Session, *records: Any) -> None:
+    def told(book: Sleep, session: Session, *records: Any) -> None:
         sys.stderr.write(f"{ASLEEP}\n")
         fell_asleep(book, session, *records)
 
@@ -102,25 +103,25 @@ def sleeps_early(_: int) -> None:
     _patch(
         Watermarks, "missing_bytes", lambda _marks, free_bytes, capacity_bytes: capacity_bytes - free_bytes
     )
-    _patch(Ledger, "awake_count", 0)
-    _patch(Ledger, "sleep_ns", int(LATE_S * 1e9))
-    _patch(Ledger, "fell_asleep", told)
+    _patch(Sleep, "awake_count", 0)
+    _patch(Sleep, "sleep_ns", int(LATE_S * 1e9))
+    _patch(Sleep, "fell_asleep", told)
 
 
 @plant
 def sleepers_record_is_old(_: int) -> None:
     """A session falls asleep with a record that lacks its last token."""
     sleeps_early(1)
-    fell_asleep = Ledger.fell_asleep
+    fell_asleep = Sleep.fell_asleep
 
-    def fell_asleep_short(book: Ledger, session: Session, _kept: object, segments: Sequence[object]) -> None:
+    def fell_asleep_short(book: Sleep, session: Session, _kept: object, segments: Sequence[object]) -> None:
         record = record_of(session)
         (begin, end), *before = reversed(record.live) if record.live else [(0, 0)]
         if end - begin > 1:
             record = replace(record, live=(*reversed(before), (begin, end - 1)))
         fell_asleep(book, session, encode_session(record), segments)
 
-    _patch(Ledger, "fell_asleep", fell_asleep_short)
+    _patch(Sleep, "fell_asleep", fell_asleep_short)
 
 
 def _turn_often() -> None:
