@@ -408,6 +408,26 @@ def conversation(adapter: Adapter, kind: StateKind, client: Client, name: str) -
     return f"{worst:.0e}" if worst else "="
 
 
+def apart(adapter: Adapter) -> float:
+    """How far apart logits of transformers itself are, where a session comes in one pass and in many.
+
+    Layers that are computed again from token ids come in one pass.
+    """
+    model = adapter.model
+    generator = torch.Generator().manual_seed(5)
+    kept, held, worst = DynamicCache(config=model.config), list[int](), 0.0
+    for count in TURNS:
+        ids = torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+        expected = prefill(model, kept, ids, is_stepwise=adapter.is_stepwise)
+        anew = DynamicCache(config=model.config)
+        if held:
+            prefill(model, anew, held, is_stepwise=adapter.is_stepwise)
+        found = prefill(model, anew, ids, is_stepwise=adapter.is_stepwise)
+        worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
+        held += ids
+    return worst
+
+
 @contextmanager
 def _recording() -> Iterator[list[Tensor]]:
     """Logits behind each prefill of the engine. A hook on the model would be refused as a change of it."""
