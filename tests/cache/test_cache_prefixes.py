@@ -385,8 +385,11 @@ def area_under_curve(positive: list[int], negative: list[int]) -> float:
 async def test_an_adoption_is_recorded_as_a_fork(rig: MemoryRig, writer: Writer) -> None:
     """The fork is of a session that was opened before: from whom, how much, and for how long it lives."""
     tokens = writer.make(SEGMENT_TOKENS)
+    listening = rig.cache.state.journal.listening = Listening()
     for name in ("a", "b"):
         await rig.create(name)
+    opened, _ = listening.take()
+    assert [(one.call, one.facts["ttl_ms"]) for one in opened] == [(Call.OPEN, 3_600_000)] * 2
     await rig.append("a", tokens, is_durable=True)
     listening = rig.cache.state.journal.listening = Listening()
     assert await rig.adopt("b", tokens) == 64
