@@ -177,7 +177,7 @@ class Lease:
     deadline_ns: int = NEVER_NS
     begun_ns: int = 0
     on_ssd: Mapping[int, Slot] = field(default_factory=dict)
-    """Slots, by segment id, of what was left on SSD for who reads it there."""
+    """Slots of segments that the reader reads from the SSD file itself, by segment id."""
     is_quiet: bool = False
     """Whether its session is not in use by it."""
     others: tuple[bytes, ...] = ()

@@ -435,7 +435,7 @@ class _Plain:
 
     def unfit(self) -> list[int]:
         """Sessions whose segments are missing, or not what they should be: to be known, and cut or mended."""
-        # Of some the record is missing.
+        # The records of some segments are missing.
         self._misfits.update(np.frombuffer(self._listers, np.int64)[~self._is_found].tolist())
         owners, begins, ends = (np.array(each, np.int64) for each in (self._owners, self._begins, self._ends))
         order = np.lexsort((begins, owners))

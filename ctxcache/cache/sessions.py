@@ -656,7 +656,7 @@ class Sessions:
         )
 
     async def _admit(self, session: Session, source: Session | None = None) -> SessionView:
-        # Again: a fork waited for flushes since.
+        # The name is checked once more: a fork has waited for flushes since the first check.
         self._check_new(session.tenant, session.session_id)
         # Expired and not removed yet: it makes way for the new one, in one commit.
         expired = self._ledger.named(session.tenant, session.session_id)

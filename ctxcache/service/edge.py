@@ -580,9 +580,9 @@ class Incoming:
 class Arrivals:
     """How many messages arrive at a time, and which ones give way. Owned by the event loop.
 
-    gRPC takes no byte of a message past a stream's first window until the message is asked for. Here is
-    asked, for a bounded number at a time. Worst case: a crowd of callers that never finish, each of which is
-    cut off when others wait.
+    gRPC takes no byte of a message past a stream's first window until the message is asked for. This class
+    asks for a bounded number of messages at a time. Worst case: a crowd of callers that never finish. Each
+    is cut off when others wait.
     """
 
     def __init__(self, limit: int = ARRIVALS_LIMIT) -> None:

@@ -262,7 +262,6 @@ class Turns:
             own = self._waiting.pop(tenant)
             turn = own.popleft()
             if own:
-                # Behind the others.
                 self._waiting[tenant] = own
             # A caller that was cancelled has left its future behind.
             if not turn.done():

@@ -182,7 +182,7 @@ class FreshDirectory:
             lock_fd = _lock(path)
         try:
             with _refusals(path):
-                # Again: another one may have finished meanwhile.
+                # The directory is checked once more: another import may have finished meanwhile.
                 _check_fresh(path)
                 # The id is drawn once: an import that was cut off goes on with it, and its SSD directories
                 # are still its own.

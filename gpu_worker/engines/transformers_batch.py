@@ -305,7 +305,7 @@ class TransformersBatchEngine(TransformersEngine):
                     while waiting and (waiting[0].is_ready or not any(one.waiting for one in running)):
                         one = waiting.popleft()
                         if one.start is not None and not one.is_restored():
-                            # Behind the others: it needs room for its leases by itself.
+                            # The session goes behind the others: its leases need the room that theirs take.
                             waiting.append(one)
                             continue
                         # Leases of others go back first: they may be what its own lease has no room beside.

@@ -131,7 +131,7 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
     kept = _kept(model)
     if any(parts.recurrences):
         parts = _going_on(model, parts)
-        # Again: by now passes have the positions that it needs.
+        # The pass is made once more: by now it has the positions that recurrences need.
         kept = _kept(model)
     _check_cut(model, kept)
     reasons = "no projections of K and V were found"

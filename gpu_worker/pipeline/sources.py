@@ -320,7 +320,7 @@ def _bring_planes(
         bringer.use(into.device.index or 0)
         for first, rows in planes:
             run_count, run_rows, _ = rows.shape
-            # Of one run the distance to the next one says nothing.
+            # A single run has no pitch.
             pitch = rows.strides[0] if run_count > 1 else run_rows * row_bytes
             if pitch > MOST_PITCH_BYTES:
                 left.append((first, rows))

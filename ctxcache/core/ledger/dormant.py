@@ -300,7 +300,7 @@ class Dormant:
         return self._slot_bytes[number]
 
     def idle_s(self, number: int) -> float:
-        """See Asleep."""
+        """For how long nobody had used the session when it fell asleep."""
         return self._idle_s[number]
 
     def turn_count(self, number: int) -> int:

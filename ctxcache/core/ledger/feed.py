@@ -538,10 +538,8 @@ class Feed:
 
         All its ranks may rise at once, and a look at all must not wait.
         """
-        # A key that was asked for when the policy had heard the same is still right: no answer changes
-        # unheard.
+        # No event reached the policy since this rank was read, so it is still valid.
         if standing.rank is not None and standing.heard_count == self._heard_count:
-            # The policy heard nothing since: it would say the same.
             return standing.rank
         # Beyond LOOKS the last answer stands in. It may be half a second old, which is less than policies
         # tell apart.

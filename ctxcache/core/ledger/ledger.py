@@ -1183,7 +1183,7 @@ class Ledger:
         self._feed.fell(session)
 
     def _fell(self, session: Session, rank: Key | None, memory_rank: Key | None) -> None:
-        """A session's ranks, which are these now, may be lower than they were."""
+        """A session's ranks fell to these, or stayed."""
         self._resident.fell(session, memory_rank)
         self._evictable.fell(session.uid, rank)
         self.unwritten.fell(session.uid, rank)

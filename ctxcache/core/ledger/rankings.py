@@ -63,7 +63,7 @@ class Ranking:
                 self._tidy()
 
     def fell(self, uid: bytes, rank: Key | None) -> None:
-        """The session's rank, which is this now, may be lower than it was."""
+        """The session's rank fell to `rank`, or stayed."""
         entered = self._entered.get(uid)
         if entered is not None and rank is not None and rank < entered:
             self._enter(rank, uid)
@@ -228,7 +228,7 @@ class Evictable:
         self._ranking.add(uid)
 
     def fell(self, uid: bytes, rank: Key | None) -> None:
-        """Its rank, which is this now, may be lower than it was; who was passed over may leave by now."""
+        """The session's rank fell to `rank`, or stayed. Sessions that were set aside may leave again."""
         if uid in self._aside:
             self.add(uid)
         else:
@@ -332,7 +332,7 @@ class Resident:
                 self._ranking.add(home.uid)
 
     def fell(self, session: Session, rank: Key | None) -> None:
-        """Its rank, which is this now, may be lower than it was, and so may that of its kin."""
+        """The session's rank fell to `rank`, or stayed, and so did that of its kin."""
         if session.uid in self._ends:
             self._ranking.fell(session.uid, rank)
         # The whole kin ranks as its member accessed last. A fall of the others changes nothing.

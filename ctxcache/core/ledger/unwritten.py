@@ -312,7 +312,7 @@ class Unwritten:
         self.changed[uid] = session
 
     def fell(self, uid: bytes, rank: Key | None) -> None:
-        """The session's rank, which is this now, may be lower than it was."""
+        """The session's rank fell to `rank`, or stayed."""
         if uid not in self._segments:
             return
         self.ranking.fell(uid, rank)

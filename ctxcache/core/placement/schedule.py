@@ -70,7 +70,7 @@ class DueStart:
         0 before it is overdue, infinity once given up.
         """
         late_s = self.patience_s
-        # Not late by its patience yet.
+        # The job is not late by its patience yet.
         if now_s < self.start_s + late_s:
             return 0.0
         while self.start_s + late_s <= now_s:

@@ -263,10 +263,10 @@ class MetadataStore(Protocol):
     def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """Give `changes` their place behind those of every call before, at once; they are applied atomically.
 
-        Whoever awaits the result knows that they, and all before them, are there: with `is_durable` synced
-        (many callers share one sync), without surviving the death of the process, not of the machine. Who
-        need not know closes it; they go on. The event loop is never blocked by a sync. Raises TierFailure:
-        here where no changes are taken, else where it is awaited.
+        Await the result to know that these changes, and all before them, are stored: with `is_durable` synced
+        (many callers share one sync). Without it they survive the death of the process and not of the
+        machine. Close it to let them go on unobserved. The event loop is never blocked by a sync. Raises
+        TierFailure: here where no changes are taken, else where it is awaited.
         """
         ...
 

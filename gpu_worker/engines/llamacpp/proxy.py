@@ -143,7 +143,7 @@ class Slots:
         try:
             yield
         finally:
-            # Again: a slot's own request may have ended meanwhile.
+            # Slots are forgotten once more: a slot's own request may have ended meanwhile.
             self._forget()
 
     def _forget(self) -> None:

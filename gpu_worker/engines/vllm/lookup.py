@@ -70,7 +70,7 @@ class Lookup:
         for rank, model in enumerate(models):
             name, ttl = asked.session_name, self._ttl
             if rank:
-                # Kept as long as the first, which may have got its name from the store.
+                # Every rank's part gets the first session's TTL. The store may have named that one.
                 first = sessions[0]
                 name, ttl = f"sessions/{part_of(first.name.removeprefix('sessions/'), rank)}", first.ttl
             session = self._existing(client, model, name, asked.salt)

@@ -583,7 +583,7 @@ class CtxcacheTier(SecondaryTierManager):
         results = []
         while not self._ended.empty():
             future = self._ended.get()
-            # Of one that was given up vLLM was told the end.
+            # vLLM was told the end of a job that was given up.
             if future in self._running:
                 results.append(self._told(future, future.result()))
         for future, bringing in list(self._bringing.items()):
@@ -710,7 +710,7 @@ class CtxcacheTier(SecondaryTierManager):
             try:
                 done = call(*used)
             except CacheError as error:
-                # Of one that was given up the link has heard: by now the store may be back.
+                # The link has heard of a load that was given up. The store may be back by now.
                 if bringing is None or not bringing.is_given_up:
                     self.link.failed(error)
             except Exception:

@@ -297,7 +297,7 @@ class WorkerSide:
             self.misses.tell(item.sessions[self._rank].name, "not restored", error)
         except CacheError as error:
             self.misses.tell(item.sessions[self._rank].name, "not restored", error)
-            # Of one that was given up the link has heard: by now the store may be back.
+            # The link has heard of a load that was given up. The store may be back by now.
             if not loading.is_given_up:
                 self.link.failed(error)
             if isinstance(error, CorruptSegment):
