@@ -28,6 +28,7 @@ from ctxcache.cache.scrubbing import Bad, Mending, Scrubbing
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import Background, State
+from ctxcache.cache.token_leases import TokenLeases
 from ctxcache.core.ledger.places import Backlog
 from ctxcache.core.ledger.segment import Segment, Shelf
 from ctxcache.core.ledger.session import Expiration, Session
@@ -130,6 +131,7 @@ class Cache:
         self.models = Models(state, metadata)
         leased = Pins("leases", memory.capacity_bytes, limits.lease_share, limits)
         self.leases = Leases(state, io, self.promotions, self.mending, leased)
+        self.tokens = TokenLeases(state, self.leases)
         self.forgetting = Forgetting(state, metadata, self.departures, self.models)
         self.sessions = Sessions(
             state, metadata, self.departures, self.ssd_room, self.flushing, self.leases, default_expiration
@@ -147,13 +149,14 @@ class Cache:
             self.dirty_bound,
             Pins("reservations", memory.capacity_bytes, limits.reservation_share, limits),
         )
-        self.prefixes = Prefixes(state, metadata, self.departures, self.flushing, self.leases)
+        self.prefixes = Prefixes(state, metadata, self.departures, self.flushing, self.leases, self.tokens)
         self.blocks = Blocks(
             state,
             io,
             metadata,
             self.appends,
             self.leases,
+            self.tokens,
             self.flushing,
             self.departures,
             lambda: self.sessions.default_expiration,

@@ -26,10 +26,11 @@ from ctxcache.cache.appends import Appends, Reservation
 from ctxcache.cache.block_news import Subscriptions
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
-from ctxcache.cache.leases import Held, Lease, Leases, ReadRequest, TokenLease
+from ctxcache.cache.leases import Lease, Leases, ReadRequest
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import STEP_BY_STEP, Pace, State
+from ctxcache.cache.token_leases import Held, TokenLease, TokenLeases
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Expiration, Session, block_id, block_key
@@ -139,13 +140,14 @@ class Blocks:
         metadata: MetadataStore,
         appends: Appends,
         leases: Leases,
+        tokens: TokenLeases,
         flushing: Flushing,
         departures: Departures,
         default: Callable[[], Expiration],
     ) -> None:
         self._state, self._ledger, self._metadata = state, state.ledger, metadata
         self._io = io
-        self._appends, self._leases = appends, leases
+        self._appends, self._leases, self._tokens = appends, leases, tokens
         self._flushing, self._departures = flushing, departures
         self._default = default
         self._puts: dict[bytes, Put] = {}
@@ -402,8 +404,7 @@ class Blocks:
         except BaseException:
             self._leases.let_go(one.lease for one in held.values())
             raise
-        tokens, blocks = self._leases.tokens, list(map(held.get, range(len(keys))))
-        return tokens.hold(tenant, blocks, ttl_ns)
+        return self._tokens.hold(tenant, [held.get(i) for i in range(len(keys))], ttl_ns)
 
     def hold_at_hand(
         self, tenant: str, space: bytes, keys: Sequence[bytes], client: int | None
@@ -442,7 +443,7 @@ class Blocks:
 
         Raises LeaseNotFound, InvalidArgument (it holds a prefix).
         """
-        found = self._leases.tokens.find(tenant, token)
+        found = self._tokens.find(tenant, token)
         if found.blocks is None:
             raise InvalidArgument(field="token", problem="is that of a prefix: AcquireLease takes it")
         return found

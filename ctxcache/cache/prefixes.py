@@ -19,8 +19,9 @@ from operator import attrgetter
 
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
-from ctxcache.cache.leases import Leases, ReadRequest, TokenLease
+from ctxcache.cache.leases import Leases, ReadRequest
 from ctxcache.cache.state import STEP_BY_STEP, Call, Pace, State
+from ctxcache.cache.token_leases import TokenLease, TokenLeases
 from ctxcache.core.ledger.session import Piece, Session, SessionView
 from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, NO_PARENT, Scope, scope_of
 from ctxcache.errors import (
@@ -119,8 +120,9 @@ class Prefixes:
         departures: Departures,
         flushing: Flushing,
         leases: Leases,
+        tokens: TokenLeases,
     ) -> None:
-        self._state, self._ledger, self._leases = state, state.ledger, leases
+        self._state, self._ledger, self._leases, self._tokens = state, state.ledger, leases, tokens
         self._metadata, self._departures, self._flushing = metadata, departures, flushing
         self.counts = PrefixCounts()
 
@@ -199,7 +201,7 @@ class Prefixes:
             lease = await self._leases.acquire(request)
         except (SessionNotFound, GenerationMismatch, CorruptSegment):
             return None
-        return self._leases.tokens.hold_prefix(source.tenant, lease, ttl_ns=ttl_ns)
+        return self._tokens.hold_prefix(source.tenant, lease, ttl_ns=ttl_ns)
 
     async def adopt(
         self,

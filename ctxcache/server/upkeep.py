@@ -183,6 +183,7 @@ class Upkeep:
     async def _deadlines(self) -> None:
         self._cache.appends.expire_due()
         self._cache.leases.expire_due()
+        self._cache.tokens.forget_ended()
         self._cache.hints.expire_due()
         self._cache.placement.passed()
 

@@ -19,8 +19,8 @@ from xxhash import xxh3_64
 from ctxcache.cache import Cache
 from ctxcache.cache.block_news import BlockNews
 from ctxcache.cache.blocks import BlockState, FoundBlock, Room, Wanted, WrittenPart
-from ctxcache.cache.leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Held, TokenLease
 from ctxcache.cache.state import Pace
+from ctxcache.cache.token_leases import TOKEN_BYTES, TOKEN_TTL_LIMIT_NS, Held, TokenLease
 from ctxcache.core.ledger.session import Expiration, Session, block_model
 from ctxcache.core.prefix.keys import (
     KEY_BYTES,
@@ -241,7 +241,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         finally:
             if not request.token:
                 # The lease of a token belongs to whoever made it.
-                leases.tokens.let_go(leased)
+                self._cache.tokens.let_go(leased)
 
 
 class _Arriving:
@@ -351,7 +351,7 @@ class _LookUp:
     def answer(self) -> block_pb2.LookupBlocksResponse:
         """The answer to all keys; what is held has a token from here on."""
         if any(self._held):
-            named = self._cache.leases.tokens.hold(self._tenant, self._held, self._ttl_ns)
+            named = self._cache.tokens.hold(self._tenant, self._held, self._ttl_ns)
             self._response.token = named.token
             self._response.expire_time.FromNanoseconds(_expire_ns(self._cache, named.deadline_ns))
         return self._response
@@ -458,7 +458,7 @@ def lease_message(cache: Cache, leased: TokenLease) -> block_pb2.BlockLease:
 
 def release(cache: Cache, request: block_pb2.ReleaseBlocksRequest, tenant: str) -> None:
     """See the proto. Raises LeaseNotFound, InvalidArgument."""
-    cache.leases.tokens.release(tenant, lease_token(request.token))
+    cache.tokens.release(tenant, lease_token(request.token))
 
 
 async def delete(

@@ -333,7 +333,7 @@ class LocalClient:
             self._cache.blocks.withdraw(reservation_id, self.client, is_abandoned=is_abandoned)
         for token in self._tokens:
             with suppress(LeaseNotFound):
-                self._cache.leases.tokens.release(self._tenant, token)
+                self._cache.tokens.release(self._tenant, token)
         self._leases.clear()
         self._reservations.clear()
         self._puts.clear()
@@ -387,7 +387,7 @@ class LocalClient:
         self._leases = {i for i in self._leases if self._cache.leases.is_held(i)}
         self._reservations = {i for i in self._reservations if self._cache.appends.is_open(i)}
         self._puts = {i for i in self._puts if self._cache.blocks.is_open(i)}
-        self._tokens = {token for token in self._tokens if self._cache.leases.tokens.is_held(token)}
+        self._tokens = {token for token in self._tokens if self._cache.tokens.is_held(token)}
 
     async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> None:
         if request.token:
@@ -429,7 +429,7 @@ class LocalClient:
                 raise InvalidArgument(field=name, problem="comes with a token, which says it")
         token, leases = blocks.lease_token(request.token), self._cache.leases
         fingerprint = validate.fingerprint(request.model_fingerprint)
-        held = partial(leases.tokens.prefix, self._tenant, token, fingerprint)
+        held = partial(self._cache.tokens.prefix, self._tenant, token, fingerprint)
         return await leases.again(held, self._tenant, self.client)
 
     def _asked(self, request: arena_pb2.AcquireLease) -> ReadRequest:

@@ -84,7 +84,7 @@ async def load(rig: Rig, *numbers: int, space: bytes = SPACE) -> list[bytes | No
         assert [rows_checksum(part) for part in parts] == list(segment.settled.values)
         loaded.append(b"".join(parts))
     if any(found.leases):
-        rig.cache.leases.tokens.release(rig.tenant, found.token)
+        rig.cache.tokens.release(rig.tenant, found.token)
     return loaded
 
 

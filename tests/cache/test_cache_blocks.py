@@ -27,7 +27,7 @@ from cache_rig import SLOT_BYTES, TENANT, DiskRig, MemoryRig, Writer, expected
 
 from ctxcache.cache.appends import GRACE_NS
 from ctxcache.cache.blocks import ABSENT, BlockState, FoundBlock, Room, Wanted, WrittenPart
-from ctxcache.cache.leases import TokenLease
+from ctxcache.cache.token_leases import TokenLease
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import block_id
 from ctxcache.core.limits import Pinner
@@ -257,7 +257,7 @@ async def test_a_lease_is_its_tenants_until_it_ends(rig: MemoryRig) -> None:
     with pytest.raises(LeaseNotFound):
         blocks.leased("other", held.token)
     with pytest.raises(LeaseNotFound):
-        rig.cache.leases.tokens.release("other", held.token)
+        rig.cache.tokens.release("other", held.token)
     assert await blocks.delete(TENANT, SPACE, [key_of(1), key_of(2)]) == 1
     assert look(rig, 1) == [BlockState.MISS]
     lease = held.leases[0]
@@ -413,7 +413,7 @@ async def test_a_block_is_left_on_ssd_once(disk_rig: DiskRig) -> None:
     await disk_rig.check()
     assert await leased() == [None, False, None]
     for found in held:
-        disk_rig.cache.leases.tokens.let_go(found)
+        disk_rig.cache.tokens.let_go(found)
     assert not disk_rig.cache.leases.lease_count
     await disk_rig.check()
 
@@ -431,7 +431,7 @@ async def test_what_readers_left_on_ssd_is_known_of_so_many_blocks(
             TENANT, SPACE, [key_of(number)], WRITER, ttl_ns=SECOND_NS, leaves_on_ssd=True
         )
         left.append([bool(one and one.lease.on_ssd) for one in found.blocks or ()])
-        disk_rig.cache.leases.tokens.let_go(found)
+        disk_rig.cache.tokens.let_go(found)
     assert left == [[True], [True], [True], [True], [False]]
     await disk_rig.check()
 
@@ -442,7 +442,7 @@ async def test_blocks_that_are_held_together_have_one_lease(rig: MemoryRig) -> N
     leases, blocks = rig.cache.leases, rig.cache.blocks
     read_count = rig.cache.state.journal.counts["read", "hit"]
     held_blocks = blocks.hold_at_hand(TENANT, SPACE, list(map(key_of, (2, 9, 1, 2))), WRITER)
-    found = leases.tokens.hold(TENANT, held_blocks, SECOND_NS)
+    found = rig.cache.tokens.hold(TENANT, held_blocks, SECOND_NS)
     assert leases.lease_count == len(found.leases) == 1
     assert rig.cache.state.journal.counts["read", "hit"] == read_count + 2
     assert await blocks.delete(TENANT, SPACE, [key_of(1), key_of(2)]) == 2
@@ -458,9 +458,10 @@ async def test_blocks_that_are_held_together_have_one_lease(rig: MemoryRig) -> N
     await rig.check()
     rig.clock.advance(seconds=1)
     leases.expire_due()
+    rig.cache.tokens.forget_ended()
     assert not leases.lease_count
     assert not leases.pins.used_bytes
-    assert not len(leases.tokens)
+    assert not len(rig.cache.tokens)
     await rig.check()
 
 
@@ -475,7 +476,7 @@ async def test_of_blocks_that_are_to_be_held_the_first_ones_are_that_fit(rig: Me
 
     def held(*some: int, client: int = WRITER) -> int:
         found = blocks.hold_at_hand(TENANT, SPACE, list(map(key_of, some)), client)
-        leases.tokens.hold(TENANT, found, SECOND_NS)
+        rig.cache.tokens.hold(TENANT, found, SECOND_NS)
         count = sum(one is not None for one in found)
         assert None not in found[:count]
         return count

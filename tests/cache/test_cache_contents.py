@@ -19,7 +19,8 @@ from cache_rig import (
     rows_of,
 )
 
-from ctxcache.cache.leases import SECOND_NS, Lease, ReadRequest, TokenLease
+from ctxcache.cache.leases import SECOND_NS, Lease, ReadRequest
+from ctxcache.cache.token_leases import TokenLease
 from ctxcache.errors import InvalidArgument, LeaseNotFound, ModelFingerprintMismatch
 from ctxcache.format.streams import CONTENTS_LIMIT, TOKENS, Content, ranges_of
 
@@ -167,7 +168,7 @@ async def leased(rig: MemoryRig, tokens: list[Token], ttl_ns: int = SECOND_NS) -
 async def used(rig: MemoryRig, token: bytes, tenant: str = TENANT) -> Lease:
     """A lease by a token, as a connection takes it."""
     leases = rig.cache.leases
-    return await leases.again(lambda: leases.tokens.prefix(tenant, token, FINGERPRINT), tenant, 7)
+    return await leases.again(lambda: rig.cache.tokens.prefix(tenant, token, FINGERPRINT), tenant, 7)
 
 
 async def test_a_match_holds_what_it_found_for_all_of_the_tenant(rig: MemoryRig, tokens: list[Token]) -> None:
@@ -185,14 +186,15 @@ async def test_a_match_holds_what_it_found_for_all_of_the_tenant(rig: MemoryRig,
         with pytest.raises(LeaseNotFound):
             await used(rig, found.token if tenant == "other" else bytes(16), tenant)
     with pytest.raises(ModelFingerprintMismatch):
-        rig.cache.leases.tokens.prefix(TENANT, found.token, bytes(32))
+        rig.cache.tokens.prefix(TENANT, found.token, bytes(32))
     with pytest.raises(InvalidArgument, match="is that of a prefix: AcquireLease takes it"):
         rig.cache.blocks.leased(TENANT, found.token)
     rig.clock.advance(seconds=1)
     with pytest.raises(LeaseNotFound):
         await used(rig, found.token)
     rig.cache.leases.expire_due()
-    assert (len(rig.cache.leases.tokens), rig.cache.leases.lease_count) == (0, 1)
+    rig.cache.tokens.forget_ended()
+    assert (len(rig.cache.tokens), rig.cache.leases.lease_count) == (0, 1)
     assert rig.leased(lease) == expected(tokens[:192])
     rig.cache.leases.release(lease.lease_id)
     assert rig.cache.leases.pins.used_bytes == 0
@@ -210,9 +212,10 @@ async def test_tokens_that_ended_are_forgotten_though_an_older_one_lives(
         assert await leased(rig, tokens, 1)
         rig.clock.advance(ns=1)
         rig.cache.leases.expire_due()
+        rig.cache.tokens.forget_ended()
     assert oldest is not None
-    assert len(rig.cache.leases.tokens) == 1
-    rig.cache.leases.tokens.release(TENANT, oldest.token)
+    assert len(rig.cache.tokens) == 1
+    rig.cache.tokens.release(TENANT, oldest.token)
     assert await leased(rig, Writer(3).make(64)) is None
     await rig.check()
 

@@ -27,8 +27,8 @@ class Held:
 
     async def lease_again(self) -> None:
         """Take one more lease by the token of a match."""
-        leases = self.rig.cache.leases
-        lease = await leases.again(lambda: leases.tokens.prefix(TENANT, self.token, FINGERPRINT), TENANT, 7)
+        leases, tokens = self.rig.cache.leases, self.rig.cache.tokens
+        lease = await leases.again(lambda: tokens.prefix(TENANT, self.token, FINGERPRINT), TENANT, 7)
         leases.release(lease.lease_id)
 
     async def extend(self) -> None:
