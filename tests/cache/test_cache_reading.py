@@ -92,6 +92,21 @@ async def test_rows_in_dram_are_leased_at_once_and_others_are_waited_for(rig: Me
     await rig.check()
 
 
+async def test_a_part_that_is_read_counts_its_own_tokens(rig: MemoryRig) -> None:
+    """From the middle of one segment to the middle of the next."""
+    await filled(rig, "a", 2 * SEGMENT_TOKENS)
+    counters = rig.cache.state.counters
+    before = counters.read_token_count, counters.dram_hit_token_count
+    lease = await rig.acquire("a", 10, SEGMENT_TOKENS + 20)
+    count = SEGMENT_TOKENS + 10
+    assert lease.dram_token_count == count
+    assert (counters.read_token_count, counters.dram_hit_token_count) == (
+        before[0] + count,
+        before[1] + count,
+    )
+    await rig.check()
+
+
 async def test_a_lease_ends_once(rig: MemoryRig) -> None:
     """Releasing again is an error and takes nothing from others."""
     await filled(rig, "a", 10)
