@@ -18,8 +18,8 @@ from service_rig import Client, chunks, refused
 from ctxcache.errors import DeadlineExceeded, TooManyRequests
 from ctxcache.server.listening import MESSAGE_LIMIT_BYTES
 from ctxcache.server.server import SERVICES, Server
-from ctxcache.service import edge as arriving
-from ctxcache.service.edge import SMALL_BYTES, Arrivals, Incoming
+from ctxcache.service import arrivals as arriving
+from ctxcache.service.arrivals import SMALL_BYTES, Arrivals, Incoming
 from ctxcache.service.health import SERVICE_NAMES
 from ctxcache.v1 import session_pb2
 

@@ -14,7 +14,7 @@ from server_process import ServerProcess
 
 from ctxcache.runtime.memory import KEPT_BYTES
 from ctxcache.server.listening import MESSAGE_LIMIT_BYTES, WINDOW_BYTES
-from ctxcache.service.edge import ARRIVALS_LIMIT
+from ctxcache.service.arrivals import ARRIVALS_LIMIT
 
 APPEND = "/ctxcache.v1.SessionService/AppendSession"
 CONNECTIONS = 200

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ctxcache.service import arrivals as arriving
 from ctxcache.service import edge
 from tests.faults.planted import plant
 
@@ -36,10 +37,10 @@ def reads_first(_: int) -> None:
 def keeps_refused(_: int) -> None:
     """Each call that is refused leaves a MiB behind."""
     kept: list[bytes] = []
-    discard = edge.Arrivals.discard
+    discard = arriving.Arrivals.discard
 
-    async def keep(arrivals: edge.Arrivals, incoming: edge.Incoming) -> None:
+    async def keep(arrivals: arriving.Arrivals, incoming: arriving.Incoming) -> None:
         kept.append(b"\1" * KEPT_BYTES)
         await discard(arrivals, incoming)
 
-    setattr(edge.Arrivals, "discard", keep)  # noqa: B010
+    setattr(arriving.Arrivals, "discard", keep)  # noqa: B010
