@@ -1,6 +1,6 @@
 """The lab: measurements and shows of the product.
 
-`ctxcache bench`, `ctxcache demo`, and `python -m lab.studies.NAME`.
+`ctxcache bench`, `ctxcache demo`, `python -m lab.placement`, and `python -m lab.studies.NAME`.
 """
 
 import os

@@ -4,7 +4,7 @@ Worst case: an option is no size, rate or name that is known; typer's BadParamet
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,8 +19,10 @@ from ctxcache.settings.knobs.knob import parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 from ctxcache.simulate.load import MODELS, Lie, Load, Objective, Overflow, TraceHint, objective_named
 from ctxcache.simulate.study import ALL_POLICIES, Capacity
-from ctxcache.simulate.sweeps import Sweep
 from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace, names_blocks
+
+Rule = tuple[Sequence[str], str]
+"""Options by their names here, and why they would change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +47,7 @@ class Options:
     ] = None
     segment: Annotated[
         int | None,
-        typer.Option(
-            help="State is kept in segments of so many tokens.", min=1, show_default="64; a sweep's own"
-        ),
+        typer.Option(help="State is kept in segments of so many tokens.", min=1, show_default="64"),
     ] = None
     layers: Annotated[
         int | None,
@@ -68,7 +68,7 @@ class Options:
         typer.Option(
             "--inclusive/--exclusive",
             help="DRAM is a cache of SSD, which is as large as both; or a session lies in one of them.",
-            show_default="inclusive; a sweep's own",
+            show_default="inclusive",
         ),
     ] = None
     timed: Annotated[
@@ -76,7 +76,7 @@ class Options:
         typer.Option(
             "--timed/--instant",
             help="Turns take time, but wait for no slot; or they take none.",
-            show_default="timed; a sweep's own",
+            show_default="timed",
         ),
     ] = None
     closed_loop: Annotated[
@@ -84,7 +84,7 @@ class Options:
         typer.Option(
             "--closed-loop/--open-loop",
             help="A next turn comes when its user has thought; or when the trace had it come.",
-            show_default="closed; a sweep's own",
+            show_default="closed",
         ),
     ] = None
     ssd_write: Annotated[
@@ -137,9 +137,7 @@ class Options:
     ] = ""
     dram_share: Annotated[float, typer.Option(help="DRAM's share of such capacities.", min=0, max=1)] = 0.06
     dram: Annotated[str, typer.Option(help="Size of DRAM.", metavar="SIZE")] = "128GiB"
-    ssd: Annotated[
-        str | None, typer.Option(help="Size of SSD.", metavar="SIZE", show_default="2TiB; a sweep's own")
-    ] = None
+    ssd: Annotated[str | None, typer.Option(help="Size of SSD.", metavar="SIZE", show_default="2TiB")] = None
     buffer_share: Annotated[
         float, typer.Option(help="Share of DRAM kept free for promotions.", min=0, max=1)
     ] = 0.1
@@ -151,7 +149,7 @@ class Options:
     ] = None
     ttl: Annotated[
         str | None,
-        typer.Option(help="Idle sessions expire after.", metavar="TIME", show_default="24h; a sweep's own"),
+        typer.Option(help="Idle sessions expire after.", metavar="TIME", show_default="24h"),
     ] = None
     arrivals_times: Annotated[
         float, typer.Option(help="Let turns arrive that many times as fast.", min=1e-6)
@@ -161,22 +159,18 @@ class Options:
         typer.Option(
             help="Turns served at once; others wait in a queue that policies see.",
             min=1,
-            show_default="no queue; a sweep's own",
+            show_default="no queue",
         ),
     ] = None
     ssd_read: Annotated[str, typer.Option(help="SSD reads a second.", metavar="SIZE")] = "5GB"
     dram_read: Annotated[str, typer.Option(help="Copies from DRAM a second.", metavar="SIZE")] = "26GB"
     prefill: Annotated[
         float | None,
-        typer.Option(
-            help="Tokens a second of prefill in a slot.", min=1e-3, show_default="7000; a sweep's own"
-        ),
+        typer.Option(help="Tokens a second of prefill in a slot.", min=1e-3, show_default="7000"),
     ] = None
     decode: Annotated[
         float | None,
-        typer.Option(
-            help="Tokens a second of decoding in a slot.", min=1e-3, show_default="30; a sweep's own"
-        ),
+        typer.Option(help="Tokens a second of decoding in a slot.", min=1e-3, show_default="30"),
     ] = None
     hints: Annotated[
         str, typer.Option(help="What clients say after a turn: ends, returns.", metavar="HINT,...")
@@ -194,44 +188,12 @@ class Options:
     ] = "order,hint"
     warm_up: Annotated[
         int | None,
-        typer.Option(help="Turns before counting begins.", min=0, show_default="0; a sweep's own"),
-    ] = None
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            help="Replay what a figure compares: models, policies, overflow, capacity, tiers, arrivals, "
-            "reads, footprint; docs/capacity.md.",
-            metavar="NAME",
-        ),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw the sweep, or with --blocks each policy by capacity, into this file, .png or .svg.",
-            metavar="PATH",
-            dir_okay=False,
-        ),
-    ] = None
-    jobs: Annotated[
-        int, typer.Option(help="Processes that replay a sweep.", min=1, max=256, show_default="1")
-    ] = 1
-    live: Annotated[
-        str | None,
-        typer.Option(help="Scale the sweep's SSD as if live state peaked at so much.", metavar="SIZE"),
+        typer.Option(help="Turns before counting begins.", min=0, show_default="0"),
     ] = None
     costs: Annotated[
         bool, typer.Option("--costs", help="Show what is saved, worn and waited for, not where hits were.")
     ] = False
     output: OutputOption = None
-
-    forms: Annotated[
-        str | None,
-        typer.Option(
-            help="Compare forms of state in place of policies: shares of the bytes and of prefill to bring "
-            "back, to make; the first is that of sessions in use. kv=1:0,kv_int4=0.31:0.01,tokens=0:1",
-            metavar="NAME=BYTES:BACK[:MAKE],...",
-        ),
-    ] = None
     blocks: Annotated[
         bool,
         typer.Option("--blocks", help="Place prefix blocks, each once whoever has it, not whole sessions."),
@@ -257,13 +219,13 @@ class Options:
             "prefill_tokens_per_s": None if self.prefill is None else _rate(self.prefill, "--prefill"),
             "decode_tokens_per_s": None if self.decode is None else _rate(self.decode, "--decode"),
         }
-        ssd_write = None if self.ssd_write is None else _size_rate(self.ssd_write, "--ssd-write")
+        ssd_write = None if self.ssd_write is None else size_rate(self.ssd_write, "--ssd-write")
         load = replace(
             self._of_model(preset),
             dram_bytes=_size(self.dram, "--dram"),
             buffer_share=self.buffer_share,
-            ssd_read_bytes_per_s=_size_rate(self.ssd_read, "--ssd-read"),
-            dram_bytes_per_s=_size_rate(self.dram_read, "--dram-read"),
+            ssd_read_bytes_per_s=size_rate(self.ssd_read, "--ssd-read"),
+            dram_bytes_per_s=size_rate(self.dram_read, "--dram-read"),
             hints=_hints(self.hints),
             wrong_hint_share=self.wrong_hints,
             lies=_lies(self.lies),
@@ -274,27 +236,30 @@ class Options:
             load = replace(load, objective=_objective(objective))
         return self._on_machine(load, ssd_write)
 
-    def check(self, sweep: Sweep | None, output: Output) -> None:
+    def check(self, output: Output) -> None:
         """Raise BadParameter for an option that was said and would change nothing that is printed.
 
-        That is so beside another that was said, or without one that was not. `sweep` is the one that was
-        named.
+        That is so beside another that was said, or without one that was not.
         """
         sources = ((name, self.invoked.get_parameter_source(name)) for name in self.invoked.params)
         said = {name for name, source in sources if source is not None and source.name == "COMMANDLINE"}
-        preset = self.realistic() if sweep is None else sweep.preset
-        has_queue = self.slots is not None or preset.slot_count is not None
+        for names, problem in (*self.rules(output), *self._unheard()):
+            for name in names:
+                if name in said:
+                    raise typer.BadParameter(problem, param_hint=written(name))
+        if "block_tokens" in said and not self.blocks and not names_blocks(self.trace):
+            problem = "needs --blocks, or a trace that names blocks"
+            raise typer.BadParameter(problem, param_hint="--block-tokens")
+
+    def rules(self, output: Output) -> Iterator[Rule]:
+        """Options that would change nothing, with the reason."""
+        preset, has_queue = self.preset(), self._has_queue
         has_time = has_queue or (preset.is_timed if self.timed is None else self.timed)
         has_window = self.context is not None or self.model is not None or preset.context_tokens is not None
-        has_costs = self.costs or self.forms is not None or output is not Output.TABLE
-        rules = (
-            (_NOT_OF_FORMS if self.forms is not None else (), "of policies; with --forms there are none"),
-            (_NOT_OF_BLOCKS if self.blocks else (), "of sessions; prefix blocks have no tiers and no time"),
-            (_OF_SWEEPS if sweep is None else (), "needs --sweep"),
-            (_NOT_OF_SWEEPS if sweep is not None else (), "not of sweeps, which have their own"),
-            (() if sweep is None else sweep.decides, f"contradicts --sweep {self.sweep}, which decides it"),
+        has_costs = self.has_costs(output)
+        yield from (
+            (NOT_OF_BLOCKS if self.blocks else (), "of sessions; prefix blocks have no tiers and no time"),
             (() if self.blocks else ("learned_from",), "needs --blocks"),
-            (() if self.blocks or sweep else ("plot",), "draws sweeps and blocks: needs --sweep or --blocks"),
             (() if self.footprint else ("dram_share",), "needs --footprint"),
             (("dram", "ssd") if self.footprint else (), "contradicts --footprint, which says the size"),
             (() if self.session_rate is not None else ("think",), "needs --session-rate"),
@@ -311,28 +276,17 @@ class Options:
                 ("timed",) if self.slots is not None else (),
                 "contradicts --slots, whose turns take time",
             ),
-            (() if has_time else ("decode",), "contradicts --instant, or a sweep whose turns take no time"),
+            (() if has_time else ("decode",), "contradicts --instant: turns take no time"),
             (("closed_loop",) if not has_time and self.closed_loop else (), "contradicts --instant"),
             (() if has_window else ("overflow",), "needs --context, or a --model that has one"),
             (("costs",) if output is not Output.TABLE else (), "is another table; json and yaml say both"),
             (() if has_costs else _OF_COSTS, "needs --costs, or -o json"),
-            (() if has_costs or self.plot is not None else ("gpus",), "needs --costs, or -o json"),
+            (() if has_costs or self.is_drawn() else ("gpus",), "needs --costs, or -o json"),
         )
-        for names, problem in rules:
-            for name in names:
-                if name in said:
-                    raise typer.BadParameter(problem, param_hint=_written(name))
-        self._check_heard(said, sweep, has_queue=has_queue)
-        if "block_tokens" in said and not self.blocks and not names_blocks(self.trace):
-            problem = "needs --blocks, or a trace that names blocks"
-            raise typer.BadParameter(problem, param_hint="--block-tokens")
 
-    def _check_heard(self, said: set[str], sweep: Sweep | None, *, has_queue: bool) -> None:
-        """Raise BadParameter for what no policy listens to, and for lies about what is not said."""
-        policies = self.chosen(ALL_POLICIES, ALL_POLICIES if sweep is None else sweep.policies)
-        if sweep is not None and sweep.has_one_policy and len(policies) > 1:
-            problem = f"--sweep {self.sweep} plays one policy, {len(policies)} are named"
-            raise typer.BadParameter(problem, param_hint="--policies")
+    def _unheard(self) -> Iterator[Rule]:
+        """What no policy listens to, and lies about what is not said."""
+        policies, has_queue = self.chosen(), self._has_queue
         learns, hears_queue = "value" in policies, not _HEAR_QUEUES.isdisjoint(policies)
         kinds, of_queue = _lies(self.lies), {Lie.ORDER, Lie.MISSING}
         rules = (
@@ -349,8 +303,24 @@ class Options:
             ("lies", not self.blocks or Lie.PHANTOM not in kinds, "phantom is of a queue; blocks have none"),
         )
         for name, is_heard, problem in rules:
-            if name in said and not is_heard:
-                raise typer.BadParameter(problem, param_hint=_written(name))
+            if not is_heard:
+                yield (name,), problem
+
+    @property
+    def _has_queue(self) -> bool:
+        return self.slots is not None or self.preset().slot_count is not None
+
+    def has_costs(self, output: Output) -> bool:
+        """Whether prices change anything that is printed."""
+        return self.costs or output is not Output.TABLE
+
+    def is_drawn(self) -> bool:
+        """Whether there is a picture, which may show hours of GPUs."""
+        return False
+
+    def preset(self) -> Load:
+        """The load of what is not said."""
+        return self.realistic()
 
     def realistic(self) -> Load:
         """The behaviour of a server: DRAM is a cache of SSD, segments of 64 tokens; people who think."""
@@ -368,13 +338,18 @@ class Options:
         """How many times as fast turns arrive."""
         return _rate(self.arrivals_times, "--arrivals-times")
 
-    def live_bytes(self) -> int | None:
-        """The peak of live state, in bytes."""
-        return None if self.live is None else _size_rate(self.live, "--live")
+    def known(self) -> Sequence[str]:
+        """Every policy that can be named."""
+        return ALL_POLICIES
 
-    def chosen(self, known: Sequence[str], usual: Sequence[str]) -> list[str]:
-        """Policies of `known` that were named; the usual ones where none was."""
-        chosen = self.policies.split(",") if self.policies else list(usual)
+    def usual(self) -> Sequence[str]:
+        """The policies of which none was named."""
+        return self.known()
+
+    def chosen(self) -> list[str]:
+        """The policies that were named; the usual ones where none was."""
+        chosen = self.policies.split(",") if self.policies else list(self.usual())
+        known = self.known()
         for name in chosen:
             if name not in known:
                 problem = f"no policy is named {name!r}; there are {', '.join(known)}"
@@ -456,8 +431,7 @@ class Options:
             raise typer.BadParameter(problem, param_hint="--overflow") from error
 
 
-_NOT_OF_BLOCKS = (
-    "sweep",
+NOT_OF_BLOCKS = (
     "slots",
     "timed",
     "closed_loop",
@@ -482,32 +456,11 @@ _NOT_OF_BLOCKS = (
     "warm_up",
     "costs",
 )
-_NOT_OF_FORMS = (
-    *(
-        each
-        for each in _NOT_OF_BLOCKS
-        if each not in ("model", "context", "gpus", "gpu_price", "ssd_price", "ttl")
-    ),
-    "blocks",
-    "policies",
-    "objective",
-    "footprint",
-    "dram",
-    "ssd",
-    "hints",
-    "wrong_hints",
-    "lies",
-    "plot",
-    "learned_from",
-    "block_tokens",
-)
-_OF_SWEEPS = ("live", "jobs")
 _OF_COSTS = ("gpu_price", "dram_price", "ssd_price")
 _HEAR_QUEUES = frozenset({"value", "look-ahead", "belady"})
-_NOT_OF_SWEEPS = ("footprint", "dram_share", "costs", "learned_from", "block_tokens")
 
 
-def _written(name: str) -> str:
+def written(name: str) -> str:
     """An option as it is said."""
     return f"--{name.replace('_', '-')}"
 
@@ -551,7 +504,8 @@ def _size(text: str, option: str) -> int:
     return size_bytes
 
 
-def _size_rate(text: str, option: str) -> int:
+def size_rate(text: str, option: str) -> int:
+    """Bytes a second, as they are said. Raises BadParameter."""
     size_bytes = _size(text, option)
     if not size_bytes:
         raise typer.BadParameter("nothing would ever be read", param_hint=option)

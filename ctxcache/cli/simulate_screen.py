@@ -4,19 +4,15 @@ Imported where something is drawn: rich takes as long to import as all the rest 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ctxcache.cli.documents import Plain
 from ctxcache.cli.units import human_size
 from ctxcache.simulate.study import StudyOutcome
-from ctxcache.simulate.sweeps import Sweep, SweepRow
-from ctxcache.simulate.tally import Census
 
 TITLES = (
     "policy",
@@ -31,7 +27,6 @@ TITLES = (
     ">prefetched",
     ">in time",
 )
-FORM_TITLES = ("form", ">GPU", ">bytes kept", ">GB hours", ">forms changed", ">of both")
 COST_TITLES = (
     "policy",
     "capacity",
@@ -55,7 +50,7 @@ def show(outcomes: Sequence[StudyOutcome], *, are_costs: bool) -> None:
         table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
     for outcome in outcomes:
         table.add_row(*(_cost_cells(outcome) if are_costs else _cells(outcome)))
-    _console().print(table)
+    console().print(table)
 
 
 def _cells(outcome: StudyOutcome) -> tuple[str, ...]:
@@ -99,24 +94,6 @@ def _capacity(outcome: StudyOutcome) -> str:
     return sizes if outcome.multiple is None else f"{outcome.multiple:g}x ({sizes})"
 
 
-def show_forms(figures: Sequence[Mapping[str, Plain]]) -> None:
-    """Print a line for each form of state."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in FORM_TITLES:
-        table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
-    for each in figures:
-        numbers = cast("Mapping[str, float]", each)
-        table.add_row(
-            str(each["strategy"]),
-            f"{numbers['gpu_s'] / 3600:.2f} h",
-            human_size(numbers["mean_bytes"]),
-            f"{numbers['gb_hours']:,.1f}",
-            f"{numbers['changed_count']:,}",
-            f"{numbers['cost']:,.2f} $",
-        )
-    _console().print(table)
-
-
 @contextmanager
 def progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
     """Draw on stderr: a bar over the replays, and the turns of this one."""
@@ -134,73 +111,6 @@ def progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
         yield step
 
 
-def show_sweep(sweep: Sweep, rows: Sequence[SweepRow], census: Census) -> None:
-    """Print a line for each replay of a sweep, and what the trace was like."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in (sweep.x_title, "series"):
-        table.add_column(title)
-    titles = (
-        "of all turns",
-        "the paper's",
-        "of later turns",
-        "in DRAM",
-        "on SSD",
-        "by tokens",
-        "SSD writes/day",
-        "DRAM",
-        "SSD",
-    )
-    for title in titles:
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(*_sweep_cells(row))
-    console = _console()
-    console.print(f"{sweep.title}" + (f" (the paper's {sweep.source})" if sweep.source else ""))
-    console.print(table)
-    console.print(census.sentence())
-
-
-def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
-    rates = (row.number(name) for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
-    load, known = row.run.load, row.run.paper.get("all_hit_rate", row.run.paper.get("hit_rate"))
-    return (
-        f"{row.run.x:g}" if isinstance(row.run.x, (int, float)) else row.run.x,
-        row.run.series,
-        f"{row.number('all_hit_rate'):.1%}",
-        "" if known is None else f"{known:.1%}",
-        *(f"{rate:.1%}" for rate in rates),
-        human_size(row.number("ssd_written_bytes_per_day")),
-        human_size(load.dram_bytes),
-        human_size(load.ssd_bytes),
-    )
-
-
-class SweepBar:
-    """The runs that are done, and what the one that is being played has come to."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("reading", total=None)
-
-    def begin(self, run_count: int) -> None:
-        """So many replays begin."""
-        self._progress.update(self._task, total=run_count, description="replays", completed=0)
-
-    def step(self, what: str, turn_count: int) -> None:
-        """One has come so far."""
-        self._progress.update(self._task, description=f"{what}, {turn_count} turns")
-
-    def done(self) -> None:
-        """One is over."""
-        self._progress.advance(self._task)
-
-
-@contextmanager
-def sweep_progress() -> Iterator[SweepBar]:
-    """Draw on stderr."""
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        yield SweepBar(bars)
-
-
-def _console() -> Console:
+def console() -> Console:
+    """Where figures are printed: as wide as the terminal, or wide enough for every column."""
     return Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ctxcache.core.placement.baselines import POLICIES, policy_of
+from ctxcache.core.placement.baselines import RANKED, ranked_policy
 from ctxcache.core.placement.look_ahead import Belady
-from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.policy import Capacities, Policy
 from ctxcache.core.placement.value import MissCost
 from ctxcache.simulate.blocks import HOLDERS, BlockReplay, Future, next_uses
 from ctxcache.simulate.load import Load
@@ -38,10 +38,14 @@ def look(turns: Iterable[TraceTurn]) -> "array[float]":
 
 
 BELADY = "belady"
-ALL_POLICIES = (*POLICIES, BELADY)
+ALL_POLICIES = (*RANKED, BELADY)
 BOUNDLESS_BYTES = 1 << 60
 Step = Callable[[str, int], None]
 """Hears of what is being done, and how many turns of it are."""
+PolicyOf = Callable[[str, Capacities, MissCost], Policy]
+"""Makes the policy of a name."""
+SERVED: PolicyOf = ranked_policy
+"""The policies that a server can place by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ def study(
     step: Step,
     block_tokens: int | None = None,
     teacher: Trace | None = None,
+    policy_of: PolicyOf = SERVED,
 ) -> Iterator[StudyOutcome]:
     """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong.
 
@@ -111,16 +116,16 @@ def study(
             replay = (
                 Replay(
                     sized,
-                    maker(policy, sized),
+                    maker(policy, sized, policy_of),
                     next_arrivals_s=next_arrivals_s,
                 )
                 if block_tokens is None
-                else of_blocks(sized, policy, block_tokens, next_arrivals_s, uses)
+                else of_blocks(sized, policy, block_tokens, next_arrivals_s, uses, policy_of)
             )
             if teacher is not None and isinstance(replay, BlockReplay) and policy != BELADY:
                 unhinted = replace(sized, hints=frozenset())
                 # Hints of the teacher's trace say nothing of this one's future.
-                other = of_blocks(unhinted, policy, replay.block_tokens, None)
+                other = of_blocks(unhinted, policy, replay.block_tokens, None, None, policy_of)
                 _teach(replay, other, teacher)
             with _uncollected():
                 tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
@@ -155,7 +160,8 @@ def of_blocks(
     policy: str,
     block_tokens: int,
     next_arrivals_s: "array[float] | None",
-    uses: "list[array[float]] | None" = None,
+    uses: "list[array[float]] | None",
+    policy_of: PolicyOf,
 ) -> BlockReplay:
     """A replay of prefix blocks under the policy of that name; Belady needs the `next_uses`."""
     capacities = Capacities(load.dram_bytes, load.ssd_bytes)
@@ -169,7 +175,7 @@ def of_blocks(
     )
 
 
-def maker(policy: str, load: Load) -> MakePolicy:
+def maker(policy: str, load: Load, policy_of: PolicyOf = SERVED) -> MakePolicy:
     """The maker of the policy of that name."""
     if policy == BELADY:
         return Belady

@@ -22,6 +22,7 @@ from ctxcache.core.placement.value import Objective
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.study import Capacity, study
 from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace, InvalidTrace, Trace
+from lab.placement.policies import policy_of
 
 OURS, BLOCK_LRU = "value", "lru"
 BASELINES = (BLOCK_LRU, "lfu", "gdsf", "lhd", "arc", "s3-fifo", "sieve", "w-tinylfu")
@@ -72,7 +73,13 @@ def run(
     found = []
     turns = list(trace)
     for outcome in study(
-        turns, load, [policy], capacities, step=lambda _what, _done: None, block_tokens=block_tokens
+        turns,
+        load,
+        [policy],
+        capacities,
+        step=lambda _what, _done: None,
+        block_tokens=block_tokens,
+        policy_of=policy_of,
     ):
         tally, multiple = outcome.tally, outcome.multiple or 0.0
         share = 1 - tally.computed_tokens / tally.prompt_tokens

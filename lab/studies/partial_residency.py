@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ctxcache.core.placement.baselines import POLICIES
+from ctxcache.core.placement.baselines import RANKED
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.rows import TraceTurn
@@ -89,7 +89,7 @@ class Beginning:
 
 def maker(policy: str) -> MakePolicy:
     """The policy by that name."""
-    return lambda capacities, _: POLICIES[policy](capacities)
+    return lambda capacities, _: RANKED[policy](capacities)
 
 
 def replays(

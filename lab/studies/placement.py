@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every policy over every trace with sessions: runs `ctxcache simulate`, and prints the tables.
+"""Every policy over every trace with sessions: runs `python -m lab.placement`, and prints the tables.
 
     python -m lab.studies.placement ../shared/data lab/results/DATE-placement.jsonl
     python -m lab.studies.placement --tables lab/results/DATE-placement.jsonl
@@ -53,7 +53,7 @@ class Setting:
         """The command of a cell."""
         multiples = ",".join(f"{multiple:g}" for multiple in CAPACITIES)
         chosen = f"--footprint {multiples} --policies {policy} {self.options} -o json"
-        return ["ctxcache", "simulate", f"{traces}/{TRACES[self.trace]}", *chosen.split()]
+        return ["python", "-m", "lab.placement", f"{traces}/{TRACES[self.trace]}", *chosen.split()]
 
 
 def settings() -> Iterator[Setting]:
@@ -78,8 +78,7 @@ def settings() -> Iterator[Setting]:
 def run(setting: Setting, policy: str, traces: str) -> list[dict[str, object]]:
     """Lines of one policy, one per capacity."""
     command = setting.command(traces, policy)
-    program = [sys.executable, "-m", "ctxcache.cli.main", *command[1:]]
-    out = subprocess.run(program, check=True, capture_output=True, text=True).stdout  # noqa: S603  this command
+    out = subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True, text=True).stdout  # noqa: S603  this command
     said = {
         "trace": setting.trace,
         "setting": setting.name,

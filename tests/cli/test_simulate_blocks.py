@@ -148,14 +148,3 @@ def test_belady_knows_which_blocks_come_back(tmp_path: Path) -> None:
     found = [json.loads(line)["prompt_hit_rate"] for line in ran.stdout.splitlines()]
     assert found == [0, 0]
     assert [json.loads(line)["prompt_hit_rate"] for line in wider.stdout.splitlines()] == [0.9, 0.9]
-
-
-def test_blocks_are_drawn_by_capacity(tmp_path: Path) -> None:
-    """A line for each policy over the capacities."""
-    pytest.importorskip("matplotlib")
-    trace, picture = trace_of(tmp_path / "trace.jsonl", 512), tmp_path / "blocks.svg"
-    said = ("simulate", str(trace), "--blocks", "--footprint", "0.5,1", "--policies", "lru,value")
-    ran = ctxcache(*said, "--plot", str(picture))
-
-    assert ran.exit_code == ExitCode.OK
-    assert b"<svg" in picture.read_bytes()

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.core.placement.baselines import POLICIES, LeastRecentlyUsed
+from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.order import Accepts, Key
 from ctxcache.core.placement.policy import Capacities, Facts, Level
 from ctxcache.simulate.store import Act, InclusiveTiers, Move
+from lab.placement.policies import POLICIES
 
 CAPACITIES = Capacities(memory_bytes=100, below_bytes=200)
 EVENTS = st.lists(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.core.placement.baselines import POLICIES
+from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.policy import Facts, Level
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.settings.config import Settings
@@ -107,7 +107,7 @@ class _Noted(Replay):
         next_arrivals_s = look(turns) if setting.hints else None
         super().__init__(
             setting.load(),
-            lambda capacities, _: POLICIES[setting.policy](capacities),
+            lambda capacities, _: RANKED[setting.policy](capacities),
             next_arrivals_s=next_arrivals_s,
         )
         self.found: list[tuple[bytes, Level | None]] = []

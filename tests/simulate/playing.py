@@ -6,11 +6,11 @@ A token is 10 B, a turn 100 tokens long, unless a test says otherwise.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.tally import HitTally
 from ctxcache.simulate.trace import TraceTurn
+from lab.placement.policies import POLICIES
 
 LOAD = Load(token_bytes=10, dram_bytes=10_000, ssd_bytes=90_000, buffer_share=0.0)
 ROOMY = replace(LOAD, dram_bytes=10**12, ssd_bytes=10**12)

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.core.placement.policy import Capacities, Facts
 from ctxcache.simulate.blocks import BlockReader, BlockReplay, HeldBlocks
 from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.study import look
 from ctxcache.simulate.trace import TraceTurn
+from lab.placement.policies import POLICIES
 
 BLOCK_TOKENS = 4
 LOAD = Load(token_bytes=1, dram_bytes=0, ssd_bytes=160)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playing import LOAD, ROOMY, played, turn
 
-from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.simulate.load import Load, Prices
 from ctxcache.simulate.tally import FineHistogram, HitTally
 from ctxcache.simulate.trace import TraceTurn
+from lab.placement.policies import POLICIES
 
 TURNS = st.lists(
     st.tuples(st.sampled_from("abcdef"), st.integers(0, 60), st.none() | st.integers(0, 99)), max_size=60

@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 from chatting import make_turns
 
-from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.simulate.load import Lie, Load, TraceHint
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.study import Capacity, footprint_bytes, look
 from ctxcache.simulate.trace import TraceTurn
+from lab.placement.policies import POLICIES
 
 LIMIT = 0.02
 OURS = "value"

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.core.placement.baselines import POLICIES
 from ctxcache.core.placement.policy import Capacities, Policy
 from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.store import NextUse
-from ctxcache.simulate.study import ALL_POLICIES, Capacity, StudyOutcome, look, study
+from ctxcache.simulate.study import Capacity, StudyOutcome, look, study
 from ctxcache.simulate.tally import HitTally
 from ctxcache.simulate.trace import Trace, TraceTurn
+from lab.placement.policies import NAMES, POLICIES, policy_of
 
 LOAD = Load(token_bytes=10, dram_bytes=10_000, ssd_bytes=90_000, buffer_share=0.0)
 QUARTER = (Capacity(0.25, 0.2),)
 
 
 def _study(path: Path, load: Load, policies: Sequence[str]) -> dict[str, StudyOutcome]:
-    outcomes = study(Trace(path), load, policies, QUARTER, step=lambda *_: None)
+    outcomes = study(Trace(path), load, policies, QUARTER, step=lambda *_: None, policy_of=policy_of)
     return {outcome.policy: outcome for outcome in outcomes}
 
 
@@ -135,7 +135,7 @@ def test_every_policy_says_the_same_twice(trace_path: Path, slots: int | None) -
     """A study depends on its inputs alone, with a queue, hints and lies too."""
     load = replace(LOAD, slot_count=slots, hints=frozenset(TraceHint), wrong_hint_share=0.3)
 
-    first, second = (_study(trace_path, load, ALL_POLICIES) for _ in range(2))
+    first, second = (_study(trace_path, load, NAMES) for _ in range(2))
 
     assert [o.to_dict() for o in first.values()] == [o.to_dict() for o in second.values()]
 
@@ -148,7 +148,7 @@ def test_nobody_beats_belady_where_sessions_are_of_one_size(tmp_path: Path) -> N
         "session_id,arrival_ms,new_input_tokens,output_tokens,history_tokens\n"
         + "".join(f"{s},{at},0,0,100\n" for at, s in rows)
     )
-    rates = {name: o.tally.hit_rate for name, o in _study(path, LOAD, ALL_POLICIES).items()}
+    rates = {name: o.tally.hit_rate for name, o in _study(path, LOAD, NAMES).items()}
 
     assert rates["belady"] == max(rates.values())
     assert rates["belady"] > rates["lru"]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.simulate import sweeps
-from ctxcache.simulate.sweeps import SWEEPS, ReplayLost, SweepRow, play, prepare
-from ctxcache.simulate.tally import Census, count
-from ctxcache.simulate.trace import PacedTrace, Trace, TraceTurn
+from ctxcache.simulate.trace import Trace, TraceTurn
 from lab.bench.generate_load import PROFILES, Pace, rows, write
+from lab.placement import sweeps
+from lab.placement.census import Census, PacedTrace, count
+from lab.placement.sweeps import SWEEPS, ReplayLost, SweepRow, play, prepare
 
 
 def quiet(_what: str, _done: int) -> None:

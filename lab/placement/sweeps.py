@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ctxcache.errors import CacheError
 from ctxcache.simulate.load import GIB, MODELS, Load, Overflow
-from ctxcache.simulate.study import ALL_POLICIES, Capacity, Step, StudyOutcome, footprint_bytes, look, study
-from ctxcache.simulate.tally import Census, count
-from ctxcache.simulate.trace import PacedTrace
+from ctxcache.simulate.study import Capacity, Step, StudyOutcome, footprint_bytes, look, study
+from lab.placement.census import Census, PacedTrace, count
+from lab.placement.policies import NAMES, policy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +394,7 @@ _ALL = (
         "",
         "capacity / live footprint",
         (LATER_HITS,),
-        ALL_POLICIES,
+        NAMES,
         Load(),
         _footprint,
         is_lines=True,
@@ -469,7 +469,7 @@ def play(
 
 def _figures(trace: PacedTrace, run: SweepRun, step: Step = lambda _what, _done: None) -> dict[str, object]:
     trace = trace.paced(run.sessions_times)
-    (outcome,) = study(trace, run.load, [run.policy], [Capacity()], step=step)
+    (outcome,) = study(trace, run.load, [run.policy], [Capacity()], step=step, policy_of=policy_of)
     figures, tally = outcome.to_dict(), outcome.tally
     turns = max(tally.turns, 1)
     return figures | {

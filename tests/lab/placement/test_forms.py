@@ -6,8 +6,8 @@ import pytest
 from playing import turn
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.simulate.forms import Keeper, Rest, forms_of, keep
 from ctxcache.simulate.load import GB, HOUR_S, Load, Prices
+from lab.placement.forms import Keeper, Rest, forms_of, keep
 
 HOUR = HOUR_S
 LOAD = Load(

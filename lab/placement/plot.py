@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ctxcache.simulate.sweeps import Panel, Sweep, SweepRow
+from lab.placement.sweeps import Panel, Sweep, SweepRow
 
 # Okabe and Ito's, told apart by any eye; a series that is known has the same one in every picture.
 _COLORS = {

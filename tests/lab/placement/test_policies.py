@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ctxcache.core.placement.baselines import (
+from ctxcache.core.placement.baselines import FirstInFirstOut
+from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy
+from lab.placement.policies import (
     AGE_BINS,
     POLICIES,
-    FirstInFirstOut,
     GreedyDualSizeFrequency,
     LeastFrequentlyUsed,
     LeastHitDensity,
@@ -17,7 +18,6 @@ from ctxcache.core.placement.baselines import (
     WindowTinyLfu,
     hit_densities,
 )
-from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy
 
 CAPACITY = 200
 """In bytes, which are objects of one byte unless a test says otherwise."""
