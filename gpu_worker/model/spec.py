@@ -10,24 +10,31 @@ known. `describe_directory` loads the whole model once on the host, and frees it
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.model import ModelProbe, ModelSpec, with_version
+from ctxcache.format.model import ModelProbe, ModelSpec, mismatch, with_version
 from ctxcache.format.packing import DELTAS, LOSSY_KINDS, packing_of
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.families.generation import prefill
 from gpu_worker.forms.rows import row_dtype
-from gpu_worker.model.executed import digest_execution, digest_weights, has_merged_adapters
+from gpu_worker.model.executed import (
+    TENSORS_SCHEME,
+    Read,
+    digest_execution,
+    digest_weights,
+    has_merged_adapters,
+)
 from gpu_worker.model.probe import probe_of
 from gpu_worker.model.proof import adapt, check_whole
 
+FILES_SCHEME = "files:"
 _READ_BYTES = 1 << 20
 _TRANSIENT_TOKENIZER_KEYS = ("truncation", "padding")
 """State that a call with `padding=True` leaves in a tokenizer; it changes no token's meaning."""
@@ -49,7 +56,38 @@ def digest_checkpoint(directory: Path) -> str:
         with path.open("rb") as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
-    return f"files:{digest.hexdigest()}"
+    return f"{FILES_SCHEME}{digest.hexdigest()}"
+
+
+def digest_again(
+    described: str, directory: Path, model: PreTrainedModel, read: Read | None = None, *, field: str
+) -> str:
+    """The digest of a directory's weights by the scheme of another one.
+
+    `read`: see `digest_weights`. Raises InvalidArgument with that field for a scheme that cannot be checked.
+    """
+    if described.startswith(FILES_SCHEME):
+        return digest_checkpoint(directory)
+    if described.startswith(TENSORS_SCHEME):
+        return digest_weights(model, read)
+    problem = f"{described!r} is of no scheme that can be checked: {TENSORS_SCHEME}, {FILES_SCHEME}"
+    raise InvalidArgument(field=field, problem=problem)
+
+
+def check_same(model: PreTrainedModel, described: ModelSpec, weights_digest: str, place: str) -> None:
+    """Raise ModelFingerprintMismatch unless the model that lies in a place is what was described."""
+    kinds = {each.stream.kind for each in described.streams}
+    found = model_spec(
+        model,
+        model_id=described.model_id,
+        weights_digest=weights_digest,
+        revision=described.revision,
+        packed_kinds=[kind for kind in LOSSY_KINDS if kind in kinds],
+    )
+    # Only the engine that saved knows the tokenizer.
+    expected = replace(found, tokenizer_digest=described.tokenizer_digest)
+    if expected.fingerprint() != described.fingerprint():
+        raise mismatch(described, expected, f"models/{described.model_id} is not what {place}")
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -24,15 +24,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ctxcache.client import CallerModel
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.model import ModelSpec, mismatch
+from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import DType, StateKind, Stream
 from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import DecoderLayer
 from gpu_worker.families.model_shape import model_shape
-from gpu_worker.model.executed import digest_weights
 from gpu_worker.model.proof import adapt
-from gpu_worker.model.spec import digest_checkpoint, model_spec
+from gpu_worker.model.spec import check_same, digest_again
 from gpu_worker.parallel.sharded import cached_heads, shard
 from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
@@ -80,15 +79,14 @@ class LazyWeights:
         self.adapter: Adapter = replace(described, layers=tuple(_anchored(described.layers, device)))
         """Layers' weights are there once `load` has returned."""
         self._names = {id(module): name for name, module in model.named_modules()}
-        kinds = {each.stream.kind for each in spec.streams}
-        found = model_spec(
+        digest = digest_again(
+            spec.weights_digest,
+            directory,
             model,
-            model_id=spec.model_id,
-            weights_digest=_digest(directory, self._files, model, spec),
-            revision=spec.revision,
-            packed_kinds=[kind for kind in LOSSY_KINDS if kind in kinds],
+            lambda names, tensor: _stored(self._files, names, tensor),
+            field="model.weights_digest",
         )
-        _check_same(found, spec)
+        check_same(model, spec, digest, f"{FIELD} has")
         self.spec = spec
         self._lock = threading.Lock()
         self._loaded: set[int] = set()
@@ -204,17 +202,6 @@ def _index(directory: Path) -> Mapping[str, Path]:
     return found
 
 
-def _digest(directory: Path, files: Mapping[str, Path], model: PreTrainedModel, spec: ModelSpec) -> str:
-    """The digest of what lies there, by the scheme of the engine's."""
-    scheme = spec.weights_digest.partition(":")[0]
-    if scheme == "files":
-        return digest_checkpoint(directory)
-    if scheme != "tensors":
-        problem = f"{spec.weights_digest!r} is of no scheme that can be checked: tensors:, files:"
-        raise InvalidArgument(field="model.weights_digest", problem=problem)
-    return digest_weights(model, lambda names, tensor: _stored(files, names, tensor))
-
-
 def _stored(files: Mapping[str, Path], names: Sequence[str], tensor: Tensor) -> Tensor:
     """A tensor's contents, by the first of its names that a file has."""
     # Tied weights are stored once, under whichever of their names the checkpoint chose.
@@ -242,14 +229,6 @@ def _torch_dtype(spec: ModelSpec) -> torch.dtype:
         known = ", ".join(dtype.name for dtype in _DTYPES)
         raise InvalidArgument(field="model.dtype", problem=f"{spec.dtype.name} is not one of {known}")
     return _DTYPES[spec.dtype]
-
-
-def _check_same(found: ModelSpec, spec: ModelSpec) -> None:
-    """Compare what was found with what the engine says. Only the engine knows the tokenizer."""
-    expected = replace(found, tokenizer_digest=spec.tokenizer_digest)
-    if expected.fingerprint() == spec.fingerprint():
-        return
-    raise mismatch(spec, expected, f"models/{spec.model_id} is not what {FIELD} has")
 
 
 log = logging.getLogger(__name__)

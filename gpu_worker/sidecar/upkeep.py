@@ -14,7 +14,7 @@ import select
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,14 +29,12 @@ from ctxcache.errors import (
     ModelFingerprintMismatch,
     Unavailable,
 )
-from ctxcache.format.model import ModelSpec, mismatch
-from ctxcache.format.packing import LOSSY_KINDS
+from ctxcache.format.model import ModelSpec
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.families.model_shape import model_shape
 from gpu_worker.forms.rows import torch_dtype
-from gpu_worker.model.executed import TENSORS_SCHEME, digest_weights
 from gpu_worker.model.proof import adapt
-from gpu_worker.model.spec import digest_checkpoint, model_spec
+from gpu_worker.model.spec import check_same, digest_again
 from gpu_worker.pipeline.planned import ReturnCost
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Profile
@@ -294,27 +292,12 @@ class _Directory:
 
         Raises InvalidArgument, ModelFingerprintMismatch.
         """
-        kinds = {each.stream.kind for each in spec.streams}
-        found = model_spec(
-            self.model,
-            model_id=spec.model_id,
-            weights_digest=self._digest(spec.weights_digest.partition(":")[0] + ":"),
-            revision=spec.revision,
-            packed_kinds=[kind for kind in LOSSY_KINDS if kind in kinds],
-        )
-        expected = replace(found, tokenizer_digest=spec.tokenizer_digest)
-        if expected.fingerprint() != spec.fingerprint():
-            raise mismatch(spec, expected, f"models/{spec.model_id} is not what lies in {self._path}")
+        check_same(self.model, spec, self._digest(spec.weights_digest), f"lies in {self._path}")
 
-    def _digest(self, scheme: str) -> str:
+    def _digest(self, described: str) -> str:
+        scheme = described.partition(":")[0]
         if scheme not in self._digests:
-            if scheme == "files:":
-                self._digests[scheme] = digest_checkpoint(self._path)
-            elif scheme == TENSORS_SCHEME:
-                self._digests[scheme] = digest_weights(self.model)
-            else:
-                problem = f"{scheme!r} is of no scheme that can be checked: files:, tensors:"
-                raise InvalidArgument(field="weights_digest", problem=problem)
+            self._digests[scheme] = digest_again(described, self._path, self.model, field="weights_digest")
         return self._digests[scheme]
 
 
