@@ -29,6 +29,9 @@ from pathlib import Path
 
 from ctxcache.errors import CapacityExceeded, TooManyRequests
 
+HUGE_PAGE_BYTES = 2 << 20
+"""The pages of which an arena is made where the machine has set some apart."""
+
 # -- memory that this process frees ------------------------------------------------------------------
 
 # Why a process of this kind has settings of its own, by what happens to a message of 1 MiB:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxcache.format.layout import ALIGN_BYTES, align
+from ctxcache.runtime.memory import HUGE_PAGE_BYTES
 from ctxcache.settings.config import ARENA_CAP_BYTES, MIB, SSD_CAP_BYTES
-from ctxcache.storage.tiers.shared_memory import HUGE_PAGE_BYTES
 
 ARENA_SHARE = 4
 SSD_SHARE = 5

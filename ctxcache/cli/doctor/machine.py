@@ -21,9 +21,10 @@ from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError, CapacityExceeded, TierFailure, Unavailable
 from ctxcache.format.layout import align
 from ctxcache.runtime.clock import StoreClock
+from ctxcache.runtime.memory import HUGE_PAGE_BYTES
 from ctxcache.settings import sizes
 from ctxcache.settings.config import Settings
-from ctxcache.storage.tiers.shared_memory import HUGE_PAGE_BYTES, free_huge_bytes
+from ctxcache.storage.tiers.shared_memory import free_huge_bytes
 from ctxcache.wire.address import Address
 
 RDMA = Path("/sys/class/infiniband")

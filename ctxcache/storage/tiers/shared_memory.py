@@ -19,6 +19,7 @@ from typing import Literal
 
 from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
 from ctxcache.runtime.files import FILE_MODE
+from ctxcache.runtime.memory import HUGE_PAGE_BYTES
 
 # The rights to the arena:
 #
@@ -28,7 +29,6 @@ from ctxcache.runtime.files import FILE_MODE
 #
 # A reader cannot open its descriptor again through /proc to write: the mode refuses that.
 HugePages = Literal["auto", "on", "off"]
-HUGE_PAGE_BYTES = 2 << 20
 SMALL_PAGE_BYTES = 4096
 MEMFD_NAME = "ctxcache-arena"
 _POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")

@@ -19,7 +19,8 @@ import numpy as np
 from ctxcache.client.types import Durability
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.format.layout import ALIGN_BYTES, Slot
-from ctxcache.storage.tiers.shared_memory import HUGE_PAGE_BYTES, free_huge_bytes
+from ctxcache.runtime.memory import HUGE_PAGE_BYTES
+from ctxcache.storage.tiers.shared_memory import free_huge_bytes
 from lab.bench.contexts import (
     Bytes,
     Contexts,
