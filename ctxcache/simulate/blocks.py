@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ctxcache.core.placement.policy import Facts, Level, Policy
+from ctxcache.simulate.leaving import leaving
 from ctxcache.simulate.load import NEVER_S, Liar, Lie, Load, TraceHint
 from ctxcache.simulate.replay import STEP_TURNS
 from ctxcache.simulate.rows import TraceTurn
@@ -76,7 +77,8 @@ class BlockStore:
     """Blocks up to `limit`, by name. A subclass has a policy choose."""
 
     def __init__(self, policy: Policy, block_tokens: int, token_bytes: int, limit: int) -> None:
-        self.policy, self._token_bytes, self._limit = policy, token_bytes, limit
+        self.policy, self._order = policy, leaving(policy)
+        self._token_bytes, self._limit = token_bytes, limit
         self._block_bytes = block_tokens * token_bytes
 
     def found(self, asked: tuple[bytes, ...]) -> int:
@@ -124,7 +126,7 @@ class SingleBlocks(BlockStore):
             policy.idle(block, Facts(self._block_bytes, count, self._block_bytes, self._token_bytes), now_s)
         new_count = sum(block not in uses for block in mine)
         left_count = max(len(uses) + new_count - self._limit, 0)
-        victims = policy.give_up(left_count, lambda block: block not in mine)
+        victims = self._order.give_up(left_count, mine)
         if len(victims) < left_count:
             raise AssertionError("a policy names nobody while there are others")
         for victim in victims:
@@ -132,6 +134,7 @@ class SingleBlocks(BlockStore):
         for block in current:
             if block not in uses:
                 policy.placed(block, Level.BELOW)
+            self._order.put(block, Level.BELOW)
             uses[block] = uses.get(block, 0) + 1
 
 
@@ -220,6 +223,7 @@ class HeldBlocks(BlockStore):
         self.policy.idle(uid, facts, now_s)
         if is_new:
             self.policy.placed(uid, Level.BELOW)
+            self._order.put(uid, Level.BELOW)
 
     def _let_go(self, block: bytes) -> None:
         left = self._counts[block] - 1
@@ -231,7 +235,7 @@ class HeldBlocks(BlockStore):
     def settle(self) -> None:
         """See BlockStore."""
         while len(self._counts) > self._limit:
-            uid = self.policy.evict(lambda _: True)
+            uid = self._order.first(Level.BELOW, lambda _: True)
             if uid is None:
                 raise AssertionError("a policy names nobody while something is held")
             # Block by block from its end: what is left of the session is a prefix, and of use.
@@ -244,6 +248,7 @@ class HeldBlocks(BlockStore):
                 # Made anew when it is found again. Its name is by its last block, where sessions may end too.
                 if holder.blocks and self._prefixes.get(holder.blocks[-1]) == uid:
                     del self._prefixes[holder.blocks[-1]]
+                self._order.discard(uid)
                 self.policy.evicted(uid)
 
 

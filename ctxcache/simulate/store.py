@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from ctxcache.core.placement.order import Accepts
 from ctxcache.core.placement.policy import Candidate, Capacities, Facts, Level, Policy, is_worth_writing
+from ctxcache.simulate.leaving import leaving
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.tally import HitTally
 
@@ -149,7 +150,7 @@ class Tiers:
     def __init__(self, capacities: Capacities, policy: Policy, *, buffer_bytes: int = 0) -> None:
         if not 0 <= buffer_bytes <= capacities.memory_bytes:
             raise ValueError(f"a buffer of {buffer_bytes} B in {capacities.memory_bytes} B of DRAM")
-        self.policy = policy
+        self.policy, self._order = policy, leaving(policy)
         self._limits = {Level.MEMORY: capacities.memory_bytes, Level.BELOW: capacities.below_bytes}
         self._buffer_bytes = buffer_bytes
         self._used = dict.fromkeys(Level, 0)
@@ -189,6 +190,7 @@ class Tiers:
         self.policy.withdrawn(uid)
         if self.tier(uid) is Level.BELOW:
             self._promote(uid, moves, lambda other: other != uid)
+        self._order.discard(uid)
         return moves
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> list[Move]:
@@ -202,6 +204,8 @@ class Tiers:
         else:
             self._resize(uid, held, facts.size_bytes, moves)
         self._in_turn.discard(uid)
+        if uid in self._held:
+            self._order.put(uid, self._held[uid].tier)
         # Behind the end of the turn: the buffer is free when the next one comes.
         self._make_room(Level.MEMORY, self._buffer_bytes, moves)
         return moves
@@ -210,6 +214,7 @@ class Tiers:
         """The session was deleted or expired, pinned or not."""
         held = self._held.pop(uid, None)
         self._in_turn.discard(uid)
+        self._order.discard(uid)
         self.policy.ended(uid)
         if held is None:
             return []
@@ -318,7 +323,7 @@ class Tiers:
             is_there = held.tier is Level.MEMORY if is_memory else held.is_written
             return is_there and (may_leave is None or may_leave(uid))
 
-        return self.policy.demote(accepts) if is_memory else self.policy.evict(accepts)
+        return self._order.first(tier, accepts)
 
     def _place(self, uid: bytes, tier: Level) -> None:
         held = self._held[uid]
@@ -326,10 +331,12 @@ class Tiers:
         self._used[tier] += held.size_bytes
         held.tier = tier
         self.policy.placed(uid, tier)
+        self._order.put(uid, tier)
 
     def _evict(self, uid: bytes, moves: list[Move]) -> None:
         held = self._held.pop(uid)
         self._give_back(held)
+        self._order.discard(uid)
         self.policy.evicted(uid)
         self.policy.withdrawn(uid)
         moves.append(Move(Act.EVICT, uid, held.size_bytes, held.tier))
@@ -445,6 +452,7 @@ class InclusiveTiers(Tiers):
         self._used[Level.MEMORY] += held.size_bytes * ((tier is Level.MEMORY) - (held.tier is Level.MEMORY))
         held.tier = tier
         self.policy.placed(uid, tier)
+        self._order.put(uid, tier)
 
     def _give_back(self, held: _Held) -> None:
         for tier in _tiers(held):

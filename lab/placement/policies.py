@@ -6,14 +6,224 @@ Where a paper has a queue of equal objects, bytes are counted.
 """
 
 import math
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 
-from ctxcache.core.placement.baselines import RANKED, Recency, ranked_policy
-from ctxcache.core.placement.order import Accepts, Keyed, Line
-from ctxcache.core.placement.policy import Capacities, Facts, Policy
+from ctxcache.core.placement.baselines import RANKED, ranked_policy
+from ctxcache.core.placement.order import Accepts, Key, Keyed
+from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy
 from ctxcache.core.placement.value import MISS_COST, MissCost
 from ctxcache.simulate.study import BELADY
+
+
+class Line:
+    """Sessions in the order in which they were put, with their sizes. O(1), `first` per refusal."""
+
+    def __init__(self) -> None:
+        # Deleting from the front leaves gaps in a plain dict, and each iteration begins by walking over them.
+        # A plain dict would look at every gap at its front for each `first`.
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._aside: list[tuple[bytes, int]] | None = None
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self._sizes
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._sizes)
+
+    def put(self, uid: bytes, size_bytes: int = 0) -> None:
+        """Put the session last, wherever it stood."""
+        self.size_bytes += size_bytes - self._sizes.pop(uid, 0)
+        self._sizes[uid] = size_bytes
+
+    def renew(self, uid: bytes) -> None:
+        """Put the session last if it is in here."""
+        if uid in self._sizes:
+            self._sizes.move_to_end(uid)
+
+    def resize(self, uid: bytes, size_bytes: int) -> None:
+        """Change its size and let it stand where it is."""
+        self.size_bytes += size_bytes - self._sizes[uid]
+        self._sizes[uid] = size_bytes
+
+    def discard(self, uid: bytes) -> int | None:
+        """Take it out; its size, None if it was not in here."""
+        size_bytes = self._sizes.pop(uid, None)
+        self.size_bytes -= size_bytes or 0
+        return size_bytes
+
+    def first(self, accepts: Accepts) -> bytes | None:
+        """The earliest that `accepts` takes."""
+        sizes, aside = self._sizes, self._aside
+        if aside is None:
+            for uid in sizes:
+                if accepts(uid):
+                    return uid
+            return None
+        while sizes:
+            uid = next(iter(sizes))
+            if accepts(uid):
+                return uid
+            aside.append((uid, sizes.pop(uid)))
+        return None
+
+    def pass_over(self) -> None:
+        """Look at those that `first` refuses once, until `look_again`: they will be refused all the while.
+
+        Meanwhile they are not in here, but for their bytes.
+        """
+        self._aside = []
+
+    def look_again(self) -> None:
+        """End `pass_over`: they stand where they stood."""
+        aside, self._aside = self._aside or [], None
+        # Reversed, and each to the front: the first of them is the first again.
+        for uid, size_bytes in reversed(aside):
+            self._sizes[uid] = size_bytes
+            self._sizes.move_to_end(uid, last=False)
+
+
+class Ordered(Keyed):
+    """Sessions by key, of which refused ones may be set aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aside: dict[bytes, Key] | None = None
+
+    def first(self, accepts: Accepts = lambda _: True) -> bytes | None:
+        """See Keyed."""
+        aside = self._aside
+        while (uid := super().first()) is not None and not accepts(uid) and aside is not None:
+            aside[uid] = self.keys[uid]
+            self.discard(uid)
+        return uid if aside is not None or uid is None or accepts(uid) else super().first(accepts)
+
+    def pass_over(self) -> None:
+        """See Line."""
+        self._aside = {}
+
+    def look_again(self) -> None:
+        """See Line."""
+        aside, self._aside = self._aside or {}, None
+        for uid, key in aside.items():
+            self.put(uid, key)
+
+
+def takes_or_passes(accepts: Accepts, in_turn: set[bytes], passed: list[bytes]) -> Accepts:
+    """The filter `accepts`, with a note of refusals.
+
+    `passed` are those in a turn that it does not, until the turn is over.
+    """
+
+    def takes(uid: bytes) -> bool:
+        if accepts(uid):
+            return True
+        if uid in in_turn:
+            passed.append(uid)
+        return False
+
+    return takes
+
+
+# The lines and who stands in them. A line's first leaves first; `idle` puts a session at the end:
+#
+#     all         every session that is kept                 evict looks here
+#     dram        those of them that are in memory           demote looks here
+#
+# A session in a turn may not leave. When it comes first it is taken out of the line, so that it is looked at
+# once and not at each need, and `idle` puts it back; `_set_aside` knows who belongs in memory's line as well.
+class Recency(Policy):
+    """Two lines, the store's and memory's, in the order in which turns ended. Its own order: see Leaving.
+
+    Other policies build on it, and say what leaves the store.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = Line()
+        self.dram = Line()
+        self._in_turn: set[bytes] = set()
+        self._set_aside: set[bytes] = set()
+        """Those in a turn that were refused, and would stand in memory's line."""
+
+    def arrived(self, uid: bytes, now_s: float) -> None:  # noqa: ARG002
+        """See Policy."""
+        self._in_turn.add(uid)
+
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
+        """See Policy."""
+        self._in_turn.discard(uid)
+        self.all.put(uid)
+        if uid in self._set_aside:
+            self._set_aside.discard(uid)
+            self.dram.put(uid)
+        else:
+            self.dram.renew(uid)
+
+    def placed(self, uid: bytes, tier: Level) -> None:
+        """See Policy."""
+        self._set_aside.discard(uid)
+        if tier is Level.BELOW:
+            self.dram.discard(uid)
+        elif uid not in self.dram:
+            self.dram.put(uid)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Policy."""
+        self._in_turn.discard(uid)
+        self._set_aside.discard(uid)
+        self.all.discard(uid)
+        self.dram.discard(uid)
+
+    ended = evicted
+
+    def put(self, uid: bytes, level: Level) -> None:
+        """See Leaving. Events tell it."""
+
+    def discard(self, uid: bytes) -> None:
+        """See Leaving. Events tell it."""
+
+    def first(self, level: Level, accepts: Accepts) -> bytes | None:
+        """See Leaving."""
+        return self.demote(accepts) if level is Level.MEMORY else self.evict(accepts)
+
+    def evict(self, accepts: Accepts) -> bytes | None:
+        """Which session is to leave the store, of both tiers, of those that `accepts` takes."""
+        passed: list[bytes] = []
+        found = self.all.first(takes_or_passes(accepts, self._in_turn, passed))
+        for uid in passed:
+            self.all.discard(uid)
+        return found
+
+    def give_up(self, count: int, spared: Collection[bytes]) -> list[bytes]:
+        """See Leaving. The spared are looked at once."""
+        # Each line and order of a subclass keeps those that were refused out of the way.
+        orders = [order for order in vars(self).values() if isinstance(order, (Line, Ordered))]
+        for order in orders:
+            order.pass_over()
+        # Told to itself at once, so that the next answer is another session.
+        left: list[bytes] = []
+        while len(left) < count and (uid := self.evict(lambda other: other not in spared)) is not None:
+            self.evicted(uid)
+            left.append(uid)
+        for order in orders:
+            order.look_again()
+        return left
+
+    def demote(self, accepts: Accepts) -> bytes | None:
+        """Which session is to leave memory for the tier below, likewise."""
+        passed: list[bytes] = []
+        found = self.dram.first(takes_or_passes(accepts, self._in_turn, passed))
+        for uid in passed:
+            self.dram.discard(uid)
+        self._set_aside.update(passed)
+        return found
+
 
 # S3-FIFO and ARC by bytes. Both order what leaves the store; memory is left in order of last use. Of an
 # evicted session they remember the name and the size, up to the store's capacity in bytes and to GHOSTS
@@ -163,7 +373,7 @@ class LeastFrequentlyUsed(Recency):
 
     def __init__(self) -> None:
         super().__init__()
-        self._order = Keyed()
+        self._order = Ordered()
         self._uses: dict[bytes, int] = {}
         self._turn_count = 0
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxcache.core.placement.baselines import LeastRecentlyUsed
-from ctxcache.core.placement.order import Accepts, Key
+from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Capacities, Facts, Level
 from ctxcache.simulate.store import Act, InclusiveTiers, Move
 from lab.placement.policies import POLICIES
@@ -40,13 +40,11 @@ class Worth(LeastRecentlyUsed):
         rank = super().rank(uid)
         return rank and (self.said.get(uid, uid[0]), *rank)
 
-    def evict(self, accepts: Accepts) -> bytes | None:
-        """See Policy."""
-        return min(filter(accepts, self.all), key=lambda uid: self.rank(uid) or (), default=None)
-
-    def demote(self, accepts: Accepts) -> bytes | None:
-        """See Policy."""
-        return min(filter(accepts, self.dram), key=lambda uid: self.rank(uid) or (), default=None)
+    def say(self, said: dict[bytes, float]) -> None:
+        """From now on a session is worth so much."""
+        self.said = said
+        for uid in self._numbers:
+            self._fallen(uid)
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "worth"])
@@ -146,7 +144,7 @@ def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> Non
     """The sessions on SSD have come to be worth less, and go for it."""
     ledger, policy = _full()
     _turn(ledger, b"\1", 5)
-    policy.said = {bytes([10 + number]): 0.5 for number in range(4)}
+    policy.say({bytes([10 + number]): 0.5 for number in range(4)})
     moves = _turn(ledger, b"\x14", 6, 80)
 
     assert (Act.DEMOTE, b"\1") in [(move.act, move.uid) for move in moves]
@@ -154,7 +152,7 @@ def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> Non
 
     ledger, policy = _full()
     _turn(ledger, b"\1", 5)
-    policy.said = {b"\1": 20}
+    policy.say({b"\1": 20})
     moves = _turn(ledger, b"\1", 6, 50)
 
     assert [
@@ -170,7 +168,10 @@ def test_who_is_fetched_does_not_leave_for_one_that_dram_gives_up_for_it() -> No
     ledger, policy = _full()
     on_ssd = next(uid for uid in (b"\x0a", b"\x0b", b"\x0c") if ledger.tier(uid) is Level.BELOW)
     _turn(ledger, b"\1", 5)
-    policy.said = {b"\1": 20.0, on_ssd: 0.0} | {uid: 30.0 for uid in policy.dram if uid != b"\1"}
+    policy.say(
+        {b"\1": 20.0, on_ssd: 0.0}
+        | {uid: 30.0 for uid in ledger._held if ledger.tier(uid) is Level.MEMORY and uid != b"\1"}
+    )
     policy.prefetch = lambda accepts=lambda _: True: on_ssd  # type: ignore[method-assign]  # noqa: ARG005
     moves = ledger.prefetch()
 

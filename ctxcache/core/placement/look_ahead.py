@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
-from ctxcache.core.placement.order import SLACK, Accepts, Key, Keyed, takes_or_passes
+from ctxcache.core.placement.order import SLACK, Accepts, Key, Keyed
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
 
 
@@ -117,13 +117,14 @@ class Windowed(Ranked):
     def __init__(self, capacities: Capacities) -> None:
         super().__init__()
         self._capacities = capacities
-        self._all, self._dram, self._fetchable = Keyed(), Keyed(), Keyed()
+        self._ranks: dict[bytes, Key] = {}
+        """Ranks of those that are held, as they were last told or asked for."""
+        self._fetchable = Keyed()
         self._held: dict[bytes, Level] = {}
         self._held_bytes = 0
         self._sizes: dict[bytes, int] = {}
         self._last_use: dict[bytes, float] = {}
         self._use_count = 0
-        self._in_turn: set[bytes] = set()
         self._fetched = Window(self._rank_fetch)
         self._expected: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         """When the client said it, and the return that it said; empty where nobody listens.
@@ -135,10 +136,6 @@ class Windowed(Ranked):
     def follows_order(self) -> bool:
         """Whether sessions are fetched in the queue's order."""
         return True
-
-    def arrived(self, uid: bytes, now_s: float) -> None:  # noqa: ARG002
-        """See Policy."""
-        self._in_turn.add(uid)
 
     def placed(self, uid: bytes, tier: Level) -> None:
         """See Policy."""
@@ -156,9 +153,7 @@ class Windowed(Ranked):
             self._held_bytes -= self._sizes[uid]
         self._sizes.pop(uid, None)
         self._last_use.pop(uid, None)
-        self._in_turn.discard(uid)
-        self._all.discard(uid)
-        self._dram.discard(uid)
+        self._ranks.pop(uid, None)
         self._fetchable.discard(uid)
 
     def slept(self, uid: bytes) -> float:
@@ -166,14 +161,6 @@ class Windowed(Ranked):
         last_use = self._last_use.get(uid, 0.0)
         super().slept(uid)
         return -last_use
-
-    def evict(self, accepts: Accepts) -> bytes | None:
-        """See Policy."""
-        return self._lowest(self._all, accepts)
-
-    def demote(self, accepts: Accepts) -> bytes | None:
-        """See Policy."""
-        return self._lowest(self._dram, accepts)
 
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
@@ -195,11 +182,15 @@ class Windowed(Ranked):
 
     def rank(self, uid: bytes) -> Key | None:
         """See Ranked."""
-        if uid in self._held:
-            # Ranks that rose are noted when somebody looks.
-            self._lift(uid)
-            return self._all.keys.get(uid)
-        return self._key(uid) if uid in self._sizes else None
+        if uid not in self._sizes:
+            return None
+        key, known = self._key(uid), self._ranks.get(uid)
+        if known is None:
+            return key
+        # Ranks that rose are noted when somebody looks. One that fell counts once `_rank` has told of it.
+        if key > known:
+            self._ranks[uid] = key
+        return max(key, known)
 
     def _key(self, uid: bytes) -> Key:
         """Where a session that was measured stands: the lowest leaves first."""
@@ -211,7 +202,6 @@ class Windowed(Ranked):
         `last_use`: its number in place of the next; below 0 where it was before all that are counted.
         """
         self._use_count += 1
-        self._in_turn.discard(uid)
         self._last_use[uid] = self._use_count if last_use is None else last_use
         if uid in self._held:
             self._held_bytes += size_bytes - self._sizes[uid]
@@ -225,45 +215,13 @@ class Windowed(Ranked):
         self._fetched.resize(self._capacities.memory_bytes // self._average_bytes)
 
     def _rank(self, uid: bytes) -> None:
-        tier = self._held.get(uid)
-        if tier is None:
+        if uid not in self._held:
             return
-        key = self._key(uid)
-        before = self._all.put(uid, key)
-        if tier is Level.MEMORY:
-            self._dram.put(uid, key)
-        else:
-            self._dram.discard(uid)
+        key, before = self._key(uid), self._ranks.get(uid)
+        self._ranks[uid] = key
         # Only a fall is told; see Ranked.
         if before is None or key < before:
             self._fallen(uid)
-
-    def _lowest(self, line: Keyed, accepts: Accepts) -> bytes | None:
-        """The session that leaves first.
-
-        Ranks rise with time, so the first one is ranked again before it is named. One in a turn that is
-        refused stands in no line until the turn is over: nobody is to pass it at each look.
-        """
-        passed: list[bytes] = []
-        takes = takes_or_passes(accepts, self._in_turn, passed)
-        uid = line.first(takes)
-        # Risen since it was entered: the next one may be lower.
-        while uid is not None and self._lift(uid):
-            uid = line.first(takes)
-        # Out of the line until its turn ends, which puts it back.
-        for other in passed:
-            line.discard(other)
-        return uid
-
-    def _lift(self, uid: bytes) -> bool:
-        """Whether a session that is held has risen; its new rank is known from then on."""
-        before, key = self._all.keys.get(uid), self._key(uid)
-        if before is None or key <= before:
-            return False
-        self._all.put(uid, key)
-        if uid in self._dram:
-            self._dram.put(uid, key)
-        return True
 
     def _rank_fetch(self, uid: bytes) -> None:
         if uid in self._fetched and self._held.get(uid) is Level.BELOW:

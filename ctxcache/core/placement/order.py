@@ -1,7 +1,6 @@
 """Orders over sessions: by a key that may change, and by when they came. Pure; nothing is scanned twice."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, TypeAlias
 
@@ -22,7 +21,6 @@ class Keyed:
         self.keys: dict[bytes, Key] = {}
         """The key of each session in here. To be looked at, not changed."""
         self._heap: list[tuple[Key, bytes]] | None = None
-        self._aside: list[tuple[Key, bytes]] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -52,8 +50,6 @@ class Keyed:
         """The lowest that `accepts` takes; None when it takes none. It stays in here."""
         heap = self._in_order() if self._heap is None else self._heap
         passed: list[tuple[Key, bytes]] = []
-        # While `pass_over` holds, refused entries are set aside for good; without it they go back at the end.
-        refused = passed if self._aside is None else self._aside
         found = None
         while heap and found is None:
             entry = heappop(heap)
@@ -63,113 +59,15 @@ class Keyed:
                 continue
             found = uid if accepts(uid) else None
             # An entry that was found stays in the heap, because `first` only names it.
-            (passed if found else refused).append(entry)
+            passed.append(entry)
         for entry in passed:
             heappush(heap, entry)
         return found
-
-    def pass_over(self) -> None:
-        """Look at those that `first` refuses once, until `look_again`: they will be refused all the while."""
-        self._aside = []
-
-    def look_again(self) -> None:
-        """End `pass_over`."""
-        aside, self._aside = self._aside or [], None
-        if self._heap is not None:
-            for entry in aside:
-                heappush(self._heap, entry)
 
     def _in_order(self) -> list[tuple[Key, bytes]]:
         self._heap = [(key, uid) for uid, key in self.keys.items()]
         heapify(self._heap)
         return self._heap
-
-
-class Line:
-    """Sessions in the order in which they were put, with their sizes. O(1), `first` per refusal."""
-
-    def __init__(self) -> None:
-        # Deleting from the front leaves gaps in a plain dict, and each iteration begins by walking over them.
-        # A plain dict would look at every gap at its front for each `first`.
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        self._aside: list[tuple[bytes, int]] | None = None
-        self.size_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __contains__(self, uid: bytes) -> bool:
-        return uid in self._sizes
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._sizes)
-
-    def put(self, uid: bytes, size_bytes: int = 0) -> None:
-        """Put the session last, wherever it stood."""
-        self.size_bytes += size_bytes - self._sizes.pop(uid, 0)
-        self._sizes[uid] = size_bytes
-
-    def renew(self, uid: bytes) -> None:
-        """Put the session last if it is in here."""
-        if uid in self._sizes:
-            self._sizes.move_to_end(uid)
-
-    def resize(self, uid: bytes, size_bytes: int) -> None:
-        """Change its size and let it stand where it is."""
-        self.size_bytes += size_bytes - self._sizes[uid]
-        self._sizes[uid] = size_bytes
-
-    def discard(self, uid: bytes) -> int | None:
-        """Take it out; its size, None if it was not in here."""
-        size_bytes = self._sizes.pop(uid, None)
-        self.size_bytes -= size_bytes or 0
-        return size_bytes
-
-    def first(self, accepts: Accepts) -> bytes | None:
-        """The earliest that `accepts` takes."""
-        sizes, aside = self._sizes, self._aside
-        if aside is None:
-            for uid in sizes:
-                if accepts(uid):
-                    return uid
-            return None
-        while sizes:
-            uid = next(iter(sizes))
-            if accepts(uid):
-                return uid
-            aside.append((uid, sizes.pop(uid)))
-        return None
-
-    def pass_over(self) -> None:
-        """Look at those that `first` refuses once, until `look_again`: they will be refused all the while.
-
-        Meanwhile they are not in here, but for their bytes.
-        """
-        self._aside = []
-
-    def look_again(self) -> None:
-        """End `pass_over`: they stand where they stood."""
-        aside, self._aside = self._aside or [], None
-        # Reversed, and each to the front: the first of them is the first again.
-        for uid, size_bytes in reversed(aside):
-            self._sizes[uid] = size_bytes
-            self._sizes.move_to_end(uid, last=False)
-
-
-def takes_or_passes(accepts: Accepts, in_turn: set[bytes], passed: list[bytes]) -> Accepts:
-    """The filter `accepts`, with a note of refusals.
-
-    `passed` are those in a turn that it does not, until the turn is over.
-    """
-
-    def takes(uid: bytes) -> bool:
-        if accepts(uid):
-            return True
-        if uid in in_turn:
-            passed.append(uid)
-        return False
-
-    return takes
 
 
 # A set of keys that counts. A treap: every operation takes expected O(log n). Priorities come from Python's

@@ -1,4 +1,4 @@
-"""The interface of a placement policy: it hears events about sessions, and names those that leave and come.
+"""The interface of a placement policy: it hears events about sessions, ranks them, and names those that come.
 
 A session is placed whole. A policy moves nothing and reads no clock: `now_s` comes with the event.
 Worst case of a bad policy: misses. Capacities and pins are the ledger's, not the policy's.
@@ -58,7 +58,6 @@ class Capacities:
 class Policy:
     """A policy that hears everything and ignores it; subclasses override what they need.
 
-    `evict` and `demote` must each name a session that `accepts` takes while there is one.
     Owned by whoever owns the ledger.
     """
 
@@ -118,26 +117,6 @@ class Policy:
     def expected(self, uid: bytes, return_s: float | None) -> None:
         """The client says when the idle session returns; None: never."""
 
-    def evict(self, accepts: Accepts) -> bytes | None:
-        """Which session is to leave the store, of both tiers."""
-        raise NotImplementedError
-
-    def give_up(self, count: int, accepts: Accepts) -> list[bytes]:
-        """So many that leave the store, one after another; the policy takes them for evicted.
-
-        Fewer where `accepts`, whose answers stay the same meanwhile, takes no other.
-        """
-        # Told to itself at once, so that the next answer is another session.
-        left: list[bytes] = []
-        while len(left) < count and (uid := self.evict(accepts)) is not None:
-            self.evicted(uid)
-            left.append(uid)
-        return left
-
-    def demote(self, accepts: Accepts) -> bytes | None:
-        """Which session is to leave memory for the tier below."""
-        raise NotImplementedError
-
     def gives_way(self, uid: bytes, comer: bytes) -> bool:  # noqa: ARG002  the default ignores them
         """Whether this session may leave the tier below for `comer` to be written there."""
         return True
@@ -181,13 +160,13 @@ def is_worth_writing(size_bytes: int, free_bytes: int, leaving: Iterable[Candida
     return True
 
 
-# Ranked policies. The running store places by these: it asks for ranks one by one, and is told which fell.
+# Ranked policies. The store places by these: it asks for ranks one by one, and is told which fell.
 
 Fallen = Callable[[bytes], None]
 
 
 class Ranked(Policy):
-    """A policy whose `evict` names the lowest rank of those that are accepted."""
+    """A policy by whose ranks sessions leave, the lowest first, the store or memory."""
 
     def __init__(self) -> None:
         self._fallen: Fallen = lambda _: None

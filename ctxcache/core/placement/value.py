@@ -290,7 +290,6 @@ class ReturnValue(Windowed):
 
     def arrived(self, uid: bytes, now_s: float) -> None:
         """See Policy."""
-        self._in_turn.add(uid)
         self._returns.began(uid, now_s)
         if self._expected:
             self._judge_promise(uid, now_s)

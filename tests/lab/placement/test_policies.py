@@ -8,6 +8,7 @@ import pytest
 
 from ctxcache.core.placement.baselines import FirstInFirstOut
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy
+from ctxcache.simulate.leaving import leaving
 from lab.placement.policies import (
     AGE_BINS,
     POLICIES,
@@ -38,19 +39,21 @@ def size_of(uid: bytes) -> int:
 def victims(policy: Policy, names: Iterable[bytes], size: Callable[[bytes], int]) -> list[bytes]:
     """The sessions that leave, in order, a store of CAPACITY bytes that makes room before it admits."""
     held: dict[bytes, int] = {}
-    left = []
+    left, order = [], leaving(policy)
     for name in names:
         policy.arrived(name, 0.0)
         policy.idle(name, Facts(size(name), 1, size(name), 1), 0.0)
         while name not in held and sum(held.values()) + size(name) > CAPACITY:
-            victim = policy.evict(lambda uid, name=name: uid != name)  # type: ignore[misc]
+            victim = order.first(Level.BELOW, lambda uid, name=name: uid != name)  # type: ignore[misc]
             assert victim is not None
             del held[victim]
+            order.discard(victim)
             policy.evicted(victim)
             left.append(victim)
         if name not in held:
             held[name] = size(name)
             policy.placed(name, Level.BELOW)
+        order.put(name, Level.BELOW)
     return left
 
 
@@ -212,22 +215,28 @@ def test_lhd_learns_that_what_is_scanned_does_not_return() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_several_at_once_are_those_who_leave_one_by_one(name: str) -> None:
-    """A request of ten names refuses its own, and what stands aside for that stands where it stood."""
-    at_once, one_by_one = (POLICIES[name](Capacities(0, CAPACITY)) for _ in range(2))
+    """A request of ten names spares its own, and what stands aside for that stands where it stood."""
+    policies = [POLICIES[name](Capacities(0, CAPACITY)) for _ in range(2)]
+    at_once, one_by_one = (leaving(policy) for policy in policies)
     names, held = references(6000), set[bytes]()
     for begin in range(0, len(names), 10):
         mine = set(names[begin : begin + 10])
-        for policy in (at_once, one_by_one):
+        for policy in policies:
             for uid in sorted(mine):
                 policy.arrived(uid, 0.0)
                 policy.idle(uid, Facts(1, 1, 1, 1), 0.0)
         count = max(len(held | mine) - CAPACITY, 0)
-        left = at_once.give_up(count, lambda uid, mine=mine: uid not in mine)  # type: ignore[misc]
+        left = at_once.give_up(count, mine)
 
-        assert left == Policy.give_up(one_by_one, count, lambda uid, mine=mine: uid not in mine)  # type: ignore[misc]
         assert len(left) == count
+        for uid in left:
+            assert one_by_one.first(Level.BELOW, lambda other, mine=mine: other not in mine) == uid  # type: ignore[misc]
+            one_by_one.discard(uid)
+            policies[1].evicted(uid)
         held = held.difference(left)
-        for policy in (at_once, one_by_one):
-            for uid in sorted(mine - held):
-                policy.placed(uid, Level.BELOW)
+        for policy, order in zip(policies, (at_once, one_by_one), strict=True):
+            for uid in sorted(mine):
+                if uid not in held:
+                    policy.placed(uid, Level.BELOW)
+                order.put(uid, Level.BELOW)
         held |= mine
