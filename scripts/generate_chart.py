@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Write the chart's README, its values' schema and what it packages; `--check` compares.
+"""Write the chart's README, its values' schema, what it packages and its renders; `--check` compares.
 
+Renders are tests/helm/golden, one for each of tests/helm/cases, by the real helm.
 Every key of helm/ctxcache/values.yaml has its meaning in the comment above it. A comment's `One of:` are
 the only values; a mapping whose keys have no comments is passed on to Kubernetes as it is.
 """
@@ -8,6 +9,7 @@ the only values; a mapping whose keys have no comments is passed on to Kubernete
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,9 @@ from ctxcache.settings.knobs import KNOBS, Knob, KnobKind
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "ctxcache"
+CASES = ROOT / "tests" / "helm" / "cases"
+GOLDEN = ROOT / "tests" / "helm" / "golden"
+HELM = Path(sys.executable).parent / "helm"
 PACKAGED = {
     "alerts.yaml": ROOT / "observability" / "alerts.yaml",
     "dashboard.json": ROOT / "observability" / "dashboard.json",
@@ -130,11 +135,8 @@ def main() -> None:
         CHART / "files" / name: source.read_text() for name, source in PACKAGED.items() if source.exists()
     }
     if sys.argv[1:] == ["--check"]:
-        stale = [
-            str(path.relative_to(ROOT))
-            for path, text in made.items()
-            if not path.exists() or path.read_text() != text
-        ]
+        # Renders are of the files that are there: where those are stale, they are what is told.
+        stale = _stale(made) or _stale(_renders())
         if stale:
             sys.exit(f"{', '.join(stale)}: not as values.yaml, knobs and observability say: run `make chart`")
         return
@@ -142,6 +144,28 @@ def main() -> None:
     (CHART / "files").mkdir()
     for path, text in made.items():
         path.write_text(text)
+    for path, text in _renders().items():
+        path.write_text(text)
+
+
+def _stale(made: Mapping[Path, str]) -> list[str]:
+    return [
+        str(path.relative_to(ROOT))
+        for path, text in made.items()
+        if not path.exists() or path.read_text() != text
+    ]
+
+
+def _renders() -> dict[Path, str]:
+    return {GOLDEN / f"{case.stem}.yaml": _render(case) for case in sorted(CASES.glob("*.yaml"))}
+
+
+def _render(case: Path) -> str:
+    command = [HELM, "template", "cache", CHART, "--namespace", "inference", "--values", case]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        sys.exit(f"{case.relative_to(ROOT)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def values_of(path: Path) -> Iterator[Value]:
