@@ -161,11 +161,20 @@ def _renders() -> dict[Path, str]:
 
 
 def _render(case: Path) -> str:
-    command = [HELM, "template", "cache", CHART, "--namespace", "inference", "--values", case]
+    command: list[str | Path] = [
+        HELM,
+        "template",
+        "cache",
+        CHART,
+        "--namespace",
+        "inference",
+        "--values",
+        case,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         sys.exit(f"{case.relative_to(ROOT)}: {done.stderr.strip()}")
-    return done.stdout
+    return str(done.stdout)
 
 
 def values_of(path: Path) -> Iterator[Value]:

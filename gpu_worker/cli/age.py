@@ -19,8 +19,9 @@ import typer
 from ctxcache.client import ClientTls, connect
 from ctxcache.errors import CacheError, InvalidArgument
 from gpu_worker.cli import options as given
-from gpu_worker.cli.serve import LOG_FORMAT, Ca, Certificate, Key, TokenFile
+from gpu_worker.cli.serve import LOG_FORMAT
 from gpu_worker.planning.layout import Return
+from gpu_worker.sidecar.settings import Ca, Certificate, Key, TokenFile
 
 if TYPE_CHECKING:
     from gpu_worker.saving.aging import Aged, SessionLook

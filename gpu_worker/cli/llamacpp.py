@@ -12,8 +12,9 @@ import typer
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.wire.address import Address
-from gpu_worker.cli.serve import LOG_FORMAT, TokenFile
+from gpu_worker.cli.serve import LOG_FORMAT
 from gpu_worker.engines.llamacpp import LlamaSettings
+from gpu_worker.sidecar.settings import TokenFile
 
 if TYPE_CHECKING:
     from gpu_worker.engines.llamacpp.proxy import LlamaProxy

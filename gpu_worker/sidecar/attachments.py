@@ -39,7 +39,7 @@ from gpu_worker.sidecar.errors import AttachmentNotFound, MemoryInUse
 from gpu_worker.sidecar.metrics import Attached
 from gpu_worker.sidecar.model import AttachedModel, AttachedModels
 from gpu_worker.sidecar.regions import Opener, Regions
-from gpu_worker.sidecar.settings import WorkerSettings
+from gpu_worker.sidecar.settings import MIB, WorkerSettings
 from gpu_worker.v1 import attachment_pb2
 
 _ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -201,7 +201,7 @@ class Attachments:
     def _open(self, hello: attachment_pb2.AttachHello) -> tuple[Regions, Regions | None]:
         regions = [*hello.kv_cache.regions, *([hello.save_area] if hello.HasField("save_area") else [])]
         needed = sum(max(region.size_bytes, 0) for region in regions)
-        limit = self._settings.max_attached_bytes
+        limit = self._settings.max_attached_mib * MIB
         if self._mapped_bytes + needed > limit:
             raise CapacityExceeded(
                 tier="memory of engines",

@@ -35,7 +35,7 @@ from gpu_worker.sidecar.model import AttachedModels
 from gpu_worker.sidecar.regions import Opener
 from gpu_worker.sidecar.restoring import Pipelines
 from gpu_worker.sidecar.service import WorkerService
-from gpu_worker.sidecar.settings import WorkerSettings
+from gpu_worker.sidecar.settings import MIB, WorkerSettings
 from gpu_worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,9 @@ class Worker:
             tls=_tls(settings),
             token_file=settings.store_token_file,
         )
-        self._pipelines = Pipelines(device, settings.ring_bytes)
+        self._pipelines = Pipelines(device, settings.ring_mib * MIB)
         self._descriptors = DescriptorSocket(str(settings.descriptor_socket))
-        models = AttachedModels(device, settings.profile_directory)
+        models = AttachedModels(device, settings.directory)
         self._attachments = Attachments(settings, self._client, models, Opener(device, self._descriptors))
         self._direct = DirectStorage(self._client, device, settings.direct)
         self._service = WorkerService(

@@ -1,14 +1,18 @@
-"""Settings of a worker beside an engine, with their defaults and bounds."""
+"""Settings of a worker beside an engine: each is an option of `ctxcache worker serve`, declared once."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
 
 from ctxcache.errors import InvalidConfiguration
 from gpu_worker.direct import Wanted
 
 MIB = 1 << 20
-GIB = 1 << 30
 SOCKET_PATH_LIMIT = 96
 """Longest path of a Unix socket, in bytes, so that those beside it fit too: the kernel takes 107."""
 
@@ -20,76 +24,92 @@ def default_socket() -> Path:
     return Path(base) / "ctxcache" / "worker.sock"
 
 
+def _file(sentence: str, variable: str | None = None) -> Any:
+    # Any: an annotation, as typer reads it. The variables are those of the other commands that call a store.
+    return typer.Option(help=sentence, envvar=variable, metavar="FILE", show_default="none")
+
+
+TokenFile = Annotated[Path | None, _file("Token that says to the store who calls.", "CTXCACHE_TOKEN_FILE")]
+Ca = Annotated[Path | None, _file("TLS: who signed the store's certificate.", "CTXCACHE_TLS_CA")]
+Certificate = Annotated[
+    Path | None, _file("Certificate to show the store.", "CTXCACHE_TLS_CLIENT_CERTIFICATE")
+]
+Key = Annotated[Path | None, _file("Its key.", "CTXCACHE_TLS_CLIENT_KEY")]
+
+
+def _seconds(sentence: str, least: float = 0.001) -> Any:
+    return typer.Option(help=sentence, min=least)
+
+
+def _count(sentence: str) -> Any:
+    return typer.Option(help=sentence, min=1)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Every knob of `ctxcache worker serve`, with unit and default."""
+    """Every knob of `ctxcache worker serve`. Raises InvalidConfiguration for a value out of its bounds."""
 
-    store: str = "127.0.0.1:7420"
-    """The store, as a gRPC target."""
-    store_token_file: Path | None = None
-    """File with the token that the store knows this worker by; none: it asks for none."""
-    store_ca: Path | None = None
-    """The authority that signed the store's certificate, PEM; none: no TLS, unless a certificate is given."""
-    store_certificate: Path | None = None
-    """This worker's own certificate, PEM, for a store that asks for one."""
-    store_key: Path | None = None
-    """Its key, PEM."""
-    listen: Path | None = None
-    """Unix socket to listen at; none: `worker.sock` of the user. Descriptors are passed beside it."""
-    metrics_listen: str = ""
-    """Where Prometheus may ask, `host:port`; empty: nowhere."""
-    metrics_tls_certificate: Path | None = None
-    """Certificate of that port with its chain, PEM; none: no TLS there."""
-    metrics_tls_key: Path | None = None
-    """Its key, PEM."""
-    metrics_token_file: Path | None = None
-    """Token that Prometheus shows, read again when it changes; none: nobody is asked."""
-    trace_endpoint: str = ""
-    """Collector of OpenTelemetry (OTLP over gRPC) that spans go to; empty: nothing is traced."""
-    trace_ratio: float = 0.0
-    """Share of what comes without a trace that is traced; callers decide about the rest."""
-    device: str = "cpu"
-    """Where to compute, and where engines' caches lie: `cpu` or `cuda:0`."""
-    direct: Wanted = Wanted.AUTO
-    """How to read what lies on SSD, at best. See docs/worker.md."""
-    profile_directory: Path | None = None
-    """Where `ctxcache worker profile` keeps its files; none: plans are by datasheet until measured."""
-    ring_bytes: int = 192 * MIB
-    """Memory that one device's restores are staged in."""
-    max_attachments: int = 16
-    """Engines at a time; more are refused with a retry delay."""
-    max_attached_bytes: int = 1024 * GIB
-    """Memory of engines that is mapped at a time."""
-    max_concurrent_restores: int = 4
-    """Restores under way at a time, a thread each; more are refused with a retry delay."""
-    max_concurrent_saves: int = 4
-    """Saves under way at a time, a thread each; more are refused with a retry delay."""
-    longest_restore_s: float = 30.0
-    """A restore that takes longer is a miss."""
-    store_timeout_s: float = 5.0
-    """How long the store may take to answer."""
-    attach_timeout_s: float = 600.0
-    """How long an attach may take: it may have to read all weights once."""
-    drain_timeout_s: float = 30.0
-    """How long restores and saves under way may take to end on shutdown."""
+    store: Annotated[str, typer.Option(help="The store.", metavar="TARGET", envvar="CTXCACHE_TARGET")] = (
+        "127.0.0.1:7420"
+    )
+    store_token_file: TokenFile = None
+    store_ca: Ca = None
+    store_certificate: Certificate = None
+    store_key: Key = None
+    # Descriptors are passed beside it.
+    listen: Annotated[
+        Path | None,
+        typer.Option(
+            help="Unix socket to listen at.", metavar="PATH", show_default="worker.sock of the user"
+        ),
+    ] = None
+    metrics_listen: Annotated[
+        str, typer.Option(help="Prometheus metrics by HTTP.", metavar="HOST:PORT", show_default="none")
+    ] = ""
+    metrics_tls_certificate: Annotated[
+        Path | None, _file("Certificate of the metrics' port with its chain, PEM.")
+    ] = None
+    metrics_tls_key: Annotated[Path | None, _file("Its key, PEM.")] = None
+    metrics_token_file: Annotated[
+        Path | None, _file("Token that Prometheus shows, read again when it changes.")
+    ] = None
+    trace_endpoint: Annotated[
+        str,
+        typer.Option(help="Collector that spans go to, OTLP over gRPC.", metavar="URL", show_default="none"),
+    ] = ""
+    trace_ratio: Annotated[
+        float, typer.Option(help="Share of what comes without a trace that is traced.", min=0, max=1)
+    ] = 0.0
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda:0.")] = "cpu"
+    direct: Annotated[Wanted, typer.Option(help="How to read what lies on SSD, at best.")] = Wanted.AUTO
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="Where profiles are kept.", show_default="~/.cache/ctxcache/profiles"),
+    ] = None
+    ring_mib: Annotated[int, _count("Memory that one device's restores are staged in, in MiB.")] = 192
+    max_attachments: Annotated[int, _count("Engines at a time; more are refused with a retry delay.")] = 16
+    max_attached_mib: Annotated[int, _count("Memory of engines mapped at a time, in MiB.")] = 1 << 20
+    max_concurrent_restores: Annotated[
+        int, _count("Restores at a time, a thread each; more are refused with a retry delay.")
+    ] = 4
+    max_concurrent_saves: Annotated[
+        int, _count("Saves at a time, a thread each; more are refused with a retry delay.")
+    ] = 4
+    longest_restore_s: Annotated[float, _seconds("A restore that takes longer is a miss.")] = 30.0
+    store_timeout_s: Annotated[float, _seconds("How long the store may take to answer.")] = 5.0
+    attach_timeout_s: Annotated[
+        float, _seconds("How long an attach may take, which may read all weights once.")
+    ] = 600.0
+    drain_timeout_s: Annotated[
+        float, _seconds("How long what is under way may take to end on shutdown.", 0)
+    ] = 30.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "ring_bytes",
-            "max_attachments",
-            "max_attached_bytes",
-            "max_concurrent_restores",
-            "max_concurrent_saves",
-        ):
-            if getattr(self, name) < 1:
-                raise InvalidConfiguration(source=name, problem="is less than 1")
-        for name in ("longest_restore_s", "store_timeout_s", "attach_timeout_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InvalidConfiguration(source=name, problem="is no time")
-        if not 0 <= self.drain_timeout_s < float("inf"):
-            raise InvalidConfiguration(source="drain_timeout_s", problem="is no time")
-        if not 0 <= self.trace_ratio <= 1:
-            raise InvalidConfiguration(source="trace_ratio", problem="is not within [0, 1]")
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not isfinite(value) or value < least or value > most:
+                bounds = f"within [{least:g}, {most:g}]" if isfinite(most) else f"a number from {least:g} on"
+                raise InvalidConfiguration(source=name, problem=f"is not {bounds}")
         if len(os.fsencode(self.socket)) > SOCKET_PATH_LIMIT:
             raise InvalidConfiguration(source="listen", problem=f"is longer than {SOCKET_PATH_LIMIT} bytes")
 
@@ -102,3 +122,17 @@ class WorkerSettings:
     def descriptor_socket(self) -> Path:
         """The descriptor socket's absolute path."""
         return self.socket.with_name(f"{self.socket.name}.fds")
+
+
+def _bounds() -> Mapping[str, tuple[float, float]]:
+    """The least and the most of each setting that has bounds, as typer has them."""
+    hints = get_type_hints(WorkerSettings, include_extras=True)
+    options = {name: hint.__metadata__[0] for name, hint in hints.items()}
+    return {
+        name: (option.min, float("inf") if option.max is None else option.max)
+        for name, option in options.items()
+        if option.min is not None
+    }
+
+
+_BOUNDS = _bounds()
