@@ -187,10 +187,15 @@ class AdminCalls:
         )
         return read_injected_fault(self._wire.call(self._wire.admin.InjectFault, request))
 
-    def list_faults(self) -> Iterator[InjectedFault]:
-        """Yield the faults that may strike yet. Raises FaultsNotEnabled."""
-        for one in self._wire.call(self._wire.admin.ListFaults, faults_pb2.ListFaultsRequest()).faults:
-            yield read_injected_fault(one)
+    def list_faults(self, *, page_size: int = 0) -> Iterator[InjectedFault]:
+        """Yield faults that may strike yet, oldest first. Raises FaultsNotEnabled, InvalidArgument."""
+        request = faults_pb2.ListFaultsRequest(page_size=page_size)
+        while True:
+            page = self._wire.call(self._wire.admin.ListFaults, request)
+            yield from map(read_injected_fault, page.faults)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     def clear_faults(self) -> int:
         """Let none strike any more; returns how many would have. Raises FaultsNotEnabled."""

@@ -569,7 +569,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> faults_pb2.ListFaultsResponse:
         """See the proto."""
         faults = self._faults()
-        return faults_pb2.ListFaultsResponse(faults=[self._fault(faults, fault) for fault in faults.active()])
+        limit, after = validate.page_size(request.page_size), _number(validate.page_token(request.page_token))
+        listed = [fault for fault in faults.active() if fault.fault_id > after][: limit + 1]
+        return faults_pb2.ListFaultsResponse(
+            faults=[self._fault(faults, fault) for fault in listed[:limit]],
+            next_page_token=validate.next_page_token([str(fault.fault_id) for fault in listed], limit),
+        )
 
     async def ClearFaults(
         self,

@@ -335,7 +335,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListFaults(self, request, context):
-        """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
+        """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED);
+        INVALID_ARGUMENT (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -129,7 +129,9 @@ class AdminServiceStub:
     there).
     """
     ListFaults: _grpc.UnaryUnaryMultiCallable[_faults_pb2.ListFaultsRequest, _faults_pb2.ListFaultsResponse]
-    """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED)."""
+    """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED);
+    INVALID_ARGUMENT (INVALID_FIELD).
+    """
     ClearFaults: _grpc.UnaryUnaryMultiCallable[_faults_pb2.ClearFaultsRequest, _faults_pb2.ClearFaultsResponse]
     """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced
     until a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
@@ -232,7 +234,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     there).
     """
     ListFaults: _aio.UnaryUnaryMultiCallable[_faults_pb2.ListFaultsRequest, _faults_pb2.ListFaultsResponse]  # type: ignore[assignment]
-    """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED)."""
+    """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED);
+    INVALID_ARGUMENT (INVALID_FIELD).
+    """
     ClearFaults: _aio.UnaryUnaryMultiCallable[_faults_pb2.ClearFaultsRequest, _faults_pb2.ClearFaultsResponse]  # type: ignore[assignment]
     """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced
     until a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
@@ -458,7 +462,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _faults_pb2.ListFaultsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_faults_pb2.ListFaultsResponse, _abc.Awaitable[_faults_pb2.ListFaultsResponse]]:
-        """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED)."""
+        """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED);
+        INVALID_ARGUMENT (INVALID_FIELD).
+        """
 
     @_abc_1.abstractmethod
     def ClearFaults(

@@ -25,25 +25,25 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63txcache/v1/faults.proto\x12\x0b\x63txcache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xd3\x01\n\x05\x46\x61ult\x12\x10\n\x08\x66\x61ult_id\x18\x01 \x01(\x03\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.ctxcache.v1.FaultKind\x12\x0c\n\x04path\x18\x03 \x01(\t\x12(\n\x05\x64\x65lay\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65rror_number\x18\x05 \x01(\x05\x12\x12\n\nleft_count\x18\x06 \x01(\x05\x12\x30\n\rleft_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc4\x01\n\x12InjectFaultRequest\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.ctxcache.v1.FaultKind\x12\x0c\n\x04path\x18\x02 \x01(\t\x12(\n\x05\x64\x65lay\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65rror_number\x18\x04 \x01(\x05\x12\r\n\x05\x63ount\x18\x05 \x01(\x05\x12+\n\x08\x64uration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x13\n\x11ListFaultsRequest\"8\n\x12ListFaultsResponse\x12\"\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32\x12.ctxcache.v1.Fault\"\x14\n\x12\x43learFaultsRequest\"2\n\x13\x43learFaultsResponse\x12\x1b\n\x13\x63leared_fault_count\x18\x01 \x01(\x05*\xe4\x01\n\tFaultKind\x12\x1a\n\x16\x46\x41ULT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x46\x41ULT_KIND_SSD_READ_DELAY\x10\x01\x12\x1e\n\x1a\x46\x41ULT_KIND_SSD_WRITE_DELAY\x10\x02\x12\x1d\n\x19\x46\x41ULT_KIND_SSD_READ_ERROR\x10\x03\x12\x1e\n\x1a\x46\x41ULT_KIND_SSD_WRITE_ERROR\x10\x04\x12 \n\x1c\x46\x41ULT_KIND_SSD_READ_BIT_FLIP\x10\x05\x12\x1b\n\x17\x46\x41ULT_KIND_COMMIT_DELAY\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63txcache/v1/faults.proto\x12\x0b\x63txcache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xd3\x01\n\x05\x46\x61ult\x12\x10\n\x08\x66\x61ult_id\x18\x01 \x01(\x03\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.ctxcache.v1.FaultKind\x12\x0c\n\x04path\x18\x03 \x01(\t\x12(\n\x05\x64\x65lay\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65rror_number\x18\x05 \x01(\x05\x12\x12\n\nleft_count\x18\x06 \x01(\x05\x12\x30\n\rleft_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc4\x01\n\x12InjectFaultRequest\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.ctxcache.v1.FaultKind\x12\x0c\n\x04path\x18\x02 \x01(\t\x12(\n\x05\x64\x65lay\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65rror_number\x18\x04 \x01(\x05\x12\r\n\x05\x63ount\x18\x05 \x01(\x05\x12+\n\x08\x64uration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x11ListFaultsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListFaultsResponse\x12\"\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32\x12.ctxcache.v1.Fault\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x14\n\x12\x43learFaultsRequest\"2\n\x13\x43learFaultsResponse\x12\x1b\n\x13\x63leared_fault_count\x18\x01 \x01(\x05*\xe4\x01\n\tFaultKind\x12\x1a\n\x16\x46\x41ULT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x46\x41ULT_KIND_SSD_READ_DELAY\x10\x01\x12\x1e\n\x1a\x46\x41ULT_KIND_SSD_WRITE_DELAY\x10\x02\x12\x1d\n\x19\x46\x41ULT_KIND_SSD_READ_ERROR\x10\x03\x12\x1e\n\x1a\x46\x41ULT_KIND_SSD_WRITE_ERROR\x10\x04\x12 \n\x1c\x46\x41ULT_KIND_SSD_READ_BIT_FLIP\x10\x05\x12\x1b\n\x17\x46\x41ULT_KIND_COMMIT_DELAY\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ctxcache.v1.faults_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FAULTKIND']._serialized_start=640
-  _globals['_FAULTKIND']._serialized_end=868
+  _globals['_FAULTKIND']._serialized_start=704
+  _globals['_FAULTKIND']._serialized_end=932
   _globals['_FAULT']._serialized_start=74
   _globals['_FAULT']._serialized_end=285
   _globals['_INJECTFAULTREQUEST']._serialized_start=288
   _globals['_INJECTFAULTREQUEST']._serialized_end=484
   _globals['_LISTFAULTSREQUEST']._serialized_start=486
-  _globals['_LISTFAULTSREQUEST']._serialized_end=505
-  _globals['_LISTFAULTSRESPONSE']._serialized_start=507
-  _globals['_LISTFAULTSRESPONSE']._serialized_end=563
-  _globals['_CLEARFAULTSREQUEST']._serialized_start=565
-  _globals['_CLEARFAULTSREQUEST']._serialized_end=585
-  _globals['_CLEARFAULTSRESPONSE']._serialized_start=587
-  _globals['_CLEARFAULTSRESPONSE']._serialized_end=637
+  _globals['_LISTFAULTSREQUEST']._serialized_end=544
+  _globals['_LISTFAULTSRESPONSE']._serialized_start=546
+  _globals['_LISTFAULTSRESPONSE']._serialized_end=627
+  _globals['_CLEARFAULTSREQUEST']._serialized_start=629
+  _globals['_CLEARFAULTSREQUEST']._serialized_end=649
+  _globals['_CLEARFAULTSRESPONSE']._serialized_start=651
+  _globals['_CLEARFAULTSRESPONSE']._serialized_end=701
 # @@protoc_insertion_point(module_scope)

@@ -336,6 +336,22 @@ async def test_a_fault_of_one_path_leaves_the_other_alone(server: Server, client
     assert (await faults(client))[0].left_count == 99
 
 
+async def test_faults_are_listed_by_pages(client: Client) -> None:
+    """The oldest first, each once; a page that is not one of ours is refused."""
+    made = [(await inject(client, READ_ERROR, error_number=errno.EIO, count=1)).fault_id for _ in range(5)]
+    listed, token = [], ""
+    for size in (2, 2, 1):
+        page = await client.admin.ListFaults(wire.ListFaultsRequest(page_size=2, page_token=token))
+        assert len(page.faults) == size
+        listed += [fault.fault_id for fault in page.faults]
+        token = page.next_page_token
+
+    assert listed == made
+    assert token == ""
+    for bad in (wire.ListFaultsRequest(page_size=-1), wire.ListFaultsRequest(page_token="x")):  # noqa: S106
+        await refused(client.admin.ListFaults(bad), Code.INVALID_ARGUMENT, "INVALID_FIELD")
+
+
 async def test_cleared_faults_strike_no_more(client: Client) -> None:
     """All of them, and how many they were is told."""
     await on_ssd(client, "a", 1)
