@@ -17,6 +17,14 @@ from ctxcache.v1 import arena_pb2
 
 ONLY_WHEN_IT_FAILS = {"ctxcache_upkeep_failures_total"}
 """Labels that nobody can list ahead: no sample before it happens."""
+WITHOUT_A_METRIC = {
+    *("listen", "unix_socket", "control_socket", "bulk_listen", "trace_endpoint", "arena_directory"),
+    *("tls_certificate", "tls_key", "tls_client_ca", "insecure_listen", "identities", "token_hashes"),
+    *("metrics_tls_certificate", "metrics_tls_key", "metrics_token_file", "status_names"),
+    *("arena_huge_pages", "arena_sealed", "rebuild_metadata", "fault_injection"),
+    *("log_level", "log_format", "trace_ratio", "max_retention_s", "prefill_tokens_per_s"),
+}
+"""Settings whose right value no figure tells."""
 ONLY_WITH_A_LIMIT = {"ctxcache_tenant_limit_bytes"}
 
 
@@ -161,6 +169,8 @@ def test_the_table_has_no_name_twice_and_every_metric_says_what_to_do() -> None:
             assert metric.name.endswith(f"_{metric.unit}")
 
 
-def test_every_setting_that_names_a_metric_names_one_that_is_there() -> None:
-    """Which tells whether its value is right."""
+def test_every_setting_has_advice_and_a_metric_that_is_there() -> None:
+    """Which tells whether its value is right. Addresses, files and operators' choices have no such metric."""
+    assert {knob.name for knob in KNOBS.values() if not knob.advice} == set()
+    assert {knob.name for knob in KNOBS.values() if not knob.watch} == WITHOUT_A_METRIC
     assert {knob.watch for knob in KNOBS.values()} - {""} <= set(METRICS)

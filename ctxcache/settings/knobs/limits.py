@@ -18,6 +18,7 @@ LIMITS = Section(
             watch="ctxcache_sessions",
             least=1,
             can_reload=True,
+            advice="what the SSD can hold at the usual length, with room to spare",
         ),
         Knob(
             name="max_leases",
@@ -28,6 +29,7 @@ LIMITS = Section(
             watch="ctxcache_leases",
             least=1,
             can_reload=True,
+            advice="the default; more only where it is reached",
         ),
         Knob(
             name="lease_share",
@@ -38,6 +40,7 @@ LIMITS = Section(
             watch="ctxcache_pinned_bytes",
             above=0,
             most=1,
+            advice="the default; less where writers wait for room",
         ),
         Knob(
             name="reservation_share",
@@ -48,6 +51,7 @@ LIMITS = Section(
             watch="ctxcache_pinned_bytes",
             above=0,
             most=1,
+            advice="the default; more where long prompts are written at once",
         ),
         Knob(
             name="client_share",
@@ -58,6 +62,8 @@ LIMITS = Section(
             more="0.75 where there is only one.",
             above=0,
             most=1,
+            advice="the default; more where few clients have long sessions",
+            watch="ctxcache_pinned_bytes",
         ),
         Knob(
             name="room_wait_s",
@@ -66,6 +72,8 @@ LIMITS = Section(
             help="How long a caller waits for others to let go of the arena before it is refused.",
             least=0,
             most=DAY_S,
+            advice="less than the time in which an engine computes the tokens anew",
+            watch="ctxcache_pin_waiters",
         ),
     ),
 )
@@ -90,6 +98,8 @@ LIFECYCLE = Section(
             help="How long running rpcs may take to end on shutdown.",
             least=0,
             most=DAY_S,
+            advice="less than the supervisor's own grace, such as `terminationGracePeriodSeconds`",
+            watch="ctxcache_ready",
         ),
         Knob(
             name="flush_timeout_s",
@@ -139,6 +149,7 @@ LIFECYCLE = Section(
             help="Least severe events that are logged, to stderr.",
             choices=("debug", "info", "warning", "error"),
             can_reload=True,
+            advice="info; debug only while something is looked for",
         ),
         Knob(
             name="log_format",

@@ -22,6 +22,7 @@ LISTENING = Section(
                 "`auto` is `ctxcache.sock`, left out with a warning where its path would be longer than 100"
                 " bytes."
             ),
+            advice="auto; empty where every caller comes by TCP",
         ),
         Knob(
             name="control_socket",
@@ -29,6 +30,7 @@ LISTENING = Section(
             default="auto",
             help="Socket of local clients; `auto` is `control.sock` in the data directory; empty for none.",
             more="Left out as above where its path would be too long.",
+            advice="auto; a path of its own where a pod mounts the socket's directory",
         ),
         Knob(
             name="tls_certificate",
@@ -36,7 +38,12 @@ LISTENING = Section(
             help="Certificate of the TCP ports with its chain, PEM; none: no TLS.",
             advice="set wherever the address is not loopback",
         ),
-        Knob(name="tls_key", kind=KnobKind.FILE, help="Its key, PEM."),
+        Knob(
+            name="tls_key",
+            kind=KnobKind.FILE,
+            help="Its key, PEM.",
+            advice="a file that only the server's user may read",
+        ),
         Knob(
             name="tls_client_ca",
             kind=KnobKind.FILE,
@@ -110,7 +117,12 @@ LISTENING = Section(
             ),
             advice="set, with a token, wherever the metrics' address is not loopback",
         ),
-        Knob(name="metrics_tls_key", kind=KnobKind.FILE, help="Its key, PEM."),
+        Knob(
+            name="metrics_tls_key",
+            kind=KnobKind.FILE,
+            help="Its key, PEM.",
+            advice="a file that only the server's user may read",
+        ),
         Knob(
             name="metrics_token_file",
             kind=KnobKind.FILE,
@@ -143,6 +155,7 @@ LISTENING = Section(
             help="Small calls at a time; more are refused with a retry delay.",
             watch="ctxcache_refused_rpcs_total",
             least=1,
+            advice="the default; more where calls are refused and the machine has CPU to spare",
         ),
         Knob(
             name="max_concurrent_streams",
@@ -153,6 +166,7 @@ LISTENING = Section(
             more="Over gRPC and the bulk channel together.",
             watch="ctxcache_refused_rpcs_total",
             least=1,
+            advice="the default; more where streams are refused and the disks are not busy",
         ),
         Knob(
             name="stall_timeout_s",
@@ -161,6 +175,8 @@ LISTENING = Section(
             help="How long a reader over gRPC may take nothing of what waits for it before it is cut off.",
             above=0,
             most=86400,
+            advice="the default; more where readers are paused by their host",
+            watch="ctxcache_rpc_seconds",
         ),
         Knob(
             name="max_local_clients",
@@ -170,6 +186,7 @@ LISTENING = Section(
             help="Clients that map the arena at a time; more are refused with a retry delay.",
             watch="ctxcache_refused_rpcs_total",
             least=1,
+            advice="at least twice the engines and workers of the host",
         ),
         Knob(
             name="keepalive_s",
@@ -180,6 +197,7 @@ LISTENING = Section(
             advice="less than any idle timeout of what is between client and server",
             least=1,
             most=3600,
+            watch="ctxcache_connections",
         ),
         Knob(
             name="max_connections",
@@ -193,6 +211,7 @@ LISTENING = Section(
             ),
             watch="ctxcache_connections",
             least=1,
+            advice="the default; less where descriptors are scarce",
         ),
         Knob(
             name="max_connections_per_host",
@@ -216,6 +235,7 @@ LISTENING = Section(
             watch="ctxcache_bulk_connections",
             least=1,
             most=1024,
+            advice="at least the clients on other hosts",
         ),
     ),
 )

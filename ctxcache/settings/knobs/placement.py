@@ -66,6 +66,7 @@ PLACEMENT = Section(
             ),
             watch="ctxcache_tenant_bytes",
             can_reload=True,
+            advice="a share for each tenant that has a promise, what is left for the others",
         ),
         Knob(
             name="retention_share",
@@ -75,6 +76,8 @@ PLACEMENT = Section(
             help="What may be retained on clients' request, divided by the tenants' shares.",
             least=0,
             most=1,
+            advice="the default; 0 where no client may keep its state from eviction",
+            watch="ctxcache_tenant_bytes",
         ),
         Knob(
             name="pin_share",
@@ -84,6 +87,8 @@ PLACEMENT = Section(
             help="What may be kept there on clients' request, divided as above.",
             least=0,
             most=1,
+            advice="the default; 0 where no client may keep its state in DRAM",
+            watch="ctxcache_tenant_bytes",
         ),
         Knob(
             name="max_retention_s",
@@ -92,6 +97,7 @@ PLACEMENT = Section(
             help="Longest time for which either is granted.",
             least=0,
             most=365 * DAY_S,
+            advice="the longest pause after which users come back",
         ),
         Knob(
             name="max_engines",
@@ -103,6 +109,7 @@ PLACEMENT = Section(
             watch="ctxcache_engines",
             least=1,
             most=4096,
+            advice="twice the engines, for those that restart",
         ),
         Knob(
             name="max_engine_jobs",
@@ -113,6 +120,8 @@ PLACEMENT = Section(
             least=1,
             most=1 << 16,
             can_reload=True,
+            advice="the longest queue of an engine",
+            watch="ctxcache_waiting_jobs",
         ),
         Knob(
             name="engine_grace_s",
@@ -122,6 +131,8 @@ PLACEMENT = Section(
             least=0,
             most=3600,
             can_reload=True,
+            advice="the time that an engine takes to connect again",
+            watch="ctxcache_engines",
         ),
     ),
 )

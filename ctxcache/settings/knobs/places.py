@@ -56,6 +56,7 @@ PLACES = Section(
             default=True,
             help="Touch the arena's pages ahead of use, in the background.",
             advice="true; a page nobody has touched costs four times as much to fill",
+            watch="ctxcache_arena_prefaulted_bytes",
         ),
         Knob(
             name="arena_sealed",
@@ -168,6 +169,7 @@ TIERS = Section(
             least=0,
             below=1,
             can_reload=True,
+            advice="the default; a little above the low one",
         ),
         Knob(
             name="dirty_watermark",
@@ -180,6 +182,7 @@ TIERS = Section(
             least=0,
             most=1,
             can_reload=True,
+            advice="the default; less where a crash may cost less",
         ),
         Knob(
             name="dirty_limit",
