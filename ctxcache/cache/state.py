@@ -57,7 +57,11 @@ GENERATION_BITS = 32
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the start."""
+    """Counts since the start.
+
+    GetStats answers with each under its name here, which the proto's `Stats` has too. A metric shows one
+    by `counted` in the table of metrics.
+    """
 
     appended_token_count: int = 0
     read_token_count: int = 0

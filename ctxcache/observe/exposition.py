@@ -37,6 +37,9 @@ SECOND_NS = 10**9
 
 def read_cache(cache: Cache) -> Iterator[Sample]:
     """Every sample of the cache's metrics."""
+    for metric in OWN:
+        if metric.counted:
+            yield Sample(metric.name, getattr(cache.state.counters, metric.counted))
     yield from _hits(cache)
     yield from _prefixes(cache)
     yield from _stay(cache)
@@ -54,7 +57,6 @@ def _hits(cache: Cache) -> Iterator[Sample]:
     in_dram = counters.dram_hit_token_count
     yield Sample("ctxcache_read_tokens_total", in_dram, ("dram",))
     yield Sample("ctxcache_read_tokens_total", counters.read_token_count - in_dram, ("ssd",))
-    yield Sample("ctxcache_appended_tokens_total", counters.appended_token_count)
     yield Sample("ctxcache_regretted_sessions_total", seen.regretted_session_count)
     yield Sample("ctxcache_regretted_tokens_total", seen.regretted_token_count)
     yield Sample("ctxcache_evict_to_reuse_seconds", taken(seen.evict_to_reuse_s))
@@ -130,32 +132,23 @@ def _tier(name: str, tier: Tier, slots: SlotAllocator) -> Iterator[Sample]:
 
 
 def _moves(cache: Cache) -> Iterator[Sample]:
-    state, counters, seen, ledger = cache.state, cache.state.counters, cache.state.seen, cache.ledger
+    state, seen, ledger = cache.state, cache.state.seen, cache.ledger
     ahead = ledger.placement.prefetched
-    yield Sample("ctxcache_promoted_segments_total", counters.promoted_segment_count)
     yield Sample("ctxcache_promotion_seconds", taken(seen.promotion_s))
     yield Sample("ctxcache_prefetched_segments_total", ahead.prefetched_segment_count)
     yield Sample("ctxcache_prefetch_used_segments_total", ahead.prefetch_used_segment_count)
     yield Sample("ctxcache_prefetch_late_segments_total", ahead.prefetch_late_segment_count)
     yield Sample("ctxcache_prefetch_unused_segments_total", ahead.prefetch_unused_segment_count)
     yield Sample("ctxcache_prefetch_waiting_segments", len(ledger.placement.unread))
-    yield Sample("ctxcache_flushed_segments_total", counters.flushed_segment_count)
     yield Sample("ctxcache_flush_seconds", taken(seen.flush_s))
     yield Sample("ctxcache_flushes", cache.flushing.flush_count)
     since_ns, now_ns = ledger.unwritten.oldest_ns(), state.clock.monotonic_ns()
     yield Sample("ctxcache_flush_lag_seconds", 0 if since_ns is None else (now_ns - since_ns) / SECOND_NS)
     yield Sample("ctxcache_dirty_bytes", ledger.unwritten.due_bytes)
     yield Sample("ctxcache_spared_bytes", ledger.unwritten.dirty_bytes - ledger.unwritten.due_bytes)
-    yield Sample("ctxcache_unadmitted_sessions_total", counters.unadmitted_session_count)
     yield Sample("ctxcache_claimed_bytes", ledger.unwritten.claimed_bytes)
     yield Sample("ctxcache_unwritten_sessions", len(ledger.unwritten))
-    yield Sample("ctxcache_delayed_writes_total", counters.delayed_write_count)
-    yield Sample("ctxcache_corrupt_segments_total", counters.corrupt_segment_count)
-    yield Sample("ctxcache_mended_segments_total", counters.mended_segment_count)
-    yield Sample("ctxcache_mended_copies_total", counters.mended_copy_count)
-    yield Sample("ctxcache_uncopied_segments_total", counters.uncopied_segment_count)
     yield Sample("ctxcache_single_copy_segments", len(ledger.copies.single))
-    yield Sample("ctxcache_joined_segments_total", counters.joined_segment_count)
     yield Sample("ctxcache_spoiled_slots", len(cache.ledger.memory.spoiled))
     for step, count in seen.upkeep_failures.items():
         yield Sample("ctxcache_upkeep_failures_total", count, (step,))

@@ -26,6 +26,8 @@ class Metric:
     meaning: str
     when_bad: str
     """The values when something is wrong, and the action to take."""
+    counted: str = ""
+    """The field of the cache's `Counters` that it shows; empty where the exposition says how it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,9 @@ class Group:
     metrics: tuple[Metric, ...]
 
 
-def counter(name: str, unit: str, meaning: str, when_bad: str, *labels: str) -> Metric:
+def counter(name: str, unit: str, meaning: str, when_bad: str, *labels: str, counted: str = "") -> Metric:
     """A metric that only grows while the server runs."""
-    return Metric(f"ctxcache_{name}_total", MetricKind.COUNTER, labels, unit, meaning, when_bad)
+    return Metric(f"ctxcache_{name}_total", MetricKind.COUNTER, labels, unit, meaning, when_bad, counted)
 
 
 def gauge(name: str, unit: str, meaning: str, when_bad: str, *labels: str) -> Metric:

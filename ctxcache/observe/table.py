@@ -283,6 +283,7 @@ HITS = Group(
             "tokens",
             "Tokens committed.",
             "It stands still while engines work: they do not save.",
+            counted="appended_token_count",
         ),
         counter(
             "regretted_sessions",
@@ -510,6 +511,7 @@ MOVES = Group(
             "segments",
             "Segments brought from SSD into DRAM.",
             "Much more than sessions come back: DRAM thrashes.",
+            counted="promoted_segment_count",
         ),
         histogram(
             "promotion_seconds",
@@ -552,6 +554,7 @@ MOVES = Group(
             "segments",
             "Segments written to SSD.",
             "Much faster than tokens come: tails are written again and again, see `tail_age_s`.",
+            counted="flushed_segment_count",
         ),
         histogram(
             "flush_seconds",
@@ -583,6 +586,7 @@ MOVES = Group(
             "sessions",
             "Of the sessions evicted, those that were never written to SSD.",
             "Many of those that are evicted, and regretted ones among them: SSD is too small for the load.",
+            counted="unadmitted_session_count",
         ),
         gauge(
             "claimed_bytes",
@@ -601,6 +605,7 @@ MOVES = Group(
             "writes",
             "Times that a writer had to wait, or was refused, because too much was not on SSD.",
             "It grows: a faster device, a larger arena, or fewer writers.",
+            counted="delayed_write_count",
         ),
         counter(
             "corrupt_segments",
@@ -608,6 +613,7 @@ MOVES = Group(
             "Segments whose bytes failed verification; none was handed out.",
             "It grows: a device or memory returns wrong bytes. `ctxcache verify`, then look at SMART and "
             "ECC counters.",
+            counted="corrupt_segment_count",
         ),
         counter(
             "mended_segments",
@@ -616,18 +622,21 @@ MOVES = Group(
             "handed out.",
             "It grows: memory, or a process that maps the arena, changes bytes. Look at ECC counters, and "
             "at who may write there.",
+            counted="mended_segment_count",
         ),
         counter(
             "mended_copies",
             "copies",
             "Copies on SSD that were bad or unreadable; the other one was served, and a new one made.",
             "It grows: a device returns wrong bytes. `ctxcache verify`, then look at SMART.",
+            counted="mended_copy_count",
         ),
         counter(
             "uncopied_segments",
             "segments",
             "Segments that were made durable with one copy where two are asked for.",
             "It grows: a device has no room, or is lost.",
+            counted="uncopied_segment_count",
         ),
         gauge(
             "single_copy_segments",
@@ -640,6 +649,7 @@ MOVES = Group(
             "segments",
             "Short segments of long sessions that were made one with others.",
             "For scale only.",
+            counted="joined_segment_count",
         ),
         gauge(
             "spoiled_slots",
