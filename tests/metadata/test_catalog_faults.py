@@ -285,6 +285,8 @@ async def test_a_write_that_hangs_is_given_up_by_all_who_wait(
     waiting = []
     for sequence in (2, 3, 4):
         impatient.append([([(b"s/two", b"%d" % sequence)], sequence)])
+        # A write that its thread has not begun would be dropped, and hang nobody.
+        hanging.came.wait()
         waiting.append(asyncio.create_task(impatient.wait(impatient.last_write)))
     await asyncio.gather(*waiting)
     impatient.append([([(b"s/two", b"5")], 5)])
@@ -306,6 +308,7 @@ async def test_after_a_hang_the_catalog_begins_anew(
     The missing part is named until then.
     """
     impatient.append([([(b"s/two", b"2")], 2)])
+    hanging.came.wait()
     await impatient.wait(impatient.last_write)
     impatient.append([([(b"s/three", b"3")], 3)])
     impatient._snapshot = lambda: iter([(b"s/one", b"1"), (b"s/two", b"2"), (b"s/three", b"3")])
@@ -330,6 +333,7 @@ async def test_no_end_is_marked_behind_commits_that_are_missing(
 ) -> None:
     """The next run must not go on in a log that lacks commits, though the device has answered by the end."""
     impatient.append([([(b"s/two", b"2")], 2)])
+    hanging.came.wait()
     await impatient.wait(impatient.last_write)
     impatient.append([([(b"s/three", b"3")], 3)])
     hanging.answer()
