@@ -73,7 +73,9 @@ def test_the_table_of_errors_is_the_servers() -> None:
     """Every reason that can arrive is there, with its code."""
     table = dict(re.findall(r"^\| `([A-Z_]+)` \| `([A-Z_]+)` \| \S", CLIENTS, re.MULTILINE))
 
-    assert table == {error.reason: code.name for error, code in CODES.items() if error not in NOT_ON_THE_WIRE}
+    # A worker in this process adds errors of its own.
+    servers = {error: code for error, code in CODES.items() if error.__module__.startswith("ctxcache.")}
+    assert table == {e.reason: code.name for e, code in servers.items() if e not in NOT_ON_THE_WIRE}
 
 
 def test_the_header_table_leaves_no_byte_out() -> None:
