@@ -16,11 +16,11 @@ twice in a pass.
 import asyncio
 import logging
 import mmap
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import TypeVar
 
 from ctxcache.cache.eviction import Departures
@@ -263,6 +263,8 @@ class Mending:
 
 
 SEGMENTS_PER_REPORT = 32
+LOGGED_LOSSES = 100
+"""Losses of a start that its log names: a file that is gone may have held a million segments."""
 RECORDS_PER_TURN = 256
 SORTED_PER_TURN = 1024
 RECORDS_PAUSE_S = 0.01
@@ -319,7 +321,8 @@ class Scrubbing:
         self._ledger = state.ledger
         self._io, self._metadata = io, metadata
         self._is_running = self._is_releasing = False
-        self._lost_at_start: list[Bad] = []
+        self._lost_at_start: deque[Bad] = deque()
+        """Losses that no pass has told yet."""
         self._asked_count = 0
         """Passes that were asked for."""
         self._next_ns = state.clock.monotonic_ns() + PASS_NS
@@ -336,6 +339,10 @@ class Scrubbing:
         self._is_running = True
         self._asked_count += 1
         try:
+            while self._lost_at_start:
+                part_count = min(SEGMENTS_PER_REPORT, len(self._lost_at_start))
+                losses = [self._lost_at_start.popleft() for _ in range(part_count)]
+                yield Scrubbed(0, 0, 0, 0, tuple(losses))
             async with aclosing(self._pass(bytes_per_second)) as reports:
                 async for report in reports:
                     yield report
@@ -343,8 +350,12 @@ class Scrubbing:
             self._is_running = False
 
     def lost_at_start(self, losses: Iterable[Bad]) -> None:
-        """These were lost when the records were read: the first pass tells of them, and this logs each."""
-        for loss in losses:
+        """These were lost when the records were read: the first pass that is asked for tells of all.
+
+        The log has the first ones, and how many more there are.
+        """
+        self._lost_at_start.extend(losses)
+        for loss in islice(self._lost_at_start, LOGGED_LOSSES):
             log.error(
                 "lost_at_start sessions=%s begin=%d end=%d path=%s problem=%r",
                 ",".join(loss.sessions),
@@ -353,7 +364,8 @@ class Scrubbing:
                 loss.path,
                 loss.problem,
             )
-            self._lost_at_start.append(loss)
+        if len(self._lost_at_start) > LOGGED_LOSSES:
+            log.error("lost_at_start more=%d", len(self._lost_at_start) - LOGGED_LOSSES)
 
     def described(self, segment: Segment, place: Slot, problem: str, *, is_mended: bool = False) -> Bad:
         """A segment's slot on SSD that is not what it should be. The sessions list the segment still."""
@@ -398,7 +410,7 @@ class Scrubbing:
         record_count = await self._records(records_pause_s)
         segment_ids = await self._last_first()
         began_ns, done_bytes = self._state.clock.monotonic_ns(), 0
-        bad, self._lost_at_start = self._lost_at_start, []
+        bad: list[Bad] = []
         count = len(segment_ids) + self._ledger.sleep.dormant.segment_count
         # One slot's memory for the whole pass. A failed read past this ends the pass, so that no late write
         # of a device meets the next segment.
