@@ -285,7 +285,7 @@ class Options:
         )
 
     def _unheard(self) -> Iterator[Rule]:
-        """What no policy listens to, and lies about what is not said."""
+        """Hints that no chosen policy reads, and lies about hints that are not given."""
         policies, has_queue = self.chosen(), self._has_queue
         learns, hears_queue = "value" in policies, not _HEAR_QUEUES.isdisjoint(policies)
         kinds, of_queue = _lies(self.lies), {Lie.ORDER, Lie.MISSING}

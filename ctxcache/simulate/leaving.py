@@ -1,4 +1,4 @@
-"""Who leaves first: sessions in the order of their ranks, which a policy gives, as a server keeps its own."""
+"""Sessions in the order in which they leave: by the ranks of a policy, as a server keeps them."""
 
 from collections.abc import Collection
 from typing import Protocol, runtime_checkable
@@ -23,7 +23,7 @@ class Leaving(Protocol):
     def give_up(self, count: int, spared: Collection[bytes]) -> list[bytes]:
         """So many that leave the store, one after another, none of the spared; fewer where no other is left.
 
-        The policy takes them for evicted. Who was spared is to be put again.
+        The policy takes these sessions for evicted. Put a spared session again.
         """
 
 

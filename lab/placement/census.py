@@ -1,7 +1,7 @@
-"""What a trace holds, and the same trace with sessions that begin faster: what the papers' sweeps need of it.
+"""A census of a trace, and the trace with sessions that begin faster, for the papers' sweeps.
 
-Memory of a census: an entry per session, and one per turn of the last TTL. Of a `PacedTrace`: an entry per
-session, and the turns that are held back until those before them have come.
+A census takes an entry per session, and one per turn of the last TTL. A `PacedTrace` takes an entry per
+session, and the turns that it holds back until earlier turns have come.
 """
 
 import math

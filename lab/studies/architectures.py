@@ -77,7 +77,7 @@ def tried(name: str, target: str) -> Outcome:
             found = conversation(adapter, kind, client, f"{name}-{kind.name.lower()}")
             cell = f"{kind.name.lower()} {found}"
             if found != "=" and not (found[0].isdigit() and float(found) <= _BOUND):
-                # What is computed again can be no nearer than transformers' own passes are to each other.
+                # Recomputed rows differ at least as much as transformers' own passes differ from each other.
                 own = apart(adapter) if kind is StateKind.TOKENS and found[0].isdigit() else 0.0
                 if not own or own < float(found) / 2:
                     return Outcome(name, ERROR, cell)

@@ -308,7 +308,7 @@ async def test_readers_that_wait_do_not_pass_the_bound_together(rig: MemoryRig, 
     await filled(rig, "b", 10, tag=2)
     reading = rig.cache.leases
     held = await rig.acquire("b")
-    # What lies in memory is leased at once, before anybody waits.
+    # Rows in memory are leased at once, and no reader would wait.
     await rig.demote("a")
     room = reading.pins.wait_for_room
     count, have_come, is_free = 4, asyncio.Event(), asyncio.Event()

@@ -157,7 +157,7 @@ def test_nobody_in_the_window_leaves_while_others_can(events: Events) -> None:
 
 
 def _first(policy: Ranked, *uids: bytes) -> bytes:
-    """Who of them leaves first."""
+    """The session of these that leaves first."""
     return min(uids, key=lambda uid: policy.rank(uid) or ())
 
 

@@ -29,7 +29,7 @@ SLEEP_NS = 300 * SECOND_NS
 LOOKS_FOR_DROWSY = 64
 """Sessions that are looked at in one turn of the event loop, whether they may fall asleep."""
 SEGMENTS_ASLEEP = 64
-"""Segments of one that may, and of those that do in one turn of the event loop, which makes their records."""
+"""Most segments of a session that may fall asleep, and of all that do in one turn of the event loop."""
 WAKES = 256
 """Dormant sessions that one search for room wakes: those on a path that was just lost are of no use to it."""
 
@@ -49,7 +49,7 @@ def others_of(known: dict[Any, Any], key: object) -> int:
     return sys.getrefcount(known[key]) - _OWN
 
 
-# Of a value that only its dict refers to: interpreters differ in what a call adds.
+# Interpreters differ in the references that a call adds: this counts those of a value in one dict.
 _OWN = 0
 _OWN = others_of({0: object()}, 0)
 
