@@ -3,10 +3,15 @@
 import json
 from collections.abc import Sequence
 
-from alert import Alert, Series
-from alert_table import ALERTS
+from alert_series import SERIES, Series
+from alert_worker import WORKER_ALERTS
 
-MADE = "Made by scripts/generate_observability.py from scripts/alert_table.py."
+from ctxcache.observe.alerts import STORE_ALERTS, Alert
+
+ALERTS = (*STORE_ALERTS, *WORKER_ALERTS)
+MADE = (
+    "Made by scripts/generate_observability.py from ctxcache/observe/alerts.py and scripts/alert_worker.py."
+)
 RUNBOOK = "docs/runbook.md"
 
 
@@ -46,27 +51,28 @@ def rule_tests(rule_file: str, alerts: Sequence[Alert] = ALERTS) -> str:
 
 
 def _test(alert: Alert) -> str:
+    fires = SERIES[alert.name]
     labels = ", ".join(
-        f"{name}: {_text(value)}" for name, value in (*alert.labels, ("severity", alert.severity))
+        f"{name}: {_text(value)}" for name, value in (*fires.labels, ("severity", alert.severity))
     )
     annotations = ", ".join(f"{name}: {_text(text)}" for name, text in _annotations(alert))
     return "\n".join(
         (
             f"  - name: {alert.name}",
-            *_given(alert.series),
+            *_given(fires.series),
             # A minute before anything was seen.
             (
                 f"      - {{eval_time: 0m, alertname: {alert.name}, exp_alerts: "
                 f"{_at_once(alert, labels, annotations)}}}"
             ),
-            f"      - eval_time: {alert.fires_at}m",
+            f"      - eval_time: {fires.fires_at}m",
             f"        alertname: {alert.name}",
             f"        exp_alerts: [{{exp_labels: {{{labels}}}, exp_annotations: {{{annotations}}}}}]",
             f"  - name: {alert.name} stays silent",
-            *_given(alert.quiet),
+            *_given(fires.quiet),
             *(
                 f"      - {{eval_time: {minute}m, alertname: {alert.name}, exp_alerts: []}}"
-                for minute in (alert.fires_at, 2 * alert.fires_at)
+                for minute in (fires.fires_at, 2 * fires.fires_at)
             ),
         )
     )

@@ -23,7 +23,8 @@ from ctxcache.cache import Cache
 from ctxcache.cache.state import LOOKUP, READ, RESULTS
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.observations import QUICK_S, Histogram
-from ctxcache.observe.moment import Sample, families, taken
+from ctxcache.observe.families import families
+from ctxcache.observe.moment import Sample, taken
 from ctxcache.observe.table import OWN
 from ctxcache.service.admission import Admissions, Connections, RpcTimes
 from ctxcache.storage.tiers.base import Tier

@@ -1,29 +1,16 @@
-"""A moment: the values of all metrics, by name and labels.
+"""A moment: the values of all metrics, by name and labels. And a ring of moments for the last hour.
 
-And a ring of moments, a minute apart, for the last hour.
-
-Samples are values of metrics at one moment, and become the families that the Prometheus library writes. A
-recording puts a moment a minute into the ring, on the running loop, and costs what a scrape does. Bounded:
-MINUTES moments, of KEPT counters only.
+A recording puts a moment a minute into the ring, on the running loop, and costs what a scrape does.
+Bounded: MINUTES moments, of KEPT counters only.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
-from prometheus_client.core import (
-    Metric as Family,
-)
-
 from ctxcache.core.observations import Histogram
-from ctxcache.observe.metric import Metric, MetricKind
 
 
 class Distribution(NamedTuple):
@@ -45,35 +32,6 @@ class Sample(NamedTuple):
 def taken(histogram: Histogram) -> Distribution:
     """A histogram as it is now."""
     return Distribution(histogram.bounds, tuple(histogram.counts), histogram.total)
-
-
-def families(metrics: Iterable[Metric], samples: Iterable[Sample]) -> Iterator[Family]:
-    """The samples by metric, in the metrics' order. Raises KeyError for a sample of none of them."""
-    by_name: dict[str, list[Sample]] = {metric.name: [] for metric in metrics}
-    for sample in samples:
-        by_name[sample.name].append(sample)
-    for metric in metrics:
-        yield _family(metric, by_name[metric.name])
-
-
-def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
-    if metric.kind is MetricKind.HISTOGRAM:
-        family = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
-        for sample in samples:
-            assert isinstance(sample.value, Distribution)  # noqa: S101  # as the table says
-            family.add_metric(sample.labels, _cumulative(sample.value), sample.value.total)
-        return family
-    make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
-    made = make(metric.name, metric.meaning, labels=metric.labels)
-    for sample in samples:
-        assert not isinstance(sample.value, Distribution)  # noqa: S101  # as the table says
-        made.add_metric(sample.labels, sample.value)
-    return made
-
-
-def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
-    bounds = (*(f"{bound:g}" for bound in distribution.bounds), "+Inf")
-    return list(zip(bounds, accumulate(distribution.counts), strict=True))
 
 
 MINUTES = 60

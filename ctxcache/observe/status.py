@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ctxcache.cache import Cache
 from ctxcache.core.ledger.session import Session
-from ctxcache.observe.conditions import HeldCondition, holding
+from ctxcache.observe.alerts import HeldAlert, holding
 from ctxcache.observe.moment import MINUTES, Moment, Ring, quantile
 
 SHOWN = 20
@@ -207,7 +207,7 @@ class Status:
     start_time_s: float
     up_s: float
     is_ready: bool
-    conditions: tuple[HeldCondition, ...]
+    alerts: tuple[HeldAlert, ...]
     session_count: int
     model_count: int
     loop_lag_p99_s: float

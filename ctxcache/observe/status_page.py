@@ -17,7 +17,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from time import monotonic
 
-from ctxcache.observe.conditions import CRITICAL, HeldCondition
+from ctxcache.observe.alerts import CRITICAL, HeldAlert
 from ctxcache.observe.endpoint import Answer, Page
 from ctxcache.observe.exposition import Exposition, Sources
 from ctxcache.observe.moment import MINUTES, Recording
@@ -258,7 +258,7 @@ NOT_SHOWN = (
 
 def page(status: Status) -> Html:
     """The whole page."""
-    count = len(status.conditions)
+    count = len(status.alerts)
     head = joined(
         void("meta", charset="utf-8"),
         void("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -275,7 +275,7 @@ def page(status: Status) -> Html:
         _header(status),
         element(
             "main",
-            _conditions(status),
+            _alerts(status),
             _tiles(status),
             _hits(status),
             _misses(status),
@@ -301,8 +301,8 @@ def page(status: Status) -> Html:
 
 
 def _header(status: Status) -> Html:
-    worst = CRITICAL if any(each.severity == CRITICAL for each in status.conditions) else "warning"
-    state = "draining" if not status.is_ready else worst if status.conditions else "well"
+    worst = CRITICAL if any(held.severity == CRITICAL for held in status.alerts) else "warning"
+    state = "draining" if not status.is_ready else worst if status.alerts else "well"
     words_of = {"draining": "draining", "well": "all well", CRITICAL: "needs you", "warning": "look here"}
     return element(
         "header",
@@ -316,8 +316,8 @@ def _header(status: Status) -> Html:
     )
 
 
-def _conditions(status: Status) -> Html:
-    if not status.conditions:
+def _alerts(status: Status) -> Html:
+    if not status.alerts:
         return Html("")
     return element(
         "section",
@@ -326,13 +326,16 @@ def _conditions(status: Status) -> Html:
             *(
                 element(
                     "li",
-                    element("strong", each.summary),
+                    element("strong", held.summary),
                     " ",
-                    element("span", _found(each), class_="quiet"),
-                    element("code", each.alert),
-                    class_=each.severity,
+                    element("span", _measured(held), class_="quiet"),
+                    element("code", held.alert),
+                    element("p", *_prose(held.means)),
+                    element("p", element("b", "Look at: "), *_prose(held.look)),
+                    element("p", element("b", "Do: "), *_prose(held.do)),
+                    class_=held.severity,
                 )
-                for each in status.conditions
+                for held in status.alerts
             ),
         ),
         class_="card wide alerts",
@@ -340,12 +343,17 @@ def _conditions(status: Status) -> Html:
     )
 
 
-def _found(each: HeldCondition) -> str:
-    if not each.unit:
+def _prose(text: str) -> list[Html | str]:
+    # What stands between backquotes is code.
+    return [element("code", part) if i % 2 else part for i, part in enumerate(text.split("`"))]
+
+
+def _measured(held: HeldAlert) -> str:
+    if not held.unit:
         return ""
-    write = {"s": time_text, "of": share_text}.get(each.unit.split()[0], count_text)
-    unit = "" if each.unit == "s" else f" {each.unit}"
-    return f"{write(each.found)}{unit}" + (f", more than {write(each.bound)}" if each.bound else "")
+    write = {"s": time_text, "of": share_text}.get(held.unit.split()[0], count_text)
+    unit = "" if held.unit == "s" else f" {held.unit}"
+    return f"{write(held.measured)}{unit}" + (f", more than {write(held.bound)}" if held.bound else "")
 
 
 def _tiles(status: Status) -> Html:

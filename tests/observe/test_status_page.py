@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alert_table import ALERTS
+from alert_series import SERIES
 from observed import fetch, load, observed
 from service_rig import TOKENS, rows
 
@@ -21,7 +21,7 @@ from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.observe import moment, status_page
-from ctxcache.observe.conditions import CONDITIONS, holding
+from ctxcache.observe.alerts import STORE_ALERTS, holding
 from ctxcache.observe.moment import MINUTES, Moment, Recording, Ring, Sample, quantile, taken
 from ctxcache.observe.status import SHOWN, Engine, SessionLine, SessionList, status_of
 from ctxcache.observe.status_page import element, is_own_name, page
@@ -122,24 +122,13 @@ def test_a_quantile_is_within_its_bucket(values: list[float], expected: float) -
     assert quantile([taken(histogram)], 0.99) == pytest.approx(expected)
 
 
-# -- conditions --------------------------------------------------------------------------------------
-
-
-def test_conditions_are_those_of_the_alerts() -> None:
-    """Same name, severity and summary, and a bound that the rule has."""
-    alerts = {alert.name: alert for alert in ALERTS}
-    for each in CONDITIONS:
-        alert = alerts[each.alert]
-        assert (each.severity, each.summary) == (alert.severity, alert.summary)
-        bound = rf"> {each.bound:g}\b|== [01]\b" if not each.bound else rf"> {each.bound:g}\b"
-        assert re.search(bound, alert.expression), alert.expression
+# -- alerts ------------------------------------------------------------------------------------------
 
 
 def _sample_of(name: str) -> list[tuple[str, dict[str, str], list[float]]]:
     """The sample that fires an alert in its own test: metric, labels, values by minute."""
-    (alert,) = [alert for alert in ALERTS if alert.name == name]
     found = []
-    for series, values in alert.series:
+    for series, values in SERIES[name].series:
         metric, labels = re.fullmatch(r"(\w+){(.*)}", series).groups()  # type: ignore[union-attr]
         found.append((metric, dict(re.findall(r'(\w+)="([^"]*)"', labels)), _expanded(values)))
     return found
@@ -160,15 +149,16 @@ def _expanded(values: str) -> list[float]:
 
 
 GAUGES = [
-    each.alert
-    for each in CONDITIONS
-    if each.alert
+    alert.name
+    for alert in STORE_ALERTS
+    if not isinstance(alert.measure, str)
+    and alert.name
     not in {"CtxcacheSlowCalls", "CtxcacheEventLoopStalls", "CtxcacheSlowDevice", "CtxcacheInternalErrors"}
 ]
 
 
 @pytest.mark.parametrize("alert", GAUGES)
-def test_what_fires_an_alert_is_a_condition_that_holds(alert: str) -> None:
+def test_what_fires_prometheus_alert_is_on_the_page(alert: str) -> None:
     """The series that make Prometheus' rule fire, read minute by minute.
 
     And nothing holds of a well server.
@@ -205,7 +195,7 @@ def test_what_fires_an_alert_is_a_condition_that_holds(alert: str) -> None:
         ),
     ],
 )
-def test_distributions_have_conditions_too(alert: str, metric: str, labels: tuple[str, ...]) -> None:
+def test_distributions_have_alerts_too(alert: str, metric: str, labels: tuple[str, ...]) -> None:
     """One in a hundred is late; or there is one at all."""
     histogram, ready = Histogram(QUICK_S), Sample("ctxcache_ready", 1)
     ring = Ring()
@@ -242,10 +232,12 @@ async def test_it_says_what_the_server_does(tmp_path: Path) -> None:
     assert "listen" in facts["settings"]
     assert "drain_timeout_s" in facts["settings"]
     assert "room_wait_s" not in facts["settings"]
-    assert [each["alert"] for each in facts["conditions"]] == ["CtxcacheEvictsWhatComesBack"]
+    assert [each["alert"] for each in facts["alerts"]] == ["CtxcacheEvictsWhatComesBack"]
     for text in (
         "look here",
         "CtxcacheEvictsWhatComesBack",
+        "SSD is too small for what comes back",
+        "<code>ctxcache simulate</code>",
         "s23",
         "max_concurrent_rpcs",
         "Write-behind",
