@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxcache import errors
+from ctxcache.cache.state import EVENTS
 from ctxcache.errors import CacheError, Fact
 from ctxcache.wire import status
 
@@ -80,6 +81,55 @@ def _details(error: CacheError, kind: type[Message]) -> Iterator[Any]:
 def test_every_error_class_has_a_code(error_class: type[CacheError]) -> None:
     """A class added to errors.py without a row in the table fails here."""
     assert error_class in status.CODES
+
+
+CALLERS_FAULTS = (
+    errors.InvalidArgument,
+    errors.ChecksumMismatch,
+    errors.TokenRangeOutOfBounds,
+    errors.Unauthenticated,
+    errors.PermissionDenied,
+    errors.SessionNotFound,
+    errors.ModelNotFound,
+    errors.LeaseNotFound,
+    errors.ReservationNotFound,
+    errors.SessionAlreadyExists,
+    errors.GenerationMismatch,
+    errors.WriteInProgress,
+    errors.SessionInUse,
+    errors.WriteOffsetMismatch,
+    errors.EngineTakenOver,
+    errors.ModelProbeMismatch,
+    errors.PositionsNotRelocatable,
+    errors.SessionTooFragmented,
+    errors.IncompleteAppend,
+    errors.FaultsNotEnabled,
+)
+"""Errors of an access or a write for which the history has no event."""
+NOT_OF_AN_ACCESS = (
+    CacheError,
+    errors.Draining,
+    errors.Unavailable,
+    errors.TlsFailed,
+    errors.CorruptMetadata,
+    errors.NothingToRebuild,
+    errors.DataDirectoryUnusable,
+    errors.FormatTooNew,
+    errors.InvalidConfiguration,
+    errors.AddressUnusable,
+    errors.FileUnusable,
+    errors.FileFull,
+    errors.FileAlreadyExists,
+    errors.FileDamaged,
+)
+"""Errors that end a call before it reaches a session, or that another program raises."""
+
+
+def test_every_reason_says_what_became_of_an_access() -> None:
+    """An event of the history, the caller's fault, or no access at all: whoever adds an error chooses."""
+    known = [*EVENTS, *(error_class.reason for error_class in (*CALLERS_FAULTS, *NOT_OF_AN_ACCESS))]
+
+    assert sorted(error_class.reason for error_class in _error_classes()) == sorted(known)
 
 
 def test_reasons_are_unique() -> None:

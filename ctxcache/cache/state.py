@@ -57,10 +57,9 @@ GENERATION_BITS = 32
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the start.
+    """Counts since the start. The proto's `Stats` has a field of each name, by which GetStats answers.
 
-    GetStats answers with each under its name here, which the proto's `Stats` has too. A metric shows one
-    by `counted` in the table of metrics.
+    A metric shows one by `counted` in the table of metrics.
     """
 
     appended_token_count: int = 0
@@ -362,7 +361,7 @@ EVENTS = {
     "DEADLINE_EXCEEDED": Event.TIMEOUT,
     "TIER_FAILURE": Event.DEVICE,
 }
-"""The sort of a failed access, by its error's reason; other reasons mean a mistaken caller."""
+"""The sort of a failed access, by its error's reason. Other reasons count as REFUSED: the caller erred."""
 RESULTS = (
     HIT,
     EMPTY,
@@ -415,9 +414,9 @@ class Journal:
         count: int = 1,
         **facts: Fact,
     ) -> None:
-        """The session was there; `tokens` among the facts: how many of its tokens were found; `empty`.
+        """The session was there. `tokens` among the facts: how many of its tokens were found.
 
-        Why none. `count`: of several blocks found together.
+        `empty`: the result where none were. `count`: of several blocks found together.
         """
         self.counts[by, HIT if facts["tokens"] else empty] += count
         if self.listening is not None:
@@ -463,10 +462,7 @@ class Journal:
     def happened(
         self, session: Session, event: Event, *, detail: str = "", token_count: int = 0, **facts: Fact
     ) -> None:
-        """Something was done to a session that is there, or was until now; `token_count`.
-
-        Tokens that it lost by it.
-        """
+        """Something was done to a session that is there, or was until now. It lost `token_count` tokens."""
         call = _CALLS.get(event)
         if self.listening is not None and call is not None:
             # After its end there is nothing left of it, whatever it had.

@@ -101,7 +101,7 @@ ADVICE: dict[type[CacheError], str] = {
     errors.FormatTooNew: "install the version that wrote it, or a newer one",
     errors.FileAlreadyExists: "choose another name; only `export --force` replaces a file",
     errors.Unauthenticated: "--token-file or --tls-client-certificate say who you are",
-    errors.PermissionDenied: "docs/operations.md says under Security whom a server lets in as what",
+    errors.PermissionDenied: "docs/security.md says whom a server lets in as what",
     errors.AddressUnusable: "choose another with --listen or --unix-socket",
 }
 

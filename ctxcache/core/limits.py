@@ -50,11 +50,11 @@ class Limits:
     `model_stream_count`: streams of all models together; each takes some hundred bytes. `lease_share`,
     `reservation_share`: of the arena's bytes that all readers, or all writers, may keep from being evicted;
     `client_share`: that one local client may, as a reader and again as a writer. `fragment_count`: runs of
-    tokens that truncation may leave of one session; there is no use in a retry. `retention_share`: of the
-    tier below that may be retained on request, `pin_share`: of the arena that may be kept there so, both for
-    `retention_ns` at most and divided among tenants by their shares. `room_wait_ns`: how long a caller waits
-    for others to let go before it is refused. `scrub_bytes_per_s`: how fast all is verified unasked.
-    `are_divided`: whether one tenant's counts are bound to leave some for others.
+    tokens that truncation may leave of one session; a refused caller need not try again. `retention_share`:
+    of the tier below that may be retained on request, `pin_share`: of the arena that may be kept there so,
+    both for `retention_ns` at most and divided among tenants by their shares. `room_wait_ns`: how long a
+    caller waits for others to let go before it is refused. `scrub_bytes_per_s`: how fast all is verified
+    unasked. `are_divided`: whether one tenant's counts are bound to leave some for others.
     """
 
     session_count: int = 1 << 20

@@ -1,6 +1,7 @@
 """`ctxcache config`: the settings a server would have, and the reference of all of them."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from command_line import ctxcache
 
 from ctxcache.cli.failures import ExitCode
+from ctxcache.settings import knobs
 from ctxcache.settings.config import Settings, load
 from ctxcache.settings.knobs import KNOBS, KnobKind
 from ctxcache.settings.knobs.reference import toml
@@ -107,3 +109,12 @@ def test_a_variable_is_known_in_any_case() -> None:
     assert shown["max_leases"] == {"value": 70, "source": "environment"}
     assert refused.exit_code == ExitCode.CONFIGURATION
     assert "unknown name ctxcache_max_leses" in refused.stderr
+
+
+def test_every_setting_is_read_by_the_server() -> None:
+    """A setting that no module but those of settings names would be taken and change nothing."""
+    package = Path(knobs.__file__).parents[2]
+    others = [path for path in package.rglob("*.py") if "knobs" not in path.parts]
+    text = "\n".join(path.read_text() for path in others)
+
+    assert [knob.name for knob in KNOBS.values() if not re.search(rf"\.{knob.name}\b", text)] == []
