@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hybrids import LENGTH, NAMES, NEXT, distance, hybrid_adapter, hybrid_ids, layer_inputs, prefilled
 from server_process import ServerProcess
-from test_hybrids import LENGTH, NAMES, NEXT, _adapter, _distance, _ids, _prefill, _rows
 from transformers import DynamicCache
 
 import ctxcache
@@ -39,17 +39,17 @@ SMALLEST = "lfm2"
 
 def _at(name: str, count: int) -> DynamicCache:
     """The model's own cache of the first tokens."""
-    cache = DynamicCache(config=_adapter(name).model.config)
-    _prefill(_adapter(name), cache, _ids()[:count])
+    cache = DynamicCache(config=hybrid_adapter(name).model.config)
+    prefilled(hybrid_adapter(name), cache, hybrid_ids()[:count])
     return cache
 
 
 def _from(name: str, snapshot: Snapshot, count: int) -> DynamicCache:
     """The first `count` tokens from a snapshot and the rows behind it."""
-    adapter = _adapter(name)
+    adapter = hybrid_adapter(name)
     target = CacheTarget(adapter, count, snapshot=snapshot)
     modules = Modules(adapter, torch.arange(count), standing=target.standing)
-    for layer, rows in enumerate(_rows(name)):
+    for layer, rows in enumerate(layer_inputs(name)):
         for begin, end in pairwise(sorted({target.first_token(layer), count // 2, count})):
             if begin >= target.first_token(layer):
                 data = rows[begin:end].contiguous().view(torch.uint8)
@@ -62,28 +62,28 @@ def _from(name: str, snapshot: Snapshot, count: int) -> DynamicCache:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_goes_on_from_a_snapshot(name: str) -> None:
     """At random counts, through its bytes; and the state of a token less, passed off as it, is seen."""
-    adapter, dice = _adapter(name), random.Random(name)
-    (identity,) = identities(bytes(32), _ids(), [60])
+    adapter, dice = hybrid_adapter(name), random.Random(name)
+    (identity,) = identities(bytes(32), hybrid_ids(), [60])
     cache = _at(name, 60)
     states = {
         layer: decoded(identity, layer, encoded(identity, layer, states_of(cache, layer)))
         for layer in adapter.state_layers
     }
     for count in (60, *dice.sample(range(61, LENGTH), 2)):
-        expected = _prefill(adapter, _at(name, count), NEXT)
-        found = _prefill(adapter, _from(name, Snapshot(60, states), count), NEXT)
-        assert _distance(found, expected) < 1e-5
+        expected = prefilled(adapter, _at(name, count), NEXT)
+        found = prefilled(adapter, _from(name, Snapshot(60, states), count), NEXT)
+        assert distance(found, expected) < 1e-5
 
     stale = replace(Snapshot.of(adapter, _at(name, 59), 59), token_count=60)
-    wrong = _prefill(adapter, _from(name, stale, 60), NEXT)
-    assert _distance(wrong, _prefill(adapter, _at(name, 60), NEXT)) > 1e-3
+    wrong = prefilled(adapter, _from(name, stale, 60), NEXT)
+    assert distance(wrong, prefilled(adapter, _at(name, 60), NEXT)) > 1e-3
 
 
 def test_a_block_is_of_one_model_one_count_and_one_layer() -> None:
     """Bytes that are another's, cut, longer or not bytes of a snapshot at all are refused with the reason."""
-    ids, cache = _ids(), _at(SMALLEST, 60)
+    ids, cache = hybrid_ids(), _at(SMALLEST, 60)
     one, other = identities(bytes(32), ids, [60, 64])
-    layer = _adapter(SMALLEST).state_layers[0]
+    layer = hybrid_adapter(SMALLEST).state_layers[0]
     block = encoded(one, layer, states_of(cache, layer))
     (tokens,) = identities(bytes(32), [*ids[:59], ids[59] + 1], [60])
     (model,) = identities(bytes(31) + b"1", ids, [60])
@@ -106,14 +106,14 @@ def test_a_block_is_of_one_model_one_count_and_one_layer() -> None:
         bad = block.copy()
         bad[place] ^= 0x41
         with pytest.raises((SnapshotMismatch, UnsupportedDtype)):
-            Snapshot(60, {layer: decoded(one, layer, bad)}).check(_adapter(SMALLEST), 60)
+            Snapshot(60, {layer: decoded(one, layer, bad)}).check(hybrid_adapter(SMALLEST), 60)
 
 
 def test_a_cache_takes_no_state_that_is_not_its_own() -> None:
     """A state of too many tokens, of another model, of a layer that keeps none; it stays empty."""
-    adapter = _adapter(SMALLEST)
+    adapter = hybrid_adapter(SMALLEST)
     snapshot = Snapshot.of(adapter, _at(SMALLEST, 60), 60)
-    foreign = Snapshot.of(_adapter("jamba"), _at("jamba", 60), 60)
+    foreign = Snapshot.of(hybrid_adapter("jamba"), _at("jamba", 60), 60)
     cache = DynamicCache(config=adapter.model.config)
     for wrong, count, problem in (
         (snapshot, 59, "of 60 tokens, the session has 59"),
@@ -131,11 +131,11 @@ def test_a_cache_takes_no_state_that_is_not_its_own() -> None:
 @pytest.mark.parametrize("begin", [0, 59, 61, 70])
 def test_rows_go_on_where_the_snapshot_stands_only(begin: int) -> None:
     """Rows that are in it already, and rows behind a gap, are refused."""
-    adapter = _adapter(SMALLEST)
+    adapter = hybrid_adapter(SMALLEST)
     snapshot = Snapshot.of(adapter, _at(SMALLEST, 60), 60)
     target = CacheTarget(adapter, 80, snapshot=snapshot)
     modules = Modules(adapter, torch.arange(80), standing=target.standing)
-    data = _rows(SMALLEST)[0][begin:80].contiguous().view(torch.uint8)
+    data = layer_inputs(SMALLEST)[0][begin:80].contiguous().view(torch.uint8)
 
     assert [target.first_token(layer) for layer in range(4)] == [60, 0, 60, 0]
     with pytest.raises(IncompleteRestore):
@@ -155,7 +155,7 @@ class _Chat:
     """Turns of a session on an engine that is made anew each time, each compared to a fresh run."""
 
     def __init__(self, name: str, client: Client, session_id: str, every: int | None = 64) -> None:
-        self.adapter, self.client, self.id, self.every = _adapter(name), client, session_id, every
+        self.adapter, self.client, self.id, self.every = hybrid_adapter(name), client, session_id, every
         # Tokens of its own: another test's snapshots of the same tokens would be found.
         self.ids = random.Random(session_id).choices(range(60), k=200)
         self.spec = model_spec(self.adapter.model, model_id=f"{name}-{session_id}")
@@ -199,15 +199,15 @@ def test_a_conversation_goes_on_from_snapshots(name: str, client: Client, sessio
     second = chat.turn(chat.ids[100:130])
 
     assert (first.snapshot_token_count, second.snapshot_token_count) == (0, 103)
-    client.sessions.fork(f"sessions/{chat.id}", id=f"{chat.id}-fork", token_count=102)
+    client.sessions.open(f"sessions/{chat.id}").fork(id=f"{chat.id}-fork", token_count=102)
     assert chat.turn(NEXT, of=f"{chat.id}-fork", count=102).snapshot_token_count == 64
     # A cut keeps what is of the tokens that stay; the snapshot behind it serves no other tokens.
     assert chat.snapshots().latest(chat.said) == 128
-    client.sessions.keep_first(f"sessions/{chat.id}", 110)
+    client.sessions.open(f"sessions/{chat.id}").keep_first(110)
     assert chat.turn(chat.ids[:22], count=110).snapshot_token_count == 64
     assert chat.snapshots().latest(chat.said) == 128
     assert chat.snapshots().latest(chat.said[:127]) == 64
-    client.sessions.keep_first(f"sessions/{chat.id}", 63)
+    client.sessions.open(f"sessions/{chat.id}").keep_first(63)
     assert chat.turn(NEXT, count=63).snapshot_token_count == 0
 
 
@@ -286,7 +286,7 @@ def test_an_engine_says_which_distances_it_takes(client: Client, session_id: str
 @pytest.mark.parametrize("name", ["lfm2", "mamba2"])
 def test_a_session_s_cost_knows_its_snapshots(client: Client, session_id: str, name: str) -> None:
     """Less than without them, where computing is slow; asking reads token ids, and is no access."""
-    model = _adapter(name).model
+    model = hybrid_adapter(name).model
     spec = model_spec(model, model_id=f"cost-{name}")
     slow = replace(known_profile("cpu"), gemm_flops_per_s=1e5, memory_bytes_per_s=1e12)
     costs = {}
@@ -295,7 +295,7 @@ def test_a_session_s_cost_knows_its_snapshots(client: Client, session_id: str, n
             model, client, spec, profile=slow, snapshot_every=every, window=512
         ) as engine:
             if every:
-                engine.turn(session_id, _ids()[:90], max_new_tokens=0, eos_token_ids=())
+                engine.turn(session_id, hybrid_ids()[:90], max_new_tokens=0, eos_token_ids=())
                 engine.wait(session_id)
             before = client.sessions.get(f"sessions/{session_id}")
             costs[every] = engine.cost(session_id)
