@@ -332,11 +332,11 @@ class Importer:
             if not one.is_void:
                 self._publish(filled, described, target, before)
                 if is_pinned:
-                    self._client.sessions.update(f"sessions/{target}", is_pinned=True)
+                    self._client.sessions.open(f"sessions/{target}").update(is_pinned=True)
         finally:
             # The failure before counts, and a session that cannot be deleted expires.
             with suppress(CacheError):
-                self._client.sessions.delete(unfinished.name)
+                self._client.sessions.open(unfinished.name).delete()
 
     def _begin(self, model: CallerModel, described: ArchivedSession, *, is_pinned: bool) -> SessionInfo:
         create = partial(
@@ -383,7 +383,7 @@ class Importer:
                 unsynced_bytes = 0
             self._step(f"sessions/{target}", session.token_count - before, size_bytes)
         if cut is not None:
-            session = self._client.sessions.drop_ranges(session.name, [(cut, cut + 1)])
+            session = self._client.sessions.open(session.name).drop_ranges([(cut, cut + 1)])
             self._step(f"sessions/{target}", -1, -one.described.token_bytes)
         return session
 
@@ -394,7 +394,7 @@ class Importer:
             # A session that has changed meanwhile is kept: its new tokens were not there when it was to be
             # replaced.
             with suppress(SessionNotFound):
-                self._client.sessions.delete(before.name, if_generation_match=before.generation)
+                self._client.sessions.open(before.name).delete(if_generation_match=before.generation)
         ends: dict[str, Any] = {"ttl": timedelta(microseconds=described.ttl_ns / 1000)}
         if self._wishes.ttl_s is not None:
             ends = {"ttl": timedelta(seconds=self._wishes.ttl_s)}
@@ -402,7 +402,7 @@ class Importer:
             # The server's clock, as of its last answer.
             now = filled.access_time
             ends = {"expire_time": end_of_life(described.expire_time_ns, self._begin_time_ns, now)}
-        self._client.sessions.fork(filled.name, id=target, **ends)
+        self._client.sessions.open(filled.name).fork(id=target, **ends)
 
 
 def _with_gap(rows: Iterator[Rows], cut: int | None) -> Iterator[Rows]:

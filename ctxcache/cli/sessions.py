@@ -146,13 +146,13 @@ def truncate_session(
     target = session_name(name)
     with call.client() as client:
         if keep_recent is not None:
-            session = client.sessions.keep_recent(
-                target, keep_recent, sink_token_count=sinks, if_generation_match=if_generation
+            session = client.sessions.open(target).keep_recent(
+                keep_recent, sink_token_count=sinks, if_generation_match=if_generation
             )
         elif keep_first is not None:
-            session = client.sessions.keep_first(target, keep_first, if_generation_match=if_generation)
+            session = client.sessions.open(target).keep_first(keep_first, if_generation_match=if_generation)
         else:
-            session = client.sessions.drop_ranges(target, ranges, if_generation_match=if_generation)
+            session = client.sessions.open(target).drop_ranges(ranges, if_generation_match=if_generation)
     call.show(session)
 
 
@@ -173,11 +173,9 @@ def fork_session(
     """Make a session that shares this one's first tokens; nothing is copied."""
     new_id = as_.removeprefix("sessions/")
     with call.client() as client:
-        call.show(
-            client.sessions.fork(
-                session_name(name), id=new_id, token_count=tokens, if_generation_match=if_generation
-            )
-        )
+        source = client.sessions.open(session_name(name))
+        made = source.fork(id=new_id, token_count=tokens, if_generation_match=if_generation)
+        call.show(made.info)
 
 
 @sessions.command("pin", epilog=examples("ctxcache session pin chat-17"))
@@ -185,7 +183,7 @@ def fork_session(
 def pin_session(call: CliCall, name: Name) -> None:
     """Hold a session against eviction. It expires all the same."""
     with call.client() as client:
-        call.show(client.sessions.update(session_name(name), is_pinned=True))
+        call.show(client.sessions.open(session_name(name)).update(is_pinned=True))
 
 
 @sessions.command("unpin", epilog=examples("ctxcache session unpin chat-17"))
@@ -193,7 +191,7 @@ def pin_session(call: CliCall, name: Name) -> None:
 def unpin_session(call: CliCall, name: Name) -> None:
     """Let a session be evicted again."""
     with call.client() as client:
-        call.show(client.sessions.update(session_name(name), is_pinned=False))
+        call.show(client.sessions.open(session_name(name)).update(is_pinned=False))
 
 
 @sessions.command("copies", epilog=examples("ctxcache session copies chat-17 2"))
@@ -205,7 +203,7 @@ def copy_session(
 ) -> None:
     """Keep each segment of a session on so many SSD directories."""
     with call.client() as client:
-        call.show(client.sessions.update(session_name(name), copies=copies))
+        call.show(client.sessions.open(session_name(name)).update(copies=copies))
 
 
 @sessions.command("touch", epilog=examples("ctxcache session touch chat-17"))
@@ -213,7 +211,7 @@ def copy_session(
 def touch_session(call: CliCall, name: Name) -> None:
     """Count an access: a sliding expiry begins anew, and the session is the last to leave."""
     with call.client() as client:
-        call.show(client.sessions.update(session_name(name)))
+        call.show(client.sessions.open(session_name(name)).update())
 
 
 @sessions.command("evict", epilog=examples("ctxcache session evict chat-17"))
@@ -252,7 +250,9 @@ def expire_session(
     instant = parsed(parse_instant, at, "--at") if at is not None else None
     with call.client() as client:
         call.show(
-            client.sessions.update(session_name(name), ttl=span, expire_time=LONG_AGO if now else instant)
+            client.sessions.open(session_name(name)).update(
+                ttl=span, expire_time=LONG_AGO if now else instant
+            )
         )
 
 
@@ -261,7 +261,7 @@ def expire_session(
 def flush_session(call: CliCall, name: Name) -> None:
     """Make every token of a session durable on disk."""
     with call.client() as client:
-        call.show(client.sessions.flush(session_name(name)))
+        call.show(client.sessions.open(session_name(name)).flush())
 
 
 @sessions.command("demote", epilog=examples("ctxcache session demote chat-17"))
@@ -289,7 +289,7 @@ def delete_sessions(
     try:
         with call.client() as client:
             for target in targets:
-                client.sessions.delete(target)
+                client.sessions.open(target).delete()
                 deleted.append(target)
     finally:
         # Printed also when a later one failed: these sessions are gone.

@@ -36,7 +36,7 @@ LOOKUP_BATCH = 1000
 
 
 class SessionCalls:
-    """The calls about sessions. `create` and `open` return a handle; the others take a session's name."""
+    """Calls about sessions. What can be done with one is on its handle, which `create` and `open` return."""
 
     def __init__(self, wire: Wire, routes: RowRoutes, prefixes: PrefixCalls) -> None:
         self._wire = wire
@@ -78,12 +78,13 @@ class SessionCalls:
         made = read_session_info(self._wire.call(self._wire.sessions.CreateSession, request))
         return self.open(made, model)
 
-    def open(self, session: str | SessionInfo, model: CallerModel) -> "SessionHandle":
-        """Return a handle on a session of `model`, by name or as an earlier call returned it. Sends nothing.
+    def open(self, session: str | SessionInfo, model: CallerModel | None = None) -> "SessionHandle":
+        """Return a handle on a session, by name or as an earlier call returned it. Sends nothing.
 
-        A handle by name asks for the session's facts when a call first needs them.
+        `model`: the caller's own, which calls that move rows need. A handle by name asks for the session's
+        facts when a call first needs them.
         """
-        return SessionHandle(self, self._routes, session, model)
+        return SessionHandle(self._wire, self._routes, self.prefixes, session, model)
 
     def decode_batch(
         self, sessions: Sequence[str | SessionInfo], model: CallerModel, *, room_tokens: int = ROOM_TOKENS
@@ -103,8 +104,7 @@ class SessionCalls:
 
     def get(self, name: str) -> SessionInfo:
         """Return a session without counting as an access. Raises SessionNotFound."""
-        request = session_pb2.GetSessionRequest(name=name)
-        return read_session_info(self._wire.call(self._wire.sessions.GetSession, request))
+        return self.open(name).refresh()
 
     def list(self, model: str = "", *, page_size: int = 0) -> Iterator[SessionInfo]:
         """Iterate over sessions by name, all or one model's, asking for a page when one is used up."""
@@ -116,111 +116,6 @@ class SessionCalls:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
-
-    def update(
-        self,
-        name: str,
-        *,
-        ttl: timedelta | None = None,
-        expire_time: datetime | None = None,
-        is_pinned: bool | None = None,
-        copies: int = 0,
-    ) -> SessionInfo:
-        """Change expiry, pin or copies (0: as they are); with none, touch.
-
-        Raises SessionNotFound, InvalidArgument, CapacityExceeded.
-        """
-        _check_expiration(ttl, expire_time)
-        request = session_pb2.UpdateSessionRequest(
-            name=name,
-            ttl=duration(ttl),
-            expire_time=timestamp(expire_time),
-            is_pinned=is_pinned,
-            copies=copies,
-        )
-        return read_session_info(self._wire.call(self._wire.sessions.UpdateSession, request))
-
-    def keep_recent(
-        self,
-        name: str,
-        token_count: int,
-        *,
-        sink_token_count: int | None = None,
-        if_generation_match: int | None = None,
-    ) -> SessionInfo:
-        """Truncate to the newest tokens and the sinks (4 unless said otherwise).
-
-        Raises PositionsNotRelocatable, SessionTooFragmented, GenerationMismatch, WriteInProgress.
-        """
-        kept = session_pb2.KeepRecent(token_count=token_count, sink_token_count=sink_token_count)
-        return self._truncate(
-            session_pb2.TruncateSessionRequest(
-                name=name, keep_recent=kept, if_generation_match=if_generation_match
-            )
-        )
-
-    def keep_first(
-        self, name: str, token_count: int, *, if_generation_match: int | None = None
-    ) -> SessionInfo:
-        """Truncate to the first tokens. Raises TokenRangeOutOfBounds, GenerationMismatch, WriteInProgress."""
-        return self._truncate(
-            session_pb2.TruncateSessionRequest(
-                name=name, keep_first=token_count, if_generation_match=if_generation_match
-            )
-        )
-
-    def drop_ranges(
-        self, name: str, ranges: Iterable[tuple[int, int]], *, if_generation_match: int | None = None
-    ) -> SessionInfo:
-        """Truncate by dropping `[begin, end)` ranges, up to 4096 at a time.
-
-        Raises as `keep_recent` and `keep_first` do, and InvalidArgument.
-        """
-        dropped = session_pb2.DropRanges(ranges=[token_range(begin, end) for begin, end in ranges])
-        return self._truncate(
-            session_pb2.TruncateSessionRequest(
-                name=name, drop=dropped, if_generation_match=if_generation_match
-            )
-        )
-
-    def fork(
-        self,
-        name: str,
-        *,
-        id: str = "",
-        token_count: int | None = None,
-        ttl: timedelta | None = None,
-        expire_time: datetime | None = None,
-        if_generation_match: int | None = None,
-        replaces_generation: int | None = None,
-    ) -> SessionInfo:
-        """Create a session that shares the source's first tokens, all unless said otherwise.
-
-        `replaces_generation`: it takes the place of the session `id`, which has the same tokens and is at
-        that generation, in one durable step. Raises SessionAlreadyExists, TokenRangeOutOfBounds,
-        GenerationMismatch, WriteInProgress, SessionInUse (somebody reads the one to be replaced).
-        """
-        _check_expiration(ttl, expire_time)
-        request = session_pb2.ForkSessionRequest(
-            name=name,
-            session_id=id,
-            token_count=token_count,
-            ttl=duration(ttl),
-            expire_time=timestamp(expire_time),
-            if_generation_match=if_generation_match,
-            replaces_generation=replaces_generation,
-        )
-        return read_session_info(self._wire.call(self._wire.sessions.ForkSession, request))
-
-    def flush(self, name: str) -> SessionInfo:
-        """Make every committed token durable. Raises CapacityExceeded, TierFailure."""
-        request = session_pb2.FlushSessionRequest(name=name)
-        return read_session_info(self._wire.call(self._wire.sessions.FlushSession, request))
-
-    def delete(self, name: str, *, if_generation_match: int | None = None) -> None:
-        """Delete a session. Raises SessionNotFound, GenerationMismatch, WriteInProgress."""
-        request = session_pb2.DeleteSessionRequest(name=name, if_generation_match=if_generation_match)
-        self._wire.call(self._wire.sessions.DeleteSession, request)
 
     def lookup(self, queries: Iterable[tuple[str, bytes]]) -> "builtins.list[LookupResult]":
         """Say for each (name, model fingerprint) what could be restored, in the same order."""
@@ -241,12 +136,11 @@ class SessionCalls:
             batch = batch[len(answer.results) :] if answer.results else []
         return results
 
-    def _truncate(self, request: session_pb2.TruncateSessionRequest) -> SessionInfo:
-        return read_session_info(self._wire.call(self._wire.sessions.TruncateSession, request))
-
 
 class SessionHandle:
     """One session, and the caller's own model: every call that moves rows compares the session with it.
+
+    Without a model the handle moves no rows: it updates, truncates, forks, flushes and deletes.
 
     Remembers the session's facts as this handle last knew them, and appends behind them. An append behind
     another writer raises WriteOffsetMismatch, behind another content of as many tokens GenerationMismatch;
@@ -255,18 +149,31 @@ class SessionHandle:
     """
 
     def __init__(
-        self, sessions: SessionCalls, routes: RowRoutes, session: str | SessionInfo, model: CallerModel
+        self,
+        wire: Wire,
+        routes: RowRoutes,
+        prefixes: PrefixCalls,
+        session: str | SessionInfo,
+        model: CallerModel | None,
     ) -> None:
         self.name = session if isinstance(session, str) else session.name
         """Resource name, `sessions/{id}`."""
-        self.model = model
-        self._sessions = sessions
+        self._model = model
+        self._wire = wire
         self._routes = routes
+        self._prefixes = prefixes
         self._info = None if isinstance(session, str) else session
         self._writer: SessionWriter | None = None
 
     def __repr__(self) -> str:
-        return f"SessionHandle({self.name}, {self.model})"
+        return f"SessionHandle({self.name}, {self._model})"
+
+    @property
+    def model(self) -> CallerModel:
+        """The caller's own model. Raises InvalidArgument for a handle without one."""
+        if self._model is None:
+            raise InvalidArgument(field="model", problem="is needed for rows: open(session, model)")
+        return self._model
 
     @property
     def info(self) -> SessionInfo:
@@ -284,8 +191,8 @@ class SessionHandle:
 
     def refresh(self) -> SessionInfo:
         """Read the session's facts again and return them. Counts as no access. Raises SessionNotFound."""
-        self._info = self._sessions.get(self.name)
-        return self._info
+        request = session_pb2.GetSessionRequest(name=self.name)
+        return self._known(self._wire.call(self._wire.sessions.GetSession, request))
 
     def checked(self) -> SessionInfo:
         """Return `info`. Raises ModelFingerprintMismatch for a session of another model."""
@@ -309,7 +216,7 @@ class SessionHandle:
         ModelFingerprintMismatch, GenerationMismatch, WriteInProgress, InvalidArgument (it has or had tokens),
         CapacityExceeded, TierFailure.
         """
-        self._info = self._sessions.prefixes.adopt(
+        self._info = self._prefixes.adopt(
             self.name, self.model, token_ids, contents=contents, if_generation_match=if_generation_match
         )
         return self._info
@@ -470,12 +377,19 @@ class SessionHandle:
         is_pinned: bool | None = None,
         copies: int = 0,
     ) -> SessionInfo:
-        """See SessionCalls.update."""
-        return self._known(
-            self._sessions.update(
-                self.name, ttl=ttl, expire_time=expire_time, is_pinned=is_pinned, copies=copies
-            )
+        """Change expiry, pin or copies (0: as they are); with none, touch.
+
+        Raises SessionNotFound, InvalidArgument, CapacityExceeded.
+        """
+        _check_expiration(ttl, expire_time)
+        request = session_pb2.UpdateSessionRequest(
+            name=self.name,
+            ttl=duration(ttl),
+            expire_time=timestamp(expire_time),
+            is_pinned=is_pinned,
+            copies=copies,
         )
+        return self._known(self._wire.call(self._wire.sessions.UpdateSession, request))
 
     def keep_recent(
         self,
@@ -484,28 +398,37 @@ class SessionHandle:
         sink_token_count: int | None = None,
         if_generation_match: int | None = None,
     ) -> SessionInfo:
-        """See SessionCalls.keep_recent."""
-        return self._known(
-            self._sessions.keep_recent(
-                self.name,
-                token_count,
-                sink_token_count=sink_token_count,
-                if_generation_match=if_generation_match,
+        """Truncate to the newest tokens and the sinks (4 unless said otherwise).
+
+        Raises PositionsNotRelocatable, SessionTooFragmented, GenerationMismatch, WriteInProgress.
+        """
+        kept = session_pb2.KeepRecent(token_count=token_count, sink_token_count=sink_token_count)
+        return self._truncate(
+            session_pb2.TruncateSessionRequest(
+                name=self.name, keep_recent=kept, if_generation_match=if_generation_match
             )
         )
 
     def keep_first(self, token_count: int, *, if_generation_match: int | None = None) -> SessionInfo:
-        """See SessionCalls.keep_first."""
-        return self._known(
-            self._sessions.keep_first(self.name, token_count, if_generation_match=if_generation_match)
+        """Truncate to the first tokens. Raises TokenRangeOutOfBounds, GenerationMismatch, WriteInProgress."""
+        return self._truncate(
+            session_pb2.TruncateSessionRequest(
+                name=self.name, keep_first=token_count, if_generation_match=if_generation_match
+            )
         )
 
     def drop_ranges(
         self, ranges: Iterable[tuple[int, int]], *, if_generation_match: int | None = None
     ) -> SessionInfo:
-        """See SessionCalls.drop_ranges."""
-        return self._known(
-            self._sessions.drop_ranges(self.name, ranges, if_generation_match=if_generation_match)
+        """Truncate by dropping `[begin, end)` ranges, up to 4096 at a time.
+
+        Raises as `keep_recent` and `keep_first` do, and InvalidArgument.
+        """
+        dropped = session_pb2.DropRanges(ranges=[token_range(begin, end) for begin, end in ranges])
+        return self._truncate(
+            session_pb2.TruncateSessionRequest(
+                name=self.name, drop=dropped, if_generation_match=if_generation_match
+            )
         )
 
     def fork(
@@ -518,29 +441,41 @@ class SessionHandle:
         if_generation_match: int | None = None,
         replaces_generation: int | None = None,
     ) -> "SessionHandle":
-        """Return a handle on a new session that shares the first tokens. See SessionCalls.fork."""
-        made = self._sessions.fork(
-            self.name,
-            id=id,
+        """Return a handle on a new session that shares the first tokens, all unless said otherwise.
+
+        `replaces_generation`: it takes the place of the session `id`, which has the same tokens and is at
+        that generation, in one durable step. Raises SessionAlreadyExists, TokenRangeOutOfBounds,
+        GenerationMismatch, WriteInProgress, SessionInUse (somebody reads the one to be replaced).
+        """
+        _check_expiration(ttl, expire_time)
+        request = session_pb2.ForkSessionRequest(
+            name=self.name,
+            session_id=id,
             token_count=token_count,
-            ttl=ttl,
-            expire_time=expire_time,
+            ttl=duration(ttl),
+            expire_time=timestamp(expire_time),
             if_generation_match=if_generation_match,
             replaces_generation=replaces_generation,
         )
-        return self._sessions.open(made, self.model)
+        made = read_session_info(self._wire.call(self._wire.sessions.ForkSession, request))
+        return SessionHandle(self._wire, self._routes, self._prefixes, made, self._model)
 
     def flush(self) -> SessionInfo:
-        """See SessionCalls.flush."""
-        return self._known(self._sessions.flush(self.name))
+        """Make every committed token durable. Raises CapacityExceeded, TierFailure."""
+        request = session_pb2.FlushSessionRequest(name=self.name)
+        return self._known(self._wire.call(self._wire.sessions.FlushSession, request))
 
     def delete(self, *, if_generation_match: int | None = None) -> None:
-        """See SessionCalls.delete."""
-        self._sessions.delete(self.name, if_generation_match=if_generation_match)
+        """Delete the session. Raises SessionNotFound, GenerationMismatch, WriteInProgress."""
+        request = session_pb2.DeleteSessionRequest(name=self.name, if_generation_match=if_generation_match)
+        self._wire.call(self._wire.sessions.DeleteSession, request)
 
-    def _known(self, info: SessionInfo) -> SessionInfo:
-        self._info = info
-        return info
+    def _truncate(self, request: session_pb2.TruncateSessionRequest) -> SessionInfo:
+        return self._known(self._wire.call(self._wire.sessions.TruncateSession, request))
+
+    def _known(self, answer: session_pb2.Session) -> SessionInfo:
+        self._info = read_session_info(answer)
+        return self._info
 
     def _row_sizes(self, session: SessionInfo) -> Mapping[Stream, int]:
         specs = self._routes.specs(session, self.model)

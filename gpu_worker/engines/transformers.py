@@ -368,7 +368,7 @@ def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:
     # No call where nothing is to be cut: the generation stays, and with it others' conditions.
     if token_count == session.token_count:
         return session
-    return client.sessions.keep_first(session.name, token_count, if_generation_match=session.generation)
+    return client.sessions.open(session.name).keep_first(token_count, if_generation_match=session.generation)
 
 
 def emptied(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
@@ -779,8 +779,7 @@ class TransformersEngine(Closing):
 
     def _truncate(self, session: SessionInfo, recent_count: int, turn: Turn) -> SessionInfo:
         try:
-            return self._client.sessions.keep_recent(
-                session.name,
+            return self._client.sessions.open(session.name).keep_recent(
                 recent_count,
                 sink_token_count=self._sink_count,
                 if_generation_match=session.generation,

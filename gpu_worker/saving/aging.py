@@ -347,18 +347,18 @@ class Aging:
         )
         try:
             self._fill(staged, now, kinds, streams)
-            return self._client.sessions.fork(
-                staged.name,
+            aged = staged.fork(
                 id=now.name.removeprefix("sessions/"),
                 if_generation_match=staged.info.generation,
                 # A turn that came meanwhile has another generation:
                 # the store refuses, and the session keeps its rows.
                 replaces_generation=now.generation,
             )
+            return aged.info
         finally:
             # It expires anyway; the error of the work matters more.
             with suppress(CacheError):
-                self._client.sessions.delete(staged.name)
+                staged.delete()
 
     def _streams(self, kinds: Kinds) -> tuple[Stream, ...]:
         layers = self._shape.layers

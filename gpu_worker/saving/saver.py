@@ -111,8 +111,8 @@ class SessionAppender:
         Raises what an append raises; what is committed then, `session` says.
         """
         if self.kept_count is not None and runs:
-            self.session = self._client.sessions.keep_first(
-                self.session.name, self.kept_count, if_generation_match=self.session.generation
+            self.session = self._client.sessions.open(self.session.name).keep_first(
+                self.kept_count, if_generation_match=self.session.generation
             )
             self.kept_count = None
         while runs:
@@ -471,7 +471,7 @@ class Sorter:
                 # Once, behind the last commit: a flush of each piece
                 # would write the growing tail again and again.
                 if progress.durability == Durability.DISK and progress.failure is None:
-                    self._client.sessions.flush(progress.name)
+                    self._client.sessions.open(progress.name).flush()
         except CacheError as error:
             log.warning("save_failed session=%s reason=%s error=%s", progress.name, error.reason, error)
             failure = error

@@ -205,7 +205,7 @@ class WindowRun:
 
     def _run(self, replay: Replay, new_ids: Sequence[int], reply_tokens: int) -> Turn:
         client, session_id = self._store.client, f"{replay.session_id}-window"
-        client.sessions.fork(f"sessions/{replay.session_id}", id=session_id)
+        client.sessions.open(f"sessions/{replay.session_id}").fork(id=session_id)
         plan = self._subject.plan(replay.method)
         with TransformersEngine(
             self._subject.model, client, self._subject.spec, plan, window=self._window

@@ -174,7 +174,7 @@ class HistoryRun:
         turn = engine.turn(session_id, self._new_ids[case.length], max_new_tokens=REPLY_TOKENS)
         if (failure := engine.wait(session_id)) is not None:
             raise failure
-        self._store.client.sessions.delete(f"sessions/{session_id}")
+        self._store.client.sessions.open(f"sessions/{session_id}").delete()
         self._problems.setdefault(case, self._problem(case, turn, title))
         self._view.say(
             f"  {round_title}  {case.length:>6,} tokens  {title:<24}"
@@ -186,14 +186,13 @@ class HistoryRun:
         """Return a fresh session of the case's length whose state is where the case wants it."""
         client = self._store.client
         session_id = f"{self._base_id(case.method)}-{secrets.token_hex(4)}"
-        session = client.sessions.fork(
-            f"sessions/{self._base_id(case.method)}", id=session_id, token_count=case.length
-        )
+        base = client.sessions.open(f"sessions/{self._base_id(case.method)}", CallerModel(self._subject.spec))
+        session = base.fork(id=session_id, token_count=case.length)
         if case.source is Source.SSD:
             client.admin.demote_session(session.name)
         else:
             # A read brings what lies on SSD alone into DRAM.
-            client.sessions.open(session, CallerModel(self._subject.spec)).read().close()
+            session.read().close()
         found = source_of(client, session_id, self._subject.spec.fingerprint())
         if found is not case.source:
             self._problems[case] = (

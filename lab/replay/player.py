@@ -106,7 +106,7 @@ class Player:
             "fork": self._fork,
             "touch": self._touch,
             "hint": self._hint,
-            "flush": lambda call: client.sessions.flush(self.name(call.session)),
+            "flush": lambda call: client.sessions.open(self.name(call.session)).flush(),
             "demote": lambda call: client.admin.demote_session(self.name(call.session)),
             "delete": self._delete,
         }
@@ -206,14 +206,13 @@ class Player:
         ranges = list(zip(ends[::2], ends[1::2], strict=True))
         # From behind: what is dropped changes no index before it.
         while ranges:
-            self._client.sessions.drop_ranges(self.name(call.session), ranges[-RANGES:])
+            self._client.sessions.open(self.name(call.session)).drop_ranges(ranges[-RANGES:])
             del ranges[-RANGES:]
 
     def _fork(self, call: Called) -> None:
         self._ttls_s[call.session] = ttl_s = self._ttl_s(call)
         fork = partial(
-            self._client.sessions.fork,
-            self.name(call.text("source")),
+            self._client.sessions.open(self.name(call.text("source"))).fork,
             id=self._prefix + call.session,
             token_count=call.session_tokens,
             ttl=seconds(ttl_s),
@@ -222,17 +221,17 @@ class Player:
             fork()
         except SessionAlreadyExists:
             # An adoption: the session was opened before, and is empty.
-            self._client.sessions.delete(self.name(call.session))
+            self._client.sessions.open(self.name(call.session)).delete()
             fork()
 
     def _touch(self, call: Called) -> None:
         self._ttls_s[call.session] = ttl_s = self._ttl_s(call)
         is_pinned = bool(call.values.get("is_pinned"))
-        self._client.sessions.update(self.name(call.session), ttl=seconds(ttl_s), is_pinned=is_pinned)
+        self._client.sessions.open(self.name(call.session)).update(ttl=seconds(ttl_s), is_pinned=is_pinned)
 
     def _delete(self, call: Called) -> None:
         self._ttls_s.pop(call.session, None)
-        self._client.sessions.delete(self.name(call.session))
+        self._client.sessions.open(self.name(call.session)).delete()
 
     def _hint(self, call: Called) -> None:
         name, client = self.name(call.session), self._client

@@ -181,7 +181,7 @@ class Bed:
         """As `add`, with this context alone: sessions before are deleted."""
         for saved in self._saved:
             for name in saved.sessions.values():
-                self._client.sessions.delete(name)
+                self._client.sessions.open(name).delete()
         self._saved = []
         self.add(token_ids, new_ids)
 

@@ -132,11 +132,11 @@ class _Looking:
         cost, turns = self._engine.cost(NAME), []
         for _ in range(ROUNDS):
             self._fork_count += 1
-            fork = self._client.sessions.fork(session.name, id=f"{NAME}-{self._fork_count}")
+            fork = self._client.sessions.open(session.name).fork(id=f"{NAME}-{self._fork_count}")
             name = fork.name.removeprefix("sessions/")
             turns.append(self._engine.turn(name, self._new[:1], max_new_tokens=REPLY, eos_token_ids=()))
             self._engine.wait(name)
-            self._client.sessions.delete(fork.name)
+            self._client.sessions.open(fork.name).delete()
         one = compare(self._logits(self._stored(session, kinds)), self._standard, self._new, 0.0)
         nats, bound = abs(one.kl_nats), loss_nats(kind for kind in kinds if kind is not None)
         replies = [turn.token_ids for turn in turns]

@@ -248,7 +248,7 @@ class Blocks:
                 times.append((time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s))
         way.close()
         for session in sessions:
-            self._client.sessions.delete(session.name)
+            self._client.sessions.open(session.name).delete()
         return times[1:]
 
     @property
@@ -387,7 +387,7 @@ class Replays:
                 if number == rounds:
                     stored = [self._rows(session) for session in sessions]
                 for session in sessions:
-                    self._client.sessions.delete(session.name)
+                    self._client.sessions.open(session.name).delete()
         judged = self._judged(static, stored, steps)
         self._model.set_attn_implementation(attention)
         return {

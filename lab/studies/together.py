@@ -199,7 +199,7 @@ def _measured(model: PreTrainedModel, client: Client, rounds: int) -> dict[str, 
         def back() -> None:
             for name, length in zip(names, REAL_LENGTHS, strict=True):
                 engine.wait(name)
-                client.sessions.keep_first(f"sessions/{name}", length)
+                client.sessions.open(f"sessions/{name}").keep_first(length)
 
         for name, length in zip(names, REAL_LENGTHS, strict=True):
             engine.turn(name, ids[:length], max_new_tokens=0)

@@ -27,7 +27,7 @@ def prepare(target: str) -> None:
         client.admin.undrain()
         client.admin.clear_faults()
         for name in [session.name for session in client.sessions.list()]:
-            client.sessions.delete(name)
+            client.sessions.open(name).delete()
         client.models.register(model_spec("llama"))
         client.models.register(with_version(model_spec("llama"), "step-100"))
     store_session(target, SESSION)

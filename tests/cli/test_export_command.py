@@ -45,7 +45,7 @@ def emptied(here: ServerProcess, there: ServerProcess) -> None:
     for server in (here, there):
         with connected(server.target) as client:
             for session in list(client.sessions.list()):
-                client.sessions.delete(session.name)
+                client.sessions.open(session.name).delete()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def export(tmp_path_factory: pytest.TempPathFactory, here: ServerProcess) -> tup
     file = tmp_path_factory.mktemp("export") / "three"
     with connected(here.target) as client:
         rows = {"a": keep(client, SPEC, "a", TOKEN_COUNT, ttl=timedelta(hours=2))}
-        client.sessions.fork("sessions/a", id="b", token_count=70)
+        client.sessions.open("sessions/a").fork(id="b", token_count=70)
         rows["b"] = {stream: part[:70] for stream, part in rows["a"].items()}
         rows["c"] = keep(client, SPEC, "c", 0)
     told = ctxcache_json(here.target, "export", "a", "sessions/b", "c", "a", "--to", str(file))

@@ -55,7 +55,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
     """A client of a store that is empty."""
     with ctxcache.connect(server.target) as made:
         for session in list(made.sessions.list()):
-            made.sessions.delete(session.name)
+            made.sessions.open(session.name).delete()
         yield made
 
 
@@ -143,7 +143,7 @@ def test_another_session_of_the_same_name_is_not_mixed_in(client: Client) -> Non
     keep(client, SPEC, "x", TOKEN_COUNT)
 
     def replace() -> None:
-        client.sessions.delete("sessions/x")
+        client.sessions.open("sessions/x").delete()
         made = client.sessions.create(CallerModel(SPEC), id="x", layout=[one.stream for one in SPEC.streams])
         made.append(make_rows(SPEC, TOKEN_COUNT, 99))
 
@@ -184,7 +184,7 @@ def test_a_session_that_goes_is_left_out_and_told(
 
     outcomes, data = exported(
         client, "gone", "going", "staying", skips_gone=skips_gone,
-        step=once(lambda: client.sessions.delete("sessions/going")),
+        step=once(lambda: client.sessions.open("sessions/going").delete()),
     )  # fmt: skip
 
     assert [one.status for one in outcomes] == [status, status, ArchiveStatus.EXPORTED]
@@ -245,7 +245,7 @@ def test_what_was_filled_so_far_may_go(client: Client) -> None:
 
     def evict() -> None:
         (unfinished,) = [one.name for one in client.sessions.list() if UNFINISHED in one.name]
-        client.sessions.delete(unfinished)
+        client.sessions.open(unfinished).delete()
 
     wishes = ImportWishes(names={"a": "a2", "b": "b2"})
     outcomes = imported(client, data, wishes, once(evict))
@@ -305,7 +305,7 @@ def export(client: Client) -> tuple[bytes, Rows]:
     """A session that is in a file and not in the store, of more bytes than go into one append."""
     rows = keep(client, SPEC, "x", LONG_TOKEN_COUNT)
     _, data = exported(client, "x")
-    client.sessions.delete("sessions/x")
+    client.sessions.open("sessions/x").delete()
     return data, rows
 
 

@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             for name in NAMES:
                 session = client.sessions.create(model, id=name, layout=[HIDDEN])
                 session.append(rows_of(name))
-                client.sessions.flush(session.name)
+                client.sessions.open(session.name).flush()
         yield started
 
 
@@ -187,13 +187,13 @@ def test_a_store_comes_into_one_that_runs_and_through_a_pipe(running: str, tmp_p
     """
     file = tmp_path / "it"
     with connected(running) as client:
-        client.sessions.fork("sessions/monday", id="fork", token_count=100)
-        client.sessions.flush("sessions/fork")
+        client.sessions.open("sessions/monday").fork(id="fork", token_count=100)
+        client.sessions.open("sessions/fork").flush()
     command = [*COMMAND_LINE, "--target", running, "--output", "json", "export", "--store", "--to", "-"]
     piped = subprocess.run(command, capture_output=True, check=True, timeout=WAIT_S)
     file.write_bytes(piped.stdout)
     with connected(running) as client:
-        client.sessions.delete("sessions/fork")
+        client.sessions.open("sessions/fork").delete()
     with ServerProcess(tmp_path / "other") as other, connected(other.target) as client:
         told = ctxcache_json(other.target, "import", str(file))
         names = {one["session"]: (one["status"], one["token_count"]) for one in told["sessions"]}
@@ -202,7 +202,7 @@ def test_a_store_comes_into_one_that_runs_and_through_a_pipe(running: str, tmp_p
                 for stream, expected in rows_of("monday").items():
                     np.testing.assert_array_equal(read.array(stream), expected.view(np.uint8)[:count])
         for session in names:
-            client.sessions.delete(session)
+            client.sessions.open(session).delete()
         process = subprocess.run(
             [*COMMAND_LINE, "--target", other.target, "import", "-"], input=piped.stdout, capture_output=True,
             check=False, timeout=WAIT_S,

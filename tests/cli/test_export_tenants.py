@@ -122,15 +122,15 @@ def test_a_store_is_exported_by_operators_and_imported_by_each_tenant(
     file = str(tmp_path / "store")
     for token in "ab":
         for session in list(client_of(token).sessions.list()):
-            client_of(token).sessions.delete(session.name)
+            client_of(token).sessions.open(session.name).delete()
     rows: dict[str, Rows] = {token: keep(client_of(token), SPEC, "x", 40 + ord(token)) for token in "ab"}
     for token in "ab":
-        client_of(token).sessions.flush("sessions/x")
+        client_of(token).sessions.open("sessions/x").flush()
     assert run("a", "export", "--store", "--to", file).exit_code == ExitCode.PERMISSION_DENIED
     assert list(tmp_path.iterdir()) == []
     assert run("ops", "export", "--store", "--to", file, is_real=True).exit_code == 0
     for token in "ab":
-        client_of(token).sessions.delete("sessions/x")
+        client_of(token).sessions.open("sessions/x").delete()
 
     refused = run("a", "import", file)
     assert refused.exit_code == ExitCode.USAGE

@@ -136,7 +136,7 @@ def test_a_killed_server_goes_on_from_what_it_had_learned(tmp_path: Path) -> Non
         for number in range(COUNT):
             name = store_session(server.target, f"s{number}")
             with connected(server.target) as client:
-                client.sessions.delete(name)
+                client.sessions.open(name).delete()
         deadline_s = time.monotonic() + 30
         while _rests(path) < COUNT and time.monotonic() < deadline_s:
             time.sleep(0.01)

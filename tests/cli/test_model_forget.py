@@ -53,7 +53,7 @@ def fill(client: Client) -> None:
             id_ = f"{VERSIONS.index(version)}-{number}"
             session = client.sessions.create(model, id=id_, layout=[HIDDEN])
             session.append(rows(version), durability=Durability.DISK)
-        client.sessions.fork(session.name, id=f"{VERSIONS.index(version)}-fork")
+        client.sessions.open(session.name).fork(id=f"{VERSIONS.index(version)}-fork")
         for salt in (b"", bytes(32)):
             blocks = {n.to_bytes(32, "big"): np.full(4096, n, np.uint8) for n in range(BLOCKS)}
             client.blocks.put(space_of(version, salt), blocks, durability=Durability.DISK)

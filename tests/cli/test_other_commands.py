@@ -222,8 +222,8 @@ def test_why_miss_explains(running_server: ServerProcess) -> None:
     """A sentence and what happened for people, the proto's names for scripts."""
     store_session(running_server.target, "missed")
     with connected(running_server.target) as client:
-        client.sessions.keep_first("sessions/missed", 1)
-        client.sessions.delete("sessions/missed")
+        client.sessions.open("sessions/missed").keep_first(1)
+        client.sessions.open("sessions/missed").delete()
 
     found = ctxcache_json(running_server.target, "why-miss", "missed")
     ran = ctxcache("--target", running_server.target, "why-miss", "sessions/missed")

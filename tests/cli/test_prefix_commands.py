@@ -20,7 +20,7 @@ def target(running_server: ServerProcess) -> str:
     target = running_server.target
     with connected(target) as client:
         for name in [session.name for session in client.sessions.list()]:
-            client.sessions.delete(name)
+            client.sessions.open(name).delete()
     store_session(target, "first", token_count=150)
     with connected(target) as client:
         second = client.sessions.create(CallerModel(model_spec()), id="second")
@@ -64,7 +64,7 @@ def test_why_miss_says_why_not_more(target: str, prompt: str) -> None:
     assert "128 tokens are there: no session of this model and layout has the next 64" in shown.stdout
     with connected(target) as client:
         for name in ("sessions/first", "sessions/second"):
-            client.sessions.drop_ranges(name, [(0, 1)])
+            client.sessions.open(name).drop_ranges([(0, 1)])
     assert ctxcache_json(target, "prefix", "why-miss", "tiny", prompt)["token_count"] == 0
 
 

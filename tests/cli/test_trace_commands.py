@@ -66,10 +66,10 @@ def work(target: str) -> None:
             client.sessions.lookup(
                 [(name, model_spec().fingerprint()), ("sessions/nobody", model_spec().fingerprint())]
             )
-        client.sessions.drop_ranges(name, [(4, 10), (20, 30)])
-        client.sessions.fork(name, id="other", token_count=50)
-        client.sessions.update(name, ttl=seconds(600), is_pinned=True)
-        client.sessions.flush("sessions/other")
+        client.sessions.open(name).drop_ranges([(4, 10), (20, 30)])
+        client.sessions.open(name).fork(id="other", token_count=50)
+        client.sessions.open(name).update(ttl=seconds(600), is_pinned=True)
+        client.sessions.open("sessions/other").flush()
         client.hints.retain(name, ttl=seconds(60))
         client.hints.prefetch(name)
         client.hints.expect(name, seconds(30))
@@ -78,7 +78,7 @@ def work(target: str) -> None:
         client.sessions.get(name)
     store_session(target, "last")
     with connect(target, access="remote") as client:
-        client.sessions.delete("sessions/last")
+        client.sessions.open("sessions/last").delete()
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Cl
         client.models.register(SPEC)
         client.sessions.create(OWN, id="a", layout=LAYOUT)
         yield client
-        client.sessions.delete(NAME)
+        client.sessions.open(NAME).delete()
 
 
 def append(client: Client, begin: int, end: int) -> None:
@@ -169,7 +169,7 @@ def bulk(server: ServerProcess) -> Iterator[Client]:
         client.sessions.create(OWN, id="a", layout=LAYOUT)
         client.sessions.open(NAME, OWN).append(make_rows(60_000), durability=Durability.DISK)
         yield client
-        client.sessions.delete(NAME)
+        client.sessions.open(NAME).delete()
 
 
 def break_connections(client: Client) -> None:

@@ -90,19 +90,19 @@ CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
             model="models/tiny", layout=ranges_to_wire(spec.stream for spec in SPEC.streams)
         ),
     ),
-    (lambda c: c.sessions.update(NAME), "UpdateSession", session_pb2.UpdateSessionRequest(name=NAME)),
+    (lambda c: c.sessions.open(NAME).update(), "UpdateSession", session_pb2.UpdateSessionRequest(name=NAME)),
     (
-        lambda c: c.sessions.update(NAME, is_pinned=False, ttl=seconds(60)),
+        lambda c: c.sessions.open(NAME).update(is_pinned=False, ttl=seconds(60)),
         "UpdateSession",
         session_pb2.UpdateSessionRequest(name=NAME, is_pinned=False, ttl=Duration(seconds=60)),
     ),
     (
-        lambda c: c.sessions.keep_recent(NAME, 10),
+        lambda c: c.sessions.open(NAME).keep_recent(10),
         "TruncateSession",
         session_pb2.TruncateSessionRequest(name=NAME, keep_recent=session_pb2.KeepRecent(token_count=10)),
     ),
     (
-        lambda c: c.sessions.keep_recent(NAME, 10, sink_token_count=0, if_generation_match=3),
+        lambda c: c.sessions.open(NAME).keep_recent(10, sink_token_count=0, if_generation_match=3),
         "TruncateSession",
         session_pb2.TruncateSessionRequest(
             name=NAME,
@@ -111,12 +111,12 @@ CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
         ),
     ),
     (
-        lambda c: c.sessions.keep_first(NAME, 0),
+        lambda c: c.sessions.open(NAME).keep_first(0),
         "TruncateSession",
         session_pb2.TruncateSessionRequest(name=NAME, keep_first=0),
     ),
     (
-        lambda c: c.sessions.drop_ranges(NAME, [(4, 8), (10, 12)]),
+        lambda c: c.sessions.open(NAME).drop_ranges([(4, 8), (10, 12)]),
         "TruncateSession",
         session_pb2.TruncateSessionRequest(
             name=NAME,
@@ -126,13 +126,13 @@ CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
         ),
     ),
     (
-        lambda c: c.sessions.fork(NAME, id="b", token_count=0, if_generation_match=2),
+        lambda c: c.sessions.open(NAME).fork(id="b", token_count=0, if_generation_match=2),
         "ForkSession",
         session_pb2.ForkSessionRequest(name=NAME, session_id="b", token_count=0, if_generation_match=2),
     ),
-    (lambda c: c.sessions.flush(NAME), "FlushSession", session_pb2.FlushSessionRequest(name=NAME)),
+    (lambda c: c.sessions.open(NAME).flush(), "FlushSession", session_pb2.FlushSessionRequest(name=NAME)),
     (
-        lambda c: c.sessions.delete(NAME, if_generation_match=0),
+        lambda c: c.sessions.open(NAME).delete(if_generation_match=0),
         "DeleteSession",
         session_pb2.DeleteSessionRequest(name=NAME, if_generation_match=0),
     ),

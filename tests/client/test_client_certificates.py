@@ -147,11 +147,11 @@ def test_what_is_another_tenants_is_not_there(connect: Callable[..., Client], ac
     other.models.register(SPEC)
     asked: list[Callable[[], Any]] = [
         partial(other.sessions.get, name),
-        partial(other.sessions.update, name, ttl=seconds(60)),
-        partial(other.sessions.keep_first, name, 0),
-        partial(other.sessions.fork, name),
-        partial(other.sessions.flush, name),
-        partial(other.sessions.delete, name),
+        partial(other.sessions.open(name).update, ttl=seconds(60)),
+        partial(other.sessions.open(name).keep_first, 0),
+        other.sessions.open(name).fork,
+        other.sessions.open(name).flush,
+        other.sessions.open(name).delete,
         partial(other.sessions.open(mine, OWN).append, make_rows(1)),
         partial(rows_of, other, name),
         lambda: rows_of_snapshot(other, mine),
@@ -166,7 +166,7 @@ def test_what_is_another_tenants_is_not_there(connect: Callable[..., Client], ac
     assert (theirs.tenant, owner.sessions.get(name).tenant) == ("b", "a")
     np.testing.assert_array_equal(rows_of(other, name), make_rows(3, first=500)[KV])
     np.testing.assert_array_equal(rows_of(owner, name), make_rows(70)[KV])
-    other.sessions.delete(name)
+    other.sessions.open(name).delete()
     assert owner.sessions.get(name).token_count == 70
 
 
@@ -196,7 +196,7 @@ def test_hints_speak_of_ones_own_sessions_alone(connect: Callable[..., Client]) 
         own.put(QueuedJob("1", "sessions/hinted", position=1.0))
         queue.flush()
         own.flush()
-        owner.sessions.delete("sessions/hinted")
+        owner.sessions.open("sessions/hinted").delete()
         told = {event.session for event in queue.take()}
         missing = dict(queue.missing)
 
@@ -223,9 +223,9 @@ def test_one_floods_and_the_other_keeps_its_share(
     rows, many = make_rows(640), make_rows(1920)
     kept = [fill(quiet, f"kept-{number}", rows) for number in range(8)]
     for session in kept:
-        quiet.sessions.flush(session.name)
+        quiet.sessions.open(session.name).flush()
     for number in range(60):
-        flooding.sessions.flush(fill(flooding, f"flood-{number}", many).name)
+        flooding.sessions.open(fill(flooding, f"flood-{number}", many).name).flush()
     use = {use.tenant: use for use in connect("ops").admin.list_tenants()}
 
     assert use["a"].session_count < 60
@@ -254,7 +254,7 @@ def test_operators_verbs_need_an_operator(connect: Callable[..., Client], server
         partial(user.admin.demote_session, name),
         lambda: list(user.admin.verify()),
         lambda: list(user.admin.backup()),
-        partial(user.sessions.update, name, is_pinned=True),
+        partial(user.sessions.open(name).update, is_pinned=True),
         partial(user.sessions.create, OWN, layout=LAYOUT, is_pinned=True),
     ]
     for ask in asked:
@@ -285,7 +285,7 @@ def test_an_operator_acts_for_a_tenant_and_sees_no_rows(
     operator, user = connect("ops", tenant=tenant), connect("b", tenant=tenant)
 
     assert operator.sessions.get(name).token_count == 5
-    assert operator.sessions.update(name, is_pinned=True).is_pinned
+    assert operator.sessions.open(name).update(is_pinned=True).is_pinned
     operator.admin.evict_session(name)
     again = fill(connect("a"), "acted-on", make_rows(5))
     with pytest.raises(CacheError):

@@ -85,7 +85,7 @@ def test_what_came_in_one_way_goes_out_by_all(
         for stream in found.streams:
             np.testing.assert_array_equal(found.array(stream), rows[stream][100:4000])
     assert [bad for step in client.admin.verify() for bad in step.bad] == []
-    client.sessions.delete(NAME)
+    client.sessions.open(NAME).delete()
 
 
 @pytest.mark.parametrize("count", [-1, (1 << 20) + 1])
@@ -102,4 +102,4 @@ def test_what_is_announced_is_bounded(connect: Callable[[Route], Client], count:
         handle._routes.transport.append(header, make_rows(1), Durability.MEMORY)
     assert refused.value.facts["field"] == "header.coming_token_count"
     assert handle.refresh().token_count == 0
-    client.sessions.delete("sessions/b")
+    client.sessions.open("sessions/b").delete()

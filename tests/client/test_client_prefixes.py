@@ -225,7 +225,7 @@ def test_what_is_imported_is_found_as_far_as_nothing_was_dropped(
     with destination(str(tmp_path / "file"), is_forced=False) as fd:
         writer = FrameWriter(fd, "file", bytes(16), 0)
         [exported] = Exporter(client, writer, lambda *_: None, skips_gone=False).export(["sessions/a"])
-    client.sessions.delete("sessions/a")
+    client.sessions.open("sessions/a").delete()
     with source(str(tmp_path / "file")) as opened:
         reader = ArchiveReader(opened)
         wishes = ImportWishes(on_conflict=OnConflict.FAIL)

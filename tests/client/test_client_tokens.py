@@ -150,7 +150,7 @@ def test_a_local_clients_rows_are_its_tenants(connect: Callable[..., Client]) ->
     client = connect("a", "local-socket")
     session = fill(client, "in-place", 200)
     assert session.tenant == "a"
-    client.sessions.flush(session.name)
+    client.sessions.open(session.name).flush()
     with connect("a", "local-socket").sessions.open(session.name, OWN).read() as found:
         np.testing.assert_array_equal(found.array(KV), make_rows(200)[KV])
     with connect("a", "remote").sessions.open(session.name, OWN).read() as streamed:

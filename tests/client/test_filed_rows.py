@@ -162,8 +162,8 @@ def test_a_part_is_read_as_a_part(client: Client, begin: int, end: int) -> None:
 def test_what_was_appended_since_comes_from_the_arena(live: LiveServer, client: Client) -> None:
     """A session of both, cut in its middle, and its fork."""
     client.sessions.open(NAME, OWN).append(make_rows(70, first=TOKEN_COUNT))
-    client.sessions.keep_recent(NAME, 180, sink_token_count=4)
-    client.sessions.fork(NAME, id="b", token_count=150)
+    client.sessions.open(NAME).keep_recent(180, sink_token_count=4)
+    client.sessions.open(NAME).fork(id="b", token_count=150)
     kept = [*range(4), *range(90, 270)]
 
     with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
@@ -237,7 +237,7 @@ def test_a_damaged_byte_is_a_miss(live: LiveServer, client: Client, place: str) 
 def test_what_is_leased_keeps_its_place_when_its_session_goes(live: LiveServer, client: Client) -> None:
     """Deleted under the reader: all can be read, and the slots are free only when it has gone."""
     with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
-        client.sessions.delete(NAME)
+        client.sessions.open(NAME).delete()
         used = live.ask(lambda server: server._cache.ledger.below.used_bytes_by_path)
         add(client, "b", TOKEN_COUNT, first=1000)
 
@@ -245,7 +245,7 @@ def test_what_is_leased_keeps_its_place_when_its_session_goes(live: LiveServer, 
         assert_same(read_all(rows), range(TOKEN_COUNT))
     client.sessions.get("sessions/b")
     live.until(lambda server: len(server._cache.leases._leases) == 0)
-    client.sessions.delete("sessions/b")
+    client.sessions.open("sessions/b").delete()
     assert sum(live.ask(lambda server: server._cache.ledger.below.used_bytes_by_path)) == 0
 
 
@@ -258,7 +258,7 @@ def _reused(live: LiveServer, client: Client) -> None:
             server._cache.leases.release(lease_id)
 
     live.ask(release_all)
-    client.sessions.delete(NAME)
+    client.sessions.open(NAME).delete()
     # A session's segments lie on one path: one of so many as there are paths comes to lie there.
     for number in range(PATHS):
         add(client, f"b{number}", TOKEN_COUNT, first=1000)

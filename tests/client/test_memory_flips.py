@@ -203,7 +203,7 @@ def outcomes_of(client: Client, path: Path) -> list[ArchiveOutcome]:
     with path.open("wb", buffering=0) as file:
         writer = FrameWriter(file.fileno(), str(path), bytes(FILE_ID_BYTES), 0)
         exporter = Exporter(client, writer, lambda *_: None, skips_gone=False)
-        client.sessions.update(NAME, expire_time=FAR)
+        client.sessions.open(NAME).update(expire_time=FAR)
         return list(exporter.export([NAME]))
 
 
@@ -215,7 +215,7 @@ def test_a_byte_that_changes_before_its_first_flush_is_never_made_durable(
     made(client, 150, Durability.MEMORY)
     flip(live, 2, 5)
     with pytest.raises(CorruptSegment):
-        client.sessions.flush(NAME)
+        client.sessions.open(NAME).flush()
     assert client.sessions.get(NAME).durable_token_count == 128
     live.stop()
     live.start()
@@ -258,7 +258,7 @@ def test_durable_rows_outlive_a_byte_that_changes_behind_them(
     check(read(client), 0, 100)
     client.sessions.open(NAME, OWN).append({stream: rows[100:] for stream, rows in make_rows(130).items()})
     check(read(client), 0, 130)
-    client.sessions.flush(NAME)
+    client.sessions.open(NAME).flush()
     check_books(live)
 
 
@@ -295,7 +295,7 @@ def test_tokens_of_a_decode_batch_are_summed_one_by_one(
     check(read(connect("grpc")), 0, 70)
     flip(live, 1, 3)
     with pytest.raises(CorruptSegment):
-        client.sessions.flush(NAME)
+        client.sessions.open(NAME).flush()
 
     check(read(client), 0, 64)
 
@@ -382,8 +382,8 @@ def test_a_fork_and_a_cut_session_are_verified_by_whole_chunks(
     """Sums are of whole chunks, whatever part of them a session still has."""
     client = connect("local-socket")
     made(client, 150, Durability.DISK)
-    client.sessions.keep_first(NAME, 100)
-    fork = client.sessions.fork(NAME, id="b", token_count=70)
+    client.sessions.open(NAME).keep_first(100)
+    fork = client.sessions.open(NAME).fork(id="b", token_count=70)
     flip(live, 1, 1)
     for way in WAYS:
         check(read(connect(way)), 0, 100)
@@ -416,10 +416,10 @@ def test_flips_at_random_between_operations_at_random(
                 )
             case 1:
                 with contextlib.suppress(CorruptSegment):
-                    client.sessions.flush(NAME)
+                    client.sessions.open(NAME).flush()
                 durable = client.sessions.get(NAME).durable_token_count
             case 2 if token_count > 600:
-                client.sessions.keep_first(NAME, 30)
+                client.sessions.open(NAME).keep_first(30)
                 durable = min(durable, 30)
             case 3 if token_count:
                 there = segments(live)

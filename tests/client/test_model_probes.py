@@ -201,7 +201,7 @@ def test_probes_survive_and_travel(server: ServerProcess, spec: ModelSpec, tmp_p
     with ServerProcess(tmp_path / "empty") as other, ctxcache.connect(other.target) as client:
         _run(other.target, "import", tmp_path / "export")
         assert kept(client, spec) == probe()
-        client.sessions.delete(f"sessions/{spec.model_id}")
+        client.sessions.open(f"sessions/{spec.model_id}").delete()
         client.admin.delete_model(f"models/{spec.model_id}")
         client.models.register(spec, probe(2.0))
         refused = _run(other.target, "import", tmp_path / "export", code=4)

@@ -95,10 +95,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
             client.sessions.open(source.name, model).append(
                 saved_rows(EARLY_COUNT, TOKEN_COUNT), durability=Durability.DISK
             )
-            fork = client.sessions.fork(source.name, token_count=FORK_TOKEN_COUNT)
+            fork = client.sessions.open(source.name).fork(token_count=FORK_TOKEN_COUNT).info
             added = saved_rows(TOKEN_COUNT, TOKEN_COUNT + FORK_APPENDED_COUNT)
             client.sessions.open(fork.name, model).append(added, durability=Durability.DISK)
-            source = client.sessions.drop_ranges(source.name, [(DROPPED.start, DROPPED.stop)])
+            source = client.sessions.open(source.name).drop_ranges([(DROPPED.start, DROPPED.stop)])
         assert server.terminate() == 0
     return Stopped(path, early_file, path.read_bytes(), source, fork)
 

@@ -106,7 +106,7 @@ def test_a_session_that_lost_its_state_is_saved_again(
         with ctxcache.connect(store.target) as cache:
             wait_for_all(cache)
             for user in users[:2]:
-                cache.sessions.keep_first(f"sessions/{user}", 0)
+                cache.sessions.open(f"sessions/{user}").keep_first(0)
         for user in users[:2]:
             prompts[user] = three_turns_more(engine, plain, user, prompts[user])
         with ctxcache.connect(store.target) as cache:

@@ -627,7 +627,7 @@ def test_two_ranks_save_and_restore_their_parts(
         assert {one.name for one in cache.sessions.list()} == names
         for name in names:
             wait_for(cache, name, saved_count)
-        cache.sessions.keep_first("sessions/alice.rank1", BLOCK_TOKENS)
+        cache.sessions.open("sessions/alice.rank1").keep_first(BLOCK_TOKENS)
     with VllmEngine(model, store.target, tmp_path / "log", **options) as engine:
         for expected in (BLOCK_TOKENS, whole_blocks(len(prompt) + COUNT)):
             reply = engine.turn(prompt, "alice", COUNT)

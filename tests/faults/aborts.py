@@ -238,6 +238,6 @@ def _look(client: Client, ledger: Ledger, sessions: Sequence[SessionInfo]) -> No
         if len(tags) != KEPT_TOKENS:
             ledger.find(f"{session.name}: {len(tags)} tokens are read after aborted saves")
         try:
-            client.sessions.keep_first(session.name, KEPT_TOKENS)
+            client.sessions.open(session.name).keep_first(KEPT_TOKENS)
         except CacheError as error:
             ledger.find(f"{session.name} cannot be changed after aborted saves: {error}")

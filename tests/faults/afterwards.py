@@ -66,7 +66,7 @@ def _left(stats: StoreStats) -> str:
 
 def _remove(client: Client, name: str) -> None:
     with suppress(SessionNotFound):  # it has expired
-        client.sessions.delete(name)
+        client.sessions.open(name).delete()
 
 
 def _check_absence(ledger: Ledger, session: Expected, now_ns: int, terms: Terms) -> None:

@@ -80,7 +80,7 @@ class Bench:
         self.client.sessions.open(name, OWN).append(
             {s: rows_of(owner, s, 0, TOKENS_EACH, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
         )
-        self.client.sessions.flush(name)
+        self.client.sessions.open(name).flush()
         return name
 
     def wait_until(self, what: str, is_so: Callable[[], bool], within_s: float) -> float:

@@ -96,7 +96,7 @@ def thawed_clients(bench: Bench) -> None:
             if (said := copier.word()) != "refused foreign":
                 bench.report.find(f"a frozen client goes on: its copy was {said or 'good for ever'}")
         for thief in thieves:
-            bench.client.sessions.delete(thief)
+            bench.client.sessions.open(thief).delete()
         bench.report.count("thawed_clients")
         bench.report.end_if_found()
     bench.report.figures["frozen_grpc_client_gone_s"] = waited_s
@@ -262,7 +262,7 @@ def _wrong_appends() -> dict[str, tuple[list[session_pb2.AppendSessionRequest], 
 def _append_and_drop(bench: Bench, owner: int) -> None:
     rows = {s: rows_of(owner, s, TOKENS_EACH, TOKENS_EACH + 8, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
     bench.client.sessions.open(f"sessions/s{owner}", OWN).append(rows)
-    bench.client.sessions.keep_first(f"sessions/s{owner}", TOKENS_EACH)
+    bench.client.sessions.open(f"sessions/s{owner}").keep_first(TOKENS_EACH)
 
 
 def _used_bytes(bench: Bench) -> list[int]:

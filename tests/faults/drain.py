@@ -246,7 +246,7 @@ def _verify(report: Report, server: ServerProcess, acknowledged: dict[str, int])
             if wrong is not None:
                 report.find(f"{name}: row {wrong} is not its own")
             if session.token_count > SLOW_TOKENS * 2:
-                client.sessions.keep_first(name, 0)
+                client.sessions.open(name).keep_first(0)
                 acknowledged[name] = 0
 
 

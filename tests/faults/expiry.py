@@ -125,7 +125,7 @@ def _fill(client: Client, name: str, token_count: int) -> None:
     client.sessions.open(name, CallerModel(model(0))).append(
         {s.stream: rows_of(1, s.stream, 0, token_count, s.row_bytes) for s in STORED},
     )
-    client.sessions.flush(name)
+    client.sessions.open(name).flush()
 
 
 async def _date_many(target: str, count: int, at: datetime) -> None:

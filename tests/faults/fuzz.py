@@ -338,7 +338,7 @@ def _make_canaries(client: Client) -> None:
         rows = {s.stream: rows_of(owner, s.stream, 0, CANARY_TOKENS, s.row_bytes) for s in STREAMS}
         rows[TOKENS] = rows_of(owner, TOKENS, 0, CANARY_TOKENS, 4)
         client.sessions.open(f"sessions/canary-{owner}", own).append(rows)
-        client.sessions.flush(f"sessions/canary-{owner}")
+        client.sessions.open(f"sessions/canary-{owner}").flush()
 
 
 def _make_plausible(client: Client) -> Plausible:
@@ -383,7 +383,7 @@ def _check_after(report: Report, server: ServerProcess, client: Client, used_byt
     names = [s.name for s in client.sessions.list() if not s.name.startswith("sessions/canary-")]
     for name in names:
         try:
-            client.sessions.delete(name)
+            client.sessions.open(name).delete()
         except CacheError as error:
             report.find(f"{name} cannot be deleted: {error}")
     _check_let_go(report, client)

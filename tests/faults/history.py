@@ -274,7 +274,7 @@ class Play:
         with ctxcache.connect(stage.server.target, access="remote") as client:
             for session in client.sessions.list():
                 with suppress(SessionNotFound):
-                    client.sessions.delete(session.name)
+                    client.sessions.open(session.name).delete()
 
 
 def _begun_count(hands: Iterable[Hand]) -> int:

@@ -307,13 +307,13 @@ class Worker:
         session = self._get(client, name)
         count = self._random.randint(session.token_count // 2, session.token_count)
         with self._log.op("keep_first", name, count=count) as answer:
-            answer.update(view_of(client.sessions.keep_first(name, count)))
+            answer.update(view_of(client.sessions.open(name).keep_first(count)))
 
     def _keep_recent(self, client: Client, name: str) -> None:
         session = self._get(client, name)
         count, sinks = self._random.randint(session.token_count // 2, session.token_count), 4
         with self._log.op("keep_recent", name, count=count, sinks=sinks) as answer:
-            answer.update(view_of(client.sessions.keep_recent(name, count, sink_token_count=sinks)))
+            answer.update(view_of(client.sessions.open(name).keep_recent(count, sink_token_count=sinks)))
 
     def _fork_and_write_both(self, client: Client, name: str) -> None:
         """Have room in both at once, behind what they share."""
@@ -352,37 +352,36 @@ class Worker:
 
     def _fork_to(self, client: Client, source: SessionInfo, new_name: str, count: int) -> SessionInfo:
         with self._log.op("fork", source.name, target=new_name, count=count) as answer:
-            fork = client.sessions.fork(
-                source.name,
+            fork = client.sessions.open(source.name).fork(
                 id=new_name.partition("/")[2],
                 token_count=count,
                 expire_time=_moment(time.time_ns() + 3600 * 10**9),
             )
-            answer.update(view_of(fork))
-        return fork
+            answer.update(view_of(fork.info))
+        return fork.info
 
     def _another(self, name: str) -> str:
         return self._random.choice([other for other in self._names if other != name])
 
     def _delete(self, client: Client, name: str) -> None:
         with self._log.op("delete", name):
-            client.sessions.delete(name)
+            client.sessions.open(name).delete()
 
     def _update(self, client: Client, name: str) -> None:
         if self._is_heads():
             left_ns = self._random.randint(1000, 1500) * 10**6
             with self._log.op("update", name, ttl_ns=left_ns) as answer:
-                answer.update(view_of(client.sessions.update(name, ttl=seconds(left_ns / 10**9))))
+                answer.update(view_of(client.sessions.open(name).update(ttl=seconds(left_ns / 10**9))))
         else:
             left_ns = self._random.randint(100, 1500) * 10**6
             # Read one after the other: how long that may take is allowed for.
             due_ns, moment = time.monotonic_ns() + left_ns, _moment(time.time_ns() + left_ns)
             with self._log.op("update", name, due_ns=due_ns) as answer:
-                answer.update(view_of(client.sessions.update(name, expire_time=moment)))
+                answer.update(view_of(client.sessions.open(name).update(expire_time=moment)))
 
     def _flush(self, client: Client, name: str) -> None:
         with self._log.op("flush", name) as answer:
-            answer.update(view_of(client.sessions.flush(name)))
+            answer.update(view_of(client.sessions.open(name).flush()))
 
     def _demote(self, client: Client, name: str) -> None:
         with self._log.op("flush", name) as answer:

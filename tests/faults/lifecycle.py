@@ -60,7 +60,7 @@ class Lifecycle:
             self.create(client, "a")
             self.append(client, "a", 100, is_durable=True)
             self.append(client, "a", 90, is_durable=False)
-            self._make_durable("flush a", client.sessions.flush, "a")
+            self._make_durable("flush a", lambda name: client.sessions.open(name).flush(), "a")
             self.append(client, "a", 30, is_durable=False)
             self._make_durable("demote a", client.admin.demote_session, "a")
             self.read(client, "a")
@@ -165,7 +165,7 @@ class Lifecycle:
             return
         known.least = min(known.least, count)
         done = self.try_(
-            f"truncate {name}", lambda: client.sessions.keep_first(f"sessions/{name}", count), known
+            f"truncate {name}", lambda: client.sessions.open(f"sessions/{name}").keep_first(count), known
         )
         if done is not None:
             known.most = count
@@ -173,17 +173,17 @@ class Lifecycle:
     def _fork(self, client: Client, source: str, name: str) -> None:
         parent = self.sessions[source]
         known = self.sessions[name] = Known(owner=parent.owner, most=parent.most)
-        call = lambda: client.sessions.fork(f"sessions/{source}", id=name)  # noqa: E731
+        call = lambda: client.sessions.open(f"sessions/{source}").fork(id=name)  # noqa: E731
         done = self.try_(f"fork {source}", call, parent)
         if done is not None:
-            known.least, known.may_be_gone = done.token_count, False
+            known.least, known.may_be_gone = done.info.token_count, False
 
     def delete(self, client: Client, name: str) -> None:
         """Delete a session: it is gone when that is acknowledged."""
         known = self.sessions[name]
         was_there = not known.may_be_gone
         known.may_be_gone, known.least = True, 0
-        call = lambda: client.sessions.delete(f"sessions/{name}") or True  # type: ignore[func-returns-value]  # noqa: E731
+        call = lambda: client.sessions.open(f"sessions/{name}").delete() or True  # type: ignore[func-returns-value]  # noqa: E731
         if self.try_(f"delete {name}", call, known) and was_there:
             known.must_be_gone = True
 

@@ -94,7 +94,7 @@ def _flushing(target: str, name: str, problem: Problem) -> Iterator[None]:
     def flush() -> None:
         try:
             with ctxcache.connect(target, access="remote", timeout_s=4 * DEADLINE_S) as client:
-                client.sessions.flush(name)
+                client.sessions.open(name).flush()
         except CacheError as error:
             problem(f"the flush that waited: {error.reason}: {error}")
 

@@ -125,8 +125,8 @@ def _be_crowded(client: Client, life: Lifecycle, ballast: Path, problems: list[s
     _fill(ballast, CROWDED_BYTES)
     for what, call in (
         ("create", lambda: client.sessions.create(OWN, id="x")),
-        ("fork", lambda: client.sessions.fork("sessions/a", id="y")),
-        ("flush", lambda: client.sessions.flush("sessions/a")),
+        ("fork", lambda: client.sessions.open("sessions/a").fork(id="y")),
+        ("flush", lambda: client.sessions.open("sessions/a").flush()),
     ):
         expect(CapacityExceeded, what, call, problems.append)
     life.append(client, "a", 50, is_durable=False)

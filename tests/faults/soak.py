@@ -155,7 +155,7 @@ class Churn:
     def _append(self, client: Client, name: str) -> None:
         session = client.sessions.get(name)
         if session.token_count > MOST_TOKENS:
-            client.sessions.keep_first(name, 0)
+            client.sessions.open(name).keep_first(0)
             return
         count = self._draw.choice((1, 5, 64, 200))
         begin = session.token_count
@@ -199,23 +199,26 @@ class Churn:
             return
 
     def _truncate(self, client: Client, name: str) -> None:
-        client.sessions.keep_first(name, client.sessions.get(name).token_count // 2)
+        client.sessions.open(name).keep_first(client.sessions.get(name).token_count // 2)
 
     def _fork(self, client: Client, name: str) -> None:
         fork = f"{name.removeprefix('sessions/')}-fork"
         try:
-            client.sessions.fork(name, id=fork)
+            client.sessions.open(name).fork(id=fork)
         except SessionAlreadyExists:
-            client.sessions.delete(f"sessions/{fork}")
+            client.sessions.open(f"sessions/{fork}").delete()
 
     def _delete(self, client: Client, name: str) -> None:
-        client.sessions.delete(name)
+        client.sessions.open(name).delete()
 
     def _touch(self, client: Client, name: str) -> None:
-        client.sessions.update(name, ttl=seconds(self._draw.choice((5, 3600))))
+        client.sessions.open(name).update(ttl=seconds(self._draw.choice((5, 3600))))
 
     def _flush(self, client: Client, name: str) -> None:
-        (client.admin.demote_session if self._draw.random() < 0.3 else client.sessions.flush)(name)
+        if self._draw.random() < 0.3:
+            client.admin.demote_session(name)
+        else:
+            client.sessions.open(name).flush()
 
     def _foretell(self, _: Client, name: str) -> None:
         self._foresight.tell(name)
@@ -276,7 +279,7 @@ def settled(server: ServerProcess, patience_s: float) -> Sample:
 
 def _delete(client: Client, name: str) -> None:
     try:
-        client.sessions.delete(name)
+        client.sessions.open(name).delete()
     except CacheError:
         return  # expired meanwhile, or somebody's writer is not given up yet: looked at again
 

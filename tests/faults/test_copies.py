@@ -194,4 +194,4 @@ def test_copies_that_there_are_no_directories_for_are_refused(tmp_path: Path) ->
                 client.sessions.create(MODEL, id="s", layout=[HIDDEN], copies=copies)
         client.sessions.create(MODEL, id="s", layout=[HIDDEN])
         with pytest.raises(InvalidArgument, match="2 copies need 2 SSD directories, and the store has 1"):
-            client.sessions.update("sessions/s", copies=2)
+            client.sessions.open("sessions/s").update(copies=2)

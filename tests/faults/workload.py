@@ -257,19 +257,19 @@ class Worker(threading.Thread):
     def _keep_first(self, client: Client, session: Expected) -> None:
         kept = self._random.randint(len(session.live) // 2, len(session.live))
         session.begin(Change(session.live[:kept]))
-        self._acknowledged(session, client.sessions.keep_first(session.name, kept))
+        self._acknowledged(session, client.sessions.open(session.name).keep_first(kept))
 
     def _keep_recent(self, client: Client, session: Expected) -> None:
         count, recent = len(session.live), self._random.randint(len(session.live) // 2, len(session.live))
         sinks = min(4, count)
         cut = max(sinks, count - recent)
         session.begin(Change((*session.live[:sinks], *session.live[cut:])))
-        self._acknowledged(session, client.sessions.keep_recent(session.name, recent))
+        self._acknowledged(session, client.sessions.open(session.name).keep_recent(recent))
 
     def _drop(self, client: Client, session: Expected) -> None:
         a, b, c, d = sorted(self._random.randint(0, len(session.live)) for _ in range(4))
         session.begin(Change((*session.live[:a], *session.live[b:c], *session.live[d:])))
-        self._acknowledged(session, client.sessions.drop_ranges(session.name, [(a, b), (c, d)]))
+        self._acknowledged(session, client.sessions.open(session.name).drop_ranges([(a, b), (c, d)]))
 
     def _fork(self, client: Client, session: Expected) -> None:
         kept = self._random.randint(0, len(session.live))
@@ -278,9 +278,9 @@ class Worker(threading.Thread):
         fork.cuts = [fork.live[-1] + 1 if fork.live else 0]
         fork.flushed()
         self._ledger.sessions[fork.name] = fork
-        view = client.sessions.fork(session.name, id=name, token_count=kept, ttl=seconds(3600))
+        view = client.sessions.open(session.name).fork(id=name, token_count=kept, ttl=seconds(3600))
         fork.may_be_absent = False
-        self._look(fork, view)
+        self._look(fork, view.info)
         session.flushed()
         # One goes for the one that came.
         self.sessions[self.sessions.index(session)] = fork
@@ -292,17 +292,19 @@ class Worker(threading.Thread):
         staged.cuts = [staged.live[-1] + 1 if staged.live else 0]
         staged.flushed()
         self._ledger.sessions[staged.name] = staged
-        fork = client.sessions.fork(session.name, id=staged.name.removeprefix("sessions/"), ttl=seconds(3600))
+        fork = client.sessions.open(session.name).fork(
+            id=staged.name.removeprefix("sessions/"), ttl=seconds(3600)
+        )
         staged.may_be_absent = False
-        self._look(staged, fork)
+        self._look(staged, fork.info)
         session.flushed()
         at = client.sessions.get(session.name).generation
         session.begin(Change(session.live))
         try:
-            view = client.sessions.fork(
-                staged.name, id=session.name.removeprefix("sessions/"), replaces_generation=at
+            view = client.sessions.open(staged.name).fork(
+                id=session.name.removeprefix("sessions/"), replaces_generation=at
             )
-            self._acknowledged(session, view)
+            self._acknowledged(session, view.info)
         except SessionInUse:
             # A job waits for it, or another client still reads.
             session.refuse()
@@ -316,13 +318,13 @@ class Worker(threading.Thread):
 
     def _remove(self, client: Client, session: Expected) -> None:
         session.begin(Change(is_removal=True))
-        client.sessions.delete(session.name)
+        client.sessions.open(session.name).delete()
         session.change, session.is_done = None, True
         del self._ledger.sessions[session.name]
         self._deleted.append(session)
 
     def _flush(self, client: Client, session: Expected) -> None:
-        self._look(session, client.sessions.flush(session.name))
+        self._look(session, client.sessions.open(session.name).flush())
         session.flushed()
 
     def _demote(self, client: Client, session: Expected) -> None:
@@ -385,4 +387,4 @@ class Worker(threading.Thread):
         expire_time_ns = time.time_ns() // 1000 * 1000 + self._random.randint(10, 1000) * 10**6
         session.begin(Change(session.live, expire_time_ns=expire_time_ns))
         when = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=expire_time_ns // 1000)
-        self._acknowledged(session, client.sessions.update(session.name, expire_time=when))
+        self._acknowledged(session, client.sessions.open(session.name).update(expire_time=when))

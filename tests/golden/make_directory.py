@@ -99,11 +99,11 @@ def fill(client: Client) -> None:
 def go_on(client: Client) -> None:
     """Make what lies in the log alone."""
     append(client, "sessions/s1", 130, 200)
-    client.sessions.drop_ranges("sessions/s2", [(4, 100)])
-    client.sessions.keep_first("sessions/s3", 64)
-    client.sessions.fork("sessions/s1", id="s4", token_count=FORKED_TOKENS)
+    client.sessions.open("sessions/s2").drop_ranges([(4, 100)])
+    client.sessions.open("sessions/s3").keep_first(64)
+    client.sessions.open("sessions/s1").fork(id="s4", token_count=FORKED_TOKENS)
     append(client, "sessions/s4", FORKED_TOKENS, 70)
-    client.sessions.delete("sessions/s6")
+    client.sessions.open("sessions/s6").delete()
 
 
 def pack(directory: Path) -> bytes:

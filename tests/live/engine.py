@@ -160,7 +160,7 @@ class Engine:
             self._trouble(error)
             # A session that cannot be read is made anew.
             with suppress(CacheError):
-                self._client.sessions.delete(name_of(uid))
+                self._client.sessions.open(name_of(uid)).delete()
 
     def _read(self, uid: bytes) -> SessionRows:
         rows = self._client.sessions.open(name_of(uid), OWN).read()

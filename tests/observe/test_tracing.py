@@ -85,7 +85,7 @@ def _turn(client: Client, provider: TracerProvider) -> str:
         client.models.register(MODEL)
         session = client.sessions.create(CallerModel(MODEL), id="one", layout=[HIDDEN]).info
         session = client.sessions.open(session, CallerModel(MODEL)).append(rows)
-        client.sessions.flush(session.name)
+        client.sessions.open(session.name).flush()
         client.admin.demote_session(session.name)
         with client.sessions.open(session, CallerModel(MODEL)).read() as read:
             read.array(HIDDEN)

@@ -65,7 +65,7 @@ def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Cl
         made.models.register(SPEC)
         yield made
         for session in list(made.sessions.list()):
-            made.sessions.delete(session.name)
+            made.sessions.open(session.name).delete()
 
 
 def rows(step: int, stream: Stream, lanes: Sequence[int]) -> np.ndarray:
@@ -91,7 +91,7 @@ def create(client: Client, count: int = LANES) -> list[str]:
 def test_a_session_that_was_made_anew_is_a_failed_lane(client: Client, streams: list[Stream] | None) -> None:
     """With another layout or the same: nothing is put behind its tokens, and the others go on."""
     infos = [client.sessions.get(name) for name in create(client)]
-    client.sessions.delete(infos[0].name)
+    client.sessions.open(infos[0].name).delete()
     other = client.sessions.create(OWN, id="s0", layout=streams or list(ROW_BYTES)).info
 
     with client.sessions.decode_batch(infos, OWN) as batch:
@@ -293,7 +293,7 @@ def test_batches_of_several_clients_lose_one_session_only(server: ServerProcess)
                     for at in range(70):
                         if at == 30:
                             _lose_reservation(client, batch, number)
-                            client.sessions.delete(names[number])
+                            client.sessions.open(names[number]).delete()
                         step(batch, at)
                         left = [lane for lane in range(LANES) if lane != number or at < 30]
                         assert batch.commit().tolist() == left
@@ -302,7 +302,7 @@ def test_batches_of_several_clients_lose_one_session_only(server: ServerProcess)
                         with client.sessions.open(name, OWN).read() as found:
                             expected = np.concatenate([rows(i, KV, [lane]) for i in range(70)])
                             np.testing.assert_array_equal(found.array(KV), expected)
-                        client.sessions.delete(name)
+                        client.sessions.open(name).delete()
         except BaseException as error:  # noqa: BLE001  # for the thread that waits
             failures.append(error)
 

@@ -147,7 +147,7 @@ def saving(c: Contexts) -> Side:
         with c.client.sessions.open(session.name, c.model).read() as rows:
             for stream, expected in c.rows[index].items():
                 check(np.concatenate(rows.pieces(stream)), expected, "what was saved")
-        c.client.sessions.delete(session.name)
+        c.client.sessions.open(session.name).delete()
         return taken
 
     return lambda _: c.walk(step)

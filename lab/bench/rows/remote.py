@@ -48,7 +48,7 @@ def saving(c: Contexts) -> Side:
         with c.client.sessions.open(session.name, c.model).read() as rows:
             copy_out(rows, c.out)
         c.verify(index, "remote save")
-        c.client.sessions.delete(session.name)
+        c.client.sessions.open(session.name).delete()
         return taken
 
     return lambda _: c.walk(step)
@@ -260,7 +260,7 @@ def _storing(c: Contexts) -> Side:
         with c.client.sessions.open(session.name, c.model).read() as rows:
             for stream, expected in c.rows[index].items():
                 check(np.concatenate(rows.pieces(stream)), expected, "what was saved")
-        c.client.sessions.delete(session.name)
+        c.client.sessions.open(session.name).delete()
         return took_s
 
     return lambda _: median(once(i % len(c.data)) for i in range(REQUESTS))

@@ -183,7 +183,7 @@ class _Served:
 
     def delete(self) -> None:
         """Make room for the next one."""
-        self.contexts.client.sessions.delete(NAME)
+        self.contexts.client.sessions.open(NAME).delete()
 
     def promote(self) -> float:
         """Lease all of a demoted session: seconds until its rows are in the arena, verified."""

@@ -190,7 +190,7 @@ def test_a_deleted_session_is_prefilled_again(client: Client, session_id: str) -
     """With the history at hand, a session that is gone costs time and nothing else."""
     for ids in TURNS[:2]:
         _turn(client, session_id, ids)
-    client.sessions.delete(f"sessions/{session_id}")
+    client.sessions.open(f"sessions/{session_id}").delete()
 
     turn = _turn(client, session_id, TURNS[2], history=_history("llama", 2))
 
@@ -219,7 +219,7 @@ def test_a_lost_save_is_named_and_made_up_for(client: Client, session_id: str) -
 
 def _expire(client: Client, name: str) -> None:
     """End a session's time at once, also while a save of it is open."""
-    client.sessions.update(name, expire_time=datetime.fromtimestamp(1, UTC))
+    client.sessions.open(name).update(expire_time=datetime.fromtimestamp(1, UTC))
 
 
 def _once(action: Callable[[], None]) -> Callable[[int], None]:
@@ -339,8 +339,8 @@ def test_a_damaged_session_is_saved_again_each_time(
         assert whole.reused_token_count == len(_history("llama", 2)), (round_, whole.miss_reason)
         name = f"sessions/{session_id}"
         if damage == "deleted":
-            client.sessions.delete(name)
+            client.sessions.open(name).delete()
         elif damage == "damaged":
             _corrupt(server, client, session_id, 3)
         else:
-            client.sessions.keep_first(name, 0 if damage == "cut to nothing" else 33)
+            client.sessions.open(name).keep_first(0 if damage == "cut to nothing" else 33)

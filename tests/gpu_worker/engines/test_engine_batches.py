@@ -108,7 +108,7 @@ def test_a_session_that_is_lost_or_edited_is_computed_beside_the_others(store: S
         known = [[*PROMPTS[name][0], *one.token_ids] for name, one in zip(PROMPTS, first, strict=True)]
         for name in PROMPTS:
             engine.wait(f"edited-{name}")
-        client.sessions.delete("sessions/edited-long")
+        client.sessions.open("sessions/edited-long").delete()
         known[2][20:] = [1] * len(known[2][20:])
         requests = [
             TurnRequest(f"edited-{name}", PROMPTS[name][1], REPLY_TOKENS, history=history, eos_token_ids=())

@@ -222,7 +222,7 @@ def test_what_the_store_still_has_is_not_saved_again(
     with _engine(client, "llama") as engine:
         _turn(engine, session_id, 0)
         monkeypatch.setattr(LeasedSource, "fill", _failing_at(piece, error))
-        monkeypatch.setattr(client.sessions, "keep_first", _never)
+        monkeypatch.setattr(SessionHandle, "keep_first", _never)
         history = _history("llama", 1)
         turn = _turn(engine, session_id, 1, history=history if is_known else None)
         monkeypatch.undo()
@@ -331,7 +331,7 @@ def test_what_the_store_cut_off_is_written_anew(
     def cutting(source: LeasedSource, stream: Stream, begin: int, end: int, into: Bytes) -> None:
         left[0] -= 1
         if left[0] == -1:
-            client.sessions.keep_first(f"sessions/{session_id}", 64)
+            client.sessions.open(f"sessions/{session_id}").keep_first(64)
             raise CorruptSegment(segment_id="1", problem="planted")
         fill(source, stream, begin, end, into)
 
@@ -351,17 +351,17 @@ def test_a_session_that_changes_before_it_is_cut_is_looked_at_again(
     client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An edited history cuts the session as it was seen, or sees it anew."""
-    keep_first = client.sessions.keep_first
+    keep_first = SessionHandle.keep_first
 
-    def overtaken(*args: Any, **options: Any) -> SessionInfo:  # Any: as keep_first takes them
+    def overtaken(handle: SessionHandle, *args: Any, **options: Any) -> SessionInfo:  # Any: as it takes them
         monkeypatch.undo()
         _turn(other, session_id, 1)
-        return keep_first(*args, **options)
+        return keep_first(handle, *args, **options)
 
     edited = [*_history("llama", 1)[:30], 90, 91, 92]
     with _engine(client, "llama") as engine, _engine(client, "llama") as other:
         _turn(engine, session_id, 0)
-        monkeypatch.setattr(client.sessions, "keep_first", overtaken)
+        monkeypatch.setattr(SessionHandle, "keep_first", overtaken)
         turn = _turn(engine, session_id, 1, history=edited)
 
     assert (turn.reused_token_count, turn.miss_reason) == (30, "GENERATION_MISMATCH")

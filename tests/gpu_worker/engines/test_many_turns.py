@@ -133,7 +133,7 @@ class _Walk:
     def _fork(self, session_id: str) -> None:
         fork_id = f"{self._seed}-{len(self._kept)}"
         self.story.append(f"fork {session_id} {fork_id}")
-        self._client.sessions.fork(f"sessions/{session_id}", id=fork_id)
+        self._client.sessions.open(f"sessions/{session_id}").fork(id=fork_id)
         self._kept[fork_id], self._plans[fork_id] = self._kept[session_id], self._plans[session_id]
 
     def _keep_recent(self, session_id: str) -> None:
@@ -142,7 +142,7 @@ class _Walk:
         sinks = self.random.choice([0, 4])
         recent = self.random.randint(0, max(count - sinks, 0))
         self.story.append(f"keep_recent {session_id} {sinks}+{recent} of {count}")
-        self._client.sessions.keep_recent(f"sessions/{session_id}", recent, sink_token_count=sinks)
+        self._client.sessions.open(f"sessions/{session_id}").keep_recent(recent, sink_token_count=sinks)
         indexes = [*range(min(sinks, count)), *range(max(count - recent, min(sinks, count)), count)]
         self._kept[session_id] = kept.only(indexes, self._model)
 
@@ -150,7 +150,7 @@ class _Walk:
         kept = self._kept[session_id]
         count = self.random.randint(0, len(kept.token_ids))
         self.story.append(f"keep_first {session_id} {count} of {len(kept.token_ids)}")
-        self._client.sessions.keep_first(f"sessions/{session_id}", count)
+        self._client.sessions.open(f"sessions/{session_id}").keep_first(count)
         self._kept[session_id] = kept.first(count)
 
     # -- turns -------------------------------------------------------------------------------------

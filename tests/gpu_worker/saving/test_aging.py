@@ -239,7 +239,7 @@ def test_a_sweep_ages_what_is_idle_and_warms_what_is_used(client: Client, sessio
 def test_sweeps_learn_how_many_sessions_return(client: Client, session_id: str) -> None:
     """As `simulate` counts turns; what was there before counts once it returned, or is gone."""
     for session in client.sessions.list():
-        client.sessions.delete(session.name)
+        client.sessions.open(session.name).delete()
     aging = _aging(client, 1e-9, returning=None)
 
     def learned() -> float:
@@ -249,12 +249,12 @@ def test_sweeps_learn_how_many_sessions_return(client: Client, session_id: str) 
     for number in range(3):
         _saved(client, f"{session_id}-{number}")
     found = [learned(), learned()]
-    client.sessions.update(f"sessions/{session_id}-0")
+    client.sessions.open(f"sessions/{session_id}-0").update()
     found.append(learned())
     _saved(client, f"{session_id}-3")
     found.append(learned())
-    client.sessions.delete(f"sessions/{session_id}-1")
-    client.sessions.delete(f"sessions/{session_id}-3")
+    client.sessions.open(f"sessions/{session_id}-1").delete()
+    client.sessions.open(f"sessions/{session_id}-3").delete()
     found.append(learned())
 
     # Turns and first turns: none; 2 and 1; 3 and 2; 4 and 3.
@@ -284,21 +284,21 @@ def test_what_is_used_is_left_alone(client: Client, session_id: str, monkeypatch
 
     def changed(staged: SessionHandle, *rest: Any) -> None:
         fill(staged, *rest)
-        client.sessions.keep_first(session.name, session.token_count - 1)
+        client.sessions.open(session.name).keep_first(session.token_count - 1)
 
     with monkeypatch.context() as patch:
         patch.setattr(aging, "_fill", changed)
         refused(GenerationMismatch)
     refused(GenerationMismatch)
     assert client.sessions.get(session.name).token_count == session.token_count - 1
-    client.sessions.delete(session.name)
+    client.sessions.open(session.name).delete()
     refused(SessionNotFound)
 
 
 def test_a_session_that_lost_tokens_keeps_its_rows(client: Client, session_id: str) -> None:
     """They saw tokens that are gone, and token ids alone would bring back others."""
     session, aging = _saved(client, session_id), _aging(client)
-    cut = client.sessions.keep_recent(session.name, 40)
+    cut = client.sessions.open(session.name).keep_recent(40)
     with pytest.raises(InvalidArgument, match="has lost tokens"):
         aging.reencode(cut, _all(None))
     later_s = (session.access_time_ns or 0) / 1e9 + 30 * DAY_S
@@ -336,10 +336,10 @@ def test_a_kill_leaves_the_one_form_or_the_other(
         monkeypatch.setattr(of, name, run)
 
     for at, (of, name) in enumerate(
-        ((client.sessions, "create"), (SessionHandle, "append"), (client.sessions, "fork"))
+        ((client.sessions, "create"), (SessionHandle, "append"), (SessionHandle, "fork"))
     ):
         dying(name, 2 * at, of)
-    dying("delete", 99, client.sessions)
+    dying("delete", 99, SessionHandle)
     with pytest.raises(_KilledError):
         aging.reencode(session, _all(StateKind.KV_INT4))
     monkeypatch.undo()
@@ -349,7 +349,7 @@ def test_a_kill_leaves_the_one_form_or_the_other(
     assert len(left) == (place > 0)
     assert all(one.ttl_ns == 600 * 10**9 for one in left)
     for one in left:
-        client.sessions.delete(one.name)
+        client.sessions.open(one.name).delete()
     with _engine(client) as engine:
         turn = _turn(engine, session_id, 1)
     assert turn.reused_token_count == session.token_count

@@ -214,7 +214,7 @@ def test_a_failed_save_stops_only_its_session(client: Client, create: Create) ->
     with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         saver.open(other)
-        client.sessions.delete(session.name)
+        client.sessions.open(session.name).delete()
         _pass(saver, (session, 0, 3), (other, 0, 7))
         first = saver.flush(session.name)
         _pass(saver, (session, 3, 5), (other, 7, 8))
@@ -399,7 +399,7 @@ def test_an_engine_that_is_interrupted_anywhere_saves_on(
             assert saver.wait(after.name, timeout_s=10) is None
             _assert_holds(client, after, range(14))
             for session in (first, second, after):
-                client.sessions.delete(session.name)
+                client.sessions.open(session.name).delete()
             if is_over:
                 break
     assert 100 < at < left[-1]
@@ -430,7 +430,7 @@ def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: S
     with Saver(client, _OWN, _LAYOUT) as saver:
         first = client.sessions.open(session, _OWN).append(row)
         saver.open(first)
-        client.sessions.open(client.sessions.keep_first(first.name, 0), _OWN).append(row)
+        client.sessions.open(client.sessions.open(first.name).keep_first(0), _OWN).append(row)
         _pass(saver, (session, 1, 3))
         failure = saver.wait(session.name)
 

@@ -150,7 +150,7 @@ def test_a_sweep_changes_what_is_due_and_that_once(bed: Bed) -> None:
     names = [bed.save(f"due-{number}").name for number in range(3)]
     other = model_spec(bed.model, model_id="other", weights_digest="another")
     bed.client.sessions.create(bed.client.models.register(other), id="others")
-    bed.client.sessions.update(names[2], is_pinned=True)
+    bed.client.sessions.open(names[2]).update(is_pinned=True)
     first = bed.age("--json", "--rent", HUGE)
     again = bed.age("--json", "--rent", HUGE)
 
