@@ -132,7 +132,8 @@ class Server:
         self._reloading = reloading
         self.storage = storage
         self.addresses: tuple[str, ...] = ()
-        self._cache = cache
+        self.cache = cache
+        """To be looked at, not changed."""
         self._files = files
         self._identification, self._lessons = identification, lessons
         is_divided = not identification.is_open
@@ -291,7 +292,7 @@ class Server:
     @property
     def session_count(self) -> int:
         """Sessions it has."""
-        return self._cache.ledger.session_count
+        return self.cache.ledger.session_count
 
     @property
     def settings(self) -> Settings:
@@ -332,13 +333,13 @@ class Server:
                     await task
             # Dirty state has no writer any more, so that what is flushed here is all there is.
             try:
-                await self._cache.close()
+                await self.cache.close()
             finally:
                 self._lag.stop()
                 self._recording.stop()
                 await self._metrics.stop()
             await self._lessons.keep()
-            if isinstance(clock := self._cache.state.clock, StoreClock):
+            if isinstance(clock := self.cache.state.clock, StoreClock):
                 await clock.keep()
             # Last of all writes: a run that fails before it counts as a crash.
             self.storage.directory.end_run()
@@ -362,7 +363,7 @@ class Server:
         # Only with everything ready: a health check that says yes is a promise.
         self._doors.open()
         loop = asyncio.get_running_loop()
-        self._upkeep = loop.create_task(Upkeep(self._cache).run())
+        self._upkeep = loop.create_task(Upkeep(self.cache).run())
         watches = [
             self._identification.watch,
             self._lessons.run,
@@ -371,7 +372,7 @@ class Server:
             give_back_unused,
             *(tls.watch for tls in (self._tls, self._metrics_tls) if tls is not None),
         ]
-        if isinstance(clock := self._cache.state.clock, StoreClock):
+        if isinstance(clock := self.cache.state.clock, StoreClock):
             watches.append(clock.run)
         self._watches = [loop.create_task(kept_up(watch)) for watch in watches]
         # In the background: touching every page of a large arena takes long.
@@ -406,12 +407,12 @@ class Server:
     def _sources(self, rpc_times: RpcTimes) -> Sources:
         arena, metadata = self.storage.arena, self.storage.metadata
         return Sources(
-            self._cache,
+            self.cache,
             self._admissions,
             rpc_times,
             __version__,
             self.settings.placement_policy,
-            self._cache.state.clock.wall_ns() / 10**9,
+            self.cache.state.clock.wall_ns() / 10**9,
             connections=lambda: self._connections,
             bulk_connection_count=lambda: self._bulk.connection_count,
             arena_prefaulted_bytes=lambda: arena.prefaulted_bytes,
@@ -436,7 +437,7 @@ class Server:
     def _add_services(self) -> None:
         about = About(
             __version__,
-            self._cache.state.clock.wall_ns(),
+            self.cache.state.clock.wall_ns(),
             str(self.storage.directory.path),
             self.addresses,
             lambda: self.storage.arena.prefaulted_bytes,
@@ -444,28 +445,26 @@ class Server:
         )
         served = cast("grpc.aio.Server", self._edge)
         session_pb2_grpc.add_SessionServiceServicer_to_server(
-            SessionService(self._cache, self._local_turns), served
+            SessionService(self.cache, self._local_turns), served
         )
-        model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(self._cache, self._local_turns), served
-        )
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.cache, self._local_turns), served)
         local_clients = self._admissions.local_clients
         arena_service = ArenaService(
-            self._cache, self._arena, local_clients, self._local_turns, is_sealed=self.settings.arena_sealed
+            self.cache, self._arena, local_clients, self._local_turns, is_sealed=self.settings.arena_sealed
         )
         arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, served)
-        bulk_service = BulkService(self._bulk, self._cache.state.clock)
+        bulk_service = BulkService(self._bulk, self.cache.state.clock)
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, served)
-        hint_service = HintService(self._cache, self._admissions.engines, self._local_turns)
+        hint_service = HintService(self.cache, self._admissions.engines, self._local_turns)
         hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, served)
-        prefix_service = PrefixService(self._cache, self._local_turns)
+        prefix_service = PrefixService(self.cache, self._local_turns)
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(prefix_service, served)
-        block_service = BlockService(self._cache, self._local_turns, self._admissions.engines)
+        block_service = BlockService(self.cache, self._local_turns, self._admissions.engines)
         block_pb2_grpc.add_BlockServiceServicer_to_server(block_service, served)
         controls = Controls(
             self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold, self.storage.faults
         )
-        admin_service = AdminService(self._cache, about, self._reloading.shown, self.reload, controls)
+        admin_service = AdminService(self.cache, about, self._reloading.shown, self.reload, controls)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, served)
         Reflection((*SERVICES, SERVICE_NAME)).add_to(served)

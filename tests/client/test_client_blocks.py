@@ -251,7 +251,7 @@ def test_a_space_that_makes_no_sense_is_refused(client: Client) -> None:
 def test_bad_puts_change_nothing(client: Client, live: LiveServer) -> None:
     """Each has a precise error."""
     client.blocks.put(WHOLE, {key_of(1): data_of(1)})
-    before = live.ask(lambda server: server._cache.ledger.memory.free_bytes)
+    before = live.ask(lambda server: server.cache.ledger.memory.free_bytes)
     fresh = {key_of(2): data_of(2)}
     for blocks, parents, problem in (
         ({b"short": data_of(1)}, {}, "key: 32 bytes expected, 5 given"),
@@ -277,7 +277,7 @@ def test_bad_puts_change_nothing(client: Client, live: LiveServer) -> None:
         client.blocks.load(WHOLE, [key_of(1)], into=[np.empty(5, np.uint8)])
     with pytest.raises(InvalidArgument, match="written"):
         client.blocks.load(WHOLE, [key_of(1)], into=[bytes(100_000)])
-    assert live.ask(lambda server: server._cache.ledger.memory.free_bytes) == before
+    assert live.ask(lambda server: server.cache.ledger.memory.free_bytes) == before
     assert client.blocks.look_up(WHOLE, [key_of(2), key_of(3)]) == [MISS, MISS]
 
 
@@ -299,7 +299,7 @@ def test_what_is_there_is_made_durable_when_asked(live: LiveServer, client: Clie
     """Though nothing of it is written again; parts that others write are theirs."""
 
     def durable_count() -> int:
-        return live.ask(lambda server: sum(block.durable_end for block in server._cache.ledger.blocks()))
+        return live.ask(lambda server: sum(block.durable_end for block in server.cache.ledger.blocks()))
 
     client.blocks.put(WHOLE, {key_of(1): data_of(1)})
     assert durable_count() == 0
@@ -313,7 +313,7 @@ def test_a_lease_is_used_by_another_client_of_the_tenant(live: LiveServer, local
     with ctxcache.connect(live.target, timeout_s=10, access="local") as scheduler:
         held = scheduler.blocks.lease(WHOLE, [key_of(1), key_of(2)], ttl_s=100, outlives_client=True)
         brief = scheduler.blocks.lease(WHOLE, [key_of(1)])
-    live.until(lambda server: server._cache.leases.lease_count == 1)
+    live.until(lambda server: server.cache.leases.lease_count == 1)
     with pytest.raises(LeaseNotFound):
         local.blocks.leased(brief.token)
     worker = local.blocks.leased(held.token)
@@ -323,7 +323,7 @@ def test_a_lease_is_used_by_another_client_of_the_tenant(live: LiveServer, local
     assert worker.parts(1) is None
     worker.check()
     worker.release()
-    live.until(lambda server: server._cache.leases.lease_count == 0)
+    live.until(lambda server: server.cache.leases.lease_count == 0)
     with pytest.raises(LeaseNotFound):
         local.blocks.leased(held.token)
     with pytest.raises(InvalidArgument, match="token: 16 bytes expected"):
@@ -342,7 +342,7 @@ def test_a_look_up_holds_what_it_finds_in_dram(live: LiveServer, client: Client)
     assert found == [FoundBlock(LookupState.HIT, 100_000, is_in_dram=True), MISS]
     for number in range(100, 600):
         client.blocks.put(WHOLE, {key_of(number): data_of(number)})
-    is_held = live.ask(lambda server: server._cache.leases.lease_count) == 1
+    is_held = live.ask(lambda server: server.cache.leases.lease_count) == 1
     assert is_held == bool(holds)
     kept, *others = client.blocks.look_up(WHOLE, [key_of(1), *map(key_of, range(100, 600))])
     # Which of the others leave is the policy's choice.
@@ -353,7 +353,7 @@ def test_a_look_up_holds_what_it_finds_in_dram(live: LiveServer, client: Client)
         hold.release_soon()
         with pytest.raises(LeaseNotFound):
             hold.check_known()
-    live.until(lambda server: server._cache.leases.lease_count == 0)
+    live.until(lambda server: server.cache.leases.lease_count == 0)
 
 
 def test_a_look_up_that_holds_is_waited_for_as_long_as_its_caller_likes(
@@ -381,9 +381,9 @@ def test_a_look_up_that_holds_is_waited_for_as_long_as_its_caller_likes(
     thawed.set()
     found, [hold] = kept.result()
     assert found == expected[:1]
-    live.until(lambda server: server._cache.leases.lease_count == 1)
+    live.until(lambda server: server.cache.leases.lease_count == 1)
     hold.release_soon()
-    live.until(lambda server: server._cache.leases.lease_count == 0)
+    live.until(lambda server: server.cache.leases.lease_count == 0)
     refused = client.blocks.begin_to_look_up_and_hold(WHOLE, [b"short"])
     assert refused is not None
     with pytest.raises(InvalidArgument, match=r"keys\[0\]"):
@@ -397,11 +397,11 @@ def test_what_look_ups_hold_leaves_room_for_loads(live: LiveServer, local: Clien
     holds = [local.blocks.look_up_and_hold(WHOLE, [key])[1] for key in keys * 3]
     assert holds[0]
     assert not holds[4]
-    limit = live.ask(lambda server: server._cache.leases.pins.client_limit_bytes)
-    assert 0 < live.ask(lambda server: server._cache.leases.pins.used_bytes) <= limit // 2
+    limit = live.ask(lambda server: server.cache.leases.pins.client_limit_bytes)
+    assert 0 < live.ask(lambda server: server.cache.leases.pins.used_bytes) <= limit // 2
     assert None not in local.blocks.load(WHOLE, keys)
     local.close()
-    live.until(lambda server: server._cache.leases.lease_count == 0)
+    live.until(lambda server: server.cache.leases.lease_count == 0)
 
 
 @pytest.fixture
@@ -431,7 +431,7 @@ def test_blocks_are_read_past_dram(on_ssd: dict[bytes, np.ndarray], live: LiveSe
         assert place.tobytes() == block.tobytes()
         assert fresh is not None
         assert fresh[0].tobytes() == block.tobytes()
-    live.until(lambda server: server._cache.leases.lease_count == 0)
+    live.until(lambda server: server.cache.leases.lease_count == 0)
 
 
 def test_parts_of_ranks_are_read_past_dram(live: LiveServer, local: Client) -> None:
@@ -511,7 +511,7 @@ def test_a_device_that_hangs_is_not_waited_for(
     with ctxcache.connect(live.target, timeout_s=0.2, access="local") as client:
         with pytest.raises(DeadlineExceeded):
             client.blocks.load(WHOLE, [key], [into], past_dram=True)
-        live.until(lambda server: server._cache.leases.lease_count == 0)
+        live.until(lambda server: server.cache.leases.lease_count == 0)
         answers.set()
         assert ended.acquire(timeout=10)
         # Behind it in the thread's line: by then it has ended.
@@ -536,7 +536,7 @@ def test_a_caller_that_takes_its_memory_back_ends_a_read_past_dram(
     with pytest.raises(InvalidArgument, match="part_bytes"):
         local.blocks.load(WHOLE, keys[3:], [*into[3:], np.zeros(5, np.uint8)], past_dram=True)
     assert not any(place.any() for place in into)
-    live.until(lambda server: server._cache.leases.lease_count == 0)
+    live.until(lambda server: server.cache.leases.lease_count == 0)
 
 
 def test_nothing_is_brought_to_be_held(live: LiveServer, local: Client) -> None:
@@ -607,7 +607,7 @@ def test_a_client_that_goes_gives_its_puts_up(live: LiveServer, local: Client) -
         assert own is not None
         with pytest.raises(ReservationNotFound):
             own.stream.carry_out(commit)
-    live.until(lambda server: len(server._cache.ledger.blocks()) == 1)
+    live.until(lambda server: len(server.cache.ledger.blocks()) == 1)
     assert local.blocks.look_up(replace(WHOLE, layout_tag=""), [key_of(2)]) == [MISS]
     # The first rank's committed part is whole with the other rank's part.
     assert local.blocks.put(RANKS, {key_of(1): b"def"}, parts=[1], part_bytes=[3, 3]) == 1

@@ -84,8 +84,8 @@ def job(number: int, session: str = A, **facts: Any) -> QueuedJob:
 
 def job_ids(server: Server, engine: str = "engine") -> set[str]:
     """The jobs of the queue as the server has them."""
-    queue = server._cache.queues._queues.get(f"default\0{engine}")
-    return set(server._cache.queues.job_ids(queue)) if queue else set()
+    queue = server.cache.queues._queues.get(f"default\0{engine}")
+    return set(server.cache.queues.job_ids(queue)) if queue else set()
 
 
 def test_a_queue_is_published_and_heard_of(live: LiveServer, client: Client, publish: Publish) -> None:
@@ -151,7 +151,7 @@ def test_closing_withdraws_the_queue(live: LiveServer, client: Client) -> None:
         queue.flush()
         assert live.ask(job_ids) == {"job-1"}
 
-    live.until(lambda server: server._cache.queues.engine_count == 0)
+    live.until(lambda server: server.cache.queues.engine_count == 0)
     queue.take()
     for call in (lambda: queue.put(job(2)), queue.take, queue.flush, lambda: queue.started("job-1")):
         with pytest.raises(Unavailable, match="closed"):
@@ -166,7 +166,7 @@ def test_closing_the_client_closes_its_queues(live: LiveServer) -> None:
     made.close()
 
     assert not queue._thread.is_alive()
-    live.until(lambda server: server._cache.queues.engine_count == 0)
+    live.until(lambda server: server.cache.queues.engine_count == 0)
 
 
 def test_a_snapshot_is_the_whole_queue(live: LiveServer, publish: Publish) -> None:
@@ -209,7 +209,7 @@ def test_a_broken_stream_comes_back_under_its_name(live: LiveServer, publish: Pu
     queue.flush()
 
     assert live.ask(job_ids) == {"job-1", "job-2"}
-    assert live.ask(lambda server: server._cache.queues.engine_count) == 1
+    assert live.ask(lambda server: server.cache.queues.engine_count) == 1
 
 
 def test_another_of_the_same_name_ends_the_first(live: LiveServer, publish: Publish) -> None:
@@ -333,7 +333,7 @@ def test_an_engine_too_many_comes_when_there_is_room(live: LiveServer, publish: 
     first.close()
     third.flush()
 
-    assert live.ask(lambda server: sorted(q.engine for q in server._cache.queues._queues.values())) == [
+    assert live.ask(lambda server: sorted(q.engine for q in server.cache.queues._queues.values())) == [
         "three",
         "two",
     ]

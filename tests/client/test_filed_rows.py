@@ -74,15 +74,15 @@ def leave(live: LiveServer) -> None:
     """Have every session on SSD only."""
 
     async def leave_all(server: Server) -> None:
-        for session in list(server._cache.ledger.sessions()):
-            await server._cache.flushing.demote(session)
+        for session in list(server.cache.ledger.sessions()):
+            await server.cache.flushing.demote(session)
 
     live.run(leave_all(live.server))
 
 
 def segments_of(live: LiveServer) -> list[Segment]:
     """The segments that the server has, in the order in which they were made."""
-    return live.ask(lambda server: sorted(server._cache.ledger.segments(), key=lambda each: each.segment_id))
+    return live.ask(lambda server: sorted(server.cache.ledger.segments(), key=lambda each: each.segment_id))
 
 
 def slots_of(live: LiveServer) -> list[Slot]:
@@ -238,15 +238,15 @@ def test_what_is_leased_keeps_its_place_when_its_session_goes(live: LiveServer, 
     """Deleted under the reader: all can be read, and the slots are free only when it has gone."""
     with client.sessions.open(NAME, OWN).read(leave_on_ssd=True) as rows:
         client.sessions.open(NAME).delete()
-        used = live.ask(lambda server: server._cache.ledger.below.used_bytes_by_path)
+        used = live.ask(lambda server: server.cache.ledger.below.used_bytes_by_path)
         add(client, "b", TOKEN_COUNT, first=1000)
 
         assert sum(used) > 0
         assert_same(read_all(rows), range(TOKEN_COUNT))
     client.sessions.get("sessions/b")
-    live.until(lambda server: len(server._cache.leases._leases) == 0)
+    live.until(lambda server: len(server.cache.leases._leases) == 0)
     client.sessions.open("sessions/b").delete()
-    assert sum(live.ask(lambda server: server._cache.ledger.below.used_bytes_by_path)) == 0
+    assert sum(live.ask(lambda server: server.cache.ledger.below.used_bytes_by_path)) == 0
 
 
 def _reused(live: LiveServer, client: Client) -> None:
@@ -254,8 +254,8 @@ def _reused(live: LiveServer, client: Client) -> None:
     before = set(slots_of(live))
 
     def release_all(server: Server) -> None:
-        for lease_id in list(server._cache.leases._leases):
-            server._cache.leases.release(lease_id)
+        for lease_id in list(server.cache.leases._leases):
+            server.cache.leases.release(lease_id)
 
     live.ask(release_all)
     client.sessions.open(NAME).delete()

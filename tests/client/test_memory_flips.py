@@ -51,7 +51,7 @@ async def _without_upkeep(server: Server) -> None:
     async def nothing(_: object) -> bool:
         return True
 
-    setattr(server._cache.write_behind, "turn", nothing)  # noqa: B010  # it is a method
+    setattr(server.cache.write_behind, "turn", nothing)  # noqa: B010  # it is a method
 
 
 @pytest.fixture
@@ -65,20 +65,20 @@ def connect(live: LiveServer) -> Iterator[Callable[[Route], Client]]:
 
 def segments(live: LiveServer) -> list[Segment]:
     """Those of the session, in order."""
-    return live.ask(lambda server: list(server._cache.ledger.find("default", "a").segments))
+    return live.ask(lambda server: list(server.cache.ledger.find("default", "a").segments))
 
 
 def flip(live: LiveServer, index: int, row: int, stream: Stream = KV) -> None:
     """Change a bit of a row in the arena."""
     segment = segments(live)[index]
     assert segment.memory is not None
-    view = live.server._cache.arena.view(segment.memory)
+    view = live.server.cache.arena.view(segment.memory)
     view[segment.layout.rows(stream, row, row + 1).start] ^= 1
 
 
 def counters(live: LiveServer) -> tuple[int, int]:
     """Mended, and lost."""
-    found = live.ask(lambda server: server._cache.state.counters)
+    found = live.ask(lambda server: server.cache.state.counters)
     return found.mended_segment_count, found.corrupt_segment_count
 
 
@@ -111,9 +111,9 @@ def check(found: dict[Stream, np.ndarray], begin: int, end: int) -> None:
 
 def check_books(live: LiveServer) -> None:
     """Nothing is left held, lost or unaccounted for."""
-    live.until(lambda server: not server._cache.leases.lease_count)
-    live.run(live.server._cache.drain())
-    assert live.ask(lambda server: check_integrity(server._cache)) == []
+    live.until(lambda server: not server.cache.leases.lease_count)
+    live.run(live.server.cache.drain())
+    assert live.ask(lambda server: check_integrity(server.cache)) == []
 
 
 @pytest.mark.parametrize("writer", WAYS)
@@ -365,11 +365,11 @@ def test_a_place_that_keeps_nothing_is_used_no_more(
     async def nothing(*_: object) -> None:
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(live.server._cache.io, "restore_rows", nothing)
+    monkeypatch.setattr(live.server.cache.io, "restore_rows", nothing)
     flip(live, 0, 1)
     with pytest.raises(CorruptSegment):
         read(client)
-    live.until(lambda server: server._cache.ledger.memory.spoiled)
+    live.until(lambda server: server.cache.ledger.memory.spoiled)
 
     check(read(client), 0, 64)
     assert counters(live) == (0, 0)

@@ -194,7 +194,7 @@ class Refusals:
         except CacheError as error:
             self._report.find(f"{told}: {error}")
             return
-        broken, refused = await judge(server._cache, self._image.sessions, list(self._image.sessions))
+        broken, refused = await judge(server.cache, self._image.sessions, list(self._image.sessions))
         for problem in broken:
             self._report.find(f"{told}: {problem}")
         if refused:

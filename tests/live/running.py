@@ -39,7 +39,7 @@ class RunningServer:
     @property
     def cache(self) -> Cache:
         """The cache that it serves; to be touched within `do` only."""
-        return self._server._cache
+        return self._server.cache
 
     def do(self, step: Callable[[], Awaitable[T]]) -> T:
         """Do something on the server's loop."""

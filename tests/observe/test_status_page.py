@@ -280,9 +280,9 @@ async def test_what_is_running_shows(tmp_path: Path) -> None:
         await client.create("one")
         await client.append("one", 1, 0, 64)
         request = ReadRequest("default", "one", client.fingerprint, None)
-        lease = await server._cache.leases.acquire(request)
+        lease = await server.cache.leases.acquire(request)
         facts = json.loads(await _get(server, "/status.json"))
-        server._cache.leases.release(lease.lease_id)
+        server.cache.leases.release(lease.lease_id)
 
     running = {each["name"]: each["value"] for each in facts["running"]}
     assert running["Leases"] == 1

@@ -42,8 +42,8 @@ async def server(settings: Settings, clock: FakeClock) -> AsyncIterator[Server]:
     while SocketWay.opened:
         SocketWay.opened.pop().die()
     await started.stop()
-    await started._cache.drain()  # the books are exact while nothing is being moved
-    assert check_integrity(started._cache) == []
+    await started.cache.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(started.cache) == []
 
 
 @pytest.fixture

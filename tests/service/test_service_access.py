@@ -220,9 +220,9 @@ async def test_every_refusal_has_its_code_and_reason(client: Client, access: Acc
     ):
         refusal(await access.one(**operation), code, reason)
 
-    await server._cache.drain()  # the books are exact while nothing is being moved
-    assert check_integrity(server._cache) == []
-    assert (server._cache.leases.lease_count, server._cache.appends.reservation_count) == (0, 1)
+    await server.cache.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(server.cache) == []
+    assert (server.cache.leases.lease_count, server.cache.appends.reservation_count) == (0, 1)
 
 
 async def test_another_stream_cannot_touch_what_is_not_its_own(
@@ -278,7 +278,7 @@ async def test_leases_and_reservations_end_with_their_stream(
     await client.create("b")
     await access.one(acquire_lease=lease_of(client))
     await access.one(reserve=reserve_of(client, 0, 100, "b"))
-    cache = server._cache
+    cache = server.cache
     await end(access)
     await until(lambda: not cache.leases.lease_count and not cache.appends.reservation_count)
     await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
@@ -304,7 +304,7 @@ async def test_a_message_out_of_bounds_ends_the_stream(
         await access.write(arena_pb2.AccessRequest(operations=[arena_pb2.Operation()] * count))
         facts = await access.ended(Code.INVALID_ARGUMENT, "INVALID_FIELD")
         assert facts == {"field": "operations", "problem": f"{count} is not within [1, 1024]"}
-        await until(lambda: server._cache.leases.lease_count == 0)
+        await until(lambda: server.cache.leases.lease_count == 0)
 
 
 async def test_deadlines_are_told_and_kept(
@@ -316,8 +316,8 @@ async def test_deadlines_are_told_and_kept(
     lease = (await access.one(acquire_lease=lease_of(client))).lease
     reservation = (await access.one(reserve=reserve_of(client, 10, 5))).reservation
     clock.advance(ns=max(LEASE_LIFETIME_NS, RESERVATION_LIFETIME_NS))
-    server._cache.leases.expire_due()
-    server._cache.appends.expire_due()
+    server.cache.leases.expire_due()
+    server.cache.appends.expire_due()
 
     assert lease.expire_time.ToNanoseconds() == clock.now_ns()
     assert reservation.expire_time.ToNanoseconds() == clock.now_ns()
@@ -328,9 +328,9 @@ async def test_deadlines_are_told_and_kept(
     for _ in range(3):
         await access.one(acquire_lease=lease_of(client))
         clock.advance(ns=LEASE_LIFETIME_NS)
-        server._cache.leases.expire_due()
-    await server._cache.drain()  # the books are exact while nothing is being moved
-    assert check_integrity(server._cache) == []
+        server.cache.leases.expire_due()
+    await server.cache.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(server.cache) == []
 
 
 async def test_a_commit_to_an_expired_session_is_refused(
@@ -437,7 +437,7 @@ async def test_a_full_leases_locations_take_turns(
         arena_pb2.AccessRequest(operations=[arena_pb2.Operation(acquire_lease=lease_of(client))] * 100)
     )
     access.die()
-    await until(lambda: not server._cache.leases.lease_count)
+    await until(lambda: not server.cache.leases.lease_count)
 
 
 async def test_answers_are_bounded(
@@ -453,7 +453,7 @@ async def test_answers_are_bounded(
         monkeypatch.setattr(way, "ANSWER_LIMIT_BYTES", 600)
     access = await connect()
     refusal(await access.one(acquire_lease=lease_of(client)), Code.RESOURCE_EXHAUSTED, "CAPACITY_EXCEEDED")
-    assert server._cache.leases.lease_count == 0
+    assert server.cache.leases.lease_count == 0
     part = lease_of(client, range=TokenRange(begin=0, end=128))
     assert len((await access.one(acquire_lease=part)).lease.segments) == 2
     brief = lease_of(client, is_brief=True)
@@ -464,4 +464,4 @@ async def test_answers_are_bounded(
     assert 0 < granted < 10
     assert set(kinds[granted:]) == {"error"}
     refusal(results[-1], Code.RESOURCE_EXHAUSTED, "CAPACITY_EXCEEDED")
-    assert server._cache.leases.lease_count == 1 + granted
+    assert server.cache.leases.lease_count == 1 + granted

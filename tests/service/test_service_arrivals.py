@@ -225,7 +225,7 @@ async def test_a_caller_is_told_why_after_it_has_sent(
         raw.say(1, message(item.SerializeToString()))
     raw.say(1, is_last=True)
     assert b"the append starts at 9" in await raw.until_ended(1)
-    assert server._cache.appends.reservation_count == 0
+    assert server.cache.appends.reservation_count == 0
     raw.writer.close()
 
 

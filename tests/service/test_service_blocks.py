@@ -94,7 +94,7 @@ async def test_blocks_are_put_and_read_by_stream(stub: Any, server: Server) -> N
     response = await stub.PutBlocks(iter(again))
     assert (list(response.states), response.put_count) == ([HIT, HIT], 1)
     assert await read(stub, 3, 9, 1, 2) == {0: data_of(3), 2: data_of(1), 3: data_of(2)}
-    assert not server._cache.leases.lease_count
+    assert not server.cache.leases.lease_count
 
 
 BAD_PUTS: dict[str, tuple[Iterable[block_pb2.PutBlocksRequest], str, str]] = {
@@ -128,8 +128,8 @@ async def test_a_bad_put_puts_nothing(
     facts = await refused(stub.PutBlocks(iter(messages)), Code.INVALID_ARGUMENT, reason)
     assert facts["field"] == field
     assert await states(stub, 1, 2) == [MISS, MISS]
-    assert not server._cache.appends.reservation_count
-    assert not server._cache.ledger.blocks()
+    assert not server.cache.appends.reservation_count
+    assert not server.cache.ledger.blocks()
 
 
 async def test_keys_and_tokens_have_their_length(stub: Any) -> None:
@@ -175,9 +175,9 @@ async def test_a_lease_over_grpc_lasts_until_it_is_released(stub: Any, server: S
     by_token = block_pb2.LeaseBlocksRequest(token=lease.token)
     messages = [m async for m in stub.ReadBlocks(block_pb2.ReadBlocksRequest(blocks=by_token))]
     assert b"".join(message.bytes.data for message in messages[1:]) == data_of(1)
-    assert server._cache.leases.lease_count == 1
+    assert server.cache.leases.lease_count == 1
     await stub.ReleaseBlocks(block_pb2.ReleaseBlocksRequest(token=lease.token))
-    assert not server._cache.leases.lease_count
+    assert not server.cache.leases.lease_count
     call = stub.ReadBlocks(block_pb2.ReadBlocksRequest(blocks=by_token))
     await refused(call, Code.NOT_FOUND, "LEASE_NOT_FOUND")
 
@@ -191,11 +191,11 @@ async def test_a_read_that_outlasts_its_lease_is_told_how_long_that_was(
     asked = block_pb2.LeaseBlocksRequest(space=SPACE, keys=[key_of(1), key_of(2)])
     if ttl_s:
         asked.ttl.seconds = ttl_s
-    service = BlockService(server._cache, Turns(), Admission("calls", 1))
+    service = BlockService(server.cache, Turns(), Admission("calls", 1))
     messages = service._messages(asked, "default")
     assert [(await anext(messages)).WhichOneof("message") for _ in range(2)] == ["header", "bytes"]
     clock.advance(ns=(ttl_s or 60) * 10**9)
-    server._cache.leases.expire_due()
+    server.cache.leases.expire_due()
     await stub.DeleteBlocks(block_pb2.DeleteBlocksRequest(space=SPACE, keys=[key_of(2)]))
     with pytest.raises(DeadlineExceeded, match=f"within {ttl_s or 60} s"):
         await anext(messages)
@@ -217,8 +217,8 @@ async def test_what_a_connection_has_of_blocks_ends_with_it(
     assert (await other.one(commit_blocks=commit)).error.reason == "RESERVATION_NOT_FOUND"
     assert await states(stub, 1, 2) == [HIT, PENDING]
     one.die()
-    await until(lambda: server._cache.leases.lease_count == 1)
-    assert not server._cache.appends.reservation_count
+    await until(lambda: server.cache.leases.lease_count == 1)
+    assert not server.cache.appends.reservation_count
     assert await states(stub, 2) == [MISS]
     gone = await other.one(lease_blocks=block_pb2.LeaseBlocksRequest(token=brief.token))
     assert gone.error.reason == "LEASE_NOT_FOUND"
@@ -226,7 +226,7 @@ async def test_what_a_connection_has_of_blocks_ends_with_it(
     assert again.leased_blocks.blocks == kept.blocks
     released = await other.one(release_blocks=block_pb2.ReleaseBlocksRequest(token=kept.token))
     assert released.HasField("released")
-    assert not server._cache.leases.lease_count
+    assert not server.cache.leases.lease_count
 
 
 async def test_a_rank_that_dies_takes_the_put_with_it(connect: Connect, stub: Any, server: Server) -> None:
@@ -247,7 +247,7 @@ async def test_a_rank_that_dies_takes_the_put_with_it(connect: Connect, stub: An
             assert (await connection.one(commit_blocks=commit)).HasField("committed_blocks")
     assert list((await stub.LookupBlocks(look_up)).states) == [PENDING]
     second.die()
-    await until(lambda: not server._cache.ledger.blocks())
+    await until(lambda: not server.cache.ledger.blocks())
     assert list((await stub.LookupBlocks(look_up)).states) == [MISS]
     both = block_pb2.PutBlocksHeader(blocks=block_pb2.ReserveBlocks(space=ranks, blocks=blocks))
     put = [bytes_of(0, b"abc"), bytes_of(0, b"def", part=1)]
@@ -358,7 +358,7 @@ async def test_subscriptions_are_counted_and_end_with_their_callers(stub: Any, s
     await refused(late, Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
     for follower in followers:
         follower.call.cancel()
-    await until(lambda: not len(server._cache.blocks.subscriptions))
+    await until(lambda: not len(server.cache.blocks.subscriptions))
     follower = Follower(stub)
     await follower.hear()
     follower.call.cancel()
@@ -418,12 +418,12 @@ async def test_a_subscriber_that_takes_nothing_is_cut_off(settings: Settings) ->
         await follower.hear()
         stub: Any = block_pb2_grpc.BlockServiceStub(channel)
         async with asyncio.timeout(30):
-            while len(server._cache.blocks.subscriptions):
+            while len(server.cache.blocks.subscriptions):
                 await stub.PutBlocks(iter([header, *(bytes_of(i, b"x") for i in range(len(keys)))]))
                 await stub.DeleteBlocks(block_pb2.DeleteBlocksRequest(space=SPACE, keys=keys))
         with suppress(grpc.aio.AioRpcError):
             while await follower.call.read():
                 continue
         assert await follower.call.code() is Code.DEADLINE_EXCEEDED
-        assert not server._cache.ledger.placement.watched
+        assert not server.cache.ledger.placement.watched
     await server.stop()

@@ -60,9 +60,9 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     made = await Server.start(settings, FakeClock())
     yield made
     await made.stop()
-    await made._cache.drain()
-    assert check_integrity(made._cache) == []
-    assert made._cache.ledger.unwritten.claimed_bytes == 0
+    await made.cache.drain()
+    assert check_integrity(made.cache) == []
+    assert made.cache.ledger.unwritten.claimed_bytes == 0
 
 
 class _Grants:
@@ -71,7 +71,7 @@ class _Grants:
     def __init__(self, server: Server) -> None:
         self.passed_counts: list[int] = []
         self._passed_count: int | None = None
-        writing, ledger = server._cache.appends, server._cache.ledger
+        writing, ledger = server.cache.appends, server.cache.ledger
         self._admit, self._promise = writing._admit, ledger.unwritten.promise
         self._reserve_at_once = writing.reserve_at_once
         setattr(writing, "_admit", self._asked)  # noqa: B010  # mypy would have it typed
@@ -164,7 +164,7 @@ async def flood(server: Server, clients: dict[str, Client]) -> AsyncIterator[Non
                 await client.append(name, 1, 0, TOKENS)
 
     writers = [asyncio.ensure_future(write(number)) for number in range(WRITERS)]
-    await until(lambda: server._cache.state.counters.delayed_write_count > WRITERS)
+    await until(lambda: server.cache.state.counters.delayed_write_count > WRITERS)
     yield
     for task in writers:
         task.cancel()

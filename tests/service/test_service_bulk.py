@@ -227,7 +227,7 @@ async def test_connections_are_bounded(client: Client, server: Server, settings:
 
 def has_reservations(server: Server, count: int) -> bool:
     """Whether so many appends are open."""
-    return server._cache.appends.reservation_count == count
+    return server.cache.appends.reservation_count == count
 
 
 async def test_who_says_nothing_gives_way(server: Server, settings: Settings, client: Client) -> None:
@@ -288,7 +288,7 @@ async def test_a_writer_that_stalls_in_a_chunk_is_cut(hurried: None, client: Cli
     await connection.send_bytes(whole[:-5])
 
     assert await connection.is_ended()
-    await until(lambda: server._cache.appends.reservation_count == 0)
+    await until(lambda: server.cache.appends.reservation_count == 0)
     assert (await client.get("a")).token_count == 0
 
 
@@ -304,8 +304,8 @@ async def test_a_writer_that_falls_silent_keeps_no_room(
     await connection.send(APPEND, client.header("a", 0).header.SerializeToString())
     first, *others = chunks(1, 0, 60)
     await connection.send(*as_frame(first, is_first=False))
-    await until(lambda: server._cache.appends.held_count == 1)
-    [segment] = server._cache.appends.held()
+    await until(lambda: server.cache.appends.held_count == 1)
+    [segment] = server.cache.appends.held()
     await until(lambda: segment.hold_count == 1)
     for message in [*others, commit(60)]:
         await connection.send(*as_frame(message, is_first=False))
@@ -325,7 +325,7 @@ async def test_a_reader_that_takes_nothing_is_cut(hurried: None, client: Client,
         await connection.send(READ, client.read_request("a").SerializeToString())
 
     await until(lambda: server._bulk.connection_count == 0)
-    assert server._cache.leases.lease_count == 0
+    assert server.cache.leases.lease_count == 0
     connection.close()
 
 
@@ -346,8 +346,8 @@ async def test_a_writer_that_goes_away_leaves_nothing(
     await until(lambda: server._bulk.connection_count == 0)
 
     assert (await client.get("a")).token_count == 0
-    await server._cache.drain()  # the books are exact while nothing is being moved
-    assert check_integrity(server._cache) == []
+    await server.cache.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(server.cache) == []
     await client.append("a", 1, 0, 20)
     assert await client.read_rows("a") == all_rows(1, 20)
 
@@ -364,11 +364,11 @@ async def test_rows_that_arrive_late_never_land_in_another_sessions_slots(
     kind, encoded, data = as_frame(chunks(9, 0, 128)[2], is_first=False)
     header = framed_socket._HEADER.pack(kind, 0, 0, len(encoded), len(data))
     await connection.send_bytes(header + encoded + data[: len(data) // 2])
-    await until(lambda: server._cache.appends.held_count == 2)
+    await until(lambda: server.cache.appends.held_count == 2)
     clock.advance(ns=RESERVATION_LIFETIME_NS)
-    server._cache.appends.expire_due()
+    server.cache.appends.expire_due()
     clock.advance(ns=GRACE_NS)
-    server._cache.appends.expire_due()
+    server.cache.appends.expire_due()
     names = [f"s{number}" for number in range(10)]
     for number, name in enumerate(names):
         await client.create(name)
@@ -461,7 +461,7 @@ async def test_damage_in_the_arena_is_noticed_by_the_reader(client: Client, serv
     """The reader verifies by the checksums that the chunks had when they were stored."""
     await client.create("a")
     await client.append("a", 1, 0, 64, is_durable=True)
-    segment = server._cache.ledger.find("default", "a").segments[0]
+    segment = server.cache.ledger.find("default", "a").segments[0]
     connection = await Connection.open(client.channel)
     await connection.send(READ, client.read_request("a", streams=ranges(KV)).SerializeToString())
     await connection.receive()
@@ -487,7 +487,7 @@ async def test_a_server_that_stops_ends_idle_connections_and_finishes_what_runs(
         await client.create("a")
         idle, busy = await Connection.open(channel), await Connection.open(channel)
         await busy.send(APPEND, client.header("a", 0).header.SerializeToString())
-        await until(lambda: server._cache.appends.reservation_count == 1)
+        await until(lambda: server.cache.appends.reservation_count == 1)
         stopping = asyncio.ensure_future(server.stop())
         assert await idle.is_ended()
         for message in [*chunks(1, 0, 10), commit(10)]:
@@ -510,12 +510,12 @@ async def test_what_does_not_finish_in_time_is_cut(settings: Settings, clock: Fa
         await client.create("a")
         busy = await Connection.open(channel)
         await busy.send(APPEND, client.header("a", 0).header.SerializeToString())
-        await until(lambda: server._cache.appends.reservation_count == 1)
+        await until(lambda: server.cache.appends.reservation_count == 1)
         await server.stop()
 
         assert await busy.is_ended()
-    await server._cache.drain()  # the books are exact while nothing is being moved
-    assert check_integrity(server._cache) == []
+    await server.cache.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(server.cache) == []
 
 
 async def test_the_channel_can_be_left_out(settings: Settings, clock: FakeClock) -> None:

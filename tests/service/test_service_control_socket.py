@@ -168,7 +168,7 @@ async def test_leases_end_with_a_client_that_dies_while_its_batch_waits(
         dying.writer.write(batch(2, lease_of(client), lease_of(client)))
         await dying.writer.drain()
         dying.die()
-    await until(lambda: len(server._control.connections) == 1 and not server._cache.leases.lease_count)
+    await until(lambda: len(server._control.connections) == 1 and not server.cache.leases.lease_count)
 
     lease = (await way.send(lease_of(client)))[0].lease
     assert lease.range.end == 100
@@ -197,7 +197,7 @@ async def test_an_end_may_come_right_behind_a_batch(way: SocketWay, client: Clie
     assert answer is not None
     assert answer.results[0].lease.range.end == 100
     assert await way.read() is None
-    await until(lambda: not server._cache.leases.lease_count)
+    await until(lambda: not server.cache.leases.lease_count)
 
 
 async def test_a_client_that_does_not_read_is_not_served_further(
@@ -217,7 +217,7 @@ async def test_a_client_that_does_not_read_is_not_served_further(
     assert connection._frames.held_bytes <= (4 << 20) + (1 << 16) + (1 << 18)
     way.die()
     sent.cancel()
-    await until(lambda: not server._cache.leases.lease_count)
+    await until(lambda: not server.cache.leases.lease_count)
 
 
 async def _send(way: SocketWay, data: bytes) -> None:
@@ -295,9 +295,9 @@ async def test_what_is_held_is_cut_off_at_the_end_of_the_drain(settings: Setting
         await way.send(lease_of(client))
         await server.stop()
 
-    await server._cache.drain()  # the books are exact while nothing is being moved
-    assert check_integrity(server._cache) == []
-    assert not server._cache.leases.lease_count
+    await server.cache.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(server.cache) == []
+    assert not server.cache.leases.lease_count
     assert _mode(server._arena.control_socket) is None
 
 
@@ -351,7 +351,7 @@ async def test_many_sessions_are_committed_at_once_each_by_itself(
     ]
     ended = arena_pb2.CommitReservations(reservation_ids=ids[:1], token_counts=[2], checksums=[SUM_OF_ZEROS])
     assert list((await way.one(commit_many=ended)).committed_many.generations) == [sessions[0].generation + 1]
-    assert server._cache.appends.reservation_count == 2
+    assert server.cache.appends.reservation_count == 2
 
 
 @pytest.mark.parametrize(
@@ -407,8 +407,8 @@ async def test_a_client_that_died_within_a_frame_is_gone(way: SocketWay, server:
 async def test_a_reservation_may_wait_for_the_disk(way: SocketWay, client: Client, server: Server) -> None:
     """One that comes while too much is dirty is answered when that has been written."""
     await client.create("b")
-    marks = server._cache.ledger.watermarks
-    server._cache.ledger.watermarks = replace(marks, dirty_limit=0.05)
+    marks = server.cache.ledger.watermarks
+    server.cache.ledger.watermarks = replace(marks, dirty_limit=0.05)
     reserve = arena_pb2.Reserve(
         session="sessions/b", model_fingerprint=client.fingerprint, write_offset=0, token_count=64
     )
@@ -429,7 +429,7 @@ async def test_a_batch_that_breaks_when_its_client_dies_holds_nothing(
             raise KeyError
 
     await way.one()
-    monkeypatch.setattr(server._cache.leases, "acquire", broken)
+    monkeypatch.setattr(server.cache.leases, "acquire", broken)
     way.writer.write(batch(9, lease_of(client), lease_of(client)))
     await way.writer.drain()
     await until(lambda: all(one._batch for one in server._control.connections))

@@ -216,4 +216,4 @@ async def test_one_tenant_does_not_take_all_subscriptions(server: Server) -> Non
         assert others is not None
         for call in (*calls, others):
             call.cancel()
-        await until(lambda: not len(server._cache.blocks.subscriptions))
+        await until(lambda: not len(server.cache.blocks.subscriptions))

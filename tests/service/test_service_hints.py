@@ -104,7 +104,7 @@ async def test_a_prefetch_keeps_to_its_budget_and_its_range(client: Client, hint
 async def test_what_somebody_uses_is_left_to_him(client: Client, hint: Hinter, server: Server) -> None:
     """Neither promoted ahead nor taken away."""
     await hint("demote")
-    cache = server._cache
+    cache = server.cache
     session = cache.ledger.find("default", "a")
     cache.ledger.read_began(session, (), 0.0)
     prefetched = await hint("prefetch")
@@ -125,7 +125,7 @@ async def test_what_somebody_uses_is_left_to_him(client: Client, hint: Hinter, s
 
 async def fill(server: Server) -> list[Any]:
     """Take all room in DRAM."""
-    dram = server._cache.ledger.memory
+    dram = server.cache.ledger.memory
     taken = []
     while slot := dram.take(SLOT_BYTES):
         taken.append(slot)
@@ -135,7 +135,7 @@ async def fill(server: Server) -> list[Any]:
 async def test_without_room_a_prefetch_waits_for_it(client: Client, hint: Hinter, server: Server) -> None:
     """Within its ttl; then it comes by itself, and is done with."""
     await hint("demote")
-    cache = server._cache
+    cache = server.cache
     taken = await fill(server)
     deferred = await hint("prefetch", ttl=seconds(30))
     waiting = len(cache.hints.deferred)
@@ -158,14 +158,14 @@ async def test_a_batch_waits_for_its_promotions_together(
 ) -> None:
     """For a bounded time, whoever else is being promoted; what has not come then is deferred, and comes."""
     await hint("demote")
-    turns = server._cache.prefetching._turns
+    turns = server.cache.prefetching._turns
     monkeypatch.setattr("ctxcache.cache.hints.PATIENCE_S", 0.02)
     for _ in range(2):
         await turns.acquire()
     results = (await hint.batch(*[action("prefetch")] * 3)).results
     for _ in range(2):
         turns.release()
-    await until(lambda: not len(server._cache.hints.deferred))
+    await until(lambda: not len(server.cache.hints.deferred))
 
     assert [(result.outcome, result.reason) for result in results] == [(DEFERRED, "NO_ROOM")] * 3
     assert (await client.get("a")).dram_bytes == 4 * SLOT_BYTES
@@ -178,7 +178,7 @@ async def test_what_would_never_come_is_not_deferred(hint: Hinter, server: Serve
     taken = await fill(server)
     result = await hint("prefetch")
     for slot in taken:
-        server._cache.ledger.memory.give(slot)
+        server.cache.ledger.memory.give(slot)
 
     assert (result.outcome, result.reason) == (REJECTED, "NO_ROOM")
 
@@ -189,16 +189,16 @@ async def test_a_deferred_prefetch_ends(
 ) -> None:
     """When its time is over, or it is not wanted any more; it never lasts longer than ten minutes."""
     await hint("demote")
-    deferred = server._cache.hints.deferred
+    deferred = server.cache.hints.deferred
     taken = await fill(server)
     await hint("prefetch", ttl=seconds(86400))
     assert len(deferred) == 1
     if way == "expires":
         clock.advance(seconds=599)
-        server._cache.hints.expire_due()
+        server.cache.hints.expire_due()
         assert len(deferred) == 1
         clock.advance(seconds=1)
-        server._cache.hints.expire_due()
+        server.cache.hints.expire_due()
     elif way == "delete":
         await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
     elif way == "ended":
@@ -206,10 +206,10 @@ async def test_a_deferred_prefetch_ends(
     else:
         await hint(way)
     for slot in taken:
-        server._cache.ledger.memory.give(slot)
+        server.cache.ledger.memory.give(slot)
 
     assert (len(deferred), len(deferred._waiting), len(deferred._due)) == (0, 0, 0)
-    assert (server._cache.queues._schedule._queues, server._cache.queues._schedule._orders) == ({}, {})
+    assert (server.cache.queues._schedule._queues, server.cache.queues._schedule._orders) == ({}, {})
 
 
 async def test_deferred_prefetches_are_bounded(
@@ -220,12 +220,12 @@ async def test_deferred_prefetches_are_bounded(
     await client.append("b", 2, 0, 10, is_durable=True)
     for name in ("a", "b"):
         await hint("demote", name)
-    queues = server._cache.queues
+    queues = server.cache.queues
     monkeypatch.setattr(queues, "limits", queues.limits.__class__(job_count=1))
     taken = await fill(server)
     results = [await hint("prefetch", name) for name in ("a", "b", "a")]
     for slot in taken:
-        server._cache.ledger.memory.give(slot)
+        server.cache.ledger.memory.give(slot)
 
     assert [result.outcome for result in results] == [DEFERRED, REJECTED, DEFERRED]
     assert results[1].reason == "TOO_MANY_REQUESTS"
@@ -236,7 +236,7 @@ async def test_a_prefetch_that_is_repeated_takes_no_more_memory(
 ) -> None:
     """It is deferred once, until the last of its times, however often that moved."""
     await hint("demote")
-    deferred, session = server._cache.hints.deferred, server._cache.ledger.find("default", "a")
+    deferred, session = server.cache.hints.deferred, server.cache.ledger.find("default", "a")
     tracemalloc.start()
     try:
         for until_ns in range(1, 10_001):
@@ -258,15 +258,15 @@ async def test_a_shared_session_is_forked_without_a_write(
     """Durable and closed: the source's next tokens begin a segment of their own."""
     await client.append("a", 1, 200, 210)
     shared = await hint("share")
-    flushed = server._cache.state.counters.flushed_segment_count
+    flushed = server.cache.state.counters.flushed_segment_count
     request = session_pb2.ForkSessionRequest(name="sessions/a", session_id="fork")
     fork = await client.sessions.ForkSession(request)
     await client.append("a", 1, 210, 220)
 
     assert (shared.outcome, shared.granted_bytes) == (ACCEPTED, 4 * SLOT_BYTES)
     assert fork.durable_token_count == 210
-    assert server._cache.state.counters.flushed_segment_count == flushed
-    assert len(server._cache.ledger.find("default", "a").segments) == 5
+    assert server.cache.state.counters.flushed_segment_count == flushed
+    assert len(server.cache.ledger.find("default", "a").segments) == 5
 
 
 async def test_a_prefix_is_shared(client: Client, hint: Hinter) -> None:
@@ -307,7 +307,7 @@ async def test_expectations_reach_the_policy(
 ) -> None:
     """When the session returns, on the store's clock, or never."""
     heard: list[tuple[bytes, float | None]] = []
-    monkeypatch.setattr(server._cache.placement.policy, "expected", lambda *facts: heard.append(facts))
+    monkeypatch.setattr(server.cache.placement.policy, "expected", lambda *facts: heard.append(facts))
     now_s = clock.monotonic_ns() / 1e9
     results = [
         await hint("expect"),
@@ -323,8 +323,8 @@ async def test_what_is_kept_is_granted_within_the_budget(
     client: Client, hint: Hinter, server: Server, kind: str
 ) -> None:
     """Whole or not at all, for as long as the server allows; a pin can wedge nothing."""
-    retention = server._cache.placement.retaining
-    clock = server._cache.state.clock
+    retention = server.cache.placement.retaining
+    clock = server.cache.state.clock
     plain = await hint(kind, ttl=seconds(100), priority=3)
     larger = await hint(kind, budget_bytes=6 * SLOT_BYTES)
     longer = await hint(kind, ttl=seconds(5000))
@@ -449,7 +449,7 @@ async def test_a_batch_leaves_turns_to_others(
 ) -> None:
     """However little of it takes long: between two hints of one batch others have a turn."""
     monkeypatch.setattr(fairness, "SLICE_NS", 0)
-    hints, turn_count, seen = server._cache.hints, 0, []
+    hints, turn_count, seen = server.cache.hints, 0, []
 
     async def carry_out(asked: Hint, deadline_s: float) -> HintAnswer:
         seen.append(turn_count)

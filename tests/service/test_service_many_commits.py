@@ -125,7 +125,7 @@ class Lanes:
 
 async def renew(way: SocketWay, client: Client, server: Server, lanes: Lanes) -> None:
     """Reserve anew where a lane's room is full or gone."""
-    appends = server._cache.appends
+    appends = server.cache.appends
     for lane, name in enumerate(lanes.names):
         before = lanes.ids[lane]
         if not appends.is_open(before) or appends.get(before).end == lanes.counts[lane]:
@@ -174,8 +174,8 @@ async def test_many_commits_are_as_many_single_ones(
     await sets[1].check(client)
     for many, single in zip(sets[0].names, sets[1].names, strict=True):
         assert await client.read_rows(many) == await client.read_rows(single)
-    await server._cache.drain()
-    assert check_integrity(server._cache) == []
+    await server.cache.drain()
+    assert check_integrity(server.cache) == []
 
 
 async def test_a_writer_whose_time_is_over_fails_alone(
@@ -189,7 +189,7 @@ async def test_a_writer_whose_time_is_over_fails_alone(
         await client.create(name, ttl=Duration(seconds=ttl_s))
         ids.append(await reserved(way, client, name, 0))
     clock.advance(ns=3 * 10**9)
-    server._cache.appends.expire_due()
+    server.cache.appends.expire_due()
     outcomes = await together(way, ids, [1, 1, 1], DISK, keep_open=True)
 
     assert [why for _, why, _ in outcomes] == ["RESERVATION_NOT_FOUND", "SESSION_NOT_FOUND", ""]

@@ -109,7 +109,7 @@ async def test_a_drain_writes_everything_and_ends_with_an_undrain(server: Server
 
     assert statuses[-1].is_done
     assert statuses[-1].dirty_bytes == 0 == (await client.stats()).dirty_bytes
-    assert server._cache.ledger.find("default", "a").durable_token_count == 8
+    assert server.cache.ledger.find("default", "a").durable_token_count == 8
     assert await answer() == health_pb2.HealthCheckResponse.NOT_SERVING
     await refused(client.create("b"), Code.UNAVAILABLE, "DRAINING")
     assert not (await client.admin.GetActivity(ops.GetActivityRequest())).is_ready
@@ -201,7 +201,7 @@ async def test_shares_change_while_it_runs(client: Client) -> None:
 
 async def test_a_path_rests_and_is_opened(server: Server, client: Client) -> None:
     """Rows are written elsewhere meanwhile; the last path stays open."""
-    one, two = server._cache.ssd.paths
+    one, two = server.cache.ssd.paths
     rested = await client.admin.UpdatePath(ops.UpdatePathRequest(path=str(Path(one).parent), resting=True))
     await stored(client)
     await client.sessions.FlushSession(session_pb2.FlushSessionRequest(name="sessions/a"))

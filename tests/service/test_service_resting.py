@@ -121,4 +121,4 @@ async def test_reads_go_on_and_nothing_is_lost_or_there_twice(
     store = server.storage.metadata
     names = sorted(record.session_id for record in store.sessions())
     assert names == ["a", "b"]
-    await until(lambda: not server._cache.ledger.below.stranded)
+    await until(lambda: not server.cache.ledger.below.stranded)

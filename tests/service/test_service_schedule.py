@@ -59,7 +59,7 @@ async def engine(connect: Callable[[], Engine]) -> Engine:
 
 def starts_in_s(server: Server, name: str = "a") -> float | None:
     """When the store expects the session's next job."""
-    cache = server._cache
+    cache = server.cache
     return cache.queues.starts_in_s(cache.ledger.find("default", name))
 
 
@@ -70,7 +70,7 @@ async def demote(client: Client, name: str) -> None:
 
 async def lost(server: Server, count: int = 1) -> None:
     """Wait until so many engines have lost their stream."""
-    queues = server._cache.queues._queues
+    queues = server.cache.queues._queues
     await until(lambda: sum(q.lost_until_ns is not None for q in queues.values()) == count)
 
 
@@ -242,7 +242,7 @@ async def test_the_policy_hears_the_merged_order(
 ) -> None:
     """Hints, their withdrawal, and again after a turn that was not the job's."""
     heard: list[tuple[str, bytes]] = []
-    policy = server._cache.placement.policy
+    policy = server.cache.placement.policy
     monkeypatch.setattr(policy, "hinted", lambda name, _: heard.append(("hinted", name)))
     monkeypatch.setattr(policy, "withdrawn", lambda name: heard.append(("withdrawn", name)))
     name = b"default\0a"
@@ -297,12 +297,12 @@ async def test_a_broken_streams_jobs_stay_for_the_grace_period(
     await end(engine)
     await lost(server)
     clock.advance(seconds=19)
-    await server._cache.queues.expire_due()
+    await server.cache.queues.expire_due()
     assert starts_in_s(server) is not None
 
     clock.advance(seconds=1)
     await until(lambda: starts_in_s(server) is None)
-    assert server._cache.queues.engine_count == 0
+    assert server.cache.queues.engine_count == 0
 
 
 async def test_no_grace_is_none(client: Client, connect: Callable[[], Engine], server: Server) -> None:
@@ -313,7 +313,7 @@ async def test_no_grace_is_none(client: Client, connect: Callable[[], Engine], s
     await engine.put(job(1))
     engine.call.cancel()
 
-    await until(lambda: server._cache.queues.engine_count == 0)
+    await until(lambda: server.cache.queues.engine_count == 0)
     assert starts_in_s(server) is None
 
 
@@ -323,9 +323,9 @@ async def test_half_close_withdraws_at_once(client: Client, engine: Engine, serv
     await engine.put(job(1), job(2))
 
     assert await engine.finish() == 2
-    assert server._cache.queues.engine_count == 0
+    assert server.cache.queues.engine_count == 0
     assert starts_in_s(server) is None
-    assert (server._cache.queues._schedule._queues, len(server._cache.placement._watchers)) == ({}, 0)
+    assert (server.cache.queues._schedule._queues, len(server.cache.placement._watchers)) == ({}, 0)
 
 
 async def test_a_withdrawal_that_is_cut_off_is_finished_by_upkeep(
@@ -335,14 +335,14 @@ async def test_a_withdrawal_that_is_cut_off_is_finished_by_upkeep(
     await client.create("a")
     await engine.put(*(job(i) for i in range(JOBS)))
     monkeypatch.setattr("ctxcache.cache.queues.JOBS_PER_SLICE", 5)
-    queues = server._cache.queues
+    queues = server.cache.queues
     old = queues._queues["default\0engine"]
     withdrawal = asyncio.ensure_future(queues.withdraw(old))
     await asyncio.sleep(0)
     withdrawal.cancel()
     assert queues.job_count(old) == JOBS - 5
     new = queues.join("default", "engine", grace_ns=None, fingerprint=b"")
-    queues.put(new, "a", Job("job-0", None, start_s=server._cache.state.clock.monotonic_ns() / 1e9 + 9))
+    queues.put(new, "a", Job("job-0", None, start_s=server.cache.state.clock.monotonic_ns() / 1e9 + 9))
     await until(lambda: not queues._leaving)
 
     assert (queues.job_count(old), queues.job_count(new)) == (0, 1)
@@ -373,13 +373,13 @@ async def test_a_killed_engine_is_no_half_close(client: Client, server: Server) 
     finally:
         os.kill(engine.pid or 0, signal.SIGKILL)
         engine.join()
-    await until(lambda: server._cache.queues.engine_count == 0 or _is_lost(server))
+    await until(lambda: server.cache.queues.engine_count == 0 or _is_lost(server))
 
     assert starts_in_s(server) is not None
 
 
 def _is_lost(server: Server) -> bool:
-    return any(queue.lost_until_ns is not None for queue in server._cache.queues._queues.values())
+    return any(queue.lost_until_ns is not None for queue in server.cache.queues._queues.values())
 
 
 async def test_an_engine_that_comes_back_finds_its_jobs(
@@ -396,7 +396,7 @@ async def test_an_engine_that_comes_back_finds_its_jobs(
     welcome = await second.hello()
     event = await second.event()
     clock.advance(seconds=100)
-    await server._cache.queues.expire_due()
+    await server.cache.queues.expire_due()
 
     assert welcome.job_count == 1
     assert event.session == "sessions/a"
@@ -429,7 +429,7 @@ async def test_engines_are_bounded(client: Client, connect: Callable[[], Engine]
     facts = await refused(fourth.drain(), Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
 
     assert facts == {"what": "engines", "limit": "3"}
-    assert server._cache.queues.engine_count == 3
+    assert server.cache.queues.engine_count == 3
 
 
 async def test_jobs_are_bounded(client: Client, engine: Engine, server: Server) -> None:
@@ -455,8 +455,8 @@ async def test_jobs_are_bounded(client: Client, engine: Engine, server: Server) 
     assert reasons == ["TOO_MANY_REQUESTS"] * 3 + ["INVALID_FIELD", "TOO_MANY_REQUESTS"]
     assert {answer.job_count for answer in refusals} == {JOBS}
     assert not moved.HasField("error")
-    queue = server._cache.queues._queues["default\0engine"]
-    assert "job-0" in server._cache.queues.job_ids(queue)
+    queue = server.cache.queues._queues["default\0engine"]
+    assert "job-0" in server.cache.queues.job_ids(queue)
 
 
 async def test_a_million_jobs_are_refused_within_bounds(
@@ -480,7 +480,7 @@ async def test_a_million_jobs_are_refused_within_bounds(
         assert answer.job_count == 0
     flooding.cancel()
     engine.call.cancel()
-    queue = server._cache.queues._queues["default\0engine"]
+    queue = server.cache.queues._queues["default\0engine"]
 
     await lost(server)
     assert (len(queue.names), len(queue._news), len(queue.job_counts)) == (0, 0, 0)
@@ -586,7 +586,7 @@ async def test_a_bad_hello_ends_the_stream(
     facts = await refused(engine.drain(), Code.INVALID_ARGUMENT, "INVALID_FIELD")
 
     assert facts["field"] == field
-    assert server._cache.queues.engine_count == 0
+    assert server.cache.queues.engine_count == 0
 
 
 @pytest.mark.parametrize(
@@ -641,8 +641,8 @@ async def test_events_of_one_session_are_one(client: Client, engine: Engine, ser
     await client.append("a", 1, 0, 100, is_durable=True)
     await engine.put(job(1))
     await engine.event()
-    queue = server._cache.queues._queues["default\0engine"]
-    session = server._cache.ledger.find("default", "a")
+    queue = server.cache.queues._queues["default\0engine"]
+    session = server.cache.ledger.find("default", "a")
     for _ in range(1000):
         queue.demoted(session.uid)
         queue.promoted(session.uid)
@@ -683,11 +683,11 @@ async def test_a_reader_that_takes_nothing_is_not_read_either(
                     await engine.call.write(request)
 
             flooding = asyncio.ensure_future(flood())
-            queue = server._cache.queues._queues["default\0engine"]
+            queue = server.cache.queues._queues["default\0engine"]
             await until(lambda: queue.lost_until_ns is not None)
             flooding.cancel()
             await asyncio.wait({flooding})
-            assert server._cache.queues.job_count(queue) == 1024
+            assert server.cache.queues.job_count(queue) == 1024
     finally:
         await server.stop()
 

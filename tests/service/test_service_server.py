@@ -57,7 +57,7 @@ class Held:
 
 async def until_running(server: Server, count: int) -> None:
     """Wait until so many appends are open."""
-    await until(lambda: server._cache.appends.reservation_count == count)
+    await until(lambda: server.cache.appends.reservation_count == count)
 
 
 async def test_every_service_is_healthy_and_can_be_looked_up(client: Client) -> None:
@@ -131,7 +131,7 @@ async def test_a_stream_whose_holds_have_ended_does_not_hold_the_drain(
     lease = arena_pb2.AcquireLease(session="sessions/a", model_fingerprint=client.fingerprint)
     assert (await idle.one(acquire_lease=lease)).lease.range.end == 10
     clock.advance(ns=LEASE_LIFETIME_NS)
-    server._cache.leases.expire_due()
+    server.cache.leases.expire_due()
     stopping = asyncio.ensure_future(server.stop())
     await idle.ended(Code.UNAVAILABLE, "DRAINING")
     await stopping
@@ -371,7 +371,7 @@ async def test_upkeep_that_breaks_is_tried_again_and_ends_with_the_server(
         broken.set()
         raise KeyError
 
-    monkeypatch.setattr(server._cache.write_behind, "turn", turn)
+    monkeypatch.setattr(server.cache.write_behind, "turn", turn)
     async with grpc.aio.insecure_channel(server.addresses[0], OWN_CONNECTION) as channel:
         client = Client(channel)
         await client.register()
@@ -403,7 +403,7 @@ async def test_an_end_flushes_though_its_socket_cannot_be_removed(
     server._control._path = str(tmp_path / "file" / "control.sock")
     await server.stop()
     server = await Server.start(settings, clock)
-    assert server._cache.sessions.get("default", "a").token_count == 10
+    assert server.cache.sessions.get("default", "a").token_count == 10
     await server.stop()
 
 

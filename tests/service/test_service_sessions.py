@@ -427,7 +427,7 @@ async def test_a_truncation_that_cannot_be_changes_nothing(
 
 async def test_a_session_that_was_cut_too_often_says_so(server: Server, client: Client) -> None:
     """The refusal names the session, what the cut would come to, and the limit."""
-    server._cache.state.limits = Limits(fragment_count=2)
+    server.cache.state.limits = Limits(fragment_count=2)
     await client.create("a")
     await client.append("a", 1, 0, 10)
     drop = session_pb2.DropRanges(ranges=[TokenRange(begin=2, end=3), TokenRange(begin=5, end=6)])

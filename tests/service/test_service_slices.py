@@ -255,8 +255,8 @@ async def test_what_is_beyond_a_bound_names_it(client: Client) -> None:
 
 async def test_streams_of_all_models_are_bounded(client: Client, server: Server) -> None:
     """However many models: what one tenant may register is said, with a delay after which to come again."""
-    limits = server._cache.state.limits
-    server._cache.state.limits = replace(limits, model_stream_count=4098)
+    limits = server.cache.state.limits
+    server.cache.state.limits = replace(limits, model_stream_count=4098)
     register = client.models.RegisterModel
     await register(model_pb2.RegisterModelRequest(model=calls.large_model("large")))
     again = model_pb2.RegisterModelRequest(model=calls.small_model())

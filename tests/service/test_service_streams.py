@@ -130,7 +130,7 @@ async def test_a_read_that_cannot_be_is_refused(
     await client.append("a", 1, 0, 10)
     await refused(client.sessions.ReadSession(client.read_request("a", **changes)), code, reason)
 
-    assert server._cache.leases.lease_count == 0
+    assert server.cache.leases.lease_count == 0
 
 
 async def test_a_reader_that_goes_away_holds_nothing(client: Client, server: Server) -> None:
@@ -142,11 +142,11 @@ async def test_a_reader_that_goes_away_holds_nothing(client: Client, server: Ser
     call.cancel()
 
     async def is_free() -> bool:
-        return server._cache.leases.lease_count == 0
+        return server.cache.leases.lease_count == 0
 
     await until(is_free)
-    await server._cache.drain()  # the books are exact while nothing is being moved
-    assert check_integrity(server._cache) == []
+    await server.cache.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(server.cache) == []
 
 
 async def test_rows_that_pass_are_copied_into_their_message() -> None:
@@ -176,8 +176,8 @@ async def test_a_reader_slower_than_its_lease_gets_no_foreign_rows(
     await client.append("a", 1, 0, 100)
     call = client.sessions.ReadSession(client.read_request("a"))
     await call.read()
-    reading = server._cache.leases
-    sent = SessionService(server._cache, Turns())._messages(client.read_request("a"), "default")
+    reading = server.cache.leases
+    sent = SessionService(server.cache, Turns())._messages(client.read_request("a"), "default")
     await anext(sent)
     await anext(sent)
     clock.advance(ns=LEASE_LIFETIME_NS)
@@ -196,11 +196,11 @@ async def test_a_lease_is_asked_for_before_each_message(
     monkeypatch.setattr(rows_module, "MESSAGE_BYTES", 16 * 4)
     await client.create("a", ttl=Duration(seconds=10**6))
     await client.append("a", 1, 0, 64)
-    sent = SessionService(server._cache, Turns())._messages(client.read_request("a"), "default")
+    sent = SessionService(server.cache, Turns())._messages(client.read_request("a"), "default")
     await anext(sent)
     first = await anext(sent)
     clock.advance(ns=LEASE_LIFETIME_NS)
-    server._cache.leases.expire_due()
+    server.cache.leases.expire_due()
 
     assert isinstance(first, bytes)
     assert len(session_pb2.ReadSessionResponse.FromString(first).chunk.data) == 16 * 4
@@ -212,8 +212,8 @@ async def test_damaged_rows_are_data_loss(client: Client, server: Server) -> Non
     """The reader is told, the session ends before the damage, and it is counted."""
     await client.create("a")
     await client.append("a", 1, 0, 200, is_durable=True)
-    session = server._cache.ledger.find("default", "a")
-    await server._cache.flushing.demote(session)
+    session = server.cache.ledger.find("default", "a")
+    await server.cache.flushing.demote(session)
     slot = session.segments[1].durable
     assert slot
     with open(server.storage.ssd.paths[0], "r+b") as file:  # noqa: ASYNC230, PTH123
@@ -283,7 +283,7 @@ async def test_a_broken_append_shows_nothing(
     await refused(client.send([client.header("a", 10), *messages]), code, reason)
 
     assert (await client.get("a")).generation == before.generation
-    assert server._cache.appends.reservation_count == 0
+    assert server.cache.appends.reservation_count == 0
     await client.append("a", 1, 10, 20)
     assert await client.read_rows("a") == all_rows(1, 20)
 
@@ -312,7 +312,7 @@ async def test_an_append_that_cannot_begin_is_refused(
     ]
     await refused(client.send(messages), code, reason)
 
-    assert server._cache.appends.reservation_count == 0
+    assert server.cache.appends.reservation_count == 0
 
 
 async def test_the_header_comes_first_and_once(client: Client) -> None:
@@ -334,7 +334,7 @@ async def test_two_writers_at_once_are_one_too_many(client: Client, server: Serv
     writing = asyncio.ensure_future(client.send(sender.messages()))
 
     async def has_begun() -> bool:
-        return server._cache.appends.reservation_count == 1
+        return server.cache.appends.reservation_count == 1
 
     await until(has_begun)
     name = "sessions/a"
@@ -387,12 +387,12 @@ async def test_a_stream_that_breaks_leaves_what_its_last_commit_covered(
     call.cancel()
 
     async def is_free() -> bool:
-        return server._cache.appends.reservation_count == 0
+        return server.cache.appends.reservation_count == 0
 
     await until(is_free)
     assert (await client.get("a")).token_count == 70
-    await server._cache.drain()  # the books are exact while nothing is being moved
-    assert check_integrity(server._cache) == []
+    await server.cache.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(server.cache) == []
     await client.append("a", 1, 70, 100)
     assert await client.read_rows("a") == all_rows(1, 100)
 
@@ -407,11 +407,11 @@ async def test_a_writer_that_was_silent_too_long_learns_where_to_go_on(
     silent = asyncio.ensure_future(client.send(sender.messages()))
 
     async def has_begun() -> bool:
-        return server._cache.appends.held_count == 1
+        return server.cache.appends.held_count == 1
 
     await until(has_begun)
     clock.advance(ns=RESERVATION_LIFETIME_NS)
-    server._cache.appends.expire_due()
+    server.cache.appends.expire_due()
     await client.append("a", 1, 0, 20)
     sender.send(*chunks(2, 0, 10)[1:], commit(10))
     sender.end()
@@ -444,7 +444,7 @@ async def test_what_does_not_fit_is_refused_and_the_rest_stays(client: Client, s
 
     assert facts["tier"] == "DRAM"
     assert await client.read_rows("a") == all_rows(1, 10)
-    assert server._cache.appends.reservation_count == 0
+    assert server.cache.appends.reservation_count == 0
 
 
 async def test_bytes_that_are_no_message_are_an_invalid_argument(client: Client) -> None:
@@ -511,14 +511,14 @@ async def test_a_reader_that_takes_nothing_is_cut_off(settings: Settings) -> Non
         sender = Sender()
         writing = asyncio.ensure_future(client.send(sender.messages()))
         sender.send(client.header("b", 0))
-        await until(lambda: server._cache.appends.reservation_count)
+        await until(lambda: server.cache.appends.reservation_count)
         await refused(client.append("a", 1, 30_000, 30_001), Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
-        await until(lambda: not server._cache.leases.lease_count)
+        await until(lambda: not server.cache.leases.lease_count)
         await client.append("a", 1, 30_000, 30_001)
         sender.end()
         await writing
         assert await code_at_the_end(stuck) is Code.DEADLINE_EXCEEDED
     await server.stop()
 
-    await server._cache.drain()  # the books are exact while nothing is being moved
-    assert check_integrity(server._cache) == []
+    await server.cache.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(server.cache) == []
