@@ -193,3 +193,29 @@ async def test_a_sync_that_fails_late_fences(tmp_path: Path) -> None:
     assert "Input/output error" in store.problem
     assert not await store.reopen()
     store.close()
+
+
+async def test_a_remote_filesystem_that_does_not_say_how_full_it_is_delays_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figure of the start counts until it answers, and it is asked once meanwhile."""
+    answer, asked = threading.Event(), 0
+    statvfs = os.statvfs
+
+    def hangs(path: str) -> os.statvfs_result:
+        nonlocal asked
+        asked += 1
+        assert answer.wait(PATIENCE_S)
+        return statvfs(path)
+
+    monkeypatch.setattr(rocksdb, "_kind_of_filesystem", lambda _: "nfs4")
+    store = RocksDbMetadata(tmp_path, hang_after_s=HANG_AFTER_S)
+    monkeypatch.setattr(os, "statvfs", hangs)
+
+    store.check()
+    store.check()
+    answer.set()
+    await until_returned(store)
+    store.close()
+
+    assert asked == 1

@@ -268,6 +268,15 @@ async def test_a_session_that_cannot_be_is_refused(client: Client, changes: dict
     await refused(client.get("a"), Code.NOT_FOUND, "SESSION_NOT_FOUND")
 
 
+async def test_parts_of_a_second_count(client: Client) -> None:
+    """Of a span and of an instant."""
+    span, instant = Duration(seconds=10, nanos=5), Timestamp(seconds=EPOCH_NS // 10**9 + 60, nanos=7)
+    sliding = await client.create("a", ttl=span)
+    absolute = await client.create("b", expire_time=instant)
+
+    assert (sliding.ttl, absolute.expire_time) == (span, instant)
+
+
 async def test_an_update_counts_as_an_access(client: Client, clock: FakeClock) -> None:
     """An update that sets nothing is a touch; one that sets something changes that alone."""
     made = await client.create("a", ttl=Duration(seconds=10))
