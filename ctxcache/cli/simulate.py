@@ -19,7 +19,7 @@ from ctxcache.cli.options import Shared, taking
 from ctxcache.cli.simulate_options import Options
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.recorded import contents, is_recording
-from ctxcache.simulate.study import SERVED, PolicyOf, StudyOutcome, study
+from ctxcache.simulate.study import PolicyOf, StudyOutcome, served, study
 from ctxcache.simulate.trace import Trace
 
 app = typer.Typer()
@@ -45,7 +45,7 @@ def simulate(options: Options) -> None:
     replayed(options, shared)
 
 
-def replayed(options: Options, shared: Shared, policy_of: PolicyOf = SERVED) -> list[StudyOutcome]:
+def replayed(options: Options, shared: Shared, policy_of: PolicyOf = served) -> list[StudyOutcome]:
     """Replay the trace under every policy at every capacity, and print what each came to.
 
     Raises BadParameter, InvalidTrace.

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Va
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ctxcache.core.limits import Limits, QueueLimits, Watermarks
+from ctxcache.core.placement.names import PolicyName
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.identity import Rule, parse_rules
@@ -163,7 +164,7 @@ class Settings(BaseSettings):
     tail_age_s: float = _knob("tail_age_s")
     write_behind_bytes_per_s: Size = _knob("write_behind_bytes_per_s")
     scrub_bytes_per_s: Size = _knob("scrub_bytes_per_s")
-    placement_policy: Literal["lru", "fifo", "t-lru", "look-ahead", "value"] = _knob("placement_policy")
+    placement_policy: PolicyName = _knob("placement_policy")
     placement_objective: Literal["turns", "tokens", "seconds"] = _knob("placement_objective")
     prefill_tokens_per_s: int = _knob("prefill_tokens_per_s")
     default_ttl_s: float = _knob("default_ttl_s")

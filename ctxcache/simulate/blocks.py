@@ -4,13 +4,13 @@ A request finds its longest prefix of blocks that are held; the rest is computed
 held, and the policy says what leaves. Where a trace names no blocks, they are made of its sessions: a
 session's own, full ones, its answers' too. Only prompts have blocks in a trace that names them.
 
-Policies of blocks hear each block as if it were a session, the deepest first: of two that were used at once
-a child then leaves before its parent. That is how vLLM frees them.
+A policy says whether it `ranks_holders`. One that does not hears each block as if it were a session, the
+deepest first: of two blocks that were used at once a child then leaves before its parent. That is how vLLM
+frees them.
 
-Policies of holders are the server's (`core.placement`). A holder is a session, or a prefix that several
-sessions had in common. A session that the policy gives up loses its deepest block first. The block leaves the
-store when no other session holds it. So a block is worth what the best of its holders is, and a child leaves
-before its parent. With LRU this is block LRU.
+A holder is a session, or a prefix that several sessions had in common. A session that the policy gives up
+loses its deepest block first. The block leaves the store when no other session holds it. So a block is worth
+what the best of its holders is, and a child leaves before its parent. With LRU this is block LRU.
 
 Turns take no time. Tiers are not told apart. Memory: the blocks that are held, and per session the names of
 its blocks.
@@ -86,7 +86,7 @@ class BlockStore:
         raise NotImplementedError
 
     def use(self, request: BlockRequest, found: int, now_s: float) -> None:
-        """The request found so many, and leaves all of its blocks behind."""
+        """The request found that many of its blocks, and leaves all of them behind."""
         raise NotImplementedError
 
     # Each turn leaves blocks, but only some loads give hints.
@@ -95,7 +95,7 @@ class BlockStore:
         return
 
     def settle(self) -> None:
-        """The turn is over, and what was said of it: what has no room leaves."""
+        """The turn is over, and its hint was told: what has no room leaves."""
         return
 
 
@@ -161,7 +161,7 @@ class HeldBlocks(BlockStore):
         super().__init__(policy, block_tokens, token_bytes, limit)
         self._holders: dict[bytes, _Holder] = {}
         self._counts: dict[bytes, int] = {}
-        """How many hold a block."""
+        """How many holders a block has."""
         self._prefixes: dict[bytes, bytes] = {}
         """Holders that are prefixes, by the last block of each."""
 
@@ -180,8 +180,8 @@ class HeldBlocks(BlockStore):
         own_count = _common(own.blocks[: own.held_count], request.asked) if own else 0
         for number in range(own_count, found):
             uid = self._prefixes.get(request.asked[number])
-            # Only the longest prefix that was found becomes a holder; shorter ones are used again where they
-            # are some.
+            # Only the longest prefix that was found becomes a holder. A shorter one that is a holder already
+            # is used again.
             if uid is None and number == found - 1:
                 uid = self._prefixes[request.asked[number]] = b"prefix " + request.asked[number]
             if uid is not None:
@@ -203,7 +203,7 @@ class HeldBlocks(BlockStore):
         answer_bytes: int = 0,
         number: int | None = None,
     ) -> None:
-        """Let it hold these blocks, and no others."""
+        """Let the holder of that name hold these blocks, and no others."""
         counts, holder = self._counts, self._holders.get(uid)
         self.policy.arrived(uid, now_s)
         is_new = holder is None
@@ -245,7 +245,8 @@ class HeldBlocks(BlockStore):
                 self._let_go(holder.blocks[holder.held_count])
             if not holder.held_count:
                 del self._holders[uid]
-                # Made anew when it is found again. Its name is by its last block, where sessions may end too.
+                # A prefix goes with its last block, and is made anew when it is found again. A session that
+                # ends in that block is no prefix.
                 if holder.blocks and self._prefixes.get(holder.blocks[-1]) == uid:
                     del self._prefixes[holder.blocks[-1]]
                 self._order.discard(uid)
@@ -281,10 +282,6 @@ def next_uses(turns: Iterable[TraceTurn], block_tokens: int) -> "list[array[floa
     return uses
 
 
-HOLDERS = frozenset({"value", "look-ahead", "t-lru"})
-"""Policies that rank who holds blocks; the others rank each block."""
-
-
 class Future:
     """When a block is asked for next, as of the turn that is being played; `uses` are `next_uses`."""
 
@@ -302,7 +299,7 @@ class Future:
 
 
 class BlockReplay:
-    """Plays turns by blocks of `block_tokens`; `run` once. Hits are counted as of SSD: tiers are not told."""
+    """Plays turns by blocks of `block_tokens`; `run` once. Hits count as SSD's."""
 
     def __init__(
         self,
@@ -310,7 +307,6 @@ class BlockReplay:
         policy: Policy,
         block_tokens: int,
         *,
-        is_of_holders: bool,
         next_arrivals_s: "array[float] | None" = None,
         future: "Future | None" = None,
     ) -> None:
@@ -319,7 +315,7 @@ class BlockReplay:
         self._next_arrivals_s, self._future = next_arrivals_s, future
         self._blocks = BlockReader(block_tokens)
         block_bytes = block_tokens * load.token_bytes
-        make = HeldBlocks if is_of_holders else SingleBlocks
+        make = HeldBlocks if policy.ranks_holders else SingleBlocks
         limit = (load.dram_bytes + load.ssd_bytes) // block_bytes
         self.store: BlockStore = make(policy, block_tokens, load.token_bytes, limit)
         self.tally = HitTally()

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ctxcache.core.placement.baselines import RANKED, ranked_policy
+from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.look_ahead import Belady
 from ctxcache.core.placement.policy import Capacities, Policy
 from ctxcache.core.placement.value import MissCost
-from ctxcache.simulate.blocks import HOLDERS, BlockReplay, Future, next_uses
+from ctxcache.simulate.blocks import BlockReplay, Future, next_uses
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.rows import TraceTurn
@@ -44,8 +44,11 @@ Step = Callable[[str, int], None]
 """Hears of what is being done, and how many turns of it are."""
 PolicyOf = Callable[[str, Capacities, MissCost], Policy]
 """Makes the policy of a name."""
-SERVED: PolicyOf = ranked_policy
-"""The policies that a server can place by."""
+
+
+def served(name: str, capacities: Capacities, miss_cost: MissCost) -> Policy:
+    """The policy of that name that a server can place by."""
+    return RANKED[name](capacities, miss_cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def study(
     step: Step,
     block_tokens: int | None = None,
     teacher: Trace | None = None,
-    policy_of: PolicyOf = SERVED,
+    policy_of: PolicyOf = served,
 ) -> Iterator[StudyOutcome]:
     """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong.
 
@@ -168,14 +171,12 @@ def of_blocks(
     if policy == BELADY:
         future = Future(uses or [])
         belady = Belady(capacities, future.next_use)
-        return BlockReplay(load, belady, block_tokens, is_of_holders=False, future=future)
+        return BlockReplay(load, belady, block_tokens, future=future)
     made = policy_of(policy, capacities, MissCost(load.objective, load.prefill_tokens_per_s))
-    return BlockReplay(
-        load, made, block_tokens, is_of_holders=policy in HOLDERS, next_arrivals_s=next_arrivals_s
-    )
+    return BlockReplay(load, made, block_tokens, next_arrivals_s=next_arrivals_s)
 
 
-def maker(policy: str, load: Load, policy_of: PolicyOf = SERVED) -> MakePolicy:
+def maker(policy: str, load: Load, policy_of: PolicyOf = served) -> MakePolicy:
     """The maker of the policy of that name."""
     if policy == BELADY:
         return Belady

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 
-from ctxcache.core.placement.baselines import RANKED, ranked_policy
+from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.order import Accepts, Key, Keyed
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy
 from ctxcache.core.placement.value import MISS_COST, MissCost
@@ -712,4 +712,4 @@ NAMES = (*POLICIES, BELADY)
 
 def policy_of(name: str, capacities: Capacities, miss_cost: MissCost = MISS_COST) -> Policy:
     """A policy of POLICIES; the cost of a miss is for those that weigh it."""
-    return ranked_policy(name, capacities, miss_cost) if name in RANKED else POLICIES[name](capacities)
+    return RANKED[name](capacities, miss_cost) if name in RANKED else POLICIES[name](capacities)

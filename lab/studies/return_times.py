@@ -37,7 +37,7 @@ def learned(path: Path) -> dict[str, list[list[float]]]:
     load = Capacity(1.0).of(Load(), footprint_bytes(trace, Load(), look(trace), lambda _what, _done: None))
     cost = MissCost(Objective.TOKENS)
     policy = ReturnValue(Capacities(load.dram_bytes, load.ssd_bytes), cost, NO_LESSONS)
-    BlockReplay(load, policy, BLOCK_TOKENS, is_of_holders=True).run(trace)
+    BlockReplay(load, policy, BLOCK_TOKENS).run(trace)
     classes: dict[str, list[list[float]]] = policy.lessons()["classes"]  # type: ignore[assignment]
     return {name: counts for name, counts in classes.items() if name.split(".")[0] == str(IDLE)}
 

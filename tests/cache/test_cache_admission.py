@@ -23,7 +23,7 @@ ARENA_SEGMENTS, SSD_SEGMENTS = 32, 16
 MARKS = Watermarks(low=2 / 32, high=4 / 32, dirty=4 / 32, dirty_limit=10 / 32, writer_wait_s=0)
 
 
-class Worth(LeastRecentlyUsed):
+class Worth(LeastRecentlyUsed, ranks_holders=True):
     """A session is worth the number that its name ends with, or what somebody has said since."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ def _turn(ledger: InclusiveTiers, uid: bytes, now_s: float, size_bytes: int = 40
     return ledger.arrived(uid, now_s) + ledger.idle(uid, Facts(size_bytes, 1, 8, 1), now_s)
 
 
-class Worth(LeastRecentlyUsed):
+class Worth(LeastRecentlyUsed, ranks_holders=True):
     """A session is worth what was said, or the first byte of its name."""
 
     def __init__(self) -> None:

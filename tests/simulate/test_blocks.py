@@ -42,17 +42,11 @@ def tree_of_prompts(count: int, seed: int) -> list[TraceTurn]:
     return turns
 
 
-def replayed(load: Load, turns: list[TraceTurn], name: str, *, is_of_holders: bool) -> int:
+def replayed(load: Load, turns: list[TraceTurn], name: str, *, ranks_holders: bool) -> int:
     """How many tokens of all prompts were found."""
-    capacities = Capacities(load.dram_bytes, load.ssd_bytes)
-    replay = BlockReplay(
-        load,
-        POLICIES[name](capacities),
-        BLOCK_TOKENS,
-        is_of_holders=is_of_holders,
-        next_arrivals_s=look(turns),
-    )
-    tally = replay.run(turns)
+    policy = POLICIES[name](Capacities(load.dram_bytes, load.ssd_bytes))
+    policy.ranks_holders = ranks_holders
+    tally = BlockReplay(load, policy, BLOCK_TOKENS, next_arrivals_s=look(turns)).run(turns)
     return tally.prompt_tokens - tally.computed_tokens
 
 
@@ -80,13 +74,13 @@ def test_block_lru_of_blocks_and_of_holders_find_what_a_slow_one_finds(seed: int
     expected = slow_block_lru(turns)
 
     assert expected > 800
-    assert replayed(LOAD, turns, "lru", is_of_holders=False) == expected
-    assert replayed(LOAD, turns, "lru", is_of_holders=True) == expected
+    assert replayed(LOAD, turns, "lru", ranks_holders=False) == expected
+    assert replayed(LOAD, turns, "lru", ranks_holders=True) == expected
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("is_of_holders", [True, False], ids=["holders", "blocks"])
-def test_no_policy_holds_more_than_there_is_room_for(name: str, *, is_of_holders: bool) -> None:
+@pytest.mark.parametrize("ranks_holders", [True, False], ids=["holders", "blocks"])
+def test_no_policy_holds_more_than_there_is_room_for(name: str, *, ranks_holders: bool) -> None:
     """Room for all finds all that came before, whatever the policy; less room finds less."""
     turns = tree_of_prompts(400, 9)
     seen: set[bytes] = set()
@@ -96,8 +90,8 @@ def test_no_policy_holds_more_than_there_is_room_for(name: str, *, is_of_holders
         seen.update(turn.blocks or ())
     roomy = replace(LOAD, ssd_bytes=len(seen) * BLOCK_TOKENS)
 
-    assert replayed(roomy, turns, name, is_of_holders=is_of_holders) == most
-    assert 0 < replayed(LOAD, turns, name, is_of_holders=is_of_holders) < most
+    assert replayed(roomy, turns, name, ranks_holders=ranks_holders) == most
+    assert 0 < replayed(LOAD, turns, name, ranks_holders=ranks_holders) < most
 
 
 def test_a_common_prompt_is_held_once() -> None:
@@ -107,7 +101,7 @@ def test_a_common_prompt_is_held_once() -> None:
     turns += [prompt(f"{n}", float(10 + n), 2, *common, f"own {n}") for n in range(10)]
     load = replace(LOAD, ssd_bytes=19 * BLOCK_TOKENS)
 
-    assert replayed(load, turns, "value", is_of_holders=True) == BLOCK_TOKENS * (9 * 9 + 10 * 10)
+    assert replayed(load, turns, "value", ranks_holders=True) == BLOCK_TOKENS * (9 * 9 + 10 * 10)
 
 
 def test_sessions_that_are_said_to_end_make_room() -> None:
@@ -119,8 +113,8 @@ def test_sessions_that_are_said_to_end_make_room() -> None:
     ]
     hinted = replace(LOAD, hints=frozenset(TraceHint))
 
-    assert replayed(hinted, turns, "value", is_of_holders=True) == BLOCK_TOKENS * (1 + 21)
-    assert replayed(hinted, turns, "lru", is_of_holders=True) < BLOCK_TOKENS * (1 + 21)
+    assert replayed(hinted, turns, "value", ranks_holders=True) == BLOCK_TOKENS * (1 + 21)
+    assert replayed(hinted, turns, "lru", ranks_holders=True) < BLOCK_TOKENS * (1 + 21)
 
 
 def test_a_session_that_leaves_takes_no_prefix_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,19 @@
-"""LRU, FIFO and T-LRU, and every policy that a server can place by, under the name that settings know.
+"""LRU, FIFO and T-LRU, and the policy of each name.
 
-Belady has no name here: it knows the future.
+Belady has no name: it knows the future, as no server does.
 """
 
-from collections.abc import Callable
+from functools import partial
+from typing import assert_never
 
 from ctxcache.core.placement.look_ahead import LookAhead
+from ctxcache.core.placement.names import POLICY_NAMES, PolicyName
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Capacities, Facts, Ranked
 from ctxcache.core.placement.value import MISS_COST, MissCost, ReturnValue
 
 
-class LeastRecentlyUsed(Ranked):
+class LeastRecentlyUsed(Ranked, ranks_holders=False):
     """The session whose last turn ended first leaves first, either tier."""
 
     def __init__(self) -> None:
@@ -52,8 +54,8 @@ class LeastRecentlyUsed(Ranked):
         self._numbers[uid] = self._last
 
 
-class FirstInFirstOut(LeastRecentlyUsed):
-    """The session that came into the store first leaves it first, and of those in memory memory."""
+class FirstInFirstOut(LeastRecentlyUsed, ranks_holders=False):
+    """The session that came into the store first leaves first: the store, and memory."""
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
         """See Policy."""
@@ -62,7 +64,7 @@ class FirstInFirstOut(LeastRecentlyUsed):
             self._number(uid)
 
 
-class TailOptimised(LeastRecentlyUsed):
+class TailOptimised(LeastRecentlyUsed, ranks_holders=True):
     """LRU among sessions that can be recomputed within the latency goal, then among the others.
 
     Source: Tail-Optimized Caching for LLM Inference (T-LRU), at whole sessions: a session whose history
@@ -72,22 +74,29 @@ class TailOptimised(LeastRecentlyUsed):
     def __init__(self, goal_bytes: int) -> None:
         super().__init__()
         self._goal_bytes = goal_bytes
+        self._inputs: dict[bytes, int] = {}
+        """What each session's last turn added: its next input is taken to be as long."""
         self._cheap: set[bytes] = set()
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
         """See Policy."""
         super().idle(uid, facts, now_s)
-        # The next input is taken to be as long as this one was.
-        if facts.size_bytes + facts.appended_bytes > self._goal_bytes:
+        self._inputs[uid] = facts.appended_bytes
+        self.resized(uid, facts)
+
+    def resized(self, uid: bytes, facts: Facts) -> None:
+        """See Policy."""
+        if facts.size_bytes + self._inputs[uid] > self._goal_bytes:
             self._cheap.discard(uid)
         elif uid not in self._cheap:
             self._cheap.add(uid)
-            # Its rank fell without its turn being the reason: whoever keeps an order by rank has to hear it.
+            # The rank fell, and an order that keeps ranks has to hear of that.
             self._fallen(uid)
 
     def evicted(self, uid: bytes) -> None:
         """See Policy."""
         super().evicted(uid)
+        self._inputs.pop(uid, None)
         self._cheap.discard(uid)
 
     def rank(self, uid: bytes) -> Key | None:
@@ -99,16 +108,22 @@ class TailOptimised(LeastRecentlyUsed):
 GOAL_BYTES = 2 << 30
 """The bytes recomputed within a quarter of a second where prefill makes 8 GiB/s: T-LRU's knob."""
 
-RANKED: dict[str, Callable[[Capacities], Ranked]] = {
-    "lru": lambda _: LeastRecentlyUsed(),
-    "fifo": lambda _: FirstInFirstOut(),
-    "t-lru": lambda _: TailOptimised(GOAL_BYTES),
-    "look-ahead": LookAhead,
-    "value": ReturnValue,
-}
-"""The policies that a server can place by."""
+
+def ranked_policy(name: PolicyName, capacities: Capacities, miss_cost: MissCost = MISS_COST) -> Ranked:
+    """The policy of that name; the cost of a miss is for those that weigh it."""
+    match name:
+        case "lru":
+            return LeastRecentlyUsed()
+        case "fifo":
+            return FirstInFirstOut()
+        case "t-lru":
+            return TailOptimised(GOAL_BYTES)
+        case "look-ahead":
+            return LookAhead(capacities)
+        case "value":
+            return ReturnValue(capacities, miss_cost)
+    assert_never(name)
 
 
-def ranked_policy(name: str, capacities: Capacities, miss_cost: MissCost = MISS_COST) -> Ranked:
-    """A policy of RANKED; the cost of a miss is for those that weigh it."""
-    return ReturnValue(capacities, miss_cost) if name == "value" else RANKED[name](capacities)
+RANKED: dict[str, partial[Ranked]] = {name: partial(ranked_policy, name) for name in POLICY_NAMES}
+"""By name, what makes the policy of capacities and, if it matters, the cost of a miss."""

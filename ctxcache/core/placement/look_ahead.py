@@ -43,7 +43,7 @@ class Window:
         return len(self._inside)
 
     def order(self, uid: bytes) -> float:
-        """When the job of one of the queue starts, relative to the others."""
+        """When the session's job starts, relative to the other jobs."""
         return self._orders[uid]
 
     @property
@@ -108,7 +108,7 @@ class Window:
             heappop(self._tail)
 
 
-class Windowed(Ranked):
+class Windowed(Ranked, ranks_holders=True):
     """Policies that rank held sessions and fetch the head of a queue.
 
     Subclasses give a session's `_key`, call `_measure` before it is placed, and put jobs into `_fetched`.
@@ -118,7 +118,7 @@ class Windowed(Ranked):
         super().__init__()
         self._capacities = capacities
         self._ranks: dict[bytes, Key] = {}
-        """Ranks of those that are held, as they were last told or asked for."""
+        """Ranks of held sessions, as last told or asked for."""
         self._fetchable = Keyed()
         self._held: dict[bytes, Level] = {}
         self._held_bytes = 0
@@ -127,9 +127,9 @@ class Windowed(Ranked):
         self._use_count = 0
         self._fetched = Window(self._rank_fetch)
         self._expected: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
-        """When the client said it, and the return that it said; empty where nobody listens.
+        """By session, when its client announced a return, and for when. Empty in policies that ignore this.
 
-        Kept past eviction: the return shows whether it was true.
+        An entry stays past the eviction: the return shows whether the client was right.
         """
 
     @property
@@ -187,7 +187,7 @@ class Windowed(Ranked):
         key, known = self._key(uid), self._ranks.get(uid)
         if known is None:
             return key
-        # Ranks that rose are noted when somebody looks. One that fell counts once `_rank` has told of it.
+        # A rank that rose is noted here. A rank that fell counts once `_rank` has told of it.
         if key > known:
             self._ranks[uid] = key
         return max(key, known)
@@ -230,7 +230,7 @@ class Windowed(Ranked):
             self._fetchable.discard(uid)
 
 
-class LookAhead(Windowed):
+class LookAhead(Windowed, ranks_holders=True):
     """The paper's policy. A subclass ranks sessions without a job by another `score`."""
 
     def __init__(self, capacities: Capacities) -> None:
@@ -252,6 +252,11 @@ class LookAhead(Windowed):
         self._measure(uid, facts.size_bytes, -idle_s)
         self._resize()
         self._rank(uid)
+
+    def resized(self, uid: bytes, facts: Facts) -> None:
+        """See Policy. The order is the same, but the window may hold another number of jobs."""
+        self._measure(uid, facts.size_bytes, self._last_use.get(uid))
+        self._resize()
 
     def ended(self, uid: bytes) -> None:
         """See Policy."""
@@ -276,7 +281,7 @@ class LookAhead(Windowed):
         return (0, self.score(uid), self._last_use[uid]) if order is None else (1, -order)
 
 
-class Belady(LookAhead):
+class Belady(LookAhead, ranks_holders=False):
     """Evicts the session that is needed last: the bound of policies that look at time alone.
 
     Belady knows the future, so only the simulator has it. A policy that looks at sizes too may hit more

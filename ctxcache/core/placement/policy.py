@@ -26,8 +26,8 @@ class Level(enum.Enum):
 class Facts(NamedTuple):
     """The known facts of a session at the end of a turn.
 
-    `appended_bytes` came in the turn, asked or answered; of those `answer_bytes` as far as is known were the
-    answer's. A token of its model takes `token_bytes`.
+    The turn added `appended_bytes`, input and answer. Of these `answer_bytes` are the answer's, as far as is
+    known. A token of the session's model takes `token_bytes`.
     """
 
     size_bytes: int
@@ -39,14 +39,17 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Capacities:
-    """How much each tier takes."""
+    """The room of the store.
+
+    A server's SSD also holds copies of what memory holds. `below_bytes` is its room besides these copies.
+    """
 
     memory_bytes: int
     below_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Both tiers together: a session lies in one of them."""
+        """The room for sessions, each counted once."""
         return self.memory_bytes + self.below_bytes
 
 
@@ -56,51 +59,55 @@ class Capacities:
 #        ▲          │                                             (a miss; its name goes on)
 #        └──────────┘ next turn                       ended: it will not return
 class Policy:
-    """A policy that hears everything and ignores it; subclasses override what they need.
+    """A policy that ignores every event; subclasses override what they need. The ledger owns it."""
 
-    Owned by whoever owns the ledger.
-    """
+    ranks_holders: bool = False
+    """Whether `ctxcache simulate --blocks` tells it of sessions and common prefixes, instead of blocks."""
 
     def arrived(self, uid: bytes, now_s: float) -> None:
-        """A turn of the session begins; it may be new, or have been evicted."""
+        """A turn of the session begins. The session may be new, or have been evicted before."""
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
-        """The turn is over. Called before the session is placed, and for one that is not kept, too."""
+        """The turn is over. The call comes before `placed`, and also where the session is not kept."""
 
     def recalled(self, uid: bytes, facts: Facts, idle_s: float, *, is_watched: bool = True) -> None:  # noqa: ARG002
-        """The store was opened with it, idle for that long: it was used before all that was used since.
+        """The store has had the session since before the policy knew it: from an earlier run, or asleep.
 
-        Those that are watched come first, who is idle for longest before others; the others come when they
-        come. Whether one that is not watched returns teaches nothing: those that do not may never be told.
+        The session was idle for `idle_s` when the store was opened. Its last use was before all uses since
+        then. An `idle_s` below 0 is what `slept` returned. A store that is opened tells of the watched
+        sessions first, the longest idle before others. The other sessions follow when somebody needs them.
+        Their returns teach nothing, because a session that stays away may never be told.
         """
         self.idle(uid, facts, 0.0)
 
     def slept(self, uid: bytes) -> float:
-        """Forget a session of which nobody knows when it returns; `recalled` tells of it again.
+        """Forget the session, which is dormant from here on. `recalled` tells of it when it wakes.
 
-        Returns the `idle_s` that is to be told then: less than 0, the further the later its last use was.
+        Returns the `idle_s` of that call. It is below 0 for a session that was used since the start, and the
+        lower, the later the last use was. No dormant session is ranked, see `Ranked`.
         """
         self.ended(uid)
         return 0.0
 
     def resized(self, uid: bytes, facts: Facts) -> None:
-        """The session takes so much from now on; nobody used it."""
+        """The session has another size from now on. This is no use of it, and `appended_bytes` is 0."""
 
     def lessons(self) -> dict[str, object]:
-        """The learned state that is worth keeping over restarts, as JSON values; nothing by default."""
+        """What the policy learned and should know after a restart, as JSON values; nothing by default."""
         return {}
 
     def relearn(self, lessons: Mapping[str, Any], age_s: float) -> None:
-        """Go on from the `lessons` of an earlier run, that long ago; called before anything else.
+        """Go on from the `lessons` of a run that ended `age_s` ago; called before anything else.
 
-        Raises ValueError, KeyError, TypeError where they are of another kind, and has learned nothing then.
+        Raises ValueError, KeyError, TypeError where the lessons are of another kind. The policy has learned
+        nothing then.
         """
 
     def passed(self, now_s: float) -> None:
-        """Time passes; called now and then, so that what grows old does so a little at a time."""
+        """Time passes. Called often, so that what grows old does so a little at a time."""
 
     def placed(self, uid: bytes, tier: Level) -> None:
-        """The session lies in `tier` from now on."""
+        """The session lies in `tier` from now on: in memory only if all of it does."""
 
     def evicted(self, uid: bytes) -> None:
         """The session left the store; it may return as a miss."""
@@ -112,7 +119,7 @@ class Policy:
         """A job of the session waits in the scheduler's queue; a lower `order` starts earlier."""
 
     def withdrawn(self, uid: bytes) -> None:
-        """The session's job waits no longer: it starts, or it was cancelled, or the queue was lost."""
+        """The session's job waits no longer: it starts, it was cancelled, or the queue was lost."""
 
     def expected(self, uid: bytes, return_s: float | None) -> None:
         """The client says when the idle session returns; None: never."""
@@ -122,7 +129,7 @@ class Policy:
         return True
 
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:  # noqa: ARG002
-        """Which session below is to be promoted ahead of its turn, of those that `accepts` takes."""
+        """The session below that is to be promoted ahead of its turn, of those that `accepts` takes."""
         return None
 
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:  # noqa: ARG002  the default ignores them
@@ -130,14 +137,13 @@ class Policy:
         return False
 
 
-# Admission. The tier below takes every session that fits into its free room. Beyond that, a session stays in
-# memory alone if it is worth less than the sessions that would have to leave for it, and is evicted from
-# there: the device is neither worn nor emptied for such a session. A crash loses it, which no caller was
-# promised.
+# Admission. The tier below takes every session that fits into its free room. Without free room, a session
+# that is worth less than those that would have to leave stays in memory alone, and is evicted from there.
+# Such a session neither wears nor empties the device. A crash loses it, and no caller was promised otherwise.
 
 
 class Candidate(NamedTuple):
-    """One that would leave the tier below; `gives_way`: it is worth less than what comes in its place."""
+    """A session that would leave the tier below. `gives_way`: it is worth less than the one that comes."""
 
     gives_way: bool
     size_bytes: int
@@ -146,12 +152,12 @@ class Candidate(NamedTuple):
 def is_worth_writing(size_bytes: int, free_bytes: int, leaving: Iterable[Candidate]) -> bool:
     """Whether a session of so many bytes is to be written below.
 
-    `leaving`: the sessions that may leave for it, the first to leave first; read as far as needed. Where they
-    free too little, the writer finds that out.
+    `leaving` are the sessions that may leave for it, in their order; it is read as far as needed. If all of
+    them free too little, the answer is still yes, and the writer fails.
     """
     # Free room is enough: nothing leaves, and nobody is asked.
     for each in leaving if size_bytes > free_bytes else ():
-        # In their order: the first that is worth more ends the question, whatever stands behind it.
+        # The first session that is worth more ends the question: those behind it are worth more too.
         if not each.gives_way:
             return False
         free_bytes += each.size_bytes
@@ -160,13 +166,24 @@ def is_worth_writing(size_bytes: int, free_bytes: int, leaving: Iterable[Candida
     return True
 
 
-# Ranked policies. The store places by these: it asks for ranks one by one, and is told which fell.
+# Ranked policies. The store places by these: it asks for one rank at a time, and the policy says which fell.
 
 Fallen = Callable[[bytes], None]
 
 
 class Ranked(Policy):
-    """A policy by whose ranks sessions leave, the lowest first, the store or memory."""
+    """A policy by whose ranks sessions leave, the lowest first: the store, and memory.
+
+    Each class says whether it `ranks_holders`. A policy does that ranks by sizes, turns, hints or returns,
+    which a block has not. A policy that ranks by the order of uses alone does not.
+
+    Dormant sessions have no rank, so that a million of them take little memory. They leave in the order of
+    their last use, whatever the policy (docs/placement.md, Sleep).
+    """
+
+    def __init_subclass__(cls, *, ranks_holders: bool) -> None:
+        # Not inherited: a refinement of LRU by sizes would silently replay blocks as LRU does.
+        cls.ranks_holders = ranks_holders
 
     def __init__(self) -> None:
         self._fallen: Fallen = lambda _: None
@@ -180,10 +197,13 @@ class Ranked(Policy):
 
     # A session without a rank has no claim.
     def gives_way(self, uid: bytes, comer: bytes) -> bool:
-        """See Policy: it does if it is worth less."""
+        """See Policy. The session of the lower rank is worth less."""
         rank, comers_rank = self.rank(uid), self.rank(comer)
         return rank is None or comers_rank is None or rank < comers_rank
 
     def watch(self, fallen: Fallen) -> None:
-        """Let `fallen` hear of every session whose rank may have fallen. A rise needs no word."""
+        """Let `fallen` hear of every session whose rank may have fallen.
+
+        A rank that rose is not told: the store asks again before a session leaves.
+        """
         self._fallen = fallen

@@ -66,9 +66,9 @@ HINTS_BELIEVED = 8.0
 
 
 class Trust:
-    """How far hints of one kind are believed: the share of late ones that came true.
+    """How far hints of one kind are believed: the share of recent ones that came true.
 
-    False hints cost some dozen.
+    Some dozen false hints end the belief.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Trust:
 
     @property
     def share(self) -> float:
-        """The share of late hints that came true."""
+        """The share of recent hints that came true."""
         return max(1 - self._broken / self._made, 0.0)
 
     def made(self) -> None:
@@ -88,7 +88,7 @@ class Trust:
             self._made, self._broken = self._made / 2, self._broken / 2
 
     def broke(self) -> None:
-        """One that counts as made did not come true."""
+        """A hint that `made` counted did not come true."""
         self._broken += 1
 
 
@@ -127,15 +127,15 @@ class _Order:
         insort(self._places, order)
 
     def discard(self, uid: bytes) -> None:
-        """One that waited does so no longer."""
-        # The earliest place of the last few that started. Jobs that stand before that were overtaken by all
-        # of them: the order does not know where they are.
+        """A job that waited does so no longer."""
         del self._places[bisect_left(self._places, self._orders.pop(uid))]
 
     def started(self, uid: bytes, other: bytes) -> None:
         """A turn begins, while `other`, or none but itself, waits."""
         order = self._orders[uid]
         self._started.append(order)
+        # The earliest place of the last few that started. Jobs that stand before it were overtaken by all of
+        # these: the order does not know where they are.
         if len(self._started) == OVERTAKEN_BY:
             self._front = min(self._started)
         self._trust.made()
@@ -258,7 +258,7 @@ def fetch_lead_s(size_bytes: int) -> float:
 MISS_COST = MissCost()
 
 
-class ReturnValue(Windowed):
+class ReturnValue(Windowed, ranks_holders=True):
     """Value per byte. Amortised O(log n) an event.
 
     `lessons` are return times to begin with, those of public traces by default.
@@ -266,7 +266,6 @@ class ReturnValue(Windowed):
 
     def __init__(
         self,
-        # Two sessions come at a time, and the device is shared with reads.
         capacities: Capacities,
         miss_cost: MissCost = MISS_COST,
         lessons: Mapping[str, Any] | None = None,
@@ -281,7 +280,7 @@ class ReturnValue(Windowed):
         self._follows_order = True
         self._waits = Trust()
         self._due = Keyed()
-        """Sessions that are said to return and were not yet fetched for it, by when that is to begin."""
+        """Sessions with an announced return that was not fetched for yet, by when that fetch is to begin."""
 
     @property
     def follows_order(self) -> bool:
@@ -305,14 +304,14 @@ class ReturnValue(Windowed):
         self._weigh(uid, facts)
 
     def recalled(self, uid: bytes, facts: Facts, idle_s: float, *, is_watched: bool = True) -> None:
-        """See Policy. One that is not watched is taken to be away for longer than is learned."""
+        """See Policy. A session that is not watched is taken to be away for longer than is learned."""
         if is_watched:
             self._returns.recalled(uid, idle_s)
         self._weigh(uid, facts, -idle_s)
 
     def resized(self, uid: bytes, facts: Facts) -> None:
         """See Policy."""
-        self._weigh(uid, facts)
+        self._weigh(uid, facts, self._last_use.get(uid))
 
     def lessons(self) -> dict[str, object]:
         """See Policy: return times. Trust in a hint's sender is learned anew within some dozen hints."""

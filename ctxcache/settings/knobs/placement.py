@@ -1,5 +1,6 @@
 """Knobs of who stays, and on whose account."""
 
+from ctxcache.core.placement.names import POLICY_NAMES
 from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
 
 DAY_S = 86400
@@ -16,7 +17,7 @@ PLACEMENT = Section(
             help="Who leaves memory and SSD when others need the room, and who is promoted ahead of need.",
             advice="`value`; `ctxcache simulate` compares them on a trace of yours",
             watch="ctxcache_read_tokens_total",
-            choices=("lru", "fifo", "t-lru", "look-ahead", "value"),
+            choices=POLICY_NAMES,
         ),
         Knob(
             name="placement_objective",
