@@ -24,7 +24,7 @@ from ctxcache.core.ledger import sleep
 from ctxcache.core.ledger.ledger import Drop
 from ctxcache.core.ledger.rankings import Evictable
 from ctxcache.core.ledger.session import SessionView
-from ctxcache.core.placement.baselines import LeastRecentlyUsed
+from ctxcache.core.placement.baselines import RANKED, LeastRecentlyUsed
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.core.placement.value import ReturnValue
@@ -503,18 +503,18 @@ async def test_their_time_comes_in_their_sleep(tmp_path: Path) -> None:
     await rig.close()
 
 
-@pytest.mark.parametrize("make", [LeastRecentlyUsed, by_value])
-def test_sleepers_that_are_woken_rank_as_they_did(make: Callable[[], Ranked]) -> None:
+@pytest.mark.parametrize("name", RANKED)
+def test_sleepers_that_are_woken_rank_as_they_did(name: str) -> None:
     """Behind one another by their last use, and behind all that was not used since the start."""
-    policy, facts = make(), Facts(1 << 12, 1, 1 << 12, 64.0)
+    policy, facts = RANKED[name](Capacities(0, 1 << 20)), Facts(1 << 12, 1, 1 << 12, 64.0)
     policy.recalled(b"z", facts, 5.0, is_watched=False)
-    for number, name in enumerate((b"c", b"b", b"a")):
-        policy.arrived(name, float(number))
-        policy.idle(name, facts, float(number))
-        policy.placed(name, Level.BELOW)
-    told = {name: policy.slept(name) for name in (b"a", b"b", b"c")}
-    for name, idle_s in told.items():
-        policy.recalled(name, facts, idle_s, is_watched=False)
+    for number, uid in enumerate((b"c", b"b", b"a")):
+        policy.arrived(uid, float(number))
+        policy.idle(uid, facts, float(number))
+        policy.placed(uid, Level.BELOW)
+    told = {uid: policy.slept(uid) for uid in (b"a", b"b", b"c")}
+    for uid, idle_s in told.items():
+        policy.recalled(uid, facts, idle_s, is_watched=False)
 
-    order = sorted((b"a", b"b", b"c", b"z"), key=lambda name: policy.rank(name) or ())
+    order = sorted((b"a", b"b", b"c", b"z"), key=lambda uid: policy.rank(uid) or ())
     assert order == [b"z", b"c", b"b", b"a"]

@@ -1,11 +1,12 @@
 """Placement: capacities, pins, windows, and what each policy is for, whatever the events."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from largest_first import LargestFirst
+from most_turns_first import MostTurnsFirst
 
 from ctxcache.core.placement.baselines import RANKED, LeastRecentlyUsed, TailOptimised
 from ctxcache.core.placement.look_ahead import Belady, LookAhead, Window
@@ -17,16 +18,24 @@ from lab.placement.policies import POLICIES, AdaptiveReplacement, S3Fifo
 
 CAPACITIES = Capacities(memory_bytes=100, below_bytes=300)
 BUFFER_BYTES = 10
+PLACEMENT_PAGE = Path(__file__).parents[2] / "docs" / "placement.md"
+RANKED_MAKERS: dict[str, Callable[[Capacities], Ranked]] = {
+    **RANKED,
+    "most-turns-first": lambda _: MostTurnsFirst(),
+}
 MAKERS: dict[str, Callable[[Capacities], Policy]] = {
     **POLICIES,
-    "largest-first": lambda _: LargestFirst(),
+    "most-turns-first": lambda _: MostTurnsFirst(),
     "t-lru of small sessions": lambda _: TailOptimised(40),
     "belady": lambda capacities: Belady(capacities, lambda uid: float(uid[0] * 37 % 11)),
 }
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(
-            ("arrived", "idle", "ended", "pin", "unpin", "hinted", "withdrawn", "expected", "prefetch")
+            (
+                *("arrived", "idle", "ended", "pin", "unpin", "hinted", "withdrawn", "expected", "prefetch"),
+                *("resized", "slept"),
+            )
         ),
         st.integers(0, 11),
         st.integers(0, 130),
@@ -46,23 +55,30 @@ class _Checked:
         self.pins: dict[bytes, int] = {}
         self.in_turn: set[bytes] = set()
         self.sizes: dict[bytes, tuple[int, Level]] = {}
-        self.turns: dict[bytes, int] = {}
+        self.facts: dict[bytes, Facts] = {}
+        """What the policy was told last of each session."""
+        self.awaited: set[bytes] = set()
+        """Sessions whose return was said: these do not sleep."""
+        self.asleep: dict[bytes, float] = {}
+        """Sessions that the policy forgot, with what `recalled` is to be told."""
         self.now_s = 0.0
         self.moves: list[Move] = []
 
     def play(self, event: str, uid: bytes, size_bytes: int, passed_s: int) -> None:
         """One event, as far as it means anything for the session."""
         self.now_s += passed_s
-        ledger, policy = self.tiers, self.tiers.policy
+        ledger = self.tiers
+        if uid in self.asleep:
+            self._wake(uid)
         if event == "arrived":
             self.in_turn.add(uid)
+            self.awaited.discard(uid)
             self._follow(uid, ledger.arrived(uid, self.now_s))
         elif event == "idle":
             self.in_turn.add(uid)
-            self.turns[uid] = self.turns.get(uid, 0) + 1
-            self._follow(
-                uid, ledger.idle(uid, Facts(size_bytes, self.turns[uid], size_bytes // 2, 1), self.now_s)
-            )
+            turn_count = self.facts[uid].turn_count + 1 if uid in self.facts else 1
+            self.facts[uid] = Facts(size_bytes, turn_count, size_bytes // 2, 1)
+            self._follow(uid, ledger.idle(uid, self.facts[uid], self.now_s))
             self.in_turn.discard(uid)
         elif event == "ended":
             self.pins.pop(uid, None)
@@ -74,14 +90,40 @@ class _Checked:
         elif event == "unpin" and self.pins.get(uid):
             ledger.unpin(uid)
             self.pins[uid] -= 1
-        elif event == "hinted":
+        elif event == "prefetch":
+            self._follow(uid, ledger.prefetch())
+        else:
+            self._tell(event, uid, size_bytes)
+
+    def _tell(self, event: str, uid: bytes, size_bytes: int) -> None:
+        """An event that the policy alone hears."""
+        policy = self.tiers.policy
+        if event == "hinted":
+            self.awaited.add(uid)
             policy.hinted(uid, float(size_bytes))
         elif event == "withdrawn":
             policy.withdrawn(uid)
         elif event == "expected":
+            self.awaited.add(uid)
             policy.expected(uid, self.now_s + size_bytes if size_bytes % 2 else None)
-        elif event == "prefetch":
-            self._follow(uid, ledger.prefetch())
+        elif event == "resized" and uid in self.resting:
+            self.facts[uid] = self.facts[uid]._replace(size_bytes=size_bytes, appended_bytes=0)
+            policy.resized(uid, self.facts[uid])
+        elif event == "slept" and uid in self.resting - self.awaited and self.tiers.tier(uid) is Level.BELOW:
+            self.asleep[uid] = policy.slept(uid)
+            self.tiers._order.discard(uid)
+
+    @property
+    def resting(self) -> set[bytes]:
+        """Sessions that may leave, and that the policy ranks."""
+        pinned = {uid for uid, count in self.pins.items() if count}
+        return self.sizes.keys() - self.in_turn - self.asleep.keys() - pinned
+
+    def _wake(self, uid: bytes) -> None:
+        policy = self.tiers.policy
+        policy.recalled(uid, self.facts[uid], self.asleep.pop(uid), is_watched=False)
+        policy.placed(uid, Level.BELOW)
+        self.tiers._order.put(uid, Level.BELOW)
 
     def _follow(self, subject: bytes, moves: list[Move]) -> None:
         self.moves += moves
@@ -167,8 +209,9 @@ def _window_length(policy: LookAhead) -> int:
 
 
 def _check_window(policy: LookAhead, checked: _Checked, queue: dict[bytes, float]) -> None:
-    held = checked.sizes
-    length = CAPACITIES.total_bytes // max(sum(size for size, _ in held.values()) // max(len(held), 1), 1)
+    held = checked.sizes.keys() - checked.asleep.keys()
+    size_bytes = sum(checked.facts[uid].size_bytes for uid in held)
+    length = CAPACITIES.total_bytes // max(size_bytes // max(len(held), 1), 1)
     assert _window_length(policy) == length
     # No job of several with one order at the border is in the window.
     orders = sorted(queue.values())
@@ -503,7 +546,7 @@ def test_jobs_that_never_come_do_not_keep_their_sessions() -> None:
     assert _first(policy, b"phantom 399", b"loyal 1") == b"phantom 399"
 
 
-@pytest.mark.parametrize("make", [*RANKED.values(), lambda _: LargestFirst()], ids=[*RANKED, "largest-first"])
+@pytest.mark.parametrize("make", RANKED_MAKERS.values(), ids=RANKED_MAKERS)
 @settings(max_examples=60)
 @given(events=EVENTS)
 def test_who_is_evicted_is_whose_rank_is_lowest(make: Callable[[Capacities], Ranked], events: Events) -> None:
@@ -512,12 +555,69 @@ def test_who_is_evicted_is_whose_rank_is_lowest(make: Callable[[Capacities], Ran
     checked = _Checked(policy)
     for event, number, size_bytes, passed_s in events:
         checked.play(event, bytes([number]), size_bytes, passed_s)
-        victim = checked.tiers._order.first(Level.BELOW, lambda uid: not checked.pins.get(uid))
-        ranks = {uid: policy.rank(uid) for uid in checked.sizes if not checked.pins.get(uid)}
+        # A session in a turn has a rank and no place in the order, because it may not leave.
+        ranks = {uid: policy.rank(uid) for uid in checked.resting}
+        victim = checked.tiers._order.first(Level.BELOW, ranks.__contains__)
         assert None not in ranks.values()
+        assert not any(policy.rank(uid) for uid in checked.asleep)
         assert (victim is None) == (not ranks)
         if victim is not None:
             assert ranks[victim] == min(rank for rank in ranks.values() if rank is not None)
+
+
+@pytest.mark.parametrize("make", RANKED_MAKERS.values(), ids=RANKED_MAKERS)
+def test_sessions_of_an_earlier_run_are_ranked_and_forgotten(make: Callable[[Capacities], Ranked]) -> None:
+    """A policy that is told of them by `recalled` has a rank for each, until the session has left."""
+    policy = make(CAPACITIES)
+    for uid, idle_s in ((b"older", 90.0), (b"old", 5.0)):
+        policy.recalled(uid, Facts(20, 1, 20, 1), idle_s)
+        policy.placed(uid, Level.BELOW)
+    assert policy.rank(b"older")
+    assert policy.rank(b"old")
+
+    policy.evicted(b"older")
+    policy.ended(b"old")
+    assert policy.rank(b"older") is None
+    assert policy.rank(b"old") is None
+
+
+@pytest.mark.parametrize("make", RANKED_MAKERS.values(), ids=RANKED_MAKERS)
+def test_a_new_size_is_no_use(make: Callable[[Capacities], Ranked]) -> None:
+    """Of two equal sessions the one that was used first leaves first, though its size was told again."""
+    policy, facts = make(CAPACITIES), Facts(20, 1, 20, 1)
+    for uid in (b"first", b"second"):
+        policy.idle(uid, facts, 0.0)
+        policy.placed(uid, Level.BELOW)
+    policy.resized(b"first", facts._replace(appended_bytes=0))
+
+    assert _first(policy, b"first", b"second") == b"first"
+
+
+def test_a_session_that_shrinks_below_the_goal_leaves_first() -> None:
+    """T-LRU goes by the size that a session has now, also where no turn changed it."""
+    policy = TailOptimised(40)
+    for uid in (b"small", b"large"):
+        policy.idle(uid, Facts(60 if uid == b"large" else 20, 1, 8, 1), 0.0)
+    policy.resized(b"large", Facts(30, 1, 0, 1))
+    policy.resized(b"small", Facts(33, 1, 0, 1))
+
+    assert _first(policy, b"small", b"large") == b"large"
+
+
+def test_every_policy_is_in_the_document() -> None:
+    """Each has a row that says what leaves first."""
+    rows = [line.split("|")[1] for line in PLACEMENT_PAGE.read_text().splitlines() if line.startswith("| `")]
+    named = set("".join(rows).replace(",", " ").split())
+
+    assert named == {f"`{name}`" for name in (*POLICIES, "belady")}
+
+
+def test_a_policy_says_what_blocks_are_to_it() -> None:
+    """One that does not is no class, also where it refines another that does."""
+    with pytest.raises(TypeError, match="ranks_holders"):
+
+        class Forgetful(LeastRecentlyUsed):  # type: ignore[call-arg]
+            pass
 
 
 def test_who_is_new_says_nothing_about_a_queue() -> None:
