@@ -9,21 +9,21 @@ from ctxcache.core.placement.policy import Level, Policy, Ranked
 
 @runtime_checkable
 class Leaving(Protocol):
-    """An order over what is kept: by who leaves the store, from either level (BELOW), or memory (MEMORY)."""
+    """The order in which sessions leave. BELOW: the store, from either level. MEMORY: memory."""
 
     def put(self, uid: bytes, level: Level) -> None:
-        """It lies there from now on, and rests."""
+        """The session lies there from now on, and rests."""
 
     def discard(self, uid: bytes) -> None:
-        """It is not to be named: a turn reads it, or it left."""
+        """Name the session no more: a turn reads it, or it left."""
 
     def first(self, level: Level, accepts: Accepts) -> bytes | None:
         """The session that leaves first, of those that `accepts` takes; None where it takes none."""
 
     def give_up(self, count: int, spared: Collection[bytes]) -> list[bytes]:
-        """So many that leave the store, one after another, none of the spared; fewer where no other is left.
+        """The next `count` sessions that leave the store, none of the spared; fewer where no other is left.
 
-        The policy takes these sessions for evicted. Put a spared session again.
+        The policy hears that they were evicted. A spared session has to be put again.
         """
 
 
@@ -37,7 +37,7 @@ def leaving(policy: Policy) -> Leaving:
 
 
 class ByRank:
-    """Asks the policy for ranks one by one, and hears which fell. Amortised O(log n), `first` per refusal."""
+    """The order by a policy's ranks, as the server keeps it. Amortised O(log n), `first` per refusal."""
 
     def __init__(self, policy: Ranked) -> None:
         self._policy = policy
@@ -64,7 +64,7 @@ class ByRank:
         """See Leaving."""
         line = self._memory if level is Level.MEMORY else self._all
         uid = line.first(accepts)
-        # Risen since it was entered: the next one may be lower.
+        # The session's rank rose since it was entered, so that another one may be the lowest.
         while uid is not None and self._moved(uid):
             uid = line.first(accepts)
         return uid
@@ -85,7 +85,7 @@ class ByRank:
             self._moved(uid)
 
     def _moved(self, uid: bytes) -> bool:
-        """Whether the session's rank is another one now; it stands there from here on."""
+        """Enter the session by its rank now. Whether that is another one than before."""
         key = self._policy.rank(uid)
         if key is None or key == self._all.keys[uid]:
             return False

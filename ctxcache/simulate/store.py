@@ -111,7 +111,7 @@ class Act(enum.Enum):
 
 
 _NOTHING_ELSE = frozenset({Act.ADMIT, Act.GROW})
-"""Acts of which the end of the turn tells all."""
+"""Acts that need no count of their own."""
 
 
 class Move(NamedTuple):
@@ -132,7 +132,7 @@ class _Held:
     tier: Level
     pin_count: int = 0
     is_written: bool = True
-    """Off: DRAM alone has it, of a ledger in which SSD has what DRAM has."""
+    """False where DRAM alone has it, which is so in inclusive tiers only."""
 
 
 # A session by where it lies. Of exclusive tiers (this class) it lies in one, of inclusive ones (below) in
@@ -206,7 +206,7 @@ class Tiers:
         self._in_turn.discard(uid)
         if uid in self._held:
             self._order.put(uid, self._held[uid].tier)
-        # Behind the end of the turn: the buffer is free when the next one comes.
+        # After the turn, so that the buffer is free when the next one begins.
         self._make_room(Level.MEMORY, self._buffer_bytes, moves)
         return moves
 
@@ -233,7 +233,7 @@ class Tiers:
         moves: list[Move] = []
         # The buffer stays free: the session needed last would be demoted for it, and be promoted again.
         spare_bytes = self._buffer_bytes
-        # Nor does it leave SSD for one that DRAM gives up for it.
+        # Nor may this session leave SSD for one that DRAM gives up.
         self._in_turn.add(uid)
         self._promote(
             uid, moves, lambda other: other != uid and not self.policy.is_needed_soon(other, uid), spare_bytes
@@ -342,7 +342,7 @@ class Tiers:
         moves.append(Move(Act.EVICT, uid, held.size_bytes, held.tier))
 
     def _give_back(self, held: _Held) -> None:
-        """It lies nowhere any more."""
+        """The session lies nowhere any more."""
         self._used[held.tier] -= held.size_bytes
 
 

@@ -3,7 +3,8 @@
     known ── idle for `sleep_ns`, durable, nothing in memory, nobody at work ──► dormant     `fell_asleep`
     dormant ── looked up, due, the coldest, or on a lost path ──► known                      `wake`
 
-`dormant.py` keeps those that sleep. The policy goes on to know how long a dormant session has been idle.
+`dormant.py` keeps the sessions that sleep. The policy forgets them, and no policy ranks them: a rank for each
+would take back the memory that sleep saves. Dormant sessions leave in the order of their last use.
 """
 
 import sys
@@ -87,7 +88,7 @@ class Sleep:
         self._awake: OrderedDict[bytes, int] = OrderedDict()
         """Known sessions by the time at which to look whether they may sleep."""
         self._woken_coldest: dict[str, tuple[bytes, Key | None]] = {}
-        """By account, the session that was the coldest dormant one, and its rank when it came to be known."""
+        """By account, the session that `let_coldest_in` woke last, and its rank then."""
 
     # -- known sessions fall asleep ------------------------------------------------------------------
 
@@ -197,17 +198,16 @@ class Sleep:
         return session
 
     def let_coldest_in(self, among: Sequence[str] | None) -> None:
-        """Let one that is ranked be the coldest of these accounts, of all where None, dormant ones included.
+        """Wake the dormant session of each account that was used longest ago, so that it is ranked.
 
-        Of dormant ones the policy was told nothing: they stand behind each other as they were used last. So
-        it suffices that the first of them is known.
+        `among` None: of all accounts. The next one is woken when that session has left or has another rank.
         """
         if not self.dormant.count:
             return
         for account in self.dormant.accounts(among):
             uid, rank = self._woken_coldest.get(account, (b"", None))
             for _ in range(WAKES):
-                # One that was used since ranks above those that are still dormant.
+                # While it is here and has its rank, the dormant sessions behind it need not be known.
                 if uid in self._evictable and self._feed.rank(uid) == rank:
                     break
                 number = self.dormant.coldest(account)

@@ -1,4 +1,4 @@
-"""Orders over sessions: by a key that may change, and by when they came. Pure; nothing is scanned twice."""
+"""An order over sessions by a key that may change, and a set of keys that counts. Pure."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -14,7 +14,7 @@ Key = tuple[float, ...]
 class Keyed:
     """Sessions by key, the lowest first. Every operation takes amortised O(log n), `first` per refusal.
 
-    Put in order when `first` is first asked: who never asks pays for a dictionary.
+    The heap is made when `first` is first asked. Before that a session costs an entry of a dictionary.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class Keyed:
         return before
 
     def discard(self, uid: bytes) -> None:
-        """Take the entry out: it is in the line no more."""
+        """Take the session out, if it is in here."""
         known = self.keys.pop(uid, None)
         if known is not None and self._heap is not None and len(self._heap) > 2 * len(self.keys) + SLACK:
             self._in_order()
 
     def first(self, accepts: Accepts = lambda _: True) -> bytes | None:
-        """The lowest that `accepts` takes; None when it takes none. It stays in here."""
+        """The lowest session that `accepts` takes, or None. It stays in here."""
         heap = self._in_order() if self._heap is None else self._heap
         passed: list[tuple[Key, bytes]] = []
         found = None
@@ -58,7 +58,7 @@ class Keyed:
             if self.keys.get(uid) != key:
                 continue
             found = uid if accepts(uid) else None
-            # An entry that was found stays in the heap, because `first` only names it.
+            # The entry stays in the heap, because `first` only names it.
             passed.append(entry)
         for entry in passed:
             heappush(heap, entry)

@@ -46,9 +46,10 @@ RATIO_BINS = tuple(slice(begin, end) for begin, end in pairwise(_RATIO_BEGINS))
 MOST_HAZARD = 0.95
 SessionClass = tuple[int, ...]
 IDLE, QUEUED, OVER = 0, 1, 2
-"""Roots: nothing was said of the session, or not that it is over; its job is queued.
+"""Roots.
 
-It is said to be over.
+IDLE: nothing was said of the session, or not that it is over. QUEUED: its job waits. OVER: it is said to be
+over.
 """
 FIRST_HAZARDS = {IDLE: 0.25, QUEUED: 0.25, OVER: 0.0}
 """A root's prior for its first bin: clients and schedulers are right."""
@@ -295,9 +296,10 @@ def class_of(facts: Facts, gap_s: float | None) -> SessionClass:
 
 
 class _Watch:
-    """A session away since then, in which bin by now; `before` is what it was before its job was queued.
+    """A session that is away since `since_s`, and has come to `bin` by now.
 
-    `counted` of its return is counted already, since its job is queued.
+    `before` is its watch before its job was queued. `counted` is the part of its return that was counted when
+    the job was queued.
     """
 
     __slots__ = ("before", "bin", "counted", "index_per_s", "name", "of", "since_s", "uid")

@@ -18,7 +18,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One tenant's, of a tier's bytes: at least `guaranteed` when it needs them, never more than `limit`."""
+    """A tenant's part of a tier: at least `guaranteed` when the tenant needs it, never more than `limit`."""
 
     guaranteed: float = 0.0
     limit: float = 1.0
@@ -48,9 +48,10 @@ class Shares:
         return self._are_divided
 
     def become(self, by_tenant: Mapping[str, Share]) -> None:
-        """Change the configured ones.
+        """Change the configured shares.
 
-        Raises ValueError, and changes nothing, as above, or where there is one account.
+        Raises ValueError where the constructor would, or where tenants are not told apart. Nothing has
+        changed then.
         """
         changed = _checked(by_tenant)
         if changed and not self._are_divided:
@@ -72,7 +73,7 @@ class Shares:
         return self._equal_bytes(used_bytes, account, capacity_bytes)
 
     def limit_bytes(self, account: str, capacity_bytes: int) -> int | None:
-        """The most that it may have; None where the capacity alone bounds it."""
+        """The most that the account may have; None where the capacity alone bounds it."""
         share = self.by_tenant.get(account)
         return None if share is None or share.limit == 1 else int(share.limit * capacity_bytes)
 
