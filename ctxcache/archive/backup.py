@@ -88,13 +88,13 @@ class Backup:
             raise TooManyRequests(what="backups", limit=1)
         self._is_running = True
         try:
-            one = _Backup(self._cache)
-            async with aclosing(one.steps(created_by)) as steps:
+            backup = _Backup(self._cache)
+            async with aclosing(backup.steps(created_by)) as steps:
                 async for _ in steps:
-                    for data in one.take(at_least=AT_ONCE_BYTES):
-                        yield data, one.copied
-                for data in one.take():
-                    yield data, one.copied
+                    for data in backup.take(at_least=AT_ONCE_BYTES):
+                        yield data, backup.copied
+                for data in backup.take():
+                    yield data, backup.copied
         finally:
             self._is_running = False
 
@@ -161,17 +161,17 @@ class _Backup:
                 # Gone or expired: a backup is of what is there, and nobody misses it.
                 return
             self._add(SESSION, captured.described.encode(captured.model_number))
-            for one in captured.stretches:
-                stretch = STRETCH.pack(one.begin, one.end - one.begin)
-                number = self._number(one, done)
+            for stretch in captured.stretches:
+                packed = STRETCH.pack(stretch.begin, stretch.end - stretch.begin)
+                number = self._number(stretch, done)
                 if number is not None:
-                    self._add(SAME, stretch, FRAME_NUMBER.pack(number))
+                    self._add(SAME, packed, FRAME_NUMBER.pack(number))
                     yield
                     continue
-                is_tail = one is captured.stretches[-1] and captured.is_tail_read
+                is_tail = stretch is captured.stretches[-1] and captured.is_tail_read
                 if not is_tail:
-                    self._memory = _room(self._memory, one.segment)
-                    read = await self._read(one.segment, one.row_count, self._memory)
+                    self._memory = _room(self._memory, stretch.segment)
+                    read = await self._read(stretch.segment, stretch.row_count, self._memory)
                     if read is None:
                         # The session changed: what it is now begins with rows that are in the archive by now.
                         self._add(VOID)
@@ -179,8 +179,8 @@ class _Backup:
                         break
                     self._memory = read
                 memory = self._tail_memory if is_tail else self._memory
-                self._note(one, done)
-                for part in self._frames.frame(ROWS, stretch, *_rows(one, memory)):
+                self._note(stretch, done)
+                for part in self._frames.frame(ROWS, packed, *_rows(stretch, memory)):
                     self._keep(part)
                     yield
             else:
@@ -207,16 +207,16 @@ class _Backup:
             if session.withheld:
                 record = replace(record, live=ranges.clip(session.live, 0, session.recorded_end))
             described = _described(record, model[1])
-            found = _Captured(described, model[0], list(_stretches(listed, described)))
-            found.unwritten_token_count = session.token_count - described.token_count
-            if found.stretches:
-                tail = found.stretches[-1]
+            captured = _Captured(described, model[0], list(_stretches(listed, described)))
+            captured.unwritten_token_count = session.token_count - described.token_count
+            if captured.stretches:
+                tail = captured.stretches[-1]
                 if self._number(tail, done) is None:
                     self._tail_memory = _room(self._tail_memory, tail.segment)
                     read = await self._read(tail.segment, tail.row_count, self._tail_memory)
-                    found.is_tail_read = read is not None
+                    captured.is_tail_read = read is not None
                     self._tail_memory = self._tail_memory if read is None else read
-        return found
+        return captured
 
     def _by_wall_clock(self, record: SessionRecord) -> SessionRecord:
         """Another store begins with the wall clock's time."""
@@ -239,7 +239,7 @@ class _Backup:
         # Held for one reading: eviction and truncation give slots back, and the next writer would have it.
         self._state.ledger.held(segment, is_past=True)
         try:
-            found, _ = await self._mending.image(segment, memory)
+            image, _ = await self._mending.image(segment, memory)
         except CorruptSegment:
             # Only where it is the same segment as it was: one that moved meanwhile is not damaged.
             if segment.durable and segment.durable_row_count == row_count:
@@ -248,23 +248,23 @@ class _Backup:
         finally:
             self._state.ledger.released(segment, is_past=True)
         # Looked at once more behind the reading, which waited for a device.
-        return found if segment.durable_row_count == row_count else None
+        return image if segment.durable_row_count == row_count else None
 
-    def _number(self, one: "_OnSsd", done: InArchive) -> int | None:
+    def _number(self, stretch: "_OnSsd", done: InArchive) -> int | None:
         """The frame that has these rows; None when there is none yet."""
         # Both kinds end with the session's copy or with the backup: shared rows live longer than one session.
         for known in (done, self._shared):
-            number, row_count = known.get(one.part, (0, 0))
-            if row_count == one.row_count:
+            number, row_count = known.get(stretch.part, (0, 0))
+            if row_count == stretch.row_count:
                 return number
         return None
 
-    def _note(self, one: "_OnSsd", done: dict[Part, tuple[int, int]]) -> None:
-        known = self._shared if one.segment.reference_count > 1 else done
-        known[one.part] = self._frames.frame_count, one.row_count
-        if not one.row_begin:
+    def _note(self, stretch: "_OnSsd", done: dict[Part, tuple[int, int]]) -> None:
+        known = self._shared if stretch.segment.reference_count > 1 else done
+        known[stretch.part] = self._frames.frame_count, stretch.row_count
+        if not stretch.row_begin:
             self.copied.segment_count += 1
-            self.copied.bytes += one.segment.layout.size_bytes
+            self.copied.bytes += stretch.segment.layout.size_bytes
 
     def _count(self, captured: "_Captured") -> None:
         self.copied.session_count += 1
@@ -360,10 +360,10 @@ def _room(memory: memoryview, segment: Segment) -> memoryview:
     return memory if len(memory) >= size_bytes else memoryview(mmap.mmap(-1, size_bytes))
 
 
-def _rows(one: _OnSsd, memory: memoryview) -> Iterator[memoryview]:
+def _rows(stretch: _OnSsd, memory: memoryview) -> Iterator[memoryview]:
     """The rows of each stream without padding, in parts of at most AT_ONCE_BYTES."""
-    layout = one.segment.layout
+    layout = stretch.segment.layout
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        begin, end = (offset + spec.row_bytes * row for row in (one.row_begin, one.row_end))
+        begin, end = (offset + spec.row_bytes * row for row in (stretch.row_begin, stretch.row_end))
         for at in range(begin, end, AT_ONCE_BYTES):
             yield memory[at : min(at + AT_ONCE_BYTES, end)]

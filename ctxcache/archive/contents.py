@@ -223,7 +223,7 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
         content_count * _CONTENT.size,
     ]
     name, streams, live, salt, contents = _split(payload, _SESSION.size, sizes)
-    found = ArchivedSession(
+    session = ArchivedSession(
         session_id=_matching(SESSION_ID, name),
         # Models before sessions: a number that is not there yet is no model of this file.
         model=models[model_number],
@@ -243,10 +243,10 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
     )
     if min(generation, log_end, create_ns, access_ns, expire_ns, ttl_ns) < 0:
         raise ValueError("a count or a time is negative")
-    _check_live(found)
-    _check_contents(found)
-    _check_streams(found)
-    return found
+    _check_live(session)
+    _check_contents(session)
+    _check_streams(session)
+    return session
 
 
 def _check_live(found: ArchivedSession) -> None:
@@ -257,24 +257,24 @@ def _check_live(found: ArchivedSession) -> None:
         raise ValueError("its tokens are not in order")
 
 
-def _check_contents(found: ArchivedSession) -> None:
-    if len(found.salt) > SALT_LIMIT_BYTES:
-        raise ValueError(f"its salt has {len(found.salt)} bytes")
+def _check_contents(session: ArchivedSession) -> None:
+    if len(session.salt) > SALT_LIMIT_BYTES:
+        raise ValueError(f"its salt has {len(session.salt)} bytes")
     # In the one form that `contents_within` gives: nothing behind the first drop.
-    is_canonical = contents_within(found.contents, 0, found.whole_token_count) == found.contents
-    is_apart = all(one.end <= other.begin for one, other in pairwise(found.contents))
-    if not (is_canonical and is_apart) or len(found.contents) > CONTENTS_LIMIT:
+    is_canonical = contents_within(session.contents, 0, session.whole_token_count) == session.contents
+    is_apart = all(one.end <= other.begin for one, other in pairwise(session.contents))
+    if not (is_canonical and is_apart) or len(session.contents) > CONTENTS_LIMIT:
         raise ValueError("what lies behind its tokens is not in order, or too much")
 
 
-def _check_streams(found: ArchivedSession) -> None:
-    spec = found.model.spec
-    if unknown := {*found.layout} - {TOKENS, *(known.stream for known in spec.streams)}:
+def _check_streams(session: ArchivedSession) -> None:
+    spec = session.model.spec
+    if unknown := {*session.layout} - {TOKENS, *(known.stream for known in spec.streams)}:
         raise ValueError(f"its model has no {next(iter(unknown))}")
-    if tuple(known.stream for known in found.specs) != found.layout:
+    if tuple(known.stream for known in session.specs) != session.layout:
         raise ValueError("its streams are not in storage order, each once, token ids first")
-    if found.token_bytes > PAYLOAD_LIMIT_BYTES - STRETCH.size:
-        raise ValueError(f"a token of {found.token_bytes} B is wider than any store takes")
+    if session.token_bytes > PAYLOAD_LIMIT_BYTES - STRETCH.size:
+        raise ValueError(f"a token of {session.token_bytes} B is wider than any store takes")
 
 
 def _head(payload: bytes, fixed: struct.Struct) -> bytes:

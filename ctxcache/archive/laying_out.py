@@ -122,15 +122,15 @@ class _Plan:
 
     def add(self, session: ArchivedSession, stretches: Iterable[Stretch], layout: SegmentLayout) -> None:
         """Take a session. Rows that an earlier one brought are shared with it."""
-        laid = [one for stretch in stretches for one in self._segments(session, stretch, layout)]
-        listed = [one.segment_id for one in laid]
+        laid = [segment for stretch in stretches for segment in self._segments(session, stretch, layout)]
+        listed = [segment.segment_id for segment in laid]
         # Only segments of whole tokens have keys; the first one behind a drop ends the chain.
-        for previous, one in pairwise([None, *laid]):
-            if one is None or one.begin >= session.whole_token_count:
+        for previous, segment in pairwise([None, *laid]):
+            if segment is None or segment.begin >= session.whole_token_count:
                 break
-            known = self.keyed.get(one.segment_id)
+            known = self.keyed.get(segment.segment_id)
             if known is None or known[0].whole_token_count < session.whole_token_count:
-                self.keyed[one.segment_id] = session, previous.segment_id if previous else 0
+                self.keyed[segment.segment_id] = session, previous.segment_id if previous else 0
         self.sessions.append(
             SessionRecord(
                 uid=session.uid,
@@ -163,16 +163,16 @@ class _Plan:
         while stretch.begin + row_end < stretch.end:
             # By the frame's rows, whatever of them a session has: sessions that share a frame share segments.
             row, left_count = row_end, stretch.row_count - row_end
-            one = layout.filled_by(left_count, LONG_SLOT_BYTES)
-            row_end += min(one.segment_tokens, left_count)
+            segment_layout = layout.filled_by(left_count, LONG_SLOT_BYTES)
+            row_end += min(segment_layout.segment_tokens, left_count)
             begin = stretch.begin + row
             if not ranges.clip(session.live, begin, min(stretch.begin + row_end, stretch.end)):
                 continue
             # By row of the frame: two sessions that share it must name the same segment.
             if row not in known:
                 self.segment_count += 1
-                self.segment_bytes += one.size_bytes
-                known[row] = _Laid(self.segment_count, session, begin, row, row_end - row, one)
+                self.segment_bytes += segment_layout.size_bytes
+                known[row] = _Laid(self.segment_count, session, begin, row, row_end - row, segment_layout)
             yield known[row]
 
 
@@ -197,23 +197,23 @@ class _Chain(NamedTuple):
         return (self.keys[number], b"") if not rest and 0 <= number < len(self.keys) else None
 
 
-def _chain(one: _Laid, plan: _Plan, chains: Mapping[int, _Chain], rows: Rows) -> _Chain | None:
+def _chain(segment: _Laid, plan: _Plan, chains: Mapping[int, _Chain], rows: Rows) -> _Chain | None:
     """The keys of a segment's tokens; None where what comes before them is not known, or was dropped.
 
     As `core/prefix/keys.py` and the server make them: nothing but what is found by tokens depends on it.
     """
-    session, previous_id = plan.keyed.get(one.segment_id, (one.session, 0))
-    end = min(one.begin + one.row_count, session.whole_token_count)
-    if one.begin >= end:
+    session, previous_id = plan.keyed.get(segment.segment_id, (segment.session, 0))
+    end = min(segment.begin + segment.row_count, session.whole_token_count)
+    if segment.begin >= end:
         return None
     previous = chains.get(previous_id)
-    before = (NO_PARENT, b"") if not one.begin else previous.at(one.begin) if previous else None
+    before = (NO_PARENT, b"") if not segment.begin else previous.at(segment.begin) if previous else None
     if before is None:
         # A chain that is not known is no error: such tokens are not found by their ids, and all else works.
         return None
     parent, rest = before
-    token_ids = rest + rows[TOKENS][one.row_begin : one.row_begin + end - one.begin].tobytes()
-    first = one.begin - len(rest) // TOKEN_BYTES
+    token_ids = rest + rows[TOKENS][segment.row_begin : segment.row_begin + end - segment.begin].tobytes()
+    first = segment.begin - len(rest) // TOKEN_BYTES
     model, layout = session.model, tuple(ranges_of(session.layout))
     scope = scope_of(model.tenant, model.fingerprint, layout, session.salt)
     keys = tuple(scope.keys(token_ids, parent, session.contents, first))
@@ -317,11 +317,11 @@ def _crash_count(contents: ArchiveContents) -> int:
 def _empty(path: Path, instance_id: str) -> None:
     """Make an SSD directory, or empty one that this was begun with. Raises DataDirectoryUnusable, OSError."""
     claim_directory(path)
-    found = {entry.name for entry in path.iterdir()} - _MAY_PRECEDE
+    entries = {entry.name for entry in path.iterdir()} - _MAY_PRECEDE
     # An empty directory, one begun by this very command, or one whose owner is not written down yet.
-    is_ours = instance_id_of(path) == instance_id or found <= {f"{DEVICE}.partial"}
-    if found - _MADE_HERE or not is_ours:
-        problem = f"it is not empty ({min(found)} is in it): name a new one"
+    is_ours = instance_id_of(path) == instance_id or entries <= {f"{DEVICE}.partial"}
+    if entries - _MADE_HERE or not is_ours:
+        problem = f"it is not empty ({min(entries)} is in it): name a new one"
         raise DataDirectoryUnusable(path=str(path), problem=problem)
     # The file that names the owner is renamed last.
     for name in (SEGMENTS, DEVICE):
@@ -335,11 +335,11 @@ def _places(
     free = [shutil.disk_usage(path).free for path in directories]
     room = [align(ssd_size_bytes) or free_bytes for free_bytes in free]
     left, ends, slots = list(room), [0] * len(directories), {}
-    for one in laid:
-        size_bytes = one.layout.size_bytes
+    for segment in laid:
+        size_bytes = segment.layout.size_bytes
         # Onto the path with the most room left: the files fill alike.
         number = max(range(len(left)), key=left.__getitem__)
-        slots[one.segment_id] = Slot(number, ends[number], size_bytes)
+        slots[segment.segment_id] = Slot(number, ends[number], size_bytes)
         ends[number] += size_bytes
         left[number] -= size_bytes
     # Looked at only at the end: any negative one is a store that does not fit.
@@ -389,32 +389,32 @@ def _write(
         specs = next(iter(laid.values())).layout.specs
         payload = frame.payload[STRETCH.size :]
         rows = split(specs, len(payload) // sum(spec.row_bytes for spec in specs), payload)
-        for one in laid.values():
-            slot = slots[one.segment_id]
-            image, checksum = _image(one, rows)
+        for segment in laid.values():
+            slot = slots[segment.segment_id]
+            image, checksum = _image(segment, rows)
             _write_all(fds[slot.path_index], image, slot.offset_bytes)
-            found = _chain(one, plan, chains, rows)
-            if found is not None:
-                chains[one.segment_id] = found
+            chain = _chain(segment, plan, chains, rows)
+            if chain is not None:
+                chains[segment.segment_id] = chain
             yield SegmentRecord(
-                one.segment_id,
-                one.identity,
+                segment.segment_id,
+                segment.identity,
                 slot,
                 checksum,
-                keys=found.keys if found else (),
-                segment_tokens=one.layout.segment_tokens,
+                keys=chain.keys if chain else (),
+                segment_tokens=segment.layout.segment_tokens,
             )
 
 
-def _image(one: _Laid, rows: Rows) -> tuple[bytearray, int]:
+def _image(segment: _Laid, rows: Rows) -> tuple[bytearray, int]:
     """A segment's slot as a store has it, and its header's checksum."""
-    layout, identity = one.layout, one.identity
+    layout, identity = segment.layout, segment.identity
     slot, seed, checksums = bytearray(layout.size_bytes), identity.seed(), []
     for spec, begin in zip(layout.specs, layout.offsets, strict=True):
-        chunk = rows[spec.stream][one.row_begin : one.row_begin + one.row_count].data.cast("B")
+        chunk = rows[spec.stream][segment.row_begin : segment.row_begin + segment.row_count].data.cast("B")
         slot[begin : begin + len(chunk)] = chunk
         checksums.append(chunk_checksum(seed, spec.stream, chunk))
-    header = SegmentHeader(one.segment_id, identity, layout, tuple(checksums)).encode()
+    header = SegmentHeader(segment.segment_id, identity, layout, tuple(checksums)).encode()
     slot[: len(header)] = header
     return slot, header_checksum(header)
 

@@ -157,14 +157,14 @@ class ArchiveReader:
                 if not is_size_right or TOTALS.unpack(frame.payload) != (len(names), token_count):
                     raise self._damage("its end counts other sessions than are in it")
                 return
-            one = self._begin(frame)
-            yield one
+            session = self._begin(frame)
+            yield session
             # Rows of this session that were not read are passed over: frames come in one order
             # only.
-            for _ in one.stretches():
+            for _ in session.stretches():
                 pass
-            if not one.is_void:
-                described = one.described
+            if not session.is_void:
+                described = session.described
                 name = described.model.tenant, described.session_id
                 if name in names or len(names) >= SESSION_LIMIT:
                     raise self._damage(f"{described.session_id} is there twice, or there are too many")
@@ -269,26 +269,26 @@ def survey(source: Source, step: Callable[[int], None]) -> ArchiveContents:
     reader = ArchiveReader(source)
     contents = ArchiveContents(reader.origin, reader.file_id, reader.begin_time_ns, reader.models)
     at_bytes = 0
-    for one in reader.sessions():
+    for session in reader.sessions():
         stretches = []
-        for stretch in one.stretches():
+        for stretch in session.stretches():
             stretches.append(stretch)
             step(reader.at_bytes - at_bytes)
             at_bytes = reader.at_bytes
-        if not one.is_void:
-            contents.sessions.append((one.described, stretches))
+        if not session.is_void:
+            contents.sessions.append((session.described, stretches))
     step(reader.at_bytes - at_bytes)
     return contents
 
 
 def split(specs: tuple[StreamSpec, ...], row_count: int, rows: memoryview) -> Rows:
     """A frame's rows by stream: uint8 [rows, row_bytes]."""
-    data, found, begin = np.frombuffer(rows, np.uint8), {}, 0
+    data, by_stream, begin = np.frombuffer(rows, np.uint8), {}, 0
     for spec in specs:
         end = begin + row_count * spec.row_bytes
-        found[spec.stream] = data[begin:end].reshape(row_count, spec.row_bytes)
+        by_stream[spec.stream] = data[begin:end].reshape(row_count, spec.row_bytes)
         begin = end
-    return found
+    return by_stream
 
 
 def _picked(part: npt.NDArray[np.uint8], live: ranges.Ranges, begin: int) -> npt.NDArray[np.uint8]:

@@ -278,17 +278,17 @@ class Importer:
     def take(self, sessions: Iterator[SessionInFile]) -> Iterator[ArchiveOutcome]:
         """Import what is wanted; what became of each, an error that ends all among them."""
         try:
-            for one in sessions:
-                described = one.described
+            for session in sessions:
+                described = session.described
                 if not self._wishes.wants(described.model.tenant, described.session_id):
                     continue
                 self._check_tenant(described)
-                outcome = self._one(one)
+                outcome = self._one(session)
                 if not isinstance(outcome.error, ENDS_ALL):
                     # Whether the session is void is said behind its last rows.
-                    for _ in one.stretches():
+                    for _ in session.stretches():
                         pass
-                if not one.is_void:
+                if not session.is_void:
                     yield outcome
                 if isinstance(outcome.error, ENDS_ALL):
                     return
@@ -303,8 +303,8 @@ class Importer:
             problem = f"it has sessions of {self._tenant} and of {tenant}: --from-tenant says whose"
             raise FileUnusable(path="the archive", problem=problem)
 
-    def _one(self, one: SessionInFile) -> ArchiveOutcome:
-        described, target = one.described, self._wishes.target(one.described.session_id)
+    def _one(self, session: SessionInFile) -> ArchiveOutcome:
+        described, target = session.described, self._wishes.target(session.described.session_id)
         source, name = f"sessions/{described.session_id}", f"sessions/{target}"
         try:
             before = present(self._client, target)
@@ -315,21 +315,21 @@ class Importer:
                     source, name, ArchiveStatus.SKIPPED if is_fine else ArchiveStatus.FAILED, error=error
                 )
             # An import that is refused midway deletes what it made; the name that was asked for is untouched.
-            self._bring(one, target, before)
+            self._bring(session, target, before)
         except CacheError as error:
             return ArchiveOutcome(source, name, ArchiveStatus.FAILED, error=error)
         return ArchiveOutcome(
             source, name, ArchiveStatus.IMPORTED, described.token_count, described.size_bytes
         )
 
-    def _bring(self, one: SessionInFile, target: str, before: SessionInfo | None) -> None:
-        described = one.described
+    def _bring(self, session: SessionInFile, target: str, before: SessionInfo | None) -> None:
+        described = session.described
         is_pinned = described.is_pinned and self._wishes.keeps_pins
         model = self._client.models.register(described.model.spec, described.model.probe)
         unfinished = self._begin(model, described, is_pinned=is_pinned)
         try:
-            filled = self._fill(unfinished, model, one, target)
-            if not one.is_void:
+            filled = self._fill(unfinished, model, session, target)
+            if not session.is_void:
                 self._publish(filled, described, target, before)
                 if is_pinned:
                     self._client.sessions.open(f"sessions/{target}").update(is_pinned=True)
@@ -358,12 +358,14 @@ class Importer:
             # The store has one SSD directory.
             return create().info
 
-    def _fill(self, session: SessionInfo, model: CallerModel, one: SessionInFile, target: str) -> SessionInfo:
+    def _fill(
+        self, session: SessionInfo, model: CallerModel, archived: SessionInFile, target: str
+    ) -> SessionInfo:
         unsynced_bytes = 0
         # A dropped token in the middle is written as zeros, and then dropped, so that the store marks the
         # same tokens as computed with what is gone.
-        cut = one.described.whole_token_count if one.described.is_cut else None
-        for rows in _gathered(_with_gap(one.rows(), cut)):
+        cut = archived.described.whole_token_count if archived.described.is_cut else None
+        for rows in _gathered(_with_gap(archived.rows(), cut)):
             before = session.token_count
             size_bytes = sum(part.nbytes for part in rows.values())
             # By bytes rather than by session: a long session would otherwise be flushed at its end, for
@@ -374,7 +376,9 @@ class Importer:
                 session = self._client.sessions.open(session, model).append(
                     rows,
                     durability=Durability.DISK if is_synced else Durability.MEMORY,
-                    contents=contents_within(one.described.contents, before, one.described.whole_token_count),
+                    contents=contents_within(
+                        archived.described.contents, before, archived.described.whole_token_count
+                    ),
                 )
             except SessionNotFound as error:
                 problem = f"what had come of it was evicted, or nothing came for {UNFINISHED_TTL_S:.0f} s"
@@ -384,7 +388,7 @@ class Importer:
             self._step(f"sessions/{target}", session.token_count - before, size_bytes)
         if cut is not None:
             session = self._client.sessions.open(session.name).drop_ranges([(cut, cut + 1)])
-            self._step(f"sessions/{target}", -1, -one.described.token_bytes)
+            self._step(f"sessions/{target}", -1, -archived.described.token_bytes)
         return session
 
     def _publish(
@@ -431,12 +435,12 @@ def _gathered(rows: Iterator[Rows]) -> Iterator[Rows]:
     parts: list[Rows] = []
     size_bytes = 0
     for part in rows:
-        part_bytes = sum(one.nbytes for one in part.values())
+        part_bytes = sum(array.nbytes for array in part.values())
         if not parts and part_bytes >= GATHERED_BYTES:
             yield part
             continue
         # A frame's rows are gone once the next frame is asked for.
-        parts.append({stream: one.copy() for stream, one in part.items()})
+        parts.append({stream: array.copy() for stream, array in part.items()})
         size_bytes += part_bytes
         if size_bytes >= GATHERED_BYTES:
             yield _joined(parts)

@@ -110,7 +110,7 @@ class Reservation:
 
     def cuts(self, token_begin: int, token_end: int) -> list[Cut]:
         """The runs that hold tokens of `[token_begin, token_end)`, each with its first token and its end."""
-        found: list[Cut] = []
+        cuts: list[Cut] = []
         runs = self.runs
         if len(runs) == 1 and runs[0].token_begin <= token_begin < token_end <= self.end:
             # A decode step, and most other commits.
@@ -124,8 +124,8 @@ class Reservation:
             begin = max(run.token_begin, token_begin)
             end = min(run.token_begin + run.row_end - run.row_begin, token_end)
             if begin < end:
-                found.append((run, begin, end))
-        return found
+                cuts.append((run, begin, end))
+        return cuts
 
     def sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
         """A writer's checksums of tokens: one per stream for each cut. Raises InvalidArgument."""
@@ -227,14 +227,14 @@ class Reservation:
         missing_count = token_count - free_count
         # Long segments are chosen by what will come, known from the writer, and not by what is asked for now.
         coming_count = max(missing_count, self.coming_end - self.end - free_count)
-        found: list[SegmentLayout] = []
+        layouts: list[SegmentLayout] = []
         plain = self.session.layout
         while missing_count > 0:
             layout = plain.filled_by(coming_count, self.longest_bytes) if self.longest_bytes else plain
-            found.append(layout)
+            layouts.append(layout)
             missing_count -= layout.segment_tokens
             coming_count -= layout.segment_tokens
-        return found
+        return layouts
 
 
 # Rows of a bulk upload are copied in another thread, which holds this instead of the reservation: what
@@ -250,17 +250,17 @@ class Room:
     def places(self, stream: Stream, token_begin: int, token_end: int) -> list[SumPlace] | None:
         """Where rows of one stream belong, in token order; None unless all of them have room here."""
         first = bisect_right(self.runs, token_begin, key=lambda item: item[0].token_begin) - 1
-        found: list[tuple[memoryview, int, int, bool]] = []
+        places: list[tuple[memoryview, int, int, bool]] = []
         for run, view in self.runs[max(first, 0) :]:
             begin, end = max(token_begin, run.token_begin), min(token_end, run.token_end)
             if begin >= end:
                 break
             rows = run.segment.layout.rows(stream, run.row_of(begin), run.row_of(end))
-            found.append((view[rows], begin, end, begin == run.token_begin))
+            places.append((view[rows], begin, end, begin == run.token_begin))
             if end == token_end:
                 return [
                     SumPlace(view, self.tally.grow(stream, begin, end, is_first=is_first))
-                    for view, begin, end, is_first in found
+                    for view, begin, end, is_first in places
                 ]
         return None
 
@@ -856,10 +856,10 @@ class Appends:
         session, size_bytes = reservation.session, layout.size_bytes
         if layout is session.layout:
             slot = await self._memory_room.place(size_bytes, session.tenant)
-        elif (found := self._memory_room.take_long(size_bytes, session.tenant)) is None:
+        elif (long_slot := self._memory_room.take_long(size_bytes, session.tenant)) is None:
             return None
         else:
-            slot = found
+            slot = long_slot
         try:
             await self._ssd_room.keep_within_limit(session, session.copies * size_bytes)
             # Its time may have come while room was made.

@@ -167,10 +167,10 @@ class Blocks:
         # Blocks put by one engine share a layout, and so an answer; mostly that of the block before.
         hits: dict[tuple[int, bool], FoundBlock] = {}
         layout, is_in_memory, hit = None, False, ABSENT
-        found = []
+        answers = []
         for block in self._ledger.blocks_under(tenant, space, keys):
             if block is None or block.expire_time_ns <= now_ns:
-                found.append(ABSENT)
+                answers.append(ABSENT)
             elif block.token_count:
                 # A block that is there and not withheld shows its one segment.
                 is_there = block.is_in_memory if block.withheld else block.segments[0].memory is not None
@@ -180,12 +180,12 @@ class Blocks:
                     if kind not in hits:
                         hits[kind] = FoundBlock(BlockState.HIT, _sizes(block), is_in_memory)
                     hit = hits[kind]
-                found.append(hit)
+                answers.append(hit)
             else:
                 # A block without its token and without a put was cut, or lies on a lost path.
                 is_put = block.uid in self._puts
-                found.append(FoundBlock(BlockState.PENDING, _sizes(block)) if is_put else ABSENT)
-        return found
+                answers.append(FoundBlock(BlockState.PENDING, _sizes(block)) if is_put else ABSENT)
+        return answers
 
     def parent(self, tenant: str, space: bytes, key: bytes) -> bytes | None:
         """The key of the block that this one continues, if it is there and continues one."""
@@ -239,10 +239,10 @@ class Blocks:
         self._check(Pinner(tenant, client), space, wanted)
         rooms: list[Room] = []
         try:
-            for one in wanted:
+            for request in wanted:
                 if pace.is_over:
                     await pace.rest()
-                room = await self._reserve(tenant, space, one, client, writer, model, expiration)
+                room = await self._reserve(tenant, space, request, client, writer, model, expiration)
                 rooms.append(room)
         except BaseException:
             # All or none: a writer that got half of its places could not go on.
@@ -260,17 +260,17 @@ class Blocks:
         part twice): then nothing is committed.
         """
         # Every part is looked at before any is committed.
-        puts = [self._own(one, writer) for one in written]
-        if len({(one.reservation_id, one.part) for one in written}) < len(written):
+        puts = [self._own(part, writer) for part in written]
+        if len({(part.reservation_id, part.part) for part in written}) < len(written):
             raise InvalidArgument(field="parts", problem="names one twice")
-        for put, one in zip(puts, written, strict=True):
+        for put, part in zip(puts, written, strict=True):
             if pace.is_over:
                 await pace.rest()
             # Given up by another writer's end while this call let others have their turn.
             if self._puts.get(put.session.uid) is not put:
                 continue
-            put.sums[one.part] = one.checksum
-            put.claims.pop(one.part, None)
+            put.sums[part.part] = part.checksum
+            put.claims.pop(part.part, None)
             count = len(put.session.layout.specs)
             if len(put.sums) == count and put.reservation is not None:
                 sums = [put.sums[number] for number in range(count)]
@@ -443,10 +443,10 @@ class Blocks:
 
         Raises LeaseNotFound, InvalidArgument (it holds a prefix).
         """
-        found = self._tokens.find(tenant, token)
-        if found.blocks is None:
+        token_lease = self._tokens.find(tenant, token)
+        if token_lease.blocks is None:
             raise InvalidArgument(field="token", problem="is that of a prefix: AcquireLease takes it")
-        return found
+        return token_lease
 
     async def summed(self, held: Held, part: int, most_bytes: int) -> list[tuple[memoryview, int]]:
         """The bytes of a leased block's part where they lie, in runs of at most so many, and their XXH3-64.
@@ -507,22 +507,22 @@ class Blocks:
         now_ns, coming = self._state.clock.now_ns(), set[bytes]()
         # Counted before any is made, so that a long list is refused as a whole.
         new_count = 0
-        for i, one in enumerate(wanted):
-            if one.key in coming:
+        for i, request in enumerate(wanted):
+            if request.key in coming:
                 raise InvalidArgument(field=f"blocks[{i}].key", problem="is named twice")
-            block = self._there(tenant, space, one.key, now_ns)
+            block = self._there(tenant, space, request.key, now_ns)
             # A parent in the same list has to come before its child.
-            is_parent_known = one.parent is None or one.parent in coming
-            if not is_parent_known and self._there(tenant, space, one.parent or b"", now_ns) is None:
+            is_parent_known = request.parent is None or request.parent in coming
+            if not is_parent_known and self._there(tenant, space, request.parent or b"", now_ns) is None:
                 raise InvalidArgument(field=f"blocks[{i}].parent_key", problem="is not there")
             if block is None:
                 new_count += 1
-                new_bytes += block_layout(one.part_bytes).size_bytes
-            sizes = _sizes(block) if block is not None and not block.token_count else one.part_bytes
-            if sizes != one.part_bytes:
+                new_bytes += block_layout(request.part_bytes).size_bytes
+            sizes = _sizes(block) if block is not None and not block.token_count else request.part_bytes
+            if sizes != request.part_bytes:
                 problem = f"others write this block with parts of {list(sizes)} B"
                 raise InvalidArgument(field=f"blocks[{i}].part_bytes", problem=problem)
-            coming.add(one.key)
+            coming.add(request.key)
         self._check_count(new_count)
         # They are held together until they are committed, and one of them would wait for those before it.
         self._appends.pins.check_ever(owner, new_bytes)
@@ -537,26 +537,26 @@ class Blocks:
         self,
         tenant: str,
         space: bytes,
-        one: Wanted,
+        request: Wanted,
         client: int | None,
         writer: int,
         model: str,
         expiration: Expiration | None,
     ) -> Room:
-        name = block_id(space, one.key)
+        name = block_id(space, request.key)
         block = self._ledger.named(tenant, name)
         if block is not None:
             put = self._puts.get(block.uid)
             if put is None:
                 return Room(BlockState.HIT if block.token_count else BlockState.PENDING)
-            is_taken = any(part in put.claims or part in put.sums for part in one.parts)
+            is_taken = any(part in put.claims or part in put.sums for part in request.parts)
             # Room is still being made for it by another call: its places are not known yet.
             if put.reservation is None or is_taken:
                 return Room(BlockState.PENDING)
-            return self._claim(put, one, writer)
+            return self._claim(put, request, writer)
         # Once more: other calls have made blocks while this one made room for those before.
         self._check_count(1)
-        block = self._blank(tenant, name, space, one, model, expiration or self._default())
+        block = self._blank(tenant, name, space, request, model, expiration or self._default())
         # Known as a put before anything awaits: a second writer of the same key waits instead of beginning
         # another.
         put = self._puts[block.uid] = Put(block)
@@ -577,22 +577,22 @@ class Blocks:
                 self._ledger.ended(block)
             raise
         self._put_numbers[put.reservation.reservation_id] = block.uid
-        return self._claim(put, one, writer)
+        return self._claim(put, request, writer)
 
-    def _claim(self, put: Put, one: Wanted, writer: int) -> Room:
+    def _claim(self, put: Put, request: Wanted, writer: int) -> Room:
         reservation = put.reservation
         if reservation is None:
             raise RuntimeError("it has no room yet")
-        put.claims.update(dict.fromkeys(one.parts, writer))
+        put.claims.update(dict.fromkeys(request.parts, writer))
         [run] = reservation.runs
         slot, offsets = run.segment.memory, put.session.layout.offsets
         if slot is None:
             raise RuntimeError("a reserved segment is not in memory")
-        places = tuple([slot.offset_bytes + offsets[part] for part in one.parts])
+        places = tuple([slot.offset_bytes + offsets[part] for part in request.parts])
         return Room(BlockState.MISS, reservation.reservation_id, places)
 
     def _blank(
-        self, tenant: str, name: str, space: bytes, one: Wanted, model: str, expiration: Expiration
+        self, tenant: str, name: str, space: bytes, request: Wanted, model: str, expiration: Expiration
     ) -> Session:
         now_ns = self._state.clock.now_ns()
         return Session(
@@ -601,19 +601,19 @@ class Blocks:
             session_id=name,
             model_id=model,
             model_fingerprint=space,
-            layout=block_layout(one.part_bytes),
+            layout=block_layout(request.part_bytes),
             expiration=expiration,
             create_time_ns=now_ns,
             access_time_ns=now_ns,
             expire_time_ns=expiration.after_access(now_ns),
-            parent_id=block_id(space, one.parent) if one.parent is not None else "",
+            parent_id=block_id(space, request.parent) if request.parent is not None else "",
             copies=self._state.copies,
         )
 
-    def _own(self, one: WrittenPart, writer: int) -> Put:
-        put = self._puts.get(self._put_numbers.get(one.reservation_id, b""))
-        if put is None or put.claims.get(one.part) != writer:
-            raise ReservationNotFound(reservation_id=one.reservation_id)
+    def _own(self, part: WrittenPart, writer: int) -> Put:
+        put = self._puts.get(self._put_numbers.get(part.reservation_id, b""))
+        if put is None or put.claims.get(part.part) != writer:
+            raise ReservationNotFound(reservation_id=part.reservation_id)
         return put
 
     def _forget(self, put: Put) -> None:

@@ -49,63 +49,65 @@ class Forgetting:
         models = [*self._of_version(tenant, model_id, version)]
         if not models:
             raise ModelNotFound(model=f"models/{model_id}")
-        ids = tuple(sorted(one.spec.model_id for one in models))
-        owners = {*ids, *(block_model(one.fingerprint) for one in models)}
+        ids = tuple(sorted(model.spec.model_id for model in models))
+        owners = {*ids, *(block_model(model.fingerprint) for model in models)}
         done = Forgotten(ids)
-        found = await self._all_of(tenant, owners, pace)
+        owned = await self._all_of(tenant, owners, pace)
         if is_trial:
-            return _with(done, found)
+            return _with(done, owned)
         # Deleting needs no room, and is what makes some.
         self._metadata.check(is_growing=False)
-        if writing := [one for one in found if one.is_writing]:
+        if writing := [session for session in owned if session.is_writing]:
             raise WriteInProgress(session=writing[0].name)
-        while found:
-            done = _with(done, await self._remove(found))
+        while owned:
+            done = _with(done, await self._remove(owned))
             # What came meanwhile; what is being written by now stays, and is told.
-            found = await self._all_of(tenant, owners, pace)
-            if found and all(one.is_writing for one in found):
-                raise WriteInProgress(session=found[0].name)
-        for one in ids:
-            # In one step with its look for sessions; another caller may have forgotten it.
-            if (tenant, one) in self._state.models:
-                await self._models.delete(tenant, one)
+            owned = await self._all_of(tenant, owners, pace)
+            if owned and all(session.is_writing for session in owned):
+                raise WriteInProgress(session=owned[0].name)
+        for known_id in ids:
+            # `delete` looks for sessions in the same step. Another caller may have forgotten the model.
+            if (tenant, known_id) in self._state.models:
+                await self._models.delete(tenant, known_id)
         return done
 
     def _of_version(self, tenant: str, model_id: str, version: str) -> Iterator[ModelRecord]:
-        for one in self._state.model_ids.get(tenant, ()):
+        for known_id in self._state.model_ids.get(tenant, ()):
             # With their ends: ranks, layouts and versions of one model have ids that go on behind a dot.
-            if one == model_id or one.startswith(f"{model_id}."):
-                record = self._state.models[tenant, one]
+            if known_id == model_id or known_id.startswith(f"{model_id}."):
+                record = self._state.models[tenant, known_id]
                 if has_version(record.spec.weights_digest, version):
                     yield record
 
     async def _all_of(self, tenant: str, owners: Collection[str], pace: Pace) -> list[Session]:
         """The tenant's sessions and blocks of these models. A dormant session is one for this look."""
-        found: list[Session] = []
+        owned: list[Session] = []
         for name in [*self._ledger.names.ids(tenant)]:
             if pace.is_over:
                 await pace.rest()
             session = self._ledger.glance(tenant, name)
             if session is not None and session.model_id in owners:
-                found.append(session)
+                owned.append(session)
         for block in [*self._ledger.blocks()]:
             if pace.is_over:
                 await pace.rest()
             if block.tenant == tenant and block.model_id in owners and not block.is_gone:
-                found.append(block)
-        return [one for one in found if not one.is_gone]
+                owned.append(block)
+        return [session for session in owned if not session.is_gone]
 
-    async def _remove(self, found: list[Session]) -> list[Session]:
+    async def _remove(self, owned: list[Session]) -> list[Session]:
         """Those of these that went."""
         gone: list[Session] = []
-        for begin in range(0, len(found), AT_A_TIME):
+        for begin in range(0, len(owned), AT_A_TIME):
             # By name once more: there was an await, and a dormant one has to be known to go.
             named = (
-                (one, self._ledger.named(one.tenant, one.session_id))
-                for one in found[begin : begin + AT_A_TIME]
+                (session, self._ledger.named(session.tenant, session.session_id))
+                for session in owned[begin : begin + AT_A_TIME]
             )
             some = [
-                now for one, now in named if now is not None and now.uid == one.uid and not now.is_writing
+                now
+                for session, now in named
+                if now is not None and now.uid == session.uid and not now.is_writing
             ]
             for session in some:
                 self._state.seen.deleted_session_count += not session.is_block
@@ -118,10 +120,10 @@ class Forgetting:
 
 
 def _with(done: Forgotten, more: list[Session]) -> Forgotten:
-    sessions = [one for one in more if not one.is_block]
+    sessions = [session for session in more if not session.is_block]
     return replace(
         done,
         session_count=done.session_count + len(sessions),
-        token_count=done.token_count + sum(one.token_count for one in sessions),
+        token_count=done.token_count + sum(session.token_count for session in sessions),
         block_count=done.block_count + len(more) - len(sessions),
     )

@@ -208,12 +208,14 @@ class Joining:
         if isinstance(home, Kin) and len(home.uids) > KIN_LIMIT:
             return []
         sessions = self._ledger.names.listers(parts[0])
-        if len(sessions) > 1 and sum(len(one.segments) for one in sessions) > LISTINGS_LIMIT:
+        if len(sessions) > 1 and sum(len(lister.segments) for lister in sessions) > LISTINGS_LIMIT:
             return []
         # `reference_count` tells quickly whether others list a part; `listers` would walk the kin for each.
         if session not in sessions or any(part.reference_count != len(sessions) for part in parts):
             return []
-        is_same = all(map(_is_whole, parts)) and all(_shows(one, parts, session.copies) for one in sessions)
+        is_same = all(map(_is_whole, parts)) and all(
+            _shows(lister, parts, session.copies) for lister in sessions
+        )
         return sessions if is_same else []
 
 

@@ -627,8 +627,8 @@ class Leases:
         """
         now_ns = self._state.clock.monotonic_ns()
         if not is_quiet:
-            for one in (session, *others):
-                self._ledger.touched(one, looked_ns)
+            for leased in (session, *others):
+                self._ledger.touched(leased, looked_ns)
             self._state.counters.read_token_count += span[1] - span[0]
             self._state.counters.dram_hit_token_count += dram_token_count
         self.pins.pin(owner, sizes_bytes)
@@ -645,7 +645,7 @@ class Leases:
             begun_ns=now_ns,
             on_ssd=on_ssd,
             is_quiet=is_quiet,
-            others=tuple([one.uid for one in others]) if others else (),
+            others=tuple([leased.uid for leased in others]) if others else (),
         )
         # Nothing awaits between the look and these holds: the segments are where they were found.
         for piece in pieces:
@@ -653,8 +653,8 @@ class Leases:
         self._leases[lease.lease_id] = lease
         self._counts[session.tenant] += 1
         if not is_quiet:
-            for one in others:
-                self._ledger.read_began(one, (), now_ns / SECOND_NS)
+            for leased in others:
+                self._ledger.read_began(leased, (), now_ns / SECOND_NS)
             # With the pieces of all: what was promoted ahead of need is read.
             self._ledger.read_began(session, pieces, now_ns / SECOND_NS)
         return lease

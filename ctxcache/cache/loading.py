@@ -188,23 +188,23 @@ class _Loader:
         self._ledger.slept_before(self._plain.dormant, self._plain.models)
         return Loaded(self._repairs, self._plain.slots(), self._losses)
 
-    def _look_at(self, found: KeptSessions) -> None:
-        for uid, kept in found.others:
+    def _look_at(self, sessions: KeptSessions) -> None:
+        for uid, kept in sessions.others:
             self._read(self._metadata.session(uid, kept))
-        kinds, firsts = np.unique(found.kind_numbers, return_index=True)
+        kinds, firsts = np.unique(sessions.kind_numbers, return_index=True)
         for number, i in zip(kinds.tolist(), firsts.tolist(), strict=True):
-            if (kind := found.kinds[number]) not in self._layouts:
-                record = self._metadata.session(_uid(found, i), found.kept[i])
+            if (kind := sessions.kinds[number]) not in self._layouts:
+                record = self._metadata.session(_uid(sessions, i), sessions.kept[i])
                 model = self._state.models.get((record.tenant, record.model_id))
                 self._layouts[kind] = self._reviver.layout(record.layout, model) if model else None
-        layouts = [self._layouts[kind] for kind in found.kinds]
+        layouts = [self._layouts[kind] for kind in sessions.kinds]
         if None in layouts:
-            has_model = np.array([layout is not None for layout in layouts])[found.kind_numbers]
+            has_model = np.array([layout is not None for layout in layouts])[sessions.kind_numbers]
             for i in np.flatnonzero(~has_model).tolist():
                 # It tells of each, and removes it.
-                self._read(self._metadata.session(_uid(found, i), found.kept[i]))
-            found = _only(found, has_model)
-        self._plain.add(found, layouts)
+                self._read(self._metadata.session(_uid(sessions, i), sessions.kept[i]))
+            sessions = _only(sessions, has_model)
+        self._plain.add(sessions, layouts)
 
     def _model_of(self, record: SessionRecord) -> ModelRecord | None:
         model = self._state.models.get((record.tenant, record.model_id))
@@ -243,19 +243,19 @@ class _Loader:
 
     def _load_segments(self) -> None:
         last, plain = 0, self._plain
-        for found in self._metadata.kept_segments():
+        for segments in self._metadata.kept_segments():
             # Ids ascend: the last one read is the largest.
-            last = int(found.segment_ids[-1])
-            numbers = plain.add_segments(found)
+            last = int(segments.segment_ids[-1])
+            numbers = plain.add_segments(segments)
             for i in np.flatnonzero(numbers < 0).tolist():
-                segment_id = int(found.segment_ids[i])
+                segment_id = int(segments.segment_ids[i])
                 if segment_id in self._listed_by:
-                    self._load_segment(self._metadata.segment(segment_id, found.kept[i]))
+                    self._load_segment(self._metadata.segment(segment_id, segments.kept[i]))
                 else:
                     self._repairs.deleted_segment_ids.append(segment_id)
-            for keyed in found.keyed:
-                segment_id, number = int(found.segment_ids[keyed.place]), int(numbers[keyed.place])
-                begin = int(found.begins[keyed.place])
+            for keyed in segments.keyed:
+                segment_id, number = int(segments.segment_ids[keyed.place]), int(numbers[keyed.place])
+                begin = int(segments.begins[keyed.place])
                 if number >= 0:
                     self._find_by(keyed, segment_id, begin, plain.layout(number))
                 elif segment_id in self._listed_by:
@@ -326,29 +326,29 @@ class _Plain:
         self._sizes_of: dict[tuple[int, int], int] = {}
         self._misfits: set[int] = set()
 
-    def add(self, found: KeptSessions, layouts: Sequence[SegmentLayout | None]) -> None:
+    def add(self, sessions: KeptSessions, layouts: Sequence[SegmentLayout | None]) -> None:
         """Sessions, and the layout of each kind."""
         # Clocks may have been set back between the runs.
-        idle_s = np.maximum(self._opened_ns - found.access_times_ns, 0) / SECOND_NS
-        kinds = found.kind_numbers.tolist()
+        idle_s = np.maximum(self._opened_ns - sessions.access_times_ns, 0) / SECOND_NS
+        kinds = sessions.kind_numbers.tolist()
         numbers = self.dormant.add_read(
-            found.uids,
-            [found.kinds[kind].tenant for kind in kinds],
-            found.session_ids,
-            found.kept,
+            sessions.uids,
+            [sessions.kinds[kind].tenant for kind in kinds],
+            sessions.session_ids,
+            sessions.kept,
             array("d", idle_s.tobytes()),
         )
         for kind, count in Counter(kinds).items():
-            self.models[found.kinds[kind].tenant, found.kinds[kind].model_id] += count
+            self.models[sessions.kinds[kind].tenant, sessions.kinds[kind].model_id] += count
         places = np.array([-1 if layout is None else self._place(layout) for layout in layouts], np.int64)
         for column, values in (
-            (self._layout_of, places[found.kind_numbers]),
-            (self._access, found.access_times_ns),
-            (self._expire, found.expire_times_ns),
-            (self._live_begins, found.live_begins),
-            (self._live_ends, found.live_ends),
-            (self._listed, found.segment_ids),
-            (self._listers, np.repeat(np.arange(numbers.start, numbers.stop), found.segment_counts)),
+            (self._layout_of, places[sessions.kind_numbers]),
+            (self._access, sessions.access_times_ns),
+            (self._expire, sessions.expire_times_ns),
+            (self._live_begins, sessions.live_begins),
+            (self._live_ends, sessions.live_ends),
+            (self._listed, sessions.segment_ids),
+            (self._listers, np.repeat(np.arange(numbers.start, numbers.stop), sessions.segment_counts)),
         ):
             column.frombytes(values.tobytes())
 
@@ -383,36 +383,36 @@ class _Plain:
         found: list[int] = apart.tolist()
         return found
 
-    def add_segments(self, found: KeptSegments) -> "npt.NDArray[np.int64]":
+    def add_segments(self, segments: KeptSegments) -> "npt.NDArray[np.int64]":
         """Those of these segments that the sessions list; the number of the session of each, -1 for none."""
         listed = np.frombuffer(self._listed, np.uint64)
-        at = np.searchsorted(listed, found.segment_ids)
+        at = np.searchsorted(listed, segments.segment_ids)
         is_listed = at < len(listed)
-        is_listed[is_listed] = listed[at[is_listed]] == found.segment_ids[is_listed]
+        is_listed[is_listed] = listed[at[is_listed]] == segments.segment_ids[is_listed]
         at = at[is_listed]
         self._is_found[at] = True
-        numbers = np.full(len(found.segment_ids), -1, np.int64)
+        numbers = np.full(len(segments.segment_ids), -1, np.int64)
         numbers[is_listed] = owners = np.frombuffer(self._listers, np.int64)[at]
-        ids, paths = found.segment_ids[is_listed], found.path_indexes[is_listed]
-        begins, sizes = found.begins[is_listed], found.sizes_bytes[is_listed]
+        ids, paths = segments.segment_ids[is_listed], segments.path_indexes[is_listed]
+        begins, sizes = segments.begins[is_listed], segments.sizes_bytes[is_listed]
         self.dormant.add_segments_read(
             _packed("Q", ids),
             _packed("I", owners.astype(np.uint32)),
             _packed("I", paths.astype(np.uint32)),
-            list(compress(found.kept, is_listed.tolist())),
+            list(compress(segments.kept, is_listed.tolist())),
         )
         for column, values in (
             (self._ids, ids),
             (self._owners, owners),
             (self._begins, begins),
-            (self._ends, begins + found.token_counts[is_listed]),
+            (self._ends, begins + segments.token_counts[is_listed]),
             (self._paths, paths),
-            (self._offsets, found.offsets_bytes[is_listed]),
+            (self._offsets, segments.offsets_bytes[is_listed]),
             (self._sizes, sizes),
         ):
             column.frombytes(values.tobytes())
-        is_fit = found.is_plain[is_listed] & (
-            sizes == self._right_sizes(owners, found.segment_tokens[is_listed])
+        is_fit = segments.is_plain[is_listed] & (
+            sizes == self._right_sizes(owners, segments.segment_tokens[is_listed])
         )
         self._misfits.update(owners[~is_fit].tolist())
         return numbers
@@ -483,19 +483,19 @@ def _uid(found: KeptSessions, i: int) -> bytes:
     return found.uids[i * UID_BYTES : (i + 1) * UID_BYTES]
 
 
-def _only(found: KeptSessions, is_wanted: "npt.NDArray[np.bool_]") -> KeptSessions:
+def _only(sessions: KeptSessions, is_wanted: "npt.NDArray[np.bool_]") -> KeptSessions:
     wanted = is_wanted.tolist()
-    return found._replace(
-        uids=b"".join([_uid(found, i) for i in np.flatnonzero(is_wanted).tolist()]),
-        session_ids=list(compress(found.session_ids, wanted)),
-        kind_numbers=found.kind_numbers[is_wanted],
-        segment_counts=found.segment_counts[is_wanted],
-        segment_ids=found.segment_ids[np.repeat(is_wanted, found.segment_counts)],
-        live_begins=found.live_begins[is_wanted],
-        live_ends=found.live_ends[is_wanted],
-        access_times_ns=found.access_times_ns[is_wanted],
-        expire_times_ns=found.expire_times_ns[is_wanted],
-        kept=list(compress(found.kept, wanted)),
+    return sessions._replace(
+        uids=b"".join([_uid(sessions, i) for i in np.flatnonzero(is_wanted).tolist()]),
+        session_ids=list(compress(sessions.session_ids, wanted)),
+        kind_numbers=sessions.kind_numbers[is_wanted],
+        segment_counts=sessions.segment_counts[is_wanted],
+        segment_ids=sessions.segment_ids[np.repeat(is_wanted, sessions.segment_counts)],
+        live_begins=sessions.live_begins[is_wanted],
+        live_ends=sessions.live_ends[is_wanted],
+        access_times_ns=sessions.access_times_ns[is_wanted],
+        expire_times_ns=sessions.expire_times_ns[is_wanted],
+        kept=list(compress(sessions.kept, wanted)),
     )
 
 

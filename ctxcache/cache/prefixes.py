@@ -261,18 +261,18 @@ class Prefixes:
 
         For sessions that part from each other several times, the prefix that all of them share.
         """
-        found: dict[int, SharedPrefix] = {}
+        shared: dict[int, SharedPrefix] = {}
         for i, session_id in enumerate(list(self._ledger.names.ids(tenant)), 1):
             # A dormant session shares nothing.
             is_dormant = self._ledger.sleep.dormant.named(tenant, session_id) is not None
             session = None if is_dormant else self._ledger.named(tenant, session_id)
             first = session.segments[0] if session and session.segments else None
-            if session and first and first.reference_count > 1 and first.segment_id not in found:
-                found[first.segment_id] = self._shared_prefix(session)
+            if session and first and first.reference_count > 1 and first.segment_id not in shared:
+                shared[first.segment_id] = self._shared_prefix(session)
             # Thousands of sessions, one step each.
             if i % SESSIONS_PER_LOOK == 0 and pace.is_over:
                 await pace.rest()
-        return nlargest(limit, found.values(), key=attrgetter("saved_bytes"))
+        return nlargest(limit, shared.values(), key=attrgetter("saved_bytes"))
 
     async def forget_gone(self) -> None:
         """Take the keys of what is gone out of the index."""
@@ -311,7 +311,7 @@ class Prefixes:
         Of some keys at a time the last one is looked for, and only where it is not there those before: a key
         stands for all before it, and whoever holds its tokens is looked at afterwards.
         """
-        keyed, found = self._ledger.keyed, list[bytes]()
+        keyed, known = self._ledger.keyed, list[bytes]()
         count = len(asked) // BLOCK_BYTES if isinstance(asked, bytes) else len(asked)
         # Keys that are made take a slice of time by the 64; those that came need looking for alone.
         most = KEYS_PER_LOOK if isinstance(asked, bytes) else count
@@ -324,7 +324,7 @@ class Prefixes:
             if isinstance(asked, bytes):
                 token_ids = memoryview(asked)[begin * BLOCK_BYTES : end * BLOCK_BYTES]
                 # Each key is made with the one before, so that what was found is the parent of the next.
-                parent = found[-1] if found else NO_PARENT
+                parent = known[-1] if known else NO_PARENT
                 keys = list(scope.keys(token_ids, parent, contents, begin * BLOCK_TOKENS))
             else:
                 keys = list(asked[begin:end])
@@ -333,10 +333,10 @@ class Prefixes:
                 known_count = bisect_left(
                     keys, 1, key=lambda key: next(keyed.found(scope, key), None) is None
                 )
-                return found + keys[:known_count]
-            found += keys
+                return known + keys[:known_count]
+            known += keys
             begin, some = end, min(2 * some, most)
-        return found
+        return known
 
     def _holder(self, scope: Scope, keys: Sequence[bytes], *, is_proven: bool) -> tuple[Session, int] | None:
         """A session that has the longest run of these keys, and how many tokens of it others may list.
@@ -344,10 +344,10 @@ class Prefixes:
         `is_proven`: the keys were made here, of tokens, so that each continues the one before. A segment that
         a writer has room in goes on to grow, so a session that is written shares whole segments alone.
         """
-        found = self._ledger.holder(scope, keys)
-        if found is None:
+        holder = self._ledger.holder(scope, keys)
+        if holder is None:
             return None
-        source, key_count = found
+        source, key_count = holder
         # Keys from a client prove nothing about what lies before them: compared one by one with the session's
         # own.
         if not is_proven:

@@ -105,7 +105,7 @@ class Mending:
                 raise CorruptSegment(segment_id=segment.segment_id, problem="neither in DRAM nor on SSD")
             tried.add(left[0])
             try:
-                found = await attempt(left[0])
+                result = await attempt(left[0])
             except CorruptSegment as error:
                 # The only slot that it has: the caller ends its sessions there.
                 if segment.places == (left[0],):
@@ -117,7 +117,7 @@ class Mending:
                 # A slot that is there and cannot be read is bad; a lost path may come back as it was.
                 if failed is not None and failed[0].path_index not in self._ledger.lost.paths:
                     self.drop_place(segment, failed[0], str(failed[1]))
-                return found
+                return result
 
     async def image(
         self, segment: Segment, memory: memoryview | None = None
@@ -195,15 +195,15 @@ class Mending:
     async def _mend(self, segment: Segment, problem: str) -> None:
         self._ledger.held(segment)
         try:
-            found, restored = problem, None
+            damage, restored = problem, None
             # Restored rows may turn bad again at once, where memory does not keep its bytes.
             for _ in range(TRIES):
                 restored = await self._restore(segment)
-                found = await self._io.verify(segment) if segment.memory else ""
+                damage = await self._io.verify(segment) if segment.memory else ""
                 # Right by now; or nothing to restore from; or rows are bad that SSD never had.
-                if not found or restored is None or segment.row_count > restored.row_end:
+                if not damage or restored is None or segment.row_count > restored.row_end:
                     break
-            if not found:
+            if not damage:
                 self._mended(segment, problem)
             elif restored is None:
                 # Three outcomes that lose something, from worst to least:
@@ -211,17 +211,17 @@ class Mending:
                 #     nothing below       the sessions end before the segment
                 #     fewer rows below    they end behind those rows
                 #     all rows below      nothing is lost; this slot of memory is left once it is out of use
-                log.error("dram_rows_lost segment=%d problem=%r", segment.segment_id, found)
+                log.error("dram_rows_lost segment=%d problem=%r", segment.segment_id, damage)
                 await self.quarantine({segment})
-                raise CorruptSegment(segment_id=segment.segment_id, problem=found)
+                raise CorruptSegment(segment_id=segment.segment_id, problem=damage)
             elif segment.row_count > restored.row_end:
-                log.error("dram_rows_lost segment=%d problem=%r", segment.segment_id, found)
+                log.error("dram_rows_lost segment=%d problem=%r", segment.segment_id, damage)
                 await self._shorten(segment, restored)
-                raise CorruptSegment(segment_id=segment.segment_id, problem=found)
+                raise CorruptSegment(segment_id=segment.segment_id, problem=damage)
             else:
                 # SSD has the right bytes, and they are served as soon as this slot is out of use.
                 self._ledger.spoiled(segment)
-                problem = f"{found}, and memory does not keep it"
+                problem = f"{damage}, and memory does not keep it"
                 raise CorruptSegment(segment_id=segment.segment_id, problem=problem)
         finally:
             del self._tasks[segment.segment_id]

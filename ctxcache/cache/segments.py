@@ -232,12 +232,12 @@ class SegmentIO:
     async def keeps_bytes(self, slot: Slot) -> bool:
         """Whether a slot that nobody uses gives back what is written to it. Raises TierFailure."""
         # Random bytes: a device that returns zeros, or what was there before, does not pass.
-        written, found = (memoryview(mmap.mmap(-1, slot.size_bytes)) for _ in range(2))
+        written, read_back = (memoryview(mmap.mmap(-1, slot.size_bytes)) for _ in range(2))
         written[:] = os.urandom(slot.size_bytes)
         await self._ssd.write(slot, 0, written)
         await self._ssd.sync({slot.path_index})
-        await self._ssd.read(slot, 0, found)
-        return written == found
+        await self._ssd.read(slot, 0, read_back)
+        return written == read_back
 
     @property
     def arena_path(self) -> str:

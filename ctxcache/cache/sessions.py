@@ -361,33 +361,33 @@ class Sessions:
 
     def _replaceable(self, source: Session, kept: int, session_id: str, generation: int) -> Session:
         """The session whose place a fork of the source's first `kept` tokens may take. Raises as `fork`."""
-        found = self._ledger.find(source.tenant, session_id)
-        self._check_change(found, generation)
-        found.check_fingerprint(source.model_fingerprint)
+        replaced = self._ledger.find(source.tenant, session_id)
+        self._check_change(replaced, generation)
+        replaced.check_fingerprint(source.model_fingerprint)
         # Only as much as the fork keeps needs to be whole.
         whole_count = min(source.whole_token_count, kept)
         problem = ""
         # Each of these would let the new session answer for tokens that are not its own.
-        if found is source:
+        if replaced is source:
             problem = "is the source itself"
-        elif found.salt != source.salt:
+        elif replaced.salt != source.salt:
             problem = "has another salt than the source"
-        elif found.withheld:
+        elif replaced.withheld:
             problem = "has tokens on a path that is lost"
-        elif found.token_count != kept:
-            problem = f"has {found.token_count} tokens, and {kept} are to take their place"
-        elif found.whole_token_count < whole_count:
+        elif replaced.token_count != kept:
+            problem = f"has {replaced.token_count} tokens, and {kept} are to take their place"
+        elif replaced.whole_token_count < whole_count:
             problem = "was computed with tokens that were dropped, and the source was not"
-        elif contents_within(found.contents, 0, whole_count) != contents_within(
+        elif contents_within(replaced.contents, 0, whole_count) != contents_within(
             source.contents, 0, whole_count
         ):
             problem = "has other contents than the source"
         if problem:
             raise InvalidArgument(field="session_id", problem=problem)
         # Somebody reads it, or has been told that it stays: not replaced under them.
-        if not found.is_idle or self._ledger.placement.is_awaited(found.uid):
-            raise SessionInUse(session=found.name)
-        return found
+        if not replaced.is_idle or self._ledger.placement.is_awaited(replaced.uid):
+            raise SessionInUse(session=replaced.name)
+        return replaced
 
     async def _check_same_tokens(
         self, source: Session, session_id: str, generation: int, token_count: int

@@ -157,11 +157,11 @@ class State:
         # Sorted and without repeats: the same streams in another order are the same layout.
         key = model.fingerprint, tuple(sorted({TOKENS_RANGE, *ranges}))
         # Weak: a layout lives as long as a session has it.
-        found = self._layouts.get(key)
-        if found is None:
+        layout = self._layouts.get(key)
+        if layout is None:
             streams = (stream for item in ranges for stream in item.streams())
-            found = self._layouts[key] = SegmentLayout(model.spec.resolve(streams))
-        return found
+            layout = self._layouts[key] = SegmentLayout(model.spec.resolve(streams))
+        return layout
 
     def add_model(self, model: ModelRecord) -> None:
         """Make a model known."""

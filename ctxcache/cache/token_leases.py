@@ -88,21 +88,21 @@ class TokenLeases:
 
     def find(self, tenant: str, token: bytes) -> TokenLease:
         """The leases behind a token of the tenant, for any of its connections. Raises LeaseNotFound."""
-        found = self._held.get(token)
+        token_lease = self._held.get(token)
         # Unknown, ended and foreign tokens have one answer, which tells a tenant nothing of another.
-        if found is None or found.tenant != tenant or not self._is_held(found):
+        if token_lease is None or token_lease.tenant != tenant or not self._is_held(token_lease):
             raise LeaseNotFound(lease_id=token.hex())
-        return found
+        return token_lease
 
     def prefix(self, tenant: str, token: bytes, fingerprint: bytes) -> Lease:
         """The rows of a prefix that a token names.
 
         Raises LeaseNotFound, InvalidArgument (it names blocks), ModelFingerprintMismatch.
         """
-        found = self.find(tenant, token)
-        if found.blocks is not None:
+        token_lease = self.find(tenant, token)
+        if token_lease.blocks is not None:
             raise InvalidArgument(field="token", problem="is that of blocks: LeaseBlocks takes it")
-        [lease] = found.leases
+        [lease] = token_lease.leases
         if lease.view.model_fingerprint != fingerprint:
             raise ModelFingerprintMismatch(
                 model=f"models/{lease.view.model_id}",
@@ -120,11 +120,11 @@ class TokenLeases:
         """End what a token names. Raises LeaseNotFound."""
         self.let_go(self.find(tenant, token))
 
-    def let_go(self, found: TokenLease) -> None:
+    def let_go(self, token_lease: TokenLease) -> None:
         """End what a token names, if it has not ended."""
         # The token first: `release` may find that a lease ended by itself.
-        self._held.pop(found.token, None)
-        self._leases.let_go(found.leases)
+        self._held.pop(token_lease.token, None)
+        self._leases.let_go(token_lease.leases)
 
     def forget_ended(self) -> None:
         """Forget tokens of what ended by itself."""

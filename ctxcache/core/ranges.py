@@ -102,19 +102,19 @@ def select(ranges: Ranges, begin: int, end: int) -> Ranges:
 
 def select_all(ranges: Ranges, indexes: Ranges) -> Ranges:
     """Positions of the live tokens with these indexes. Linear in both."""
-    found: list[Range] = []
+    selected: list[Range] = []
     index = i = 0
     for b, e in ranges:
         stop = index + e - b
         while i < len(indexes) and indexes[i][0] < stop:
             low, high = max(indexes[i][0], index), min(indexes[i][1], stop)
             if low < high:
-                found.append((b + low - index, b + high - index))
+                selected.append((b + low - index, b + high - index))
             if indexes[i][1] > stop:
                 break
             i += 1
         index = stop
-    return tuple(found)
+    return tuple(selected)
 
 
 def sinks_and_recent(token_count: int, *, sink_count: int, recent_count: int) -> Ranges:

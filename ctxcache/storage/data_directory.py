@@ -297,17 +297,17 @@ def _parse_format(path: Path) -> dict[str, Any]:
     # Format first, checksum later: a format of the future may write its checksum in another way.
     facts = read_facts(path / _FORMAT, is_checksum_needed=False)
     try:
-        found, _ = int(facts["format"]), str(facts["instance_id"])
+        format_number, _ = int(facts["format"]), str(facts["instance_id"])
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptMetadata(where=str(path / _FORMAT), problem=f"it does not parse: {error!r}") from error
-    if found > DATA_FORMAT:
-        raise FormatTooNew(path=str(path), found=found, supported=DATA_FORMAT)
-    if found < 1:
-        raise CorruptMetadata(where=str(path / _FORMAT), problem=f"there is no format {found}")
-    if found < DATA_FORMAT:
+    if format_number > DATA_FORMAT:
+        raise FormatTooNew(path=str(path), found=format_number, supported=DATA_FORMAT)
+    if format_number < 1:
+        raise CorruptMetadata(where=str(path / _FORMAT), problem=f"there is no format {format_number}")
+    if format_number < DATA_FORMAT:
         problem = (
-            f"it has format {found} of an earlier version, and this one reads format {DATA_FORMAT}: name a"
-            " new one"
+            f"it has format {format_number} of an earlier version, and this one reads format {DATA_FORMAT}:"
+            " name a new one"
         )
         raise DataDirectoryUnusable(path=str(path), problem=problem)
     # Read once more with its checksum, now that the format is known.

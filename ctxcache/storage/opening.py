@@ -84,13 +84,13 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     #
     #     witness opened ──► numbers written ──► metadata opened for writing ──► catalog begun
     _check_room(settings.data_directory)
-    directory, found = _recognised(settings, files)
-    ordered = tuple(each.path for each in found)
+    directory, ssd_directories = _recognised(settings, files)
+    ordered = tuple(ssd_directory.path for ssd_directory in ssd_directories)
     directory.tighten()
     # The arena first: what it refuses leaves no large file behind.
     arena = open_arena(settings, directory.instance_id)
     files.callback(arena.close)
-    paths = _ssd_paths(settings, found, directory.instance_id)
+    paths = _ssd_paths(settings, ssd_directories, directory.instance_id)
     hang_after_s = settings.ssd_hang_after_s
     if faults:
         ssd: SsdFiles = FaultySsdFiles(paths, faults, hang_after_s=hang_after_s)
@@ -105,18 +105,22 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
 
 def open_untouched(settings: Settings, files: ExitStack) -> Untouched:
     """Open everything that is there, and change none of it; `files` closes it. Raises as `open_storage`."""
-    directory, found = _recognised(settings, files)
+    directory, ssd_directories = _recognised(settings, files)
     paths = [
         SsdPath(
-            str(each.path),
-            each.size_bytes or _present_bytes(each.path),
-            each.absence,
+            str(ssd_directory.path),
+            ssd_directory.size_bytes or _present_bytes(ssd_directory.path),
+            ssd_directory.absence,
             may_be_absent=settings.ssd_missing == "serve",
         )
-        for each in found
+        for ssd_directory in ssd_directories
     ]
-    present = [each.path for each in found if not each.absence]
-    catalog = None if found[0].absence else Catalog(found[0].path / CATALOG, directory.instance_id)
+    present = [ssd_directory.path for ssd_directory in ssd_directories if not ssd_directory.absence]
+    catalog = (
+        None
+        if ssd_directories[0].absence
+        else Catalog(ssd_directories[0].path / CATALOG, directory.instance_id)
+    )
     witness = Witness(present, directory.instance_id)
     metadata = ReadOnlyMetadata(directory.metadata_path, witness=witness, catalog=catalog)
     files.callback(metadata.close)

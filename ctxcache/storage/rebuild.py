@@ -239,22 +239,24 @@ def _slots(record: SegmentRecord, directories: Sequence[Path], places: Iterable[
     recorded = [(slot.path_index, slot.offset_bytes) for slot in record.places]
     whole: list[Slot] = []
     # Recorded places first: another copy counts only where none of them is whole.
-    for number, found in sorted(places, key=lambda place: (place[0], place[1].offset_bytes) not in recorded):
-        is_recorded = (number, found.offset_bytes) in recorded
+    for number, scanned in sorted(
+        places, key=lambda place: (place[0], place[1].offset_bytes) not in recorded
+    ):
+        is_recorded = (number, scanned.offset_bytes) in recorded
         if (
             (is_recorded or not whole)
-            and found.header.segment_id == record.segment_id
-            and found.header.identity == record.identity
-            and is_whole(directories[number] / SEGMENTS, found)
+            and scanned.header.segment_id == record.segment_id
+            and scanned.header.identity == record.identity
+            and is_whole(directories[number] / SEGMENTS, scanned)
         ):
-            whole.append(Slot(number, found.offset_bytes, record.slot.size_bytes))
+            whole.append(Slot(number, scanned.offset_bytes, record.slot.size_bytes))
     return whole
 
 
-def _sessions(found: Mapping[bytes, bytes]) -> Iterator[SessionRecord]:
+def _sessions(contents: Mapping[bytes, bytes]) -> Iterator[SessionRecord]:
     return (
         records.decode_session(key, value)
-        for key, value in found.items()
+        for key, value in contents.items()
         if key.startswith(records.SESSION_PREFIX)
     )
 

@@ -64,16 +64,16 @@ def header_at(path: Path, offset_bytes: int) -> ScannedSegment | None:
         return None
 
 
-def is_whole(path: Path, found: ScannedSegment) -> bool:
+def is_whole(path: Path, segment: ScannedSegment) -> bool:
     """Whether every chunk of a found segment is what its header says. Raises OSError."""
-    layout, identity = found.header.layout, found.header.identity
+    layout, identity = segment.header.layout, segment.header.identity
     with path.open("rb", buffering=0) as file:
-        data = memoryview(os.pread(file.fileno(), layout.size_bytes, found.offset_bytes))
+        data = memoryview(os.pread(file.fileno(), layout.size_bytes, segment.offset_bytes))
     seed = identity.seed()
     return all(
         chunk_checksum(seed, spec.stream, data[offset : offset + spec.row_bytes * identity.token_count])
         == checksum
-        for spec, offset, checksum in zip(layout.specs, layout.offsets, found.header.checksums, strict=True)
+        for spec, offset, checksum in zip(layout.specs, layout.offsets, segment.header.checksums, strict=True)
     )
 
 

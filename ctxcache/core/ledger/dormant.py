@@ -309,10 +309,10 @@ class Dormant:
 
     def durable_bytes(self) -> Counter[str]:
         """Bytes of each tenant's slots."""
-        found: Counter[str] = Counter()
+        by_tenant: Counter[str] = Counter()
         for tenant, names in self.names.items():
-            found[tenant] = sum(self._slot_bytes[number] for number in names.values())
-        return found
+            by_tenant[tenant] = sum(self._slot_bytes[number] for number in names.values())
+        return by_tenant
 
     def revived(self, number: int, use: TenantUse | None) -> Session:
         """A session as it would be if it were known, with its segments, which no session lists yet.
@@ -351,12 +351,12 @@ class Dormant:
 
     def due(self, now_ns: int, limit: int) -> list[int]:
         """At most so many sessions whose time has come."""
-        found: list[int] = []
+        due: list[int] = []
         for expire_time_ns, number in self._by_expiry:
-            if expire_time_ns > now_ns or len(found) == limit:
+            if expire_time_ns > now_ns or len(due) == limit:
                 break
-            found.append(number)
-        return found
+            due.append(number)
+        return due
 
     # -- the way out ---------------------------------------------------------------------------------
 

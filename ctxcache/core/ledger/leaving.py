@@ -176,10 +176,10 @@ class Leaving:
         self, for_session: Session, among: Sequence[str] | None, is_of_use: Callable[[Session], bool]
     ) -> Session | None:
         judge = self._judge(for_session, is_of_use)
-        found = self._evictable.first(judge, among)
-        if found is None:
+        uid = self._evictable.first(judge, among)
+        if uid is None:
             return None
-        return self.leaf(self._get(found), lambda child: judge(child.uid) is Verdict.LEAVES)
+        return self.leaf(self._get(uid), lambda child: judge(child.uid) is Verdict.LEAVES)
 
     def _judge(
         self, for_session: Session, is_of_use: Callable[[Session], bool]

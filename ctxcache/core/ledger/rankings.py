@@ -82,13 +82,13 @@ class Ranking:
         """The session that leaves first, of those that `accepts` takes; None when it takes none."""
         # Refused entries go back: they may leave for the next caller, who accepts others.
         refused: list[tuple[Key, bytes]] = []
-        found = None
-        while found is None and (item := self._pop()) is not None:
+        accepted = None
+        while accepted is None and (item := self._pop()) is not None:
             refused.append(item)
-            found = item[1] if accepts(item[1]) else None
+            accepted = item[1] if accepts(item[1]) else None
         for item in refused:
             heappush(self._heap, item)
-        return found
+        return accepted
 
     def overtaken(self) -> list[bytes]:
         """Sessions that would leave too late, because their fall was not told. Looks at all, for checks."""
@@ -245,15 +245,15 @@ class Evictable:
 
     def first(self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None) -> bytes | None:
         """The one that leaves first, of these accounts one after the other; None when none does."""
-        found = self._look(judge, among)
+        leaving = self._look(judge, among)
         # Nothing was left. Sessions that could not leave when they came up are asked once more, in their
         # order.
-        if found is None:
+        if leaving is None:
             aside, self._aside = self._aside, set()
             for uid in aside:
                 self._ranking.add(uid)
-            found = self._look(judge, among)
-        return found
+            leaving = self._look(judge, among)
+        return leaving
 
     def in_order(
         self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None

@@ -739,14 +739,14 @@ class Copies:
         places = segment.places if segment.is_listed else ()
         # A copy on a lost path counts as missing: the second one is made from the one that is left.
         there = sum(slot.path_index not in lost for slot in places)
-        for found, is_one in (
+        for segments, is_one in (
             (self.single, segment.copies > 1 and there == 1),
             (self.surplus, segment.copies == 1 and len(places) > 1),
         ):
             if is_one:
-                found[segment] = None
+                segments[segment] = None
             else:
-                found.pop(segment, None)
+                segments.pop(segment, None)
 
     def put_last(self, segment: Segment) -> None:
         """The other segments that lack a copy have their turn before this one."""

@@ -99,8 +99,8 @@ class ExpiryQueue:
 
         `expire_time_of` gives the time that holds now, None if gone.
         """
-        found: list[bytes] = []
-        while self._heap and self._heap[0][0] <= now_ns and len(found) != limit:
+        due: list[bytes] = []
+        while self._heap and self._heap[0][0] <= now_ns and len(due) != limit:
             time_ns, uid = heapq.heappop(self._heap)
             # An entry of before the last change: the session is scheduled at another time, or is gone.
             if self._earliest.get(uid) != time_ns:
@@ -111,8 +111,8 @@ class ExpiryQueue:
             if actual is not None and actual > now_ns:
                 self.schedule(uid, actual)
             elif actual is not None:
-                found.append(uid)
-        return found
+                due.append(uid)
+        return due
 
     def _tidy(self) -> None:
         """Drop outdated entries once they are the larger part."""
@@ -422,7 +422,7 @@ class Session:
     def pieces(self, begin: int, end: int) -> list[Piece]:
         """Where the tokens `[begin, end)` lie, in order."""
         index = begin
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         segments = self.segments
         if len(self.live) == 1 and begin < end:
             # Nothing was dropped but from the front, as in most sessions: indexes are positions from there.
@@ -447,10 +447,10 @@ class Session:
                 stop = min(high, segment.begin + segment.row_count)
                 if i < len(segments) and segments[i].begin < stop:
                     stop = segments[i].begin
-                found.append(Piece(segment, position - segment.begin, stop - segment.begin, index))
+                pieces.append(Piece(segment, position - segment.begin, stop - segment.begin, index))
                 index += stop - position
                 position = stop
-        return found
+        return pieces
 
     def first_gap(self) -> int | None:
         """The first live position that no segment holds; None when there is none."""
@@ -501,13 +501,13 @@ class Session:
     def segments_of(self, positions: Ranges) -> list[Segment]:
         """The segments that hold these live positions, in order."""
         begin_of = attrgetter("begin")
-        found: list[Segment] = []
+        segments: list[Segment] = []
         first = 0
         for begin, end in positions:
             low = max(bisect_right(self.segments, begin, key=begin_of) - 1, first)
             first = max(bisect_left(self.segments, end, key=begin_of), low)
-            found += self.segments[low:first]
-        return found
+            segments += self.segments[low:first]
+        return segments
 
     def append_rows(self, end: int) -> None:
         """Make the positions from the log's end up to `end` live; their rows are in the segments."""

@@ -241,12 +241,12 @@ class PrefixIndex:
 
     def keys_of(self, scope: Scope, owner: int) -> list[tuple[bytes, int]]:
         """An owner's keys, each with its token count, in order."""
-        found: list[tuple[bytes, int]] = []
+        keys: list[tuple[bytes, int]] = []
         for row in self._rows_of(owner):
             begin = row * KEY_BYTES
             key = _stored(scope, self._keys[begin : begin + KEY_BYTES])
-            found.append((key, self._counts[row]))
-        return found
+            keys.append((key, self._counts[row]))
+        return keys
 
     def stored_keys(self, owner: int, begin: int, end: int) -> bytes:
         """An owner's keys of more than `begin` and at most `end` tokens, one behind the other, as stored."""

@@ -134,11 +134,11 @@ def numbers(directory: Path, kind: str) -> Iterable[int]:
 def _newest_base(directory: Path, seed: int, contents: CatalogContents) -> int | None:
     # From the newest: one that is not whole is told, and the one before it counts.
     for number in sorted(numbers(directory, "base"), reverse=True):
-        found = CatalogContents()
-        if _replay(directory / f"{number:08d}.base", seed, found):
-            contents.records, contents.sequence = found.records, found.sequence
+        base = CatalogContents()
+        if _replay(directory / f"{number:08d}.base", seed, base):
+            contents.records, contents.sequence = base.records, base.sequence
             return number
-        contents.problems += found.problems
+        contents.problems += base.problems
     return None
 
 
@@ -170,13 +170,13 @@ def _replay(path: Path, seed: int, contents: CatalogContents, *, until: int | No
     offset, is_ended = 0, False
     pending: list[Entry] | None = None
     while offset < len(data):
-        found = _unpack(seed, data, offset)
-        if found is None:
+        entry = _unpack(seed, data, offset)
+        if entry is None:
             contents.problems.append(
                 f"{path}: {len(data) - offset} bytes from byte {offset} on are damaged or torn"
             )
             return False
-        (key, value), sequence, offset = found
+        (key, value), sequence, offset = entry
         # A crash took these commits back: the next log follows an earlier one.
         if until is not None and sequence > until:
             return False

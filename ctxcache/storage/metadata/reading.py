@@ -82,22 +82,22 @@ def has_database(path: Path) -> bool:
 
 def options(*, is_new: bool = False) -> Options:
     """The options of the database; without `is_new` none is made where there is none."""
-    found, _ = Options.load_latest(str(OPTIONS))
-    found.create_if_missing(create_if_missing=is_new)
+    database, _ = Options.load_latest(str(OPTIONS))
+    database.create_if_missing(create_if_missing=is_new)
     # The default mode drops everything after a damaged record and says nothing; this one refuses
     # to open, unless the damage is the torn end that a crash leaves.
-    found.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
-    found.set_paranoid_checks(enabled=True)
-    found.set_max_open_files(OPEN_FILES_LIMIT)
-    found.set_write_buffer_size(MEMTABLE_BYTES)
-    found.set_max_total_wal_size(LOG_LIMIT_BYTES)
-    found.set_compression_type(DBCompressionType.lz4())
-    found.set_keep_log_file_num(TEXT_LOG_COUNT)
-    found.set_max_log_file_size(TEXT_LOG_BYTES)
+    database.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
+    database.set_paranoid_checks(enabled=True)
+    database.set_max_open_files(OPEN_FILES_LIMIT)
+    database.set_write_buffer_size(MEMTABLE_BYTES)
+    database.set_max_total_wal_size(LOG_LIMIT_BYTES)
+    database.set_compression_type(DBCompressionType.lz4())
+    database.set_keep_log_file_num(TEXT_LOG_COUNT)
+    database.set_max_log_file_size(TEXT_LOG_BYTES)
     tables = BlockBasedOptions()
     tables.set_format_version(TABLE_FORMAT)
-    found.set_block_based_table_factory(tables)
-    return found
+    database.set_block_based_table_factory(tables)
+    return database
 
 
 def release(database: Rdict) -> None:

@@ -243,7 +243,7 @@ def keep_sessions(keys: list[bytes], values: list[bytes], kinds: dict[object, Ki
         each.tolist()
         for each in (id_begins, model_begins, layout_begins, segments_begins, live_begins, live_ends)
     ]
-    found: dict[Kind, int] = {}
+    numbers_of_kinds: dict[Kind, int] = {}
     session_ids, numbers, segment_ids, live = [], [], [], []
     try:
         for value, id_at, model_at, layout_at, segments_at, live_at, end in zip(values, *at, strict=True):
@@ -254,7 +254,7 @@ def keep_sessions(keys: list[bytes], values: list[bytes], kinds: dict[object, Ki
             if kind is None:
                 model_id = value[model_at:layout_at].decode()
                 kind = kinds[told] = Kind(told[0].decode(), model_id, value[layout_at:segments_at])
-            numbers.append(found.setdefault(kind, len(found)))
+            numbers.append(numbers_of_kinds.setdefault(kind, len(numbers_of_kinds)))
             segment_ids.append(value[segments_at:live_at])
             # The first range's begin and the last one's end.
             live.append(
@@ -266,7 +266,7 @@ def keep_sessions(keys: list[bytes], values: list[bytes], kinds: dict[object, Ki
     return KeptSessions(
         b"".join([key[len(SESSION_PREFIX) :] for key in keys]),
         session_ids,
-        list(found),
+        list(numbers_of_kinds),
         np.array(numbers, np.intp),
         lengths["segments"],
         np.frombuffer(b"".join(segment_ids), "<u8"),
@@ -450,17 +450,17 @@ def seal_of(value: bytes) -> int:
 
 def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:
     """The entries that changes put, by key, None for a deleted one; deletions last, so that they win."""
-    found: list[tuple[bytes, bytes | None]] = []
+    puts: list[tuple[bytes, bytes | None]] = []
     # Deletions last. Within one commit a record may be put and deleted, and then it is gone.
-    found += [(model_key(m.tenant, m.spec.model_id), encode_model(m)) for m in changes.models]
-    found += [(segment_key(s.segment_id), encode_segment(s)) for s in changes.segments]
-    found += [(session_key(s.uid), encode_session(s)) for s in changes.sessions]
-    found += [(slot_key(slot), encode_slot(slot)) for slot in changes.quarantined]
-    found += [(session_key(uid), None) for uid in changes.deleted_session_uids]
-    found += [(segment_key(segment_id), None) for segment_id in changes.deleted_segment_ids]
-    found += [(slot_key(slot), None) for slot in changes.released]
-    found += [(model_key(tenant, model_id), None) for tenant, model_id in changes.deleted_models]
-    return found
+    puts += [(model_key(m.tenant, m.spec.model_id), encode_model(m)) for m in changes.models]
+    puts += [(segment_key(s.segment_id), encode_segment(s)) for s in changes.segments]
+    puts += [(session_key(s.uid), encode_session(s)) for s in changes.sessions]
+    puts += [(slot_key(slot), encode_slot(slot)) for slot in changes.quarantined]
+    puts += [(session_key(uid), None) for uid in changes.deleted_session_uids]
+    puts += [(segment_key(segment_id), None) for segment_id in changes.deleted_segment_ids]
+    puts += [(slot_key(slot), None) for slot in changes.released]
+    puts += [(model_key(tenant, model_id), None) for tenant, model_id in changes.deleted_models]
+    return puts
 
 
 def _seal(key: bytes, body: bytes) -> bytes:

@@ -509,15 +509,15 @@ class RocksDbMetadata(RocksDbRecords):
             for keys, values in self._batches(records.SESSION_PREFIX):
                 records.verify(keys, values)
                 seals.extend(keys, values)
-            found = Commit(last.sequence, seals.read_count, seals.read_digest)
+            last_there = Commit(last.sequence, seals.read_count, seals.read_digest)
             # A database that is not reopened stays as it is.
-            if self._is_possible(found):
+            if self._is_possible(last_there):
                 self._let_go()
                 self._db = Rdict(self._path, options())
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             log.warning("metadata_reopen_failed path=%s error=%s", self._path, error)
             return None
-        return found, seals
+        return last_there, seals
 
     def _is_possible(self, last: Commit) -> bool:
         """Whether the database may end so: with the last acknowledged commit, or with a doubtful one."""
@@ -548,10 +548,10 @@ class RocksDbMetadata(RocksDbRecords):
 
     async def _in_thread(self, work: Callable[[], Found]) -> Found:
         """The result of work that takes as long as it takes, since it asks the device many things."""
-        found: list[Found] = []
-        done = self._beside.submit(lambda: found.append(work()))
+        results: list[Found] = []
+        done = self._beside.submit(lambda: results.append(work()))
         await asyncio.shield(asyncio.wrap_future(done))
-        return found[0]
+        return results[0]
 
     def close(self) -> None:
         """Sync what is still in the page cache and give up the files, whatever the device says.
@@ -750,15 +750,15 @@ def _is_passing(said: str) -> bool:
 def _kind_of_filesystem(path: str) -> str:
     """The kernel's word for it, like `ext4`; empty where it does not say."""
     # The longest mount point that the path lies under.
-    place, found = os.path.realpath(path) + "/", (0, "")
+    place, longest = os.path.realpath(path) + "/", (0, "")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():
             _, mounted_at, kind, *_ = line.split(" ")
             # The kernel writes a blank as \040.
             mounted_at = mounted_at.replace("\\040", " ").rstrip("/") + "/"
             if place.startswith(mounted_at):
-                found = max(found, (len(mounted_at), kind))
-    return found[1]
+                longest = max(longest, (len(mounted_at), kind))
+    return longest[1]
 
 
 def _check_lock(path: Path) -> None:

@@ -99,13 +99,13 @@ class Witness:
         except OSError as error:
             raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
         try:
-            found = [self._read(fd, place) for place in _PLACES]
+            sequences = [self._read(fd, place) for place in _PLACES]
         finally:
             os.close(fd)
-        if None in found:
+        if None in sequences:
             log.error("witness_damaged path=%s", path)
         # The greatest of all files: one that lagged takes nothing back.
-        self.sequence = max(self.sequence, *(sequence or 0 for sequence in found))
+        self.sequence = max(self.sequence, *(sequence or 0 for sequence in sequences))
 
     def _read(self, fd: int, place: int) -> int | None:
         """The number at one place; 0 where nothing was ever written, None where it cannot be read."""

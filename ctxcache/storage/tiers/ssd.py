@@ -268,12 +268,12 @@ class SsdFiles:
     @property
     def refusals(self) -> dict[int, TierRefusal]:
         """See Tier."""
-        found: dict[int, TierRefusal] = {}
+        by_path: dict[int, TierRefusal] = {}
         for i, file in enumerate(self._files):
             refusal = file.health.refusal
             if refusal is not None:
-                found[i] = refusal
-        return found
+                by_path[i] = refusal
+        return by_path
 
     @property
     def emptied(self) -> Collection[int]:
