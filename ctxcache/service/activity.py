@@ -23,7 +23,7 @@ def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) 
     # A session without tokens was found as its creator left it.
     hit_count = sum(count for (_, result), count in counts.items() if result in (HIT, EMPTY))
     budget, dirty_limit = reading.pins, cache.ledger.watermarks.dirty_limit
-    found = Activity(
+    answer = Activity(
         time=convert.timestamp(state.clock.wall_ns()),
         is_ready=not admissions.calls.is_draining,
         methods=[*_methods(times), *_operations(cache)],
@@ -40,11 +40,11 @@ def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) 
         problems=_problems(cache, admissions),
     )
     if reading.lease_count:
-        found.oldest_lease_age.FromNanoseconds(int(reading.oldest_lease_s * SECOND_NS))
+        answer.oldest_lease_age.FromNanoseconds(int(reading.oldest_lease_s * SECOND_NS))
     since_ns = cache.ledger.unwritten.oldest_ns()
     if since_ns is not None:
-        found.oldest_dirty_age.FromNanoseconds(max(state.clock.monotonic_ns() - since_ns, 0))
-    return found
+        answer.oldest_dirty_age.FromNanoseconds(max(state.clock.monotonic_ns() - since_ns, 0))
+    return answer
 
 
 def _methods(times: RpcTimes) -> Iterator[MethodActivity]:
@@ -54,13 +54,14 @@ def _methods(times: RpcTimes) -> Iterator[MethodActivity]:
             bounds = next(iter(histograms)).bounds
             yield MethodActivity(
                 method=method,
-                count=sum(one.count for one in histograms),
+                count=sum(histogram.count for histogram in histograms),
                 # A caller that went away is no failure of the server's.
                 failed_count=sum(h.count for end, h in timer.by_end.items() if end not in (OK, CANCELLED)),
-                total_seconds=sum(one.total for one in histograms),
+                total_seconds=sum(histogram.total for histogram in histograms),
                 bounds_seconds=bounds,
                 bucket_counts=[
-                    sum(column) for column in zip(*(one.counts for one in histograms), strict=True)
+                    sum(column)
+                    for column in zip(*(histogram.counts for histogram in histograms), strict=True)
                 ],
             )
 

@@ -166,7 +166,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             tenant=tenant,
             remembered_since=convert.timestamp(self._about.start_time_ns),
             trace_id=request.trace_id,
-            misses=[_miss(one) for one in misses],
+            misses=[_miss(miss) for miss in misses],
         )
         if request.trace_id and not misses:
             return answer
@@ -189,7 +189,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             # One that is over is cleared away a moment later.
             end = state.journal.history.end_of(tenant, session_id) if session is None else Event.EXPIRED
             answer.reason = _EVENTS[end] if end else admin_pb2.MISS_EVENT_UNSPECIFIED
-        answer.happenings.extend(_happening(one) for one in happened)
+        answer.happenings.extend(_happening(event) for event in happened)
         return answer
 
     async def GetSettings(
@@ -343,10 +343,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """See the proto."""
         limit = validate.within(request.limit, 0, 2**31 - 1, "limit") or ACTIVITY_DEFAULT
         controls = self._controls
-        found = activity(self._cache, controls.doors.admissions, controls.times, min(limit, ACTIVITY_LIMIT))
+        answer = activity(self._cache, controls.doors.admissions, controls.times, min(limit, ACTIVITY_LIMIT))
         if controls.faults and (active := controls.faults.active()):
-            found.problems.append(f"devices fail on purpose: {len(active)} faults are injected")
-        return found
+            answer.problems.append(f"devices fail on purpose: {len(active)} faults are injected")
+        return answer
 
     async def ListLeases(
         self,
@@ -355,14 +355,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> operations_pb2.ListLeasesResponse:
         """See the proto."""
         limit, after = validate.page_size(request.page_size), _number(validate.page_token(request.page_token))
-        found = [
+        leases = [
             lease
             for lease in self._cache.leases.leases()
             if lease.lease_id > after and request.tenant in ("", lease.view.tenant)
         ][: limit + 1]
         return operations_pb2.ListLeasesResponse(
-            leases=[self._lease(lease) for lease in found[:limit]],
-            next_page_token=validate.next_page_token([str(lease.lease_id) for lease in found], limit),
+            leases=[self._lease(lease) for lease in leases[:limit]],
+            next_page_token=validate.next_page_token([str(lease.lease_id) for lease in leases], limit),
         )
 
     async def RevokeLease(
@@ -605,25 +605,25 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 _EVENTS = {event: admin_pb2.MissEvent.Value(f"MISS_EVENT_{event.name}") for event in Event}
 
 
-def _happening(one: Happened) -> admin_pb2.SessionHappening:
+def _happening(happened: Happened) -> admin_pb2.SessionHappening:
     return admin_pb2.SessionHappening(
-        event=_EVENTS[one.event],
-        first_time=convert.timestamp(one.first_time_ns),
-        last_time=convert.timestamp(one.time_ns),
-        count=one.count,
-        detail=one.detail,
-        token_count=one.token_count,
-        trace_id=one.trace_id,
+        event=_EVENTS[happened.event],
+        first_time=convert.timestamp(happened.first_time_ns),
+        last_time=convert.timestamp(happened.time_ns),
+        count=happened.count,
+        detail=happened.detail,
+        token_count=happened.token_count,
+        trace_id=happened.trace_id,
     )
 
 
-def _miss(one: Miss) -> admin_pb2.RequestMiss:
+def _miss(miss: Miss) -> admin_pb2.RequestMiss:
     return admin_pb2.RequestMiss(
-        session=f"sessions/{one.session_id}",
-        access=one.by,
-        result=one.result,
-        time=convert.timestamp(one.time_ns),
-        count=one.count,
+        session=f"sessions/{miss.session_id}",
+        access=miss.by,
+        result=miss.result,
+        time=convert.timestamp(miss.time_ns),
+        count=miss.count,
     )
 
 

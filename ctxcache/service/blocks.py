@@ -217,18 +217,18 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         leased = await lease(self._cache, request, tenant, None, LoopSlice(self._turns))
         try:
             held = leased.blocks or ()
-            sizes = [block_pb2.BlockSizes(part_bytes=_sizes(one)) for one in held]
+            sizes = [block_pb2.BlockSizes(part_bytes=_sizes(leased_block)) for leased_block in held]
             yield block_pb2.ReadBlocksResponse(header=block_pb2.ReadBlocksHeader(blocks=sizes))
-            for block, one in enumerate(held):
-                for part in range(len(_sizes(one))):
-                    if one is None:
+            for block, leased_block in enumerate(held):
+                for part in range(len(_sizes(leased_block))):
+                    if leased_block is None:
                         break
                     begin_bytes = 0
                     # Before bytes are looked at and before each message: a slow reader's lease may have
                     # ended, and the block may have left memory.
-                    leases.check(one.lease, leased.ttl_ns)
-                    for data, checksum in await blocks.summed(one, part, MESSAGE_BYTES):
-                        leases.check(one.lease, leased.ttl_ns)
+                    leases.check(leased_block.lease, leased.ttl_ns)
+                    for data, checksum in await blocks.summed(leased_block, part, MESSAGE_BYTES):
+                        leases.check(leased_block.lease, leased.ttl_ns)
                         message = block_pb2.BlockBytes(
                             block=block,
                             part=part,
@@ -277,15 +277,17 @@ class _Arriving:
 
     def written(self) -> list[WrittenPart]:
         """All parts that there was room for. Raises InvalidArgument where some lack bytes."""
-        found: list[WrittenPart] = []
-        for number, (one, room) in enumerate(zip(self._wanted, self._rooms, strict=True)):
-            for part in one.parts if room.reservation_id else ():
+        parts: list[WrittenPart] = []
+        for number, (wanted, room) in enumerate(zip(self._wanted, self._rooms, strict=True)):
+            for part in wanted.parts if room.reservation_id else ():
                 arrived_bytes = self._arrived_bytes.get((number, part), 0)
-                if arrived_bytes < one.part_bytes[part]:
-                    problem = f"block {number}, part {part}: {arrived_bytes} of {one.part_bytes[part]} B came"
+                if arrived_bytes < wanted.part_bytes[part]:
+                    problem = (
+                        f"block {number}, part {part}: {arrived_bytes} of {wanted.part_bytes[part]} B came"
+                    )
                     raise InvalidArgument(field="bytes", problem=problem)
-                found.append(WrittenPart(room.reservation_id, part, self._hashers[number, part].intdigest()))
-        return found
+                parts.append(WrittenPart(room.reservation_id, part, self._hashers[number, part].intdigest()))
+        return parts
 
     def release(self) -> None:
         """Give back what was not committed."""
@@ -357,13 +359,13 @@ class _LookUp:
         return self._response
 
 
-def _tell(found: Sequence[FoundBlock], response: block_pb2.LookupBlocksResponse) -> None:
+def _tell(blocks: Sequence[FoundBlock], response: block_pb2.LookupBlocksResponse) -> None:
     """Put what was found behind what the answer says already."""
     # Sizes are added up once for each layout, not for each key.
-    sums = {sizes: sum(sizes) for sizes in {one.part_bytes for one in found}}
-    response.states.extend([_STATES[one.state] for one in found])
-    response.size_bytes.extend([sums[one.part_bytes] for one in found])
-    response.are_in_dram.extend([one.is_in_memory for one in found])
+    sums = {sizes: sum(sizes) for sizes in {block.part_bytes for block in blocks}}
+    response.states.extend([_STATES[block.state] for block in blocks])
+    response.size_bytes.extend([sums[block.part_bytes] for block in blocks])
+    response.are_in_dram.extend([block.is_in_memory for block in blocks])
 
 
 def _expire_ns(cache: Cache, deadline_ns: int) -> int:
@@ -473,15 +475,15 @@ async def delete(
 # -- messages -------------------------------------------------------------------------------------------
 
 
-def _location(one: Held | None) -> block_pb2.BlockLocation:
-    if one is None:
+def _location(block: Held | None) -> block_pb2.BlockLocation:
+    if block is None:
         return block_pb2.BlockLocation()
-    segment = one.segment
-    on_ssd = one.lease.on_ssd.get(segment.segment_id)
+    segment = block.segment
+    on_ssd = block.lease.on_ssd.get(segment.segment_id)
     if on_ssd is not None:
         return block_pb2.BlockLocation(
             offset_bytes=[on_ssd.offset_bytes + offset for offset in segment.layout.offsets],
-            part_bytes=_sizes(one),
+            part_bytes=_sizes(block),
             path_index=on_ssd.path_index,
             header_checksum=segment.header_checksum,
         )
@@ -490,7 +492,7 @@ def _location(one: Held | None) -> block_pb2.BlockLocation:
         return block_pb2.BlockLocation()
     return block_pb2.BlockLocation(
         offset_bytes=[slot.offset_bytes + offset for offset in segment.layout.offsets],
-        part_bytes=_sizes(one),
+        part_bytes=_sizes(block),
         # The writer's checksums, by which the reader verifies.
         checksums=segment.settled.values,
     )
@@ -499,15 +501,15 @@ def _location(one: Held | None) -> block_pb2.BlockLocation:
 def _told(cache: Cache, news: BlockNews) -> block_pb2.BlockNews:
     """Some of what is to be told, as it is now."""
     keys = news.take(KEYS_PER_LOOK)
-    found = cache.blocks.look_up(news.tenant, news.space, keys)
-    is_hit = [one.state is BlockState.HIT for one in found]
+    blocks = cache.blocks.look_up(news.tenant, news.space, keys)
+    is_hit = [block.state is BlockState.HIT for block in blocks]
     parents = [cache.blocks.parent(news.tenant, news.space, key) for key in keys]
     return block_pb2.BlockNews(
         keys=keys,
         # Parts that other writers write are not there yet.
         states=[_STATES[BlockState.HIT if hit else BlockState.MISS] for hit in is_hit],
-        size_bytes=[sum(one.part_bytes) if hit else 0 for one, hit in zip(found, is_hit, strict=True)],
-        are_in_dram=[hit and one.is_in_memory for one, hit in zip(found, is_hit, strict=True)],
+        size_bytes=[sum(block.part_bytes) if hit else 0 for block, hit in zip(blocks, is_hit, strict=True)],
+        are_in_dram=[hit and block.is_in_memory for block, hit in zip(blocks, is_hit, strict=True)],
         parent_keys=[parent if hit and parent else b"" for parent, hit in zip(parents, is_hit, strict=True)],
         is_current=not news.has_news.is_set(),
     )
@@ -549,12 +551,12 @@ def _space_of(encoded: bytes) -> Space:
 
 def _keys(keys: Sequence[bytes]) -> list[bytes]:
     validate.within(len(keys), 1, KEYS_LIMIT, "keys")
-    found = list(keys)
+    checked = list(keys)
     # One look at all lengths; which of them is wrong is found out afterwards.
-    if {*map(len, found)} != {KEY_BYTES}:
-        for i, key in enumerate(found):
+    if {*map(len, checked)} != {KEY_BYTES}:
+        for i, key in enumerate(checked):
             check_key(key, f"keys[{i}]")
-    return found
+    return checked
 
 
 def _hold_ns(request: block_pb2.LookupBlocksRequest) -> int:
@@ -590,12 +592,12 @@ def _asked(request: block_pb2.ReserveBlocks) -> Asked:
     parts = tuple(_parts(request.parts, space.part_count))
     wanted = [
         Wanted(
-            check_key(one.key, f"blocks[{i}].key"),
-            check_sizes(one.part_bytes, space.part_count, f"blocks[{i}].part_bytes"),
+            check_key(block.key, f"blocks[{i}].key"),
+            check_sizes(block.part_bytes, space.part_count, f"blocks[{i}].part_bytes"),
             parts,
-            check_key(one.parent_key, f"blocks[{i}].parent_key") if one.parent_key else None,
+            check_key(block.parent_key, f"blocks[{i}].parent_key") if block.parent_key else None,
         )
-        for i, one in enumerate(request.blocks)
+        for i, block in enumerate(request.blocks)
     ]
     return Asked(space, wanted, validate.sliding(request.ttl) if request.HasField("ttl") else None)
 

@@ -191,11 +191,11 @@ class TokenFile:
             log.info("tokens_loaded path=%s count=%d", self._path, len(tokens.by_digest))
 
     def _read_changed(self, is_forced: bool) -> Tokens | None:  # noqa: FBT001  a thread's target
-        found = stamp(self._path)
-        if found == self._seen and not is_forced:
+        stamped = stamp(self._path)
+        if stamped == self._seen and not is_forced:
             return None
         # Before the read: a file that changes meanwhile is looked at once more.
-        self._seen = found
+        self._seen = stamped
         return read_tokens(self._path)
 
     def _adopt(self, tokens: Tokens) -> None:
@@ -325,14 +325,14 @@ class Identification:
         known = self._met.get(subjects)
         if known is not None:
             return known
-        found = find(self._rules, subjects)
-        if found is None:
+        match = find(self._rules, subjects)
+        if match is None:
             problem = "is no tenant's here: a rule of `identities` has to name it"
             raise PermissionDenied(subject=" ".join(subjects)[:128], problem=problem)
         # Forgetting all is cheap: each is found again by its rules.
         if len(self._met) >= MET_LIMIT:
             self._met.clear()
-        known = self._met[subjects] = Caller(*found)
+        known = self._met[subjects] = Caller(*match)
         return known
 
 

@@ -143,10 +143,10 @@ def model_probe(model: model_pb2.Model) -> ModelProbe | None:
         return None
     probe = model.probe
     dtype = validate.dtype(probe.dtype, "model.probe.dtype")
-    found = ModelProbe(dtype, tuple(probe.token_ids), probe.group_size, probe.values)
-    if problem := found.problem():
+    probed = ModelProbe(dtype, tuple(probe.token_ids), probe.group_size, probe.values)
+    if problem := probed.problem():
         raise InvalidArgument(field="model.probe", problem=problem)
-    return found
+    return probed
 
 
 def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None, Sequence[StreamSpec]]:
@@ -154,7 +154,7 @@ def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None
     if not specs:
         raise InvalidArgument(field="model.streams", problem="is required")
     limit = validate.STREAMS_LIMIT
-    found: dict[Stream, StreamSpec] = {}
+    by_stream: dict[Stream, StreamSpec] = {}
     count = 0
     for i, spec in enumerate(specs):
         if i % SPECS_PER_PAUSE == SPECS_PER_PAUSE - 1:
@@ -168,14 +168,14 @@ def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None
         # down.
         if count > limit + 1:
             raise InvalidArgument(field="model.streams", problem=f"more than {limit} streams")
-        found.update((stream, StreamSpec(stream, row_bytes, dtype)) for stream in named.streams())
-        if len(found) != count:
+        by_stream.update((stream, StreamSpec(stream, row_bytes, dtype)) for stream in named.streams())
+        if len(by_stream) != count:
             raise InvalidArgument(field="model.streams", problem="names a stream twice")
-    if found.pop(TOKENS, TOKENS_SPEC) != TOKENS_SPEC:
+    if by_stream.pop(TOKENS, TOKENS_SPEC) != TOKENS_SPEC:
         raise InvalidArgument(field="model.streams", problem="token ids are int32 rows of 4 bytes")
-    if len(found) > limit:
+    if len(by_stream) > limit:
         raise InvalidArgument(field="model.streams", problem=f"more than {limit} streams")
-    ordered = yield from _in_storage_order(found.values())
+    ordered = yield from _in_storage_order(by_stream.values())
     if slot_bytes((TOKENS_SPEC, *ordered)) > SEGMENT_BYTES_LIMIT:
         raise InvalidArgument(field="model.streams", problem="a segment would be larger than 16 GiB")
     return ordered
@@ -446,8 +446,8 @@ _IN_SLOT: dict[int, tuple[SegmentLayout, arena_pb2.Lease]] = {}
 
 def _in_slot(layout: SegmentLayout) -> arena_pb2.Lease:
     """A lease that says no more than where the chunks of a slot are."""
-    found = _IN_SLOT.get(id(layout))
-    if found is None:
+    described = _IN_SLOT.get(id(layout))
+    if described is None:
         # Bounded by streams and not by layouts: a layout may have thousands.
         if sum(len(kept.specs) for kept, _ in _IN_SLOT.values()) + len(layout.specs) > IN_SLOT_LIMIT:
             _IN_SLOT.clear()
@@ -457,8 +457,8 @@ def _in_slot(layout: SegmentLayout) -> arena_pb2.Lease:
             )
             for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         )
-        found = _IN_SLOT[id(layout)] = layout, arena_pb2.Lease(layout=chunks)
-    return found[1]
+        described = _IN_SLOT[id(layout)] = layout, arena_pb2.Lease(layout=chunks)
+    return described[1]
 
 
 # -- answers of many entries ---------------------------------------------------------------------------
@@ -672,15 +672,15 @@ def hints(request: hints_pb2.HintRequest, tenant: str) -> Generator[None, None, 
     """A batch of hints, validated; pauses now and then. Raises InvalidArgument."""
     validate.text(request.message_id, ID_BYTES, "message_id")
     validate.within(len(request.actions), 1, ACTIONS_PER_REQUEST, "actions")
-    found = []
+    batch = []
     for i, action in enumerate(request.actions):
         if i % ACTIONS_PER_PAUSE == ACTIONS_PER_PAUSE - 1:
             yield
         try:
-            found.append(_hint(action, tenant))
+            batch.append(_hint(action, tenant))
         except InvalidArgument as error:
             raise _inside(f"actions[{i}]", error) from error
-    return found
+    return batch
 
 
 def _hint(message: hints_pb2.HintAction, tenant: str) -> Hint:

@@ -302,11 +302,11 @@ class LocalClient:
         """See `_look_up`. False, and nothing is done, for more keys than take a moment."""
         if self._admission.is_draining and request.HasField("hold"):
             raise Draining
-        found = blocks.look_up_at_once(self._cache, request, self._tenant, self.client)
-        if found is None:
+        answer = blocks.look_up_at_once(self._cache, request, self._tenant, self.client)
+        if answer is None:
             return False
-        self._own_token(found.token)
-        result.found_blocks.CopyFrom(found)
+        self._own_token(answer.token)
+        result.found_blocks.CopyFrom(answer)
         return True
 
     def check_empty(self) -> None:

@@ -48,17 +48,17 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
         """See the proto."""
         limit = validate.page_size(request.page_size)
         pace = LoopSlice(self._turns)
-        found = await self._cache.prefixes.most_shared(current().tenant, limit, pace=pace)
+        prefixes = await self._cache.prefixes.most_shared(current().tenant, limit, pace=pace)
         return prefix_pb2.ListSharedPrefixesResponse(
             prefixes=[
                 prefix_pb2.SharedPrefix(
-                    session=one.session_name,
-                    key=one.key,
-                    token_count=one.token_count,
-                    session_count=one.session_count,
-                    saved_bytes=one.saved_bytes,
+                    session=prefix.session_name,
+                    key=prefix.key,
+                    token_count=prefix.token_count,
+                    session_count=prefix.session_count,
+                    saved_bytes=prefix.saved_bytes,
                 )
-                for one in found
+                for prefix in prefixes
             ]
         )
 
@@ -69,7 +69,7 @@ async def match(
     """See the proto. Raises InvalidArgument, ModelNotFound."""
     if request.salt and request.prefix.keys and not request.prefix.token_ids:
         raise InvalidArgument(field="salt", problem="is in the keys already")
-    found = await cache.prefixes.match(
+    prefix = await cache.prefixes.match(
         tenant,
         validate.model_id(request.model, "model"),
         validate.stream_ranges(request.layout, "layout"),
@@ -82,17 +82,17 @@ async def match(
         pace=pace,
     )
     response = prefix_pb2.MatchPrefixResponse(
-        state=_STATES[found.found],
-        token_count=found.token_count,
-        dram_token_count=found.dram_token_count,
-        reason=found.shortfall.name if found.shortfall else "",
+        state=_STATES[prefix.found],
+        token_count=prefix.token_count,
+        dram_token_count=prefix.dram_token_count,
+        reason=prefix.shortfall.name if prefix.shortfall else "",
     )
-    if found.lease is not None:
-        response.lease_token = found.lease.token
-        expire_time_ns = convert.wall_time_ns(cache.state.clock, found.lease.deadline_ns)
+    if prefix.lease is not None:
+        response.lease_token = prefix.lease.token
+        expire_time_ns = convert.wall_time_ns(cache.state.clock, prefix.lease.deadline_ns)
         response.lease_expire_time.FromNanoseconds(expire_time_ns)
-    if found.found is not Found.MISS:
-        ready_in_s = cache.promotions.throughput.time_s(found.missing_bytes)
+    if prefix.found is not Found.MISS:
+        ready_in_s = cache.promotions.throughput.time_s(prefix.missing_bytes)
         response.ready_in.CopyFrom(convert.duration(int(ready_in_s * SECOND_NS)))
     return response
 

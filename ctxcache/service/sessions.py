@@ -304,7 +304,7 @@ def _keep_recent(kept: session_pb2.KeepRecent) -> tuple[int, int]:
 def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, tuple[Ranges, Range]]:
     """Ranges to drop, validated and put together, and the one that reaches furthest; pauses now and then."""
     validate.within(len(drop.ranges), 1, DROP_LIMIT, "drop.ranges")
-    found: list[Range] = []
+    dropped: list[Range] = []
     furthest, lowest = (0, 0), (0, 0)
     for i, item in enumerate(drop.ranges):
         begin, end = item.begin, item.end
@@ -317,29 +317,29 @@ def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, tuple[Ranges
         if begin < lowest[0]:
             lowest = begin, end
         if begin < end:
-            found.append((begin, end))
+            dropped.append((begin, end))
         if i % RANGES_PER_PAUSE == RANGES_PER_PAUSE - 1:
             yield
-    return normalise(found), lowest if lowest[0] < 0 else furthest
+    return normalise(dropped), lowest if lowest[0] < 0 else furthest
 
 
-def _result(found: Lookup, ahead_ns: int) -> bytes:
+def _result(lookup: Lookup, ahead_ns: int) -> bytes:
     """An encoded LookupResult. `ahead_ns`: how far the wall clock is ahead of the store's time."""
-    result = session_pb2.LookupResult(name=f"sessions/{found.session_id}")
-    if found.layout is None:
-        result.state, result.reason = session_pb2.LOOKUP_STATE_MISS, found.reason
+    result = session_pb2.LookupResult(name=f"sessions/{lookup.session_id}")
+    if lookup.layout is None:
+        result.state, result.reason = session_pb2.LOOKUP_STATE_MISS, lookup.reason
         return result.SerializeToString()
-    if found.is_pending:
+    if lookup.is_pending:
         result.state = session_pb2.LOOKUP_STATE_PENDING
-    elif found.reason:
-        result.state, result.reason = session_pb2.LOOKUP_STATE_MISS, found.reason
+    elif lookup.reason:
+        result.state, result.reason = session_pb2.LOOKUP_STATE_MISS, lookup.reason
     else:
         result.state = session_pb2.LOOKUP_STATE_HIT
-    result.generation, result.token_count = found.generation, found.token_count
-    result.dram_token_count, end = found.dram_token_count, result.expire_time
-    end.seconds, end.nanos = divmod(found.expire_time_ns + ahead_ns, 10**9)
+    result.generation, result.token_count = lookup.generation, lookup.token_count
+    result.dram_token_count, end = lookup.dram_token_count, result.expire_time
+    end.seconds, end.nanos = divmod(lookup.expire_time_ns + ahead_ns, 10**9)
     # The kinds of a layout and a number of tokens are the same for many sessions: encoded once, and appended.
-    return result.SerializeToString() + _KINDS.encoded(found.layout, found.token_count)
+    return result.SerializeToString() + _KINDS.encoded(lookup.layout, lookup.token_count)
 
 
 class _Kinds:

@@ -151,14 +151,14 @@ def peer_properties(connected: socket.socket) -> Mapping[str, Sequence[bytes]]:
     # Typed as any nesting of tuples by the library.
     names: Any = certificate.get("subjectAltName", ())
     subject: Any = certificate.get("subject", ())
-    found: dict[str, list[bytes]] = {"peer_uri": [], "peer_dns": [], "x509_common_name": []}
+    properties: dict[str, list[bytes]] = {"peer_uri": [], "peer_dns": [], "x509_common_name": []}
     kinds = {"URI": "peer_uri", "DNS": "peer_dns"}
     for kind, name in names:
         if kind in kinds:
-            found[kinds[kind]].append(name.encode())
+            properties[kinds[kind]].append(name.encode())
     common = [value for part in subject for kind, value in part if kind == "commonName"]
-    found["x509_common_name"] += [value.encode() for value in common[:1]]
-    return found
+    properties["x509_common_name"] += [value.encode() for value in common[:1]]
+    return properties
 
 
 def _read(path: Path, source: str, *, is_secret: bool = False) -> bytes:

@@ -96,28 +96,28 @@ def contents(given: Sequence[session_pb2.ContentRange], begin: int, field: str) 
         return ()
     within(len(given), 0, CONTENTS_LIMIT, field)
     last = begin
-    for i, one in enumerate(given):
+    for i, content in enumerate(given):
         # In order and apart: two contents at one token would make keys depend on their order.
-        if not last <= one.begin < one.end:
-            problem = f"[{one.begin}, {one.end}) is no range of tokens behind {last}"
+        if not last <= content.begin < content.end:
+            problem = f"[{content.begin}, {content.end}) is no range of tokens behind {last}"
             raise InvalidArgument(field=f"{field}[{i}]", problem=problem)
-        if len(one.digest) != DIGEST_BYTES:
-            problem = f"{DIGEST_BYTES} bytes expected, {len(one.digest)} given"
+        if len(content.digest) != DIGEST_BYTES:
+            problem = f"{DIGEST_BYTES} bytes expected, {len(content.digest)} given"
             raise InvalidArgument(field=f"{field}[{i}].digest", problem=problem)
-        last = one.end
-    return tuple([Content(one.begin, one.end, one.digest) for one in given])
+        last = content.end
+    return tuple([Content(content.begin, content.end, content.digest) for content in given])
 
 
 def stream(name: model_pb2.StreamName | Stream, field: str) -> Stream:
     """A stream's name."""
-    found = Stream(name.layer, _member(StateKind, int(name.kind), f"{field}.kind"))
-    if found.kind is StateKind.TOKENS and found != TOKENS:
+    stream = Stream(name.layer, _member(StateKind, int(name.kind), f"{field}.kind"))
+    if stream.kind is StateKind.TOKENS and stream != TOKENS:
         raise InvalidArgument(field=f"{field}.layer", problem="token ids have layer -1")
-    if found.kind is not StateKind.TOKENS and not 0 <= found.layer < LAYER_LIMIT:
+    if stream.kind is not StateKind.TOKENS and not 0 <= stream.layer < LAYER_LIMIT:
         raise InvalidArgument(
-            field=f"{field}.layer", problem=f"{found.layer} is not within [0, {LAYER_LIMIT})"
+            field=f"{field}.layer", problem=f"{stream.layer} is not within [0, {LAYER_LIMIT})"
         )
-    return found
+    return stream
 
 
 _LAYERED = {int(kind): kind for kind in StateKind if kind is not StateKind.TOKENS}
@@ -145,22 +145,22 @@ def stream_ranges(given: Sequence[model_pb2.StreamRange], field: str) -> tuple[S
     """Ranges of streams, each stream once, as few as can be and by kind and layer."""
     if len(given) > RANGES_LIMIT:
         raise InvalidArgument(field=field, problem=f"{len(given)} ranges are more than {RANGES_LIMIT}")
-    found: list[StreamRange] = []
+    ranges: list[StreamRange] = []
     count = 0
     # Sorted first, so that overlaps are neighbours.
-    for each in sorted(stream_range(item, field, i) for i, item in enumerate(given)):
-        last = found[-1] if found and found[-1].kind is each.kind else None
-        if last and each.layer_begin < last.layer_end:
+    for streams in sorted(stream_range(item, field, i) for i, item in enumerate(given)):
+        last = ranges[-1] if ranges and ranges[-1].kind is streams.kind else None
+        if last and streams.layer_begin < last.layer_end:
             raise InvalidArgument(field=field, problem="names a stream twice")
-        if last and each.layer_begin == last.layer_end:
-            found[-1] = StreamRange(each.kind, last.layer_begin, each.layer_end)
+        if last and streams.layer_begin == last.layer_end:
+            ranges[-1] = StreamRange(streams.kind, last.layer_begin, streams.layer_end)
         else:
-            found.append(each)
-        count += each.layer_end - each.layer_begin
+            ranges.append(streams)
+        count += streams.layer_end - streams.layer_begin
     # Token ids may be named, and do not count.
     if count > STREAMS_LIMIT + 1:
         raise InvalidArgument(field=field, problem=f"{count} streams are more than {STREAMS_LIMIT}")
-    return tuple(found)
+    return tuple(ranges)
 
 
 def dtype(value: int, field: str) -> DType:
@@ -235,7 +235,7 @@ def _member(closed_set: type[E], value: int, field: str) -> E:
 
 
 def _id(name: str, prefix: str, pattern: re.Pattern[str], field: str) -> str:
-    found = name.removeprefix(prefix)
-    if not name.startswith(prefix) or not pattern.fullmatch(found):
+    identifier = name.removeprefix(prefix)
+    if not name.startswith(prefix) or not pattern.fullmatch(identifier):
         raise InvalidArgument(field=field, problem=f"does not match {prefix}{pattern.pattern}")
-    return found
+    return identifier
