@@ -325,10 +325,10 @@ def _matching(
     target = given.get("target") or os.environ.get("CTXCACHE_TARGET")
     try:
         with call.but(target, None, None).client() as client:
-            found = list(islice(names(client), LIMIT))
+            some_names = list(islice(names(client), LIMIT))
     except CacheError:
         return []
-    return [name for name in found if name.startswith(incomplete)]
+    return [name for name in some_names if name.startswith(incomplete)]
 
 
 def _id(name: str) -> str:

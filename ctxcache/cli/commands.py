@@ -203,10 +203,10 @@ def _is_checked(info: Any, path: str) -> bool:
 
 def plugins(group: str = "") -> dict[str, Any]:
     """The commands that other packages bring to one of our groups, by name; unless given, beside our own."""
-    found = {each.name: _command(each) for each in entry_points(group=PLUGINS)}
-    absent = {name: _absent(needed) for name, needed in LAB_COMMANDS.items() if name not in found}
+    commands = {each.name: _command(each) for each in entry_points(group=PLUGINS)}
+    absent = {name: _absent(needed) for name, needed in LAB_COMMANDS.items() if name not in commands}
     app = typer.Typer()
-    for name, command in sorted((found | absent).items()):
+    for name, command in sorted((commands | absent).items()):
         owner, _, last = name.rpartition(".")
         # One that names a group that is not ours is a command of its own, by its whole name.
         if group == (owner if owner in COMMANDS else ""):

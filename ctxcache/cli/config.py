@@ -30,12 +30,12 @@ def check(context: typer.Context, **given: Any) -> None:
     shared = shared_of(context, given)
     settings, sources = settings_of(given)
     changed = sum(source != "default" for source in sources.values())
-    found: list[Plain] = [*doubts(settings)]
+    warnings: list[Plain] = [*doubts(settings)]
     # Warnings are no failure: a server would start, and the exit code says that.
     text = "\n".join(
-        [*(f"warning: {doubt}" for doubt in found), f"ok: {changed} of {len(sources)} settings are given"]
+        [*(f"warning: {doubt}" for doubt in warnings), f"ok: {changed} of {len(sources)} settings are given"]
     )
-    shared.show_facts({"is_valid": True, "given_count": changed, "warnings": found}, text)
+    shared.show_facts({"is_valid": True, "given_count": changed, "warnings": warnings}, text)
 
 
 @settings_app.command("show", epilog=examples("ctxcache config show", "ctxcache config show --effective"))
@@ -77,24 +77,24 @@ def running(call: CliCall) -> None:
 def reload(call: CliCall) -> None:
     """Have a running server read its settings again, all or nothing, and say what has changed."""
     with call.client() as client:
-        found = client.admin.reload_settings()
-    facts: dict[str, Plain] = {"changed": list(found.changed), "pending": list(found.pending)}
+        settings = client.admin.reload_settings()
+    facts: dict[str, Plain] = {"changed": list(settings.changed), "pending": list(settings.pending)}
     lines = [
-        *(f"changed: {name}" for name in found.changed),
-        *(f"after a restart: {name}" for name in found.pending),
+        *(f"changed: {name}" for name in settings.changed),
+        *(f"after a restart: {name}" for name in settings.pending),
     ]
     call.show_facts(facts, "\n".join(lines) or "nothing has changed")
 
 
 def doubts(settings: Settings) -> list[str]:
     """Settings that are allowed and seldom meant."""
-    found = []
+    problems = []
     if settings.insecure_listen:
-        found.append("insecure_listen: whoever reaches the port may do everything")
+        problems.append("insecure_listen: whoever reaches the port may do everything")
     if settings.fault_injection:
-        found.append("fault_injection: operators may make devices fail, which is for tests alone")
+        problems.append("fault_injection: operators may make devices fail, which is for tests alone")
     if settings.tls_certificate and not (settings.tls_client_ca or settings.token_hashes):
-        found.append("tls_client_ca is not set: clients on TCP show no certificate")
+        problems.append("tls_client_ca is not set: clients on TCP show no certificate")
     if settings.tail_age_s == 0:
-        found.append("tail_age_s is 0: a crash takes every growing segment that nobody asked to flush")
-    return found
+        problems.append("tail_age_s is 0: a crash takes every growing segment that nobody asked to flush")
+    return problems

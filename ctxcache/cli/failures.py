@@ -114,7 +114,7 @@ _OPTIONS = ("-o", "--output")
 
 def asked_output(words: Sequence[str]) -> Output:
     """How a command is to print: the last word that says it, whether or not the others can be read."""
-    found = Output.TABLE
+    output = Output.TABLE
     # Read without typer: what cannot be read as options may still say how its refusal is to be printed.
     for before, word in zip(("", *words), words, strict=False):
         if word == "--":
@@ -125,8 +125,8 @@ def asked_output(words: Sequence[str]) -> Output:
             if word.startswith(option) and word not in _OPTIONS:
                 text = word.removeprefix(option).removeprefix("=")
         if text in list(Output):
-            found = Output(text)
-    return found
+            output = Output(text)
+    return output
 
 
 def sentence(error: CacheError) -> str:

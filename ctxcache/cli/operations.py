@@ -81,12 +81,12 @@ def show_tier(call: CliCall, path: Path) -> None:
     """Show one place."""
     with call.client() as client:
         tiers = list(client.admin.stats().tiers)
-    found = next((tier for tier in tiers if path in (tier.path, tier.path.rpartition("/")[0])), None)
-    if found is None:
+    tier_shown = next((tier for tier in tiers if path in (tier.path, tier.path.rpartition("/")[0])), None)
+    if tier_shown is None:
         raise typer.BadParameter(
             f"{path!r} is none of {', '.join(tier.path for tier in tiers)}", param_hint="PATH"
         )
-    call.show(found)
+    call.show(tier_shown)
 
 
 @tiers.command("rest", epilog=examples("ctxcache tier rest /ssd"))
@@ -123,12 +123,12 @@ def list_leases(
 ) -> None:
     """List leases, the oldest first."""
     with call.client() as client:
-        found = [
+        held = [
             lease
             for lease in client.admin.list_leases(tenant=tenant)
             if (lease.age_ns or 0) / 1e9 >= older_than
         ]
-    call.show_list("leases", found, None)
+    call.show_list("leases", held, None)
 
 
 @leases.command("show", epilog=examples("ctxcache lease show 17"))
@@ -136,10 +136,10 @@ def list_leases(
 def show_lease(call: CliCall, lease: Id) -> None:
     """Show one lease."""
     with call.client() as client:
-        found = next((one for one in client.admin.list_leases() if one.lease_id == lease), None)
-    if found is None:
+        lease_shown = next((held for held in client.admin.list_leases() if held.lease_id == lease), None)
+    if lease_shown is None:
         raise LeaseNotFound(lease_id=lease)
-    call.show(found)
+    call.show(lease_shown)
 
 
 @leases.command("revoke", epilog=examples("ctxcache lease revoke 17"))

@@ -166,9 +166,9 @@ def _token_ids(file: str) -> list[int]:
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
     try:
-        found = json.loads(text)
+        token_ids = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(found, list) or not found or not all(type(one) is int for one in found):
+    if not isinstance(token_ids, list) or not token_ids or not all(type(one) is int for one in token_ids):
         raise ValueError(f"{file} is no JSON list of integers, or an empty one")
-    return found
+    return token_ids

@@ -40,24 +40,29 @@ def rebuild(context: typer.Context, **given: Any) -> None:
     shared = shared_of(context, given)
     # New files belong to the server, with any umask.
     keep_private()
-    found = make_anew(
+    rebuilt = make_anew(
         settings.data_directory,
         ssd_directories_of(settings),
         created_by=f"ctxcache {version('ctxcache')}",
         is_dry_run=is_dry_run,
     )
-    facts: dict[str, Plain] = {**asdict(found), "is_complete": found.is_complete, "is_dry_run": is_dry_run}
-    shared.show_facts(facts, _text(found, is_dry_run=is_dry_run))
+    facts: dict[str, Plain] = {
+        **asdict(rebuilt),
+        "is_complete": rebuilt.is_complete,
+        "is_dry_run": is_dry_run,
+    }
+    shared.show_facts(facts, _text(rebuilt, is_dry_run=is_dry_run))
 
 
-def _text(found: Rebuilt, *, is_dry_run: bool) -> str:
+def _text(rebuilt: Rebuilt, *, is_dry_run: bool) -> str:
     verb = "would bring" if is_dry_run else "brought"
-    kept = f"{found.token_count} tokens in {found.segment_count} segments"
+    kept = f"{rebuilt.token_count} tokens in {rebuilt.segment_count} segments"
+    lost = f"{rebuilt.lost_token_count} tokens and {rebuilt.lost_segment_count} segments"
     lines = [
-        f"{verb} back {found.session_count} sessions with {kept}, as of commit {found.commit}",
-        f"  {found.lost_token_count} tokens and {found.lost_segment_count} segments are not there any more",
-        f"  {human_size(found.scanned_bytes)} scanned in {found.scan_duration_s:.1f} s",
+        f"{verb} back {rebuilt.session_count} sessions with {kept}, as of commit {rebuilt.commit}",
+        f"  {lost} are not there any more",
+        f"  {human_size(rebuilt.scanned_bytes)} scanned in {rebuilt.scan_duration_s:.1f} s",
     ]
-    if found.missing_commit_count:
-        lines.append(f"  {found.missing_commit_count} commits that were on disk are unknown")
-    return "\n".join([*lines, *(f"  {problem}" for problem in found.problems)])
+    if rebuilt.missing_commit_count:
+        lines.append(f"  {rebuilt.missing_commit_count} commits that were on disk are unknown")
+    return "\n".join([*lines, *(f"  {problem}" for problem in rebuilt.problems)])

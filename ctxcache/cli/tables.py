@@ -244,26 +244,26 @@ def hints_table(results: Sequence[HintResult]) -> RenderableType:
     return rows
 
 
-def prefix_grid(found: PrefixMatch) -> RenderableType:
+def prefix_grid(prefix: PrefixMatch) -> RenderableType:
     """The part of a prompt that sessions have."""
     return grid(
-        ("state", _word(found.state)),
-        ("tokens", f"{found.token_count}, of which {found.dram_token_count} are in DRAM"),
-        ("in DRAM in", "-" if found.ready_in_ns is None else human_duration(found.ready_in_ns / 10**9)),
-        ("why not more", found.reason or "-"),
+        ("state", _word(prefix.state)),
+        ("tokens", f"{prefix.token_count}, of which {prefix.dram_token_count} are in DRAM"),
+        ("in DRAM in", "-" if prefix.ready_in_ns is None else human_duration(prefix.ready_in_ns / 10**9)),
+        ("why not more", prefix.reason or "-"),
     )
 
 
 def prefixes_table(prefixes: Sequence[SharedPrefix]) -> RenderableType:
     """Prefixes that sessions share, one per line."""
     rows = table(">TOKENS", ">SESSIONS", ">SAVED", "ONE OF THEM", "KEY")
-    for one in prefixes:
+    for prefix in prefixes:
         rows.add_row(
-            str(one.token_count),
-            str(one.session_count),
-            human_size(one.saved_bytes),
-            one.session,
-            one.key.hex()[:FINGERPRINT_DIGITS] or "-",
+            str(prefix.token_count),
+            str(prefix.session_count),
+            human_size(prefix.saved_bytes),
+            prefix.session,
+            prefix.key.hex()[:FINGERPRINT_DIGITS] or "-",
         )
     return rows
 
@@ -344,12 +344,12 @@ def _layers(kind: StateKind, ranges: Sequence[StreamRange]) -> str:
     if ranges[0].layer_begin < 0:
         return word
     runs = [[ranges[0].layer_begin, ranges[0].layer_end]]
-    for each in ranges[1:]:
+    for streams in ranges[1:]:
         # Streams of different row sizes are ranges of their own, also where their layers follow one another.
-        if each.layer_begin == runs[-1][1]:
-            runs[-1][1] = each.layer_end
+        if streams.layer_begin == runs[-1][1]:
+            runs[-1][1] = streams.layer_end
         else:
-            runs.append([each.layer_begin, each.layer_end])
+            runs.append([streams.layer_begin, streams.layer_end])
     return f"{word} {', '.join(str(a) if b - a == 1 else f'{a}-{b - 1}' for a, b in runs)}"
 
 
@@ -433,16 +433,16 @@ def _misses(answer: MissReport) -> Table:
 
 def _happenings(answer: MissReport) -> Table:
     rows = _history("LAST", "FIRST", "TIMES", "EVENT", "TOKENS", "BY", "IN TRACE")
-    for one in answer.happenings:
-        event = _word(one.event).replace("_", " ")
+    for happening in answer.happenings:
+        event = _word(happening.event).replace("_", " ")
         rows.add_row(
-            when(one.last_time_ns),
-            when(one.first_time_ns),
-            str(one.count),
+            when(happening.last_time_ns),
+            when(happening.first_time_ns),
+            str(happening.count),
             event,
-            str(one.token_count or "-"),
-            one.detail,
-            one.trace_id or "-",
+            str(happening.token_count or "-"),
+            happening.detail,
+            happening.trace_id or "-",
         )
     return rows
 

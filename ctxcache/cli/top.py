@@ -113,10 +113,13 @@ class Rates:
 
     def calls(self) -> list[Calls]:
         """Methods that were called, the busiest first."""
-        before = {} if self._before is None else {one.method: one for one in self._before.activity.methods}
-        found = [self._calls(one, before.get(one.method)) for one in self._now.activity.methods]
-        shown = [one for one in found if one.rate and one.method.rpartition("/")[2] not in UNCOUNTED]
-        return sorted(shown, key=lambda one: -one.rate)
+        earlier = [] if self._before is None else self._before.activity.methods
+        before = {method.method: method for method in earlier}
+        calls = [self._calls(now, before.get(now.method)) for now in self._now.activity.methods]
+        shown = [
+            method for method in calls if method.rate and method.method.rpartition("/")[2] not in UNCOUNTED
+        ]
+        return sorted(shown, key=lambda method: -method.rate)
 
     def accesses(self, kind: str, name: str) -> float:
         """A session's or a tenant's accesses a second.
@@ -281,26 +284,26 @@ def _calls(rates: Rates, limit: int) -> RenderableType:
 
 def _sessions(now: Look, rates: Rates, limit: int) -> RenderableType:
     rows = _rows("session", ">uses/s", ">tokens", ">DRAM", ">SSD")
-    for one in now.activity.sessions[:limit]:
+    for session in now.activity.sessions[:limit]:
         rows.add_row(
-            Text(one.name.removeprefix("sessions/"), overflow="ellipsis", no_wrap=True),
-            _count(rates.accesses("session", f"{one.tenant}/{one.name}")),
-            f"{one.token_count:,}",
-            human_size(one.dram_bytes),
-            human_size(one.ssd_bytes),
+            Text(session.name.removeprefix("sessions/"), overflow="ellipsis", no_wrap=True),
+            _count(rates.accesses("session", f"{session.tenant}/{session.name}")),
+            f"{session.token_count:,}",
+            human_size(session.dram_bytes),
+            human_size(session.ssd_bytes),
         )
     return rows if now.activity.sessions else _nothing("no session was used")
 
 
 def _tenants(now: Look, rates: Rates, limit: int) -> RenderableType:
     rows = _rows("tenant", ">uses/s", ">sessions", ">DRAM", ">SSD")
-    for one in now.activity.tenants[:limit]:
+    for tenant in now.activity.tenants[:limit]:
         rows.add_row(
-            Text(one.tenant, overflow="ellipsis", no_wrap=True),
-            _count(rates.accesses("tenant", one.tenant)),
-            f"{one.session_count:,}",
-            human_size(one.dram_bytes),
-            human_size(one.ssd_bytes),
+            Text(tenant.tenant, overflow="ellipsis", no_wrap=True),
+            _count(rates.accesses("tenant", tenant.tenant)),
+            f"{tenant.session_count:,}",
+            human_size(tenant.dram_bytes),
+            human_size(tenant.ssd_bytes),
         )
     return rows if now.activity.tenants else _nothing("no tenant was here")
 

@@ -84,7 +84,7 @@ def convert(call: CliCall, file: FileArgument, trace: NewFileArgument) -> None:
     It says with which options simulate has that store's sizes.
     """
     _check_name(trace)
-    found, turn_count = contents(file), 0
+    recording, turn_count = contents(file), 0
     with created(trace) as lines:
         for turn in Trace(file):
             turn_count += 1
@@ -97,11 +97,11 @@ def convert(call: CliCall, file: FileArgument, trace: NewFileArgument) -> None:
                 "turn": turn.number,
             }
             lines.write(json.dumps(values, separators=(",", ":")) + "\n")
-    options = found.simulate_options()
+    options = recording.simulate_options()
     facts: dict[str, Plain] = {
         "file": str(trace),
         "turns": turn_count,
-        "lost_calls": found.lost_count,
+        "lost_calls": recording.lost_count,
         "simulate": list(options),
     }
     call.show_facts(facts, f"{trace}: {turn_count} turns\nctxcache simulate {trace} {' '.join(options)}")

@@ -102,16 +102,16 @@ def show_outcomes(
 
 def raise_first(outcomes: Sequence[ArchiveOutcome]) -> None:
     """Raise the first failure, as one of so many."""
-    failed = [one for one in outcomes if one.status is ArchiveStatus.FAILED]
+    failed = [outcome for outcome in outcomes if outcome.status is ArchiveStatus.FAILED]
     # The exit code is of one failure, so the first one gives it; all of them stand in the list.
     if not failed:
         return
     # The file's own failure, if there is one: no session's line reports it.
-    first = next((one for one in failed if not one.session), failed[0])
+    first = next((outcome for outcome in failed if not outcome.session), failed[0])
     error = first.error
     if error is None or len(outcomes) == 1 or not first.session:
         raise error or CacheError()
-    untried = sum(one.status is ArchiveStatus.UNTRIED for one in outcomes)
+    untried = sum(outcome.status is ArchiveStatus.UNTRIED for outcome in outcomes)
     rest = f", {untried} were not tried" if untried else ""
     told = f"{len(failed)} of {len(outcomes)} sessions failed{rest}; {first.session}"
     raise type(error)(f"{told}: {error}")
@@ -128,31 +128,31 @@ def no_terminal(stream_name: str) -> typer.BadParameter:
     return typer.BadParameter(f"{stream_name} is a terminal: give a file, or a pipe")
 
 
-def _plain(one: ArchiveOutcome) -> Plain:
+def _plain(outcome: ArchiveOutcome) -> Plain:
     return {
-        "session": one.session,
-        "target": one.target,
-        "status": one.status,
-        "token_count": one.token_count,
-        "size_bytes": one.size_bytes,
-        "reason": one.error.reason if one.error else "",
-        "problem": " ".join(str(one.error).split()) if one.error else "",
+        "session": outcome.session,
+        "target": outcome.target,
+        "status": outcome.status,
+        "token_count": outcome.token_count,
+        "size_bytes": outcome.size_bytes,
+        "reason": outcome.error.reason if outcome.error else "",
+        "problem": " ".join(str(outcome.error).split()) if outcome.error else "",
     }
 
 
-def _line(one: ArchiveOutcome) -> str:
-    name = one.session if one.target == one.session else f"{one.session} as {one.target}"
-    if one.error:
-        return f"{one.status:9} {name}: {' '.join(str(one.error).split())} ({one.error.reason})"
-    return f"{one.status:9} {name}: {one.token_count} tokens, {human_size(one.size_bytes)}"
+def _line(outcome: ArchiveOutcome) -> str:
+    name = outcome.session if outcome.target == outcome.session else f"{outcome.session} as {outcome.target}"
+    if outcome.error:
+        return f"{outcome.status:9} {name}: {' '.join(str(outcome.error).split())} ({outcome.error.reason})"
+    return f"{outcome.status:9} {name}: {outcome.token_count} tokens, {human_size(outcome.size_bytes)}"
 
 
 def _sum(path: str, outcomes: Sequence[ArchiveOutcome]) -> str:
     counts: dict[str, int] = {}
-    for one in outcomes:
-        if one.session:
-            counts[one.status] = counts.get(one.status, 0) + 1
-    size = human_size(sum(one.size_bytes for one in outcomes))
+    for outcome in outcomes:
+        if outcome.session:
+            counts[outcome.status] = counts.get(outcome.status, 0) + 1
+    size = human_size(sum(outcome.size_bytes for outcome in outcomes))
     told = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no sessions"
     return f"{path}: {told}, {size}"
 
@@ -350,23 +350,23 @@ def import_sessions(
     outcomes: list[ArchiveOutcome] = []
     try:
         with bar() as progress:
-            found = [] if file == PIPE else _survey(file, wishes, progress)
+            sessions = [] if file == PIPE else _survey(file, wishes, progress)
             if check:
-                outcomes = [_listed(one, wishes) for one in found]
+                outcomes = [_listed(session, wishes) for session in sessions]
             else:
                 with call.client(moves_rows=True) as client:
-                    _import(client, file, found, wishes, progress, outcomes)
+                    _import(client, file, sessions, wishes, progress, outcomes)
     except BaseException:
         # Ctrl-C, above all: these sessions are there.
         if outcomes:
             show_outcomes(call, file, outcomes)
         raise
     # Sessions of the file that were never come to, because of an error that ends all.
-    tried = {one.session for one in outcomes}
-    rest = (one for one in found if f"sessions/{one.session_id}" not in tried)
+    tried = {outcome.session for outcome in outcomes}
+    rest = (session for session in sessions if f"sessions/{session.session_id}" not in tried)
     outcomes += [
-        replace(_listed(one, wishes), status=ArchiveStatus.UNTRIED, token_count=0, size_bytes=0)
-        for one in rest
+        replace(_listed(session, wishes), status=ArchiveStatus.UNTRIED, token_count=0, size_bytes=0)
+        for session in rest
     ]
     show_outcomes(call, file, outcomes)
     raise_first(outcomes)
@@ -377,16 +377,16 @@ def _survey(file: str, wishes: ImportWishes, progress: Bar) -> list[ArchivedSess
     with source(file) as opened:
         progress.begin("verifying", opened.size_bytes)
         contents = survey(opened, lambda count: progress.step("verifying", count, count))
-    sessions = [one for one, _ in contents.sessions if wishes.tenant in (None, one.model.tenant)]
-    tenants = sorted({one.model.tenant for one in sessions})
+    sessions = [session for session, _ in contents.sessions if wishes.tenant in (None, session.model.tenant)]
+    tenants = sorted({session.model.tenant for session in sessions})
     if len(tenants) > 1:
         raise typer.BadParameter(f"{file} has sessions of {', '.join(tenants)}: --from-tenant says whose")
-    ids = {one.session_id for one in sessions}
+    ids = {session.session_id for session in sessions}
     for name in (*wishes.names, *sorted(wishes.only)):
         if name not in ids:
             raise typer.BadParameter(f"{name} is not in {file}")
-    wanted = [one for one in sessions if wishes.wants(one.model.tenant, one.session_id)]
-    if len({wishes.target(one.session_id) for one in wanted}) < len(wanted):
+    wanted = [session for session in sessions if wishes.wants(session.model.tenant, session.session_id)]
+    if len({wishes.target(session.session_id) for session in wanted}) < len(wanted):
         raise typer.BadParameter("--rename gives two sessions one name")
     return wanted
 
@@ -394,17 +394,17 @@ def _survey(file: str, wishes: ImportWishes, progress: Bar) -> list[ArchivedSess
 def _import(
     client: Client,
     file: str,
-    found: list[ArchivedSession],
+    sessions: list[ArchivedSession],
     wishes: ImportWishes,
     progress: Bar,
     outcomes: list[ArchiveOutcome],
 ) -> None:
     # Before the first one is brought in: `fail` means that nothing is changed where one name is taken.
     if wishes.on_conflict is OnConflict.FAIL:
-        for target in (wishes.target(one.session_id) for one in found):
+        for target in (wishes.target(session.session_id) for session in sessions):
             if present(client, target) is not None:
                 raise SessionAlreadyExists(session=f"sessions/{target}")
-    progress.begin("importing", sum(one.token_count for one in found) or None)
+    progress.begin("importing", sum(session.token_count for session in sessions) or None)
     with source(file) as opened:
         reader = ArchiveReader(opened)
         # `extend` takes them one by one: what came before an error is in the list when it is raised.
@@ -417,9 +417,9 @@ def _import_store(call: CliCall, file: str, given: dict[str, Any], *, is_check: 
     with source(file) as opened, bar() as progress:
         progress.begin("checking", opened.size_bytes)
         if is_check:
-            found = look(opened, now_ns=time.time_ns(), step=progress.at)
+            store = look(opened, now_ns=time.time_ns(), step=progress.at)
         else:
-            found = lay_out(
+            store = lay_out(
                 opened,
                 settings.data_directory,
                 ssd_directories_of(settings),
@@ -429,7 +429,7 @@ def _import_store(call: CliCall, file: str, given: dict[str, Any], *, is_check: 
                 step=progress.at,
             )
     place = None if is_check else str(settings.data_directory)
-    call.show_facts(_new_store_facts(found, place), _new_store_text(found, place))
+    call.show_facts(_new_store_facts(store, place), _new_store_text(store, place))
 
 
 def _new_store_facts(found: Restored, place: str | None) -> dict[str, Plain]:
@@ -439,18 +439,18 @@ def _new_store_facts(found: Restored, place: str | None) -> dict[str, Plain]:
     return {"data_directory": place, **facts, "create_time": created.isoformat().replace("+00:00", "Z")}
 
 
-def _new_store_text(found: Restored, place: str | None) -> str:
-    created = datetime.fromtimestamp(found.create_time_ns / 10**9, UTC)
-    told = counted(found.session_count, found.token_count, found.segment_count)
+def _new_store_text(store: Restored, place: str | None) -> str:
+    created = datetime.fromtimestamp(store.create_time_ns / 10**9, UTC)
+    told = counted(store.session_count, store.token_count, store.segment_count)
     lines = [
-        f"{told} ({human_size(found.segment_bytes)}) in {place or 'it'}",
+        f"{told} ({human_size(store.segment_bytes)}) in {place or 'it'}",
         (
             f"  as of {created:%Y-%m-%d %H:%M:%S} UTC, {human_time(created, datetime.now(UTC))}, by "
-            f"{found.created_by}"
+            f"{store.created_by}"
         ),
     ]
-    if found.expired_session_count:
-        lines.append(f"  {found.expired_session_count} sessions have expired since")
+    if store.expired_session_count:
+        lines.append(f"  {store.expired_session_count} sessions have expired since")
     return "\n".join(lines)
 
 
@@ -470,7 +470,7 @@ def _import_command() -> Callable[..., None]:
     """`import`, with an option for every setting beside its own."""
     own = list(inspect.signature(import_sessions).parameters.values())[2:]
     settings = setting_options(SHOWN_SETTINGS)
-    names = {one.name for one in settings}
+    names = {setting.name for setting in settings}
 
     def command(context: typer.Context, **given: Any) -> None:
         call = call_of(context, given)
@@ -480,7 +480,7 @@ def _import_command() -> Callable[..., None]:
         command,
         [
             CONTEXT,
-            *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own),
+            *(option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in own),
             *settings,
             *SHARED_OPTIONS,
         ],

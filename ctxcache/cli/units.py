@@ -100,10 +100,10 @@ def parsed(parse: Callable[[str], Value], text: str, option: str) -> Value:
 
 def parse_trace(text: str) -> str:
     """The trace's id in a `traceparent`, or in itself. Raises ValueError."""
-    found = trace_id_of(text.lower())
-    if not found:
+    trace_id = trace_id_of(text.lower())
+    if not trace_id:
         raise ValueError(f"{text!r} is neither a trace's id, 32 hex digits, nor a traceparent")
-    return found
+    return trace_id
 
 
 def check_one_of(**given: bool) -> None:

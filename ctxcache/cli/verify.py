@@ -43,14 +43,14 @@ class Sum:
     position_end: int = 0
     problem: str = ""
 
-    def add(self, found: BadSegment, copy: str) -> None:
+    def add(self, segment: BadSegment, copy: str) -> None:
         """Count a segment, of which that copy is bad."""
-        if not self.bad_segment_count or found.position_begin < self.position_begin:
-            self.position_begin, self.problem = found.position_begin, f"{copy}: {found.problem}"
-        self.position_end = max(self.position_end, found.position_end)
+        if not self.bad_segment_count or segment.position_begin < self.position_begin:
+            self.position_begin, self.problem = segment.position_begin, f"{copy}: {segment.problem}"
+        self.position_end = max(self.position_end, segment.position_end)
         self.bad_segment_count += 1
-        self.mended_segment_count += found.is_mended
-        self.bad_token_count += found.position_end - found.position_begin
+        self.mended_segment_count += segment.is_mended
+        self.bad_token_count += segment.position_end - segment.position_begin
 
 
 @app.command(
@@ -112,14 +112,14 @@ def _follow(reports: Iterable[VerifyProgress], call: CliCall) -> dict[str, Plain
         task = bar.add_task("verifying")
         for last in reports:
             released += last.released_slot_count
-            for found in last.bad:
+            for segment in last.bad:
                 # A segment of several sessions is lost once, and bad in each. A lost record names no segment.
-                if not found.is_mended:
-                    lost.add(found.segment_id or -1 - len(bad))
-                bad.append(plain := document(found))
+                if not segment.is_mended:
+                    lost.add(segment.segment_id or -1 - len(bad))
+                bad.append(plain := document(segment))
                 copy = "in memory" if plain["tier"] == "TIER_DRAM" else "on SSD"
-                for session in found.sessions or [""]:
-                    sums.setdefault((found.tenant, session), Sum()).add(found, copy)
+                for session in segment.sessions or [""]:
+                    sums.setdefault((segment.tenant, session), Sum()).add(segment, copy)
             bar.update(task, total=last.segment_count, completed=last.checked_segment_count)
     facts: dict[str, Plain] = {
         "checked_segment_count": last.checked_segment_count if last else 0,
@@ -128,8 +128,8 @@ def _follow(reports: Iterable[VerifyProgress], call: CliCall) -> dict[str, Plain
         "released_slot_count": released,
         "lost_segment_count": len(lost),
         "sessions": [
-            {"session": session, "tenant": tenant, **asdict(found)}
-            for (tenant, session), found in sums.items()
+            {"session": session, "tenant": tenant, **asdict(total)}
+            for (tenant, session), total in sums.items()
         ],
         "bad": bad,
     }
@@ -141,10 +141,10 @@ def _text(facts: dict[str, Plain], sums: dict[tuple[str, str], Sum], bad_count: 
     size = human_size(int(str(facts["checked_bytes"])))
     counts = f"{facts['record_count']} records and {facts['checked_segment_count']} segments ({size})"
     lines = [f"{counts} verified, {bad_count} bad, {facts['lost_segment_count']} of them lost"]
-    for (tenant, session), found in sums.items():
+    for (tenant, session), total in sums.items():
         name = f"{session or 'no session'}, tenant {tenant!r}"
-        many = "1 segment" if found.bad_segment_count == 1 else f"{found.bad_segment_count} segments"
-        mended = f", {found.mended_segment_count} mended from SSD" if found.mended_segment_count else ""
-        where = f"positions {found.position_begin} to {found.position_end}"
-        lines.append(f"  {name}: {many} bad{mended}, {where}; the first: {found.problem}")
+        many = "1 segment" if total.bad_segment_count == 1 else f"{total.bad_segment_count} segments"
+        mended = f", {total.mended_segment_count} mended from SSD" if total.mended_segment_count else ""
+        where = f"positions {total.position_begin} to {total.position_end}"
+        lines.append(f"  {name}: {many} bad{mended}, {where}; the first: {total.problem}")
     return "\n".join(lines)

@@ -108,13 +108,17 @@ def metadata(settings: Settings) -> Finding:
         if (directory / "FORMAT").exists():
             with DataDirectory.open(directory) as data:
                 is_lenient = settings.ssd_missing == "serve"
-                found = look(
+                directories = look(
                     directory, data.instance_id, ssd_directories_of(settings), may_be_absent=is_lenient
                 )
-                ordered = [each.path for each in found if not each.absence]
-                catalog = None if found[0].absence else Catalog(found[0].path / CATALOG, data.instance_id)
+                ordered = [ssd.path for ssd in directories if not ssd.absence]
+                catalog = (
+                    None
+                    if directories[0].absence
+                    else Catalog(directories[0].path / CATALOG, data.instance_id)
+                )
                 opened = _look_at_metadata(data, Witness(ordered, data.instance_id), catalog)
-                absent = "; ".join(f"{each.path}: {each.absence}" for each in found if each.absence)
+                absent = "; ".join(f"{ssd.path}: {ssd.absence}" for ssd in directories if ssd.absence)
                 return degraded("metadata", absent, opened.used, MOUNT) if absent else opened
         with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
             RocksDbMetadata(Path(scratch)).close()
@@ -141,13 +145,13 @@ def _directory_modes(directory: Path, inside: Iterable[Path]) -> Finding:
         if not directory.exists():
             return ok(name, "it is not there yet", "one that is made with mode 0700")
         check_directory(directory)
-        found = loose(inside)
+        open_to_others = loose(inside)
     except CacheError as error:
         return fatal(name, error, "chown and chmod it, or choose another")
     except OSError as error:
         return fatal(name, _unusable(directory, error), CHOOSE)
-    if found:
-        what = f"others have rights to {len(found)} files in it, {found[0]} among them"
+    if open_to_others:
+        what = f"others have rights to {len(open_to_others)} files in it, {open_to_others[0]} among them"
         return degraded(
             name, what, "the same, without those rights", "the next start takes them; chmod does too"
         )

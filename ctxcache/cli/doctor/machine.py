@@ -62,21 +62,21 @@ def shared_memory(settings: Settings) -> Finding:
             name, lack, "choose a smaller --arena-size-bytes, or enlarge the tmpfs (containers: --shm-size)"
         )
     kind = filesystem(directory)
-    found = (
+    state = (
         f"{directory} is {kind}, {human_size(free)} free; the arena takes {human_size(needed)}: {size.bound}"
     )
     if needed > memory.available_bytes and needed > free_huge_bytes():
         return degraded(
             name,
-            f"{found}; {human_size(memory.available_bytes)} is {memory.source}",
+            f"{state}; {human_size(memory.available_bytes)} is {memory.source}",
             "more memory than this process can have: it may be killed",
             "choose a smaller --arena-size-bytes, or give the container more memory",
         )
     if kind != "tmpfs":
         return degraded(
-            name, found, "a file on a disk", "choose a directory on a tmpfs with --arena-directory"
+            name, state, "a file on a disk", "choose a directory on a tmpfs with --arena-directory"
         )
-    return ok(name, found, "an arena in shared memory, which workers on this host map")
+    return ok(name, state, "an arena in shared memory, which workers on this host map")
 
 
 def huge_pages(settings: Settings) -> Finding:
@@ -84,10 +84,10 @@ def huge_pages(settings: Settings) -> Finding:
     name, lines = "huge pages", _meminfo()
     pool = f"{lines.get('HugePages_Total', '?')} of 2 MiB reserved, {human_size(free_huge_bytes())} free"
     huge = _mount_option(settings.arena_directory, "huge")
-    found = f"{pool}; {settings.arena_directory} is mounted with huge={huge}"
+    pages = f"{pool}; {settings.arena_directory} is mounted with huge={huge}"
     needed = _arena_bytes(settings)
     if settings.arena_huge_pages != "off" and needed % HUGE_PAGE_BYTES == 0 and needed <= free_huge_bytes():
-        return ok(name, found, f"2 MiB pages of the pool for the arena's {human_size(needed)}")
+        return ok(name, pages, f"2 MiB pages of the pool for the arena's {human_size(needed)}")
     advice = (
         f"reserve {-(-needed // HUGE_PAGE_BYTES)} pages (sysctl vm.nr_hugepages) and leave "
         "--arena-huge-pages at auto: SSD reads into them are up to twice as fast"
@@ -101,8 +101,8 @@ def huge_pages(settings: Settings) -> Finding:
         )
         return fatal(name, lack, advice)
     if huge in ROOMY_HUGE:
-        return ok(name, found, "transparent huge pages, where the kernel has them")
-    return degraded(name, found, "4 KiB pages", advice)
+        return ok(name, pages, "transparent huge pages, where the kernel has them")
+    return degraded(name, pages, "4 KiB pages", advice)
 
 
 def _arena_bytes(settings: Settings) -> int:
@@ -150,15 +150,15 @@ def _mount_option(path: Path, option: str) -> str:
 
 def _mount(path: Path) -> tuple[str, str]:
     """Find type and options of the mount that holds `path`: the last of those with the longest path."""
-    best, found = -1, ("unknown", "")
+    best, type_and_options = -1, ("unknown", "")
     target = path.resolve()
     for line in _lines("/proc/self/mounts"):
         _, point, kind, options, *_ = line.split(" ")
         # Spaces are \040 there.
         place = Path(point.encode().decode("unicode_escape"))
         if target.is_relative_to(place) and len(place.parts) >= best:
-            best, found = len(place.parts), (kind, options)
-    return found
+            best, type_and_options = len(place.parts), (kind, options)
+    return type_and_options
 
 
 def _free_bytes(directory: Path) -> int:
@@ -186,7 +186,7 @@ def open_files(settings: Settings) -> Finding:
     # Two listeners of gRPC, TCP and a Unix socket, have a limit each.
     connections = 2 * settings.max_connections + settings.max_local_clients + settings.max_bulk_connections
     needed = OWN_FILES + connections
-    found = (
+    limits = (
         f"{'unlimited' if hard == resource.RLIM_INFINITY else hard} may be open, {needed} are needed at most"
     )
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -194,8 +194,8 @@ def open_files(settings: Settings) -> Finding:
             f"raise it to {needed} (ulimit -Hn, LimitNOFILE=), or lower --max-connections, "
             "--max-local-clients and --max-bulk-connections"
         )
-        return degraded("open files", found, "fewer connections than settings admit", advice)
-    return ok("open files", found, "every connection that settings admit")
+        return degraded("open files", limits, "fewer connections than settings admit", advice)
+    return ok("open files", limits, "every connection that settings admit")
 
 
 def memory_nodes(root: Path = NODES) -> Finding:
@@ -224,13 +224,13 @@ def store_time(settings: Settings) -> Finding:
     ahead_s = StoreClock.open(settings.data_directory).wall_ahead_ns() / 1e9
     if abs(ahead_s) < FAR_OFF_S:
         return ok("time of the store", "the wall clock's", "the time since boot")
-    found = (
+    difference = (
         f"the wall clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} it: it was "
         "set, or wrong"
     )
     return degraded(
         "time of the store",
-        found,
+        difference,
         "the store's time, by which sessions live on",
         "look after the time server",
     )
@@ -240,13 +240,13 @@ def clock(source: Path = CLOCK_SOURCE) -> Finding:
     """Is the clock, by which times are told, kept right, and quick to read."""
     is_kept = _is_synchronised()
     kind = source.read_text().strip() if source.is_file() else "unknown"
-    found = f"{'synchronised' if is_kept else 'not synchronised'}, source {kind}"
+    state = f"{'synchronised' if is_kept else 'not synchronised'}, source {kind}"
     if kind in SLOW_CLOCKS:
-        return degraded("clock", found, "a clock that is slow to read", "boot with clocksource=tsc")
+        return degraded("clock", state, "a clock that is slow to read", "boot with clocksource=tsc")
     if not is_kept:
         advice = "run chrony or systemd-timesyncd: times are told and taken by this clock"
-        return degraded("clock", found, "this clock as it is", advice)
-    return ok("clock", found, "this clock")
+        return degraded("clock", state, "this clock as it is", advice)
+    return ok("clock", state, "this clock")
 
 
 def odd_settings(doubts: list[str]) -> Finding:
@@ -281,10 +281,10 @@ def server(call: CliCall) -> Finding:
         return missing(name, "no answer", "nothing", "start one with `ctxcache serve`")
     except CacheError as error:
         return degraded(name, f"it fails: {error}", "nothing", "see its log")
-    found = f"version {stats.version}, {stats.session_count} sessions, data in {stats.data_directory}"
+    answer = f"version {stats.version}, {stats.session_count} sessions, data in {stats.data_directory}"
     if not is_healthy:
-        return degraded(name, f"{found}; it takes no work", "nothing", "it starts or drains: try again")
-    return ok(name, f"{found}; it takes work", "that server")
+        return degraded(name, f"{answer}; it takes no work", "nothing", "it starts or drains: try again")
+    return ok(name, f"{answer}; it takes work", "that server")
 
 
 def listen_address(settings: Settings) -> Finding:
